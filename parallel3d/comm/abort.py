@@ -1,0 +1,62 @@
+"""The abort token: how a blocking wait learns that its membership epoch is over.
+
+Every wait in this project takes a token and either polls it (`check`, at most every `POLL_S`) or registers a callback
+that wakes it (`on_abort`). Aborting is idempotent; the first reason stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from parallel3d.errors import EpochEnded
+
+POLL_S = 0.05
+
+
+class AbortToken:
+    """A one-way switch: live until `abort(reason)`, then every wait that holds it raises EpochEnded(reason)."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.reason = ""
+
+    @property
+    def aborted(self) -> bool:
+        return self._event.is_set()
+
+    def check(self) -> None:
+        """Raises EpochEnded once the token is aborted."""
+        if self._event.is_set():
+            raise EpochEnded(self.reason)
+
+    def abort(self, reason: str) -> None:
+        """Ends the epoch and runs the callbacks, each once, on the calling thread."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self.reason = reason
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` at abort, at once if that has happened."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def forget(self, callback: Callable[[], None]) -> None:
+        """Takes a callback back, so that a closed socket is not kept alive by its token."""
+        with self._lock:
+            self._callbacks = [kept for kept in self._callbacks if kept != callback]
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, but wakes and raises EpochEnded as soon as the token is aborted."""
+        if self._event.wait(seconds):
+            self.check()

@@ -1,0 +1,59 @@
+"""One exception for each thing that a caller can act on.
+
+Errors meant for a person (everything under `UserError`) are printed as one message without a traceback; their
+`exit_code` becomes the run's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Parallel3dError(Exception):
+    """Root of this project's exceptions."""
+
+    exit_code = 1
+
+
+class UserError(Parallel3dError):
+    """A mistake that the user can fix; the message says what, where and how."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One broken rule of the configuration: where, what stands there, what is asked for, how to fix it."""
+
+    field: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.rule}. {self.fix}"
+
+
+class ConfigError(UserError):
+    """All broken rules of one configuration, raised once."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(f"the configuration has {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n{lines}")
+
+
+class DataError(UserError):
+    """Text that can't be read or used: the message names the file."""
+
+
+class ScheduleError(Parallel3dError):
+    """An instruction list that is wrong: out of order, unmatched, or stuck; names replica and instruction."""
+
+
+class EpochEnded(Parallel3dError):
+    """This membership epoch is over: raised out of every blocking wait once its abort token is set."""
+
+
+class ProtocolError(Parallel3dError):
+    """A message that is not the one the schedule promised."""
