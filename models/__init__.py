@@ -1,0 +1,1 @@
+"""Models: plain modules over a range of layers."""

@@ -1,0 +1,96 @@
+"""What travels between pipeline stages: a header that the receiver verifies, and one tensor.
+
+`Links` is what the pipeline asks of a transport: sends go into a stated number of slots for each ordered pair of ranks
+and do not wait for the receiver; receives come in the order of the sends. Implementations: sockets (comm/sockets.py)
+and threads of one process (testing/threads.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import ProtocolError
+
+
+class Kind(IntEnum):
+    """What a message carries."""
+
+    ACTIVATION = 1
+    GRADIENT = 2
+    TARGETS = 3
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_FORMAT = struct.Struct("<4sIQIIII4Q")
+_MAGIC = b"p3d1"
+HEADER_BYTES = _FORMAT.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The identity of a message; the receiver states the one it expects."""
+
+    epoch: int
+    iteration: int
+    kind: Kind
+    micro_batch: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        what = f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, iteration {self.iteration}"
+        return f"{what}, epoch {self.epoch}, {tuple(self.shape)} {self.dtype}"
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def pack(self) -> bytes:
+        dims = tuple(self.shape) + (0,) * (4 - len(self.shape))
+        code = _DTYPES.index(self.dtype)
+        return _FORMAT.pack(
+            _MAGIC, self.epoch, self.iteration, self.kind, self.micro_batch, code, len(self.shape), *dims
+        )
+
+    @staticmethod
+    def unpack(data: bytes) -> Header:
+        magic, epoch, iteration, kind, micro_batch, code, ndim, *dims = _FORMAT.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolError(f"a message begins with {magic!r}, not with {_MAGIC!r}")
+        return Header(
+            epoch=epoch,
+            iteration=iteration,
+            kind=Kind(kind),
+            micro_batch=micro_batch,
+            shape=tuple(dims[:ndim]),
+            dtype=_DTYPES[code],
+        )
+
+
+class Links(ABC):
+    """Point-to-point messages of one rank in one membership epoch."""
+
+    @abstractmethod
+    def send(self, destination: int, header: Header, tensor: Tensor) -> None:
+        """Hands the tensor over; waits only while all slots to `destination` are taken. It must not change afterwards."""
+
+    @abstractmethod
+    def receive(self, source: int, expected: Header) -> Tensor:
+        """The next message from `source`; ProtocolError when it is not the expected one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends what is still in the slots, then gives everything back."""
+
+
+def verify(source: int, header: Header, expected: Header) -> None:
+    """Raises ProtocolError when a message is not the one that the schedule promised."""
+    if header != expected:
+        raise ProtocolError(f"from rank {source}: expected {expected}; got {header}")

@@ -1,0 +1,66 @@
+"""Causal self-attention over fused QKV: column-parallel projection, whole heads on each rank, row-parallel output.
+
+The masked half is not computed and no mask tensor exists: torch's SDPA with is_causal. With fewer key/value heads than
+query heads (GQA, Ainslie et al. 2023) each rank holds whole groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.rotary import HeadLayout, RotaryTable, split_and_rotate
+from parallel3d.sharding import Chunk
+
+
+class CausalSelfAttention(nn.Module):
+    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are `batch_size` sequences laid end to end."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        tp: TensorParallel,
+        init_std: float,
+        output_init_std: float,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        head_size = hidden_size // num_heads
+        kv_size = num_kv_heads * head_size
+        self.heads = HeadLayout(
+            num_query_heads=num_heads // tp.group.size,
+            num_kv_heads=num_kv_heads // tp.group.size,
+            head_size=head_size,
+        )
+        chunks = (Chunk(name="q", size=hidden_size), Chunk(name="k", size=kv_size), Chunk(name="v", size=kv_size))
+        self.qkv = ColumnParallelLinear(
+            f"{name}.qkv.weight", hidden_size, chunks, tp=tp, init_std=init_std, dtype=dtype, device=device
+        )
+        self.output = RowParallelLinear(
+            f"{name}.output.weight",
+            hidden_size,
+            hidden_size,
+            tp=tp,
+            init_std=output_init_std,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor, table: RotaryTable, batch_size: int) -> Tensor:
+        q, k, v = split_and_rotate(self.qkv(x), table, self.heads, batch_size)
+        mixed = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.heads.num_kv_heads != self.heads.num_query_heads,
+        )
+        return self.output(mixed.transpose(1, 2).reshape(-1, self.heads.query_size))

@@ -1,0 +1,126 @@
+"""The output projection and the cross-entropy in one step, some tokens at a time, the vocabulary cut over the ranks.
+
+The logits of a chunk of tokens exist only while their loss and gradients are computed, in the forward pass: the whole
+(tokens, vocab) matrix never does, and nothing of it is kept for the backward pass but d loss / d hidden. The softmax
+needs two reductions over the tensor-parallel group for each chunk (Megatron-LM, section 3): the largest logit, and the
+sum of exponentials together with the target's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.layers.embedding import vocab_range
+from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.sharding import ParamSharding
+
+CHUNK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a last-level cache
+
+
+class _LinearCrossEntropy(Function):
+    """Sum over tokens of the loss; its backward hands out what the forward pass computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: ShardedParameter,
+        targets: Tensor,
+        tp: TensorParallel,
+        first: int,
+        num_valid: int,
+        sensitive: torch.dtype,
+        with_grad: bool,
+    ) -> Tensor:
+        whole = tp.gather(hidden)
+        valid = weight.detach()[:num_valid]
+        grad_buffer = weight.grad_buffer()[:num_valid] if with_grad else None
+        hidden_grad = torch.empty_like(whole) if with_grad else None
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        rows = max(1, CHUNK_BYTES // (max(1, num_valid) * sensitive.itemsize))
+        for start in range(0, whole.shape[0], rows):
+            part = slice(start, start + rows)
+            x = whole[part]
+            logits = (x @ valid.t()).to(sensitive)
+            loss += _loss_and_grad(logits, targets[part] - first, tp).sum(dtype=torch.float64)
+            if hidden_grad is not None and grad_buffer is not None:
+                logits_grad = logits.to(x.dtype)
+                torch.mm(logits_grad, valid, out=hidden_grad[part])
+                if grad_buffer.dtype == x.dtype:
+                    torch.addmm(grad_buffer, logits_grad.t(), x, out=grad_buffer)
+                else:
+                    grad_buffer += logits_grad.t() @ x
+        ctx.weight = weight
+        if hidden_grad is not None:
+            ctx.save_for_backward(tp.sum(hidden_grad))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (hidden_grad,) = ctx.saved_tensors
+        ctx.weight.grad_added()
+        return hidden_grad, None, None, None, None, None, None, None
+
+
+class LinearCrossEntropy(nn.Module):
+    """(tokens_local, hidden), targets (tokens,) -> sum of the token losses, float64 scalar.
+
+    Its gradient counts as that of the plain sum: call backward() on the loss itself, unscaled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+        sensitive: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        self.tp = tp
+        self.sensitive = sensitive
+        sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
+        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
+        self.first, self.num_valid = vocab_range(sharding, tp)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return _LinearCrossEntropy.apply(
+            hidden,
+            self.weight,
+            targets,
+            self.tp,
+            self.first,
+            self.num_valid,
+            self.sensitive,
+            torch.is_grad_enabled(),
+        )
+
+
+def _loss_and_grad(logits: Tensor, local_targets: Tensor, tp: TensorParallel) -> Tensor:
+    """Token losses (rows,); `logits` (rows, vocab_local) becomes softmax - one_hot, the gradient of their sum."""
+    num_rows, num_local = logits.shape
+    largest = logits.amax(1, keepdim=True) if num_local else logits.new_full((num_rows, 1), float("-inf"))
+    tp.group.all_reduce_max(largest)
+    logits -= largest
+    elsewhere = (local_targets < 0) | (local_targets >= num_local)
+    index = local_targets.masked_fill(elsewhere, 0)
+    stats = logits.new_zeros((2, num_rows))
+    if num_local:
+        stats[0] = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
+        logits.exp_()
+        torch.sum(logits, 1, out=stats[1])
+    tp.group.all_reduce(stats)
+    target_logit, total = stats[0], stats[1]
+    logits /= total.unsqueeze(1)
+    if num_local:
+        logits[torch.arange(num_rows, device=logits.device), index] -= (~elsewhere).to(logits.dtype)
+    return total.log() - target_logit

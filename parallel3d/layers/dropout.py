@@ -1,0 +1,77 @@
+"""Dropout whose mask is a function of (seed, iteration, sequence slot, layer, site, index in the sequence).
+
+Who computes an element, in which micro-batch, on which rank, does not matter: a step that is repeated after a failure,
+or run on another layout, drops the same elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.random_keys import keep_mask, key_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What a layer must know of the micro-batch it works on: `slots` are its sequences, laid end to end."""
+
+    seed: int
+    iteration: int
+    slots: tuple[int, ...]
+    sequence_length: int
+    training: bool = True
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots) * self.sequence_length
+
+
+class _Masked(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return (x * keep).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (keep,) = ctx.saved_tensors
+        return (grad * keep).mul_(ctx.scale), None, None
+
+
+def dropout(
+    x: Tensor, probability: float, *, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel
+) -> Tensor:
+    """(tokens_local, hidden) -> the same, kept elements scaled by 1 / (1 - probability)."""
+    if probability == 0.0 or not micro_batch.training:
+        return x
+    keep = _mask(x, probability, micro_batch, layer, site, tp)
+    return _Masked.apply(x, keep, 1.0 / (1.0 - probability))
+
+
+def _mask(
+    x: Tensor, probability: float, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel
+) -> Tensor:
+    """The mask of this rank's tokens: row r of a sequence uses the counters r * hidden .. (r + 1) * hidden - 1."""
+    num_local, hidden = x.shape
+    seq = micro_batch.sequence_length
+    begin = num_local * tp.group.rank if tp.cuts_tokens else 0
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    columns = torch.arange(hidden, device=x.device)
+    for number, slot in enumerate(micro_batch.slots):
+        first, last = max(begin, number * seq), min(begin + num_local, (number + 1) * seq)
+        if first < last:
+            rows = torch.arange(first - number * seq, last - number * seq, device=x.device)
+            key = key_of("dropout", micro_batch.seed, micro_batch.iteration, slot, layer, site)
+            keep[first - begin : last - begin] = keep_mask(key, rows[:, None] * hidden + columns, probability)
+    return keep

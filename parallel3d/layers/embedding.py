@@ -1,0 +1,68 @@
+"""Vocabulary-parallel embedding: each rank holds a part of the rows and looks up the tokens that fall into it.
+
+A vocabulary that does not divide is padded on the last ranks (50257 over 4 ranks: 12565, 12565, 12565, 12562 + 3 rows
+of padding). No token id points at padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from parallel3d.comm.tensor_parallel import TensorParallel, leave_region
+from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.sharding import ParamSharding
+
+
+class _LookUp(Function):
+    """Rows of the local part, zeros for tokens of other ranks; backward adds into the main gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: ShardedParameter, tokens: Tensor, first: int, num_valid: int) -> Tensor:
+        local = tokens - first
+        elsewhere = (local < 0) | (local >= num_valid)
+        local = local.masked_fill(elsewhere, 0)
+        ctx.weight = weight
+        ctx.save_for_backward(local, elsewhere)
+        return weight.detach()[local].masked_fill_(elsewhere.unsqueeze(1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        local, elsewhere = ctx.saved_tensors
+        buffer = ctx.weight.grad_buffer()
+        buffer.index_add_(0, local, grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0))
+        ctx.weight.grad_added()
+        return None, None, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids (tokens,) int64 -> (tokens_local, hidden)."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TensorParallel,
+        init_std: float,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        self.tp = tp
+        sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
+        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
+        self.first, self.num_valid = vocab_range(sharding, tp)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return leave_region(_LookUp.apply(self.weight, tokens, self.first, self.num_valid), self.tp)
+
+
+def vocab_range(sharding: ParamSharding, tp: TensorParallel) -> tuple[int, int]:
+    """The first token id of this rank and how many it has; (0, 0) for a rank that holds nothing but padding."""
+    runs = sharding.runs(tp.group.rank, tp.group.size)
+    return (runs[0].global_start, runs[0].length) if runs else (0, 0)

@@ -1,0 +1,72 @@
+"""The SwiGLU feed-forward block (Shazeer 2020) with gate and up fused into one column-parallel product.
+
+The activation's backward writes both gradients into the two halves of one buffer, so that nothing is concatenated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import silu
+
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.sharding import Chunk
+
+
+class _SiluTimes(Function):
+    """(tokens, 2 n) = [gate | up] -> silu(gate) * up (tokens, n)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """d up = grad * silu(gate); d gate = grad * up * silu'(gate)."""
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        result = torch.empty_like(gate_up)
+        gate_grad, up_grad = result.chunk(2, -1)
+        torch.mul(grad, silu(gate), out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
+        return result
+
+
+class SwiGLU(nn.Module):
+    """(tokens_local, hidden) -> (tokens_local, hidden)."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        tp: TensorParallel,
+        init_std: float,
+        output_init_std: float,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        chunks = (Chunk(name="gate", size=intermediate_size), Chunk(name="up", size=intermediate_size))
+        self.gate_up = ColumnParallelLinear(
+            f"{name}.gate_up.weight", hidden_size, chunks, tp=tp, init_std=init_std, dtype=dtype, device=device
+        )
+        self.down = RowParallelLinear(
+            f"{name}.down.weight",
+            intermediate_size,
+            hidden_size,
+            tp=tp,
+            init_std=output_init_std,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(_SiluTimes.apply(self.gate_up(x)))

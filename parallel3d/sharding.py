@@ -1,0 +1,91 @@
+"""How each parameter is cut over the tensor-parallel ranks: declared once, read by initialisation, gradient norm,
+checkpoints and recovery.
+
+A parameter is sharded along one dimension, *inside each chunk*: fused QKV has the chunks q, k, v and every rank holds
+its part of each, so that a rank owns whole heads::
+
+    global rows   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
+    rank 1 of 2   |       q2 q3 |       k2 k3 |       v2 v3 |   -> local rows  q2 q3 k2 k3 v2 v3
+
+A padded parameter (the vocabulary) gives each rank ceil(size / tp_size) rows; the last ranks have rows that stand for
+nothing. Padding has no global index, is never stored, and never seen by the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A named piece of a fused parameter along its sharded dimension, in global elements."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """`length` consecutive indices along the sharded dimension: local_start.. are global_start.. of the whole."""
+
+    global_start: int
+    local_start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSharding:
+    """The global identity of one parameter and its cut.
+
+    `shape` is global and unpadded. `dim` None means that every tensor-parallel rank holds the whole; then `partial_grad`
+    says that under sequence parallelism each holds only its own tokens' part of the gradient (Korthikanti et al.,
+    "Reducing activation recomputation", section 4.2.2), to be summed over the tensor-parallel group.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    chunks: tuple[Chunk, ...] = ()
+    padded: bool = False
+    partial_grad: bool = False
+    init_std: float | None = None  # None: ones (a norm's weight)
+    is_norm_or_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunks:
+            assert self.dim is not None and sum(c.size for c in self.chunks) == self.shape[self.dim], self.name
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """The shape that each rank allocates, padding included."""
+        if self.dim is None:
+            return self.shape
+        size = sum(self._part(chunk.size, tp_size) for chunk in self._chunks())
+        return self.shape[: self.dim] + (size,) + self.shape[self.dim + 1 :]
+
+    def runs(self, tp_rank: int, tp_size: int) -> tuple[Run, ...]:
+        """What `tp_rank` holds along the sharded dimension, without padding. Empty when all of it is padding."""
+        if self.dim is None:
+            return (Run(global_start=0, local_start=0, length=self.shape[0]),)
+        runs, offset, local = [], 0, 0
+        for chunk in self._chunks():
+            part = self._part(chunk.size, tp_size)
+            start = min(part * tp_rank, chunk.size)
+            length = min(part, chunk.size - start)
+            if length:
+                runs.append(Run(global_start=offset + start, local_start=local, length=length))
+            offset += chunk.size
+            local += part
+        return tuple(runs)
+
+    def _chunks(self) -> tuple[Chunk, ...]:
+        assert self.dim is not None
+        return self.chunks or (Chunk(name="", size=self.shape[self.dim]),)
+
+    def _part(self, size: int, tp_size: int) -> int:
+        assert self.padded or size % tp_size == 0, f"{self.name}: {size} over {tp_size}"
+        return ceil(size / tp_size)

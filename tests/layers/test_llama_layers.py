@@ -1,0 +1,249 @@
+"""The layers against plain torch on one rank, and against one rank on several (threads)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.llama import LlamaStage
+from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
+from parallel3d.config.schema import ModelConfig
+from parallel3d.layers.dropout import MicroBatch
+from parallel3d.layers.init import initial_value
+from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.precision.policy import POLICIES
+from parallel3d.testing.threads import run_threads
+
+SEQ, BATCH = 12, 2
+
+
+def model_config(**changes):
+    sizes = dict(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.2,
+    )
+    return ModelConfig(**{**sizes, **changes})
+
+
+def build(config, tp, policy="fp64"):
+    stage = LlamaStage(
+        config, range(config.num_hidden_layers), num_positions=SEQ, tp=tp, policy=POLICIES[policy], device="cpu"
+    )
+    for p in parameters_of(stage):
+        value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)
+        if p.sharding.is_norm_or_bias:
+            value += 0.1 * torch.arange(value.numel()) / value.numel()
+        p.data.copy_(value)
+    return stage
+
+
+def micro_batch(**changes):
+    return MicroBatch(**{**dict(seed=7, iteration=3, slots=(4, 9), sequence_length=SEQ), **changes})
+
+
+def tokens(vocab):
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randint(vocab, (BATCH * SEQ, 2), generator=generator)
+    return drawn[:, 0].contiguous(), drawn[:, 1].contiguous()
+
+
+def plain_loss(config, weights, inputs, targets):
+    """The same model written with nothing but torch's functions, weights by their global names."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = config.hidden_size // heads
+    x = F.embedding(inputs.view(BATCH, SEQ), weights["embedding.weight"])
+    inverse = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.outer(torch.arange(SEQ, dtype=torch.float64), inverse)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+
+    def rotate(t):
+        a, b = t.chunk(2, -1)
+        return t * cos + torch.cat([-b, a], -1) * sin
+
+    def norm(t, w):
+        return F.rms_norm(t, (config.hidden_size,), w, config.rms_norm_eps)
+
+    for i in range(config.num_hidden_layers):
+        w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
+        qkv = norm(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T
+        q, k, v = qkv.split([heads * size, kv_heads * size, kv_heads * size], -1)
+        q = rotate(q.view(BATCH, SEQ, heads, size).transpose(1, 2))
+        k = rotate(k.view(BATCH, SEQ, kv_heads, size).transpose(1, 2)).repeat_interleave(heads // kv_heads, 1)
+        v = v.view(BATCH, SEQ, kv_heads, size).transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
+        mask = torch.ones(SEQ, SEQ).tril().log().to(q.dtype)
+        mixed = ((q @ k.transpose(-1, -2)) * size**-0.5 + mask).softmax(-1) @ v
+        x = x + mixed.transpose(1, 2).flatten(2) @ w["attention.output.weight"].T
+        gate, up = (norm(x, w["mlp_norm.weight"]) @ w["mlp.gate_up.weight"].T).chunk(2, -1)
+        x = x + (F.silu(gate) * up) @ w["mlp.down.weight"].T
+    logits = norm(x, weights["final_norm.weight"]) @ weights["head.weight"].T
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+
+
+def run_stage(config, tp, batch, policy="fp64"):
+    """Loss, {name: gradient} of this rank, with the sums over the group that the optimizer does elsewhere."""
+    stage = build(config, tp, policy)
+    inputs, targets = tokens(config.vocab_size)
+    loss = stage(inputs, batch, targets)
+    loss.backward()
+    for p in parameters_of(stage):
+        if p.sharding.partial_grad:
+            tp.group.all_reduce(p.main_grad)
+    return loss.item(), {p.sharding.name: (p.sharding, p.main_grad) for p in parameters_of(stage)}
+
+
+def whole(shardings, parts):
+    """The global tensor from the ranks' parts."""
+    sharding = shardings[0]
+    if sharding.dim is None:
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    result = torch.full(sharding.shape, float("nan"), dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        for run in sharding.runs(rank, len(parts)):
+            result.narrow(sharding.dim, run.global_start, run.length).copy_(
+                part.narrow(sharding.dim, run.local_start, run.length)
+            )
+    return result
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_one_rank_equals_plain_torch(kv_heads):
+    config = model_config(num_key_value_heads=kv_heads)
+    loss, grads = run_stage(config, solo_region(), micro_batch())
+    stage = build(config, solo_region())
+    weights = {p.sharding.name: p.detach().clone().requires_grad_() for p in parameters_of(stage)}
+    expected = plain_loss(config, weights, *tokens(config.vocab_size))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    for name, (_, grad) in grads.items():
+        assert relative(grad, weights[name].grad) < 1e-11, name
+
+
+@pytest.mark.parametrize("kv_heads,vocab", [(4, 50), (4, 49), (4, 5)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_tensor_parallel_equals_one_rank(size, sequence_parallel, kv_heads, vocab, drop):
+    config = model_config(num_key_value_heads=kv_heads, vocab_size=vocab, hidden_dropout=drop)
+    loss, grads = run_stage(config, solo_region(), micro_batch())
+
+    def body(rank, world):
+        group = world.make_group(rank)("tp", tuple(range(size)))
+        return run_stage(config, TensorParallel(group=group, sequence_parallel=sequence_parallel), micro_batch())
+
+    results = run_threads(size, body)
+    for name in grads:
+        shardings, parts = zip(*(r[1][name] for r in results))
+        assert relative(whole(shardings, parts), grads[name][1]) < 1e-11, name
+    assert all(r[0] == pytest.approx(loss, rel=1e-12) for r in results)
+
+
+def test_forgetting_the_sum_of_norm_gradients_is_seen():
+    config = model_config()
+    _, grads = run_stage(config, solo_region(), micro_batch())
+
+    def body(rank, world):
+        tp = TensorParallel(group=world.make_group(rank)("tp", (0, 1)), sequence_parallel=True)
+        stage = build(config, tp)
+        inputs, targets = tokens(config.vocab_size)
+        stage(inputs, micro_batch(), targets).backward()
+        return {p.sharding.name: p.main_grad for p in parameters_of(stage) if p.sharding.partial_grad}
+
+    for partial in run_threads(2, body):
+        assert set(partial) == {n for n in grads if "norm" in n}
+        for name, grad in partial.items():
+            assert relative(grad, grads[name][1]) > 0.1, name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_weights_are_bitwise_those_of_one_rank(size):
+    config = model_config(vocab_size=49, initializer_depth_scaling="layer_index")
+    one = {p.sharding.name: p.detach() for p in parameters_of(build(config, solo_region(), "fp32"))}
+
+    def body(rank, world):
+        tp = TensorParallel(group=world.make_group(rank)("tp", tuple(range(size))))
+        return {p.sharding.name: (p.sharding, p.detach()) for p in parameters_of(build(config, tp, "fp32"))}
+
+    results = run_threads(size, body)
+    for name, value in one.items():
+        shardings, parts = zip(*(r[name] for r in results))
+        assert torch.equal(whole(shardings, parts), value), name
+
+
+def test_dropout_masks_depend_on_nothing_but_their_key():
+    config = model_config(hidden_dropout=0.3)
+    same, _ = run_stage(config, solo_region(), micro_batch())
+    assert same == run_stage(config, solo_region(), micro_batch())[0]
+    assert same != run_stage(config, solo_region(), micro_batch(iteration=4))[0]
+    assert same != run_stage(config, solo_region(), micro_batch(slots=(4, 8)))[0]
+
+
+@pytest.mark.parametrize("scaling,factor", [("none", 1.0), ("layer_index", 24**-0.5), ("num_layers", 24**-0.5)])
+def test_initial_std_of_the_last_layer(scaling, factor):
+    """HLAT's depth scaling; the last layer of 12 has the same factor in both forms. 2 %: 5 sd of 500,000 numbers."""
+    config = model_config(
+        hidden_size=768, intermediate_size=652, num_hidden_layers=12, initializer_depth_scaling=scaling
+    )
+    stage = LlamaStage(config, range(11, 12), num_positions=SEQ, tp=solo_region(), policy=POLICIES["fp32"])
+    down: ShardedParameter = stage.layers[0].mlp.down.weight
+    value = initial_value(down.sharding, seed=1, tp_rank=0, tp_size=1)
+    assert value.std().item() == pytest.approx(0.2 * factor, rel=0.02)
+    assert value.mean().abs().item() < 0.2 * factor * 5 / value.numel() ** 0.5
+
+
+def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
+    config = model_config()
+    inputs, targets = tokens(config.vocab_size)
+    full = build(config, solo_region())
+    parts = [
+        LlamaStage(config, r, num_positions=SEQ, tp=solo_region(), policy=POLICIES["fp64"])
+        for r in (range(0, 1), range(1, 2))
+    ]
+    values = {p.sharding.name: p.data for p in parameters_of(full)}
+    for part in parts:
+        for p in parameters_of(part):
+            p.data.copy_(values.pop(p.sharding.name))
+    assert not values
+    hidden = parts[0](inputs, micro_batch())
+    assert parts[1](hidden, micro_batch(), targets).item() == full(inputs, micro_batch(), targets).item()
+    assert not [name for name, _ in full.named_buffers()] and full.table.cos.shape == (SEQ, 4)
+
+
+@pytest.mark.parametrize(
+    "sizes,count",
+    [
+        (dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32), 6_738_415_616),
+        (
+            dict(
+                hidden_size=8192,
+                intermediate_size=28672,
+                num_hidden_layers=80,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+            ),
+            68_976_648_192,
+        ),
+    ],
+)
+def test_parameter_counts_of_hlat(sizes, count):
+    config = ModelConfig(**{"vocab_size": 32000, "num_key_value_heads": 32, **sizes})
+    layers = range(config.num_hidden_layers)
+    stage = LlamaStage(config, layers, num_positions=8, tp=solo_region(), policy=POLICIES["bf16"], device="meta")
+    assert sum(p.numel() for p in stage.parameters()) == count
+
+
+def test_bf16_keeps_the_loss_near_fp64():
+    """bf16 has 8 bits of mantissa; the loss is a sum of 24 tokens computed in fp32 from bf16 activations."""
+    config = model_config()
+    wide, _ = run_stage(config, solo_region(), micro_batch())
+    narrow, grads = run_stage(config, solo_region(), micro_batch(), "bf16")
+    assert narrow == pytest.approx(wide, rel=2e-2)
+    assert all(grad.dtype == torch.float32 for _, grad in grads.values())
