@@ -1,0 +1,113 @@
+"""Sizes that follow from the configuration: pure arithmetic, exact integers.
+
+Functions that need a resolved configuration (`load.resolve`) say so; the others take what they need.
+"""
+
+from __future__ import annotations
+
+from parallel3d.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
+
+
+def num_key_value_heads(model: ModelConfig) -> int:
+    """Key-value heads: as many as query heads unless grouped."""
+    return model.num_key_value_heads or model.num_attention_heads
+
+
+def head_size(model: ModelConfig) -> int:
+    """Width of one attention head."""
+    return model.hidden_size // model.num_attention_heads
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """All parameters: linear weights, the embedding, and two norms a layer plus the last one."""
+    embedding = model.vocab_size * model.hidden_size
+    norms = (2 * model.num_hidden_layers + 1) * model.hidden_size
+    return num_matmul_parameters(model) + embedding + norms
+
+
+def num_matmul_parameters(model: ModelConfig) -> int:
+    """Weights that multiply every token: attention, MLP and output head, without the embedding's lookup and norms."""
+    key_value_size = num_key_value_heads(model) * head_size(model)
+    attention = 2 * model.hidden_size * (model.hidden_size + key_value_size)  # q and o, k and v
+    mlp = 3 * model.hidden_size * model.intermediate_size  # gate, up and down
+    head = model.vocab_size * model.hidden_size
+    return model.num_hidden_layers * (attention + mlp) + head
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Floating-point operations to train on one token, forward and backward (PaLM, appendix B).
+
+    6 for each matmul weight (2 forward, 4 backward), and 12 L s h for the attention scores and their sums, counted as
+    if not causal: half of that is skipped by kernels that know the mask. Recomputed activations are not counted.
+    """
+    attention = 12 * model.num_hidden_layers * sequence_length * model.hidden_size
+    return 6 * num_matmul_parameters(model) + attention
+
+
+def batch_sizes(batch: BatchConfig) -> tuple[int, int, int]:
+    """(global_batch_size, micro_batch_size, num_micro_batches), the missing one derived; two at least must be given."""
+    total, micro, count = batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches
+    if micro is not None and count is not None:
+        return (micro * count if total is None else total), micro, count
+    assert total is not None, "batch_sizes needs two of the three sizes"
+    if micro is not None:
+        return total, micro, total // micro
+    assert count is not None, "batch_sizes needs two of the three sizes"
+    return total, total // count, count
+
+
+def tokens_per_step(config: Config) -> int:
+    """Tokens of one iteration over all replicas."""
+    return batch_sizes(config.batch)[0] * config.batch.sequence_length
+
+
+def replicas_in_world(parallel: ParallelConfig, world_size: int | None) -> tuple[int, ...]:
+    """Replicas of each stage when `world_size` ranks take part (None: the configuration decides, 1 by default)."""
+    if parallel.stage_replicas is not None:
+        return tuple(parallel.stage_replicas)
+    left = 1 if world_size is None else max(1, world_size // (parallel.tp_size * parallel.pp_size))
+    return (parallel.dp_size or left,) * parallel.pp_size
+
+
+def stage_replicas(config: Config) -> tuple[int, ...]:
+    """Replicas of each stage, by stage; of a resolved configuration."""
+    return replicas_in_world(config.parallel, None)
+
+
+def world_size(config: Config) -> int:
+    """Ranks that the layout has places for; of a resolved configuration."""
+    return sum(stage_replicas(config)) * config.parallel.tp_size
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but hardly meant, one sentence each; of a resolved configuration."""
+    parallel, replicas = config.parallel, stage_replicas(config)
+    num_micro_batches = batch_sizes(config.batch)[2]
+    decay_steps = config.schedule.decay_steps or config.run.num_steps
+    bubble = (parallel.pp_size - 1) / (num_micro_batches / max(replicas) + parallel.pp_size - 1)
+    uneven = sorted({count for count in replicas if num_micro_batches % count})
+    checks = (
+        (
+            bubble > 0.5,
+            f"pipeline stages idle for {bubble:.0%} of a step, at {num_micro_batches / max(replicas):g} micro-batches"
+            f" a replica: raise batch.num_micro_batches or lower parallel.pp_size",
+        ),
+        (
+            bool(uneven),
+            f"{num_micro_batches} micro-batches do not divide evenly over {uneven} replicas: some wait for the others",
+        ),
+        (
+            parallel.sequence_parallel and parallel.tp_size == 1,
+            "parallel.sequence_parallel has no effect at parallel.tp_size 1",
+        ),
+        (
+            config.schedule.kind != "constant" and decay_steps < config.run.num_steps,
+            f"the learning rate stays at its lowest from update {decay_steps} of {config.run.num_steps} on"
+            " (schedule.decay_steps)",
+        ),
+        (
+            config.schedule.warmup_steps >= config.run.num_steps,
+            f"the run ends within its warmup of {config.schedule.warmup_steps} updates (schedule.warmup_steps)",
+        ),
+    )
+    return [sentence for applies, sentence in checks if applies]

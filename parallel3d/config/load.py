@@ -1,0 +1,447 @@
+"""From a JSON file and `section.field=value` overrides to a checked configuration.
+
+    load_config -> Config as written, all its mistakes reported at once
+    resolve     -> Config with every derivable null filled in, for a given number of ranks
+    dump_config -> JSON that loads to the same Config
+
+Mistakes of form (schema.py) and broken rules between fields (the tables below) end in one ConfigError. So that one does
+not hide the other, fields with mistakes are replaced by something valid, and only the rules that read none of these
+fields are checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import glob
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from parallel3d.config import derived
+from parallel3d.config.schema import Config, Section
+from parallel3d.errors import ConfigError, Problem
+
+CACHE_DIRECTORY = "~/.cache/parallel3d"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
+    """The configuration in `path`, changed by `overrides`; raises one ConfigError with all that is wrong with it.
+
+    An override is `section.field=value`, its value JSON or, failing that, a plain string. A `$schema` entry in the file
+    is for editors and is left out.
+    """
+    raw = _read(Path(path))
+    raw.pop("$schema", None)
+    problems = [problem for override in overrides for problem in _apply_override(raw, override)]
+    config, mistakes, broken = _parse(raw)
+    problems += [*mistakes, *_broken_rules(config, world_size, broken)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def check_config(config: Config, world_size: int | None = None) -> None:
+    """Raises one ConfigError with all broken rules between fields; `world_size` None leaves the ranks to the config."""
+    if problems := list(_broken_rules(config, world_size, set())):
+        raise ConfigError(problems)
+
+
+def resolve(config: Config, *, config_path: str | Path, world_size: int | None = None) -> Config:
+    """The configuration with every null filled in that the other fields, the file's name and the ranks decide.
+
+    Checks it on the way. What the machine or the corpus decides stays null: run.threads_per_rank, run.evaluate_every,
+    data.document_chars, data.tokenizer.path, parallel.layers_per_stage. A leading ~ in a path becomes the home folder.
+    """
+    check_config(config, world_size)
+    raw = config.model_dump()
+    model, parallel, batch, schedule, data, run = (
+        raw[name] for name in ("model", "parallel", "batch", "schedule", "data", "run")
+    )
+    sizes = derived.batch_sizes(config.batch)
+    batch["global_batch_size"], batch["micro_batch_size"], batch["num_micro_batches"] = sizes
+    model["num_key_value_heads"] = derived.num_key_value_heads(config.model)
+    if parallel["stage_replicas"] is None:
+        parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
+    schedule["decay_steps"] = schedule["decay_steps"] or run["num_steps"]
+    run["directory"] = _expand(run["directory"] or f"runs/{Path(config_path).stem}")
+    data["cache_directory"] = _expand(data["cache_directory"] or CACHE_DIRECTORY)
+    data["sources"] = [_expand(source) for source in data["sources"]]
+    tokenizer = data["tokenizer"]
+    tokenizer["vocab_size"] = tokenizer["vocab_size"] or model["vocab_size"]
+    tokenizer["path"] = tokenizer["path"] and _expand(tokenizer["path"])
+    return Config.model_validate(raw)
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as JSON, all fields written out."""
+    return config.model_dump_json(indent=2) + "\n"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's JSON object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
+    except OSError as error:
+        known = sorted(Path("configs").glob("*.json"))
+        names = [str(other) for other in known if other.name != "schema.json"]
+        near = difflib.get_close_matches(str(path), names, n=3) or names
+        fix = f"Did you mean {' or '.join(near)}?" if near else "Give the path of a JSON file"
+        raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
+    except json.JSONDecodeError as error:
+        where = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise _file_error(path, where, "Mend it there, or just before") from error
+    except ValueError as error:  # bytes that are not UTF-8, repeated names
+        raise _file_error(path, f"is not a configuration: {error}", "Mend the file") from error
+    if not isinstance(raw, dict):
+        raise _file_error(path, "holds no JSON object", "Begin it with { and the sections in it")
+    return raw
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused when a name stands in it twice: JSON itself would keep the last and say nothing."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+    return result
+
+
+def _file_error(path: Path, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(field="file", value=str(path), rule=rule, fix=fix)])
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> Iterator[Problem]:
+    """Sets one field in `raw`; names that do not exist are found out by the schema."""
+    field, equals, text = override.partition("=")
+    *sections, name = field.split(".")
+    if not equals:
+        yield Problem(field=field, value="", rule="an override is section.field=value", fix="Put a value after an =")
+        return
+    node = raw
+    for depth, section in enumerate(sections, start=1):
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            place = ".".join(sections[:depth])
+            yield Problem(field=field, value=text, rule=f"{place} has no fields", fix=f"Set {place} itself")
+            return
+    try:
+        node[name] = json.loads(text)
+    except ValueError:
+        node[name] = text
+
+
+# --- mistakes of form -------------------------------------------------------------------------------------------------
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(missing)"
+
+
+def _parse(raw: dict[str, Any]) -> tuple[Config, list[Problem], set[str]]:
+    """The configuration, its mistakes of form, and the fields that hold a stand-in because of these."""
+    required = {name for name, field in Config.model_fields.items() if field.is_required()}
+    repaired = {name: {} for name in required} | copy.deepcopy(raw)  # names each missing field, not their section
+    problems: list[Problem] = []
+    broken: set[str] = set()
+    while True:
+        try:
+            return Config.model_validate(repaired), problems, broken
+        except ValidationError as error:
+            mistakes = error.errors()
+        if not broken:  # a later round only meets what the first one's stand-ins left open
+            problems = [_problem(mistake) for mistake in mistakes]
+        broken |= {_repair(repaired, mistake["loc"]) for mistake in mistakes}
+
+
+def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
+    """Takes the mistake at `location` out of `raw`, and returns the field that held it.
+
+    An unknown field goes, an optional one falls back to its default, a required one becomes 1, a required section {}.
+    """
+    section: type[Section] = Config
+    names = [str(part) for part in location]
+    for depth, name in enumerate(names, start=1):
+        field = section.model_fields.get(name)
+        inner = _section_of(field)
+        if inner is None or depth == len(names):
+            break
+        raw, section = raw[name], inner
+    if field is not None and field.is_required():
+        raw[name] = {} if inner else 1
+    else:
+        raw.pop(name, None)
+    return ".".join(names[:depth])
+
+
+def _problem(mistake: Any) -> Problem:
+    """What pydantic found, in our words."""
+    location = ".".join(map(str, mistake["loc"]))
+    known = dict(_fields(Config))
+    if mistake["type"] == "extra_forbidden":
+        rule, fix = "there is no such field", _suggest(location, list(known))
+        return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
+    field = known.get(location) or known[location.rpartition(".")[0]]  # an element of a list has its list's meaning
+    meaning = " ".join((field.description or "").split()).removesuffix(".")
+    if mistake["type"] == "missing":
+        return Problem(field=location, value=_Missing(), rule="is required", fix=f"Add it: {meaning}")
+    is_section = mistake["type"] == "model_type"
+    rule = "must be a section in {}" if is_section else mistake["msg"].removeprefix("Input ")
+    return Problem(field=location, value=mistake["input"], rule=rule, fix=f"It is: {meaning}")
+
+
+def _suggest(location: str, known: list[str]) -> str:
+    """The field that was probably meant: one of that name in another section, or else one of a similar name here."""
+    section, _, name = location.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    meant = [other for other in known if other.rpartition(".")[2] == name]
+    meant = meant or [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
+    return f"Did you mean {' or '.join(meant)}?" if meant else f"{section or 'The file'} has {', '.join(siblings)}"
+
+
+def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """All fields with their dotted names, sections included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if inner := _section_of(field):
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _section_of(field: FieldInfo | None) -> type[Section] | None:
+    """The field's own class, if it is a section."""
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+# --- rules between fields ---------------------------------------------------------------------------------------------
+
+
+def _broken_rules(config: Config, world_size: int | None, broken: set[str]) -> Iterator[Problem]:
+    """All problems of the rules that read no broken field."""
+
+    def usable(field: str) -> bool:
+        return not any(field == bad or field.startswith(bad + ".") for bad in broken)
+
+    for field, divisor, why in _MULTIPLES:
+        if usable(field) and usable(divisor):
+            yield from _check_multiple(config, field, divisor, why)
+    for check, reads in _RULES:
+        if all(map(usable, reads)):
+            yield from check(config, world_size)
+
+
+_MULTIPLES: tuple[tuple[str, str, str], ...] = (
+    ("model.hidden_size", "model.num_attention_heads", "heads have one width"),
+    ("model.num_attention_heads", "model.num_key_value_heads", "each key-value head serves as many query heads"),
+    ("model.num_attention_heads", "parallel.tp_size", "a tensor-parallel rank holds whole heads"),
+    (
+        "model.num_key_value_heads",
+        "parallel.tp_size",
+        "a tensor-parallel rank holds whole heads, and heads cannot be replicated yet",
+    ),
+    ("model.intermediate_size", "parallel.tp_size", "tensor-parallel ranks hold equal shares"),
+)
+"""(field, divisor, why): the first is a multiple of the second; a null takes part in no such rule."""
+
+
+def _check_multiple(config: Config, field: str, divisor: str, why: str) -> Iterator[Problem]:
+    value, unit = _value(config, field), _value(config, divisor)
+    if value is not None and unit is not None and value % unit:
+        rule = f"must be a multiple of {divisor} = {unit}: {why}"
+        fix = f"Take {value - value % unit or unit} or {value - value % unit + unit}, or change {divisor}"
+        yield Problem(field=field, value=value, rule=rule, fix=fix)
+
+
+def _value(config: Config, field: str) -> Any:
+    node: Any = config
+    for name in field.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def _check_head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
+    size, rest = divmod(config.model.hidden_size, config.model.num_attention_heads)
+    if rest == 0 and size % 2:
+        yield Problem(
+            field="model.hidden_size",
+            value=config.model.hidden_size,
+            rule=f"makes heads of odd width {size}, and rotary positions turn pairs",
+            fix="Change it, or model.num_attention_heads, so that their ratio is even",
+        )
+
+
+def _check_sequence_shards(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if config.parallel.sequence_parallel:
+        yield from _check_multiple(
+            config, "batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel cuts sequences evenly"
+        )
+
+
+def _check_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    stages, layers = config.parallel.pp_size, config.model.num_hidden_layers
+    if stages > layers:
+        yield Problem(
+            field="parallel.pp_size",
+            value=stages,
+            rule=f"every stage needs a layer, and model.num_hidden_layers is {layers}",
+            fix=f"Use at most {layers} stages",
+        )
+
+
+def _check_layers_per_stage(config: Config, world_size: int | None) -> Iterator[Problem]:
+    layers = config.parallel.layers_per_stage
+    wanted = (config.parallel.pp_size, config.model.num_hidden_layers)
+    if layers is not None and (len(layers), sum(layers)) != wanted:
+        yield Problem(
+            field="parallel.layers_per_stage",
+            value=layers,
+            rule=f"needs {wanted[0]} numbers (parallel.pp_size) with the sum {wanted[1]} (model.num_hidden_layers), has"
+            f" {len(layers)} with the sum {sum(layers)}",
+            fix="Correct it, or leave it out to have the layers balanced",
+        )
+
+
+def _check_stage_replicas(config: Config, world_size: int | None) -> Iterator[Problem]:
+    replicas, stages = config.parallel.stage_replicas, config.parallel.pp_size
+    if replicas is None:
+        return
+    if len(replicas) != stages:
+        yield Problem(
+            field="parallel.stage_replicas",
+            value=replicas,
+            rule=f"needs one number for each of the parallel.pp_size = {stages} stages, has {len(replicas)}",
+            fix=f"Give {stages} numbers, or use parallel.dp_size",
+        )
+    if config.parallel.dp_size is not None:
+        yield Problem(
+            field="parallel.stage_replicas",
+            value=replicas,
+            rule=f"excludes parallel.dp_size = {config.parallel.dp_size}, which also says how many replicas there are",
+            fix="Leave one of them out",
+        )
+
+
+def _check_world(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if world_size is None:
+        return
+    parallel = config.parallel
+    needed = sum(derived.replicas_in_world(parallel, world_size)) * parallel.tp_size
+    if needed == world_size:
+        return
+    field = "parallel.dp_size" if parallel.stage_replicas is None else "parallel.stage_replicas"
+    asked = _value(config, field)
+    rule = f"makes {needed} ranks with tp_size {parallel.tp_size} and pp_size {parallel.pp_size}, not {world_size}"
+    fix = f"Start {needed} ranks, or change it"
+    if asked is None:
+        unit = parallel.tp_size * parallel.pp_size
+        rule = f"{world_size} ranks cannot be shared out over replicas of tp_size * pp_size = {unit} ranks"
+        fix = f"Start a multiple of {unit} ranks, or change parallel.tp_size or parallel.pp_size"
+    yield Problem(field=field, value=asked, rule=rule, fix=fix)
+
+
+def _check_batch(config: Config, world_size: int | None) -> Iterator[Problem]:
+    batch = config.batch
+    given = [batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches]
+    if given.count(None) > 1:
+        yield Problem(
+            field="batch",
+            value=batch.model_dump(exclude_none=True),
+            rule="two of global_batch_size, micro_batch_size and num_micro_batches are needed, the third follows",
+            fix=f"Add {'one' if given.count(None) == 2 else 'two'} of them",
+        )
+        return
+    total, micro, count = derived.batch_sizes(batch)
+    if total != micro * count:
+        yield Problem(
+            field="batch.global_batch_size",
+            value=total,
+            rule="must be micro_batch_size * num_micro_batches, given as"
+            f" {batch.micro_batch_size or '(derived)'} * {batch.num_micro_batches or '(derived)'}",
+            fix=f"Leave one of the three out, or take {micro * count or micro}",
+        )
+        return
+    most = max(derived.replicas_in_world(config.parallel, world_size))
+    if count < most:
+        yield Problem(
+            field="batch.num_micro_batches",
+            value=count,
+            rule=f"is too few for {most} replicas of a stage: each needs one micro-batch at least",
+            fix=f"Use smaller micro-batches, a global_batch_size of {micro * most} or more, or fewer replicas",
+        )
+
+
+def _check_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
+    schedule = config.schedule
+    end = schedule.decay_steps or config.run.num_steps
+    if schedule.kind != "constant" and schedule.warmup_steps > end:
+        yield Problem(
+            field="schedule.warmup_steps",
+            value=schedule.warmup_steps,
+            rule=f"is longer than the schedule, which ends at update {end} (schedule.decay_steps or run.num_steps)",
+            fix=f"Take at most {end}, or set schedule.decay_steps",
+        )
+
+
+def _check_tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
+    pieces, rows = config.data.tokenizer.vocab_size, config.model.vocab_size
+    if pieces is not None and pieces > rows:
+        yield Problem(
+            field="data.tokenizer.vocab_size",
+            value=pieces,
+            rule=f"is more than the model's model.vocab_size = {rows} tokens",
+            fix=f"Take at most {rows}, or raise model.vocab_size",
+        )
+
+
+def _check_sources(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for index, source in enumerate(config.data.sources):
+        if not (Path(_expand(source)).exists() or glob.glob(_expand(source), recursive=True)):
+            yield Problem(
+                field=f"data.sources.{index}",
+                value=source,
+                rule=f"no such file or folder, seen from {Path.cwd()}",
+                fix="Correct the path; without data.sources the built-in corpus is used",
+            )
+
+
+def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
+    path = config.data.tokenizer.path
+    if path is not None and not Path(_expand(path)).is_file():
+        yield Problem(
+            field="data.tokenizer.path",
+            value=path,
+            rule=f"no such file, seen from {Path.cwd()}",
+            fix="Correct the path; without it a tokenizer is trained on the corpus",
+        )
+
+
+def _expand(path: str) -> str:
+    return os.path.expanduser(path)  # Path's raises on ~nobody
+
+
+_BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
+_LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
+
+_RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
+    (_check_head_size, ("model.hidden_size", "model.num_attention_heads")),
+    (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),
+    (_check_stages, ("parallel.pp_size", "model.num_hidden_layers")),
+    (_check_layers_per_stage, ("parallel.layers_per_stage", "parallel.pp_size", "model.num_hidden_layers")),
+    (_check_stage_replicas, _LAYOUT),
+    (_check_world, _LAYOUT),
+    (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
+    (_check_warmup, ("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps", "run.num_steps")),
+    (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
+    (_check_sources, ("data.sources",)),
+    (_check_tokenizer_path, ("data.tokenizer.path",)),
+)
+"""Each rule with the fields that it reads."""

@@ -1,0 +1,238 @@
+"""The configuration: every field with its type, range, unit and what else it constrains.
+
+Types are strict (no "8" for 8), unknown fields are errors, objects are frozen. What a field may be on its own is said
+here; rules between fields live in load.py, sizes that follow from fields in derived.py. The docstrings below are the
+reference: they are carried into the JSON schema that editors read, which `python -m parallel3d.config.schema` prints.
+
+A field that may be null says what null stands for; `load.resolve` fills in what can be derived.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""A share in [0, 1)."""
+
+CountPerStage = Annotated[list[PositiveInt], Field(min_length=1)]
+"""One number for each pipeline stage."""
+
+
+class Section(BaseModel):
+    """Strict, closed and frozen: what all parts of the configuration have in common."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """The decoder's shape; fields are named as in Hugging Face configurations."""
+
+    architecture: Literal["llama"] = "llama"
+    """Family of the model: pre-norm RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, untied."""
+    vocab_size: PositiveInt
+    """Rows of the embedding and of the output head, padded where parallel.tp_size does not divide it; at least
+    data.tokenizer.vocab_size."""
+    hidden_size: PositiveInt
+    """Width of the residual stream; num_attention_heads times an even head size."""
+    intermediate_size: PositiveInt
+    """Inner width of the MLP; a multiple of parallel.tp_size."""
+    num_hidden_layers: PositiveInt
+    """Number of decoder layers; at least parallel.pp_size."""
+    num_attention_heads: PositiveInt
+    """Query heads; divides hidden_size; a multiple of parallel.tp_size and of num_key_value_heads."""
+    num_key_value_heads: PositiveInt | None = None
+    """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size. Null: one per query
+    head."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    hidden_dropout: Fraction = 0.0
+    """Probability of dropping an element after the embedding, the attention output and the MLP output."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    initializer_depth_scaling: Literal["none", "layer_index", "num_layers"] = "none"
+    """Scales the initial output projections of attention and MLP: layer_index by 1/sqrt(2 l), l the 1-based layer index
+    (HLAT's paper); num_layers by 1/sqrt(2 L) in every layer (HLAT's code)."""
+
+
+class ParallelConfig(Section):
+    """How the model, its layers and the batch are spread over ranks."""
+
+    tp_size: PositiveInt = 1
+    """Ranks that share each layer (tensor parallel); divides heads, key-value heads, intermediate_size."""
+    pp_size: PositiveInt = 1
+    """Pipeline stages; at most model.num_hidden_layers."""
+    dp_size: PositiveInt | None = None
+    """Replicas of every stage. Null: what the number of ranks leaves, world / (tp_size * pp_size); 1 if nobody says how
+    many ranks there are. Excludes stage_replicas."""
+    stage_replicas: CountPerStage | None = None
+    """Replicas of each stage where they differ, one number a stage. Null: dp_size everywhere. Excludes dp_size."""
+    order: Literal["pp_dp_tp", "dp_pp_tp"] = "pp_dp_tp"
+    """Axes of the rank grid, slowest first. pp_dp_tp keeps a stage's replicas together (HLAT's); dp_pp_tp keeps whole
+    pipelines together, so that a lost host takes one pipeline."""
+    sequence_parallel: bool = False
+    """Norms and dropout work on sequence shards over the tensor-parallel ranks; batch.sequence_length becomes a
+    multiple of tp_size. Without effect at tp_size 1."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of the micro-batches in a pipeline: 1f1b (PipeDream-flush) holds at most pp_size activations, gpipe all."""
+    layers_per_stage: CountPerStage | None = None
+    """Layers of each stage, summing to model.num_hidden_layers. Null: cut so that the costliest stage is cheapest."""
+    zero_stage: Literal[0, 1] = 1
+    """1 shards the optimizer's state over the replicas of a stage (ZeRO-1); 0 keeps all of it on each."""
+    overlap_grad_reduce: bool = True
+    """Reduce the gradients of a bucket while the backward pass still runs."""
+    overlap_param_gather: bool = True
+    """Gather the updated parameters while the next forward pass already runs. Without effect at zero_stage 0."""
+    bucket_mib: PositiveFloat = 16.0
+    """Size of a gradient bucket, in MiB of main gradients."""
+    p2p_slots: PositiveInt = 3
+    """Messages in flight between two stages' replicas, per ordered pair."""
+
+
+class BatchConfig(Section):
+    """Sizes of an iteration: give two of the three sizes, the third follows from
+    global_batch_size = micro_batch_size * num_micro_batches."""
+
+    global_batch_size: PositiveInt | None = None
+    """Sequences of one iteration, over all replicas."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences that a replica runs at once."""
+    num_micro_batches: PositiveInt | None = None
+    """Micro-batches of one iteration, counted over all replicas; at least as many as the replicas of any stage."""
+    sequence_length: PositiveInt
+    """Tokens of a sequence."""
+
+
+class PrecisionConfig(Section):
+    """Number formats."""
+
+    policy: Literal["fp32", "fp64", "bf16"] = "fp32"
+    """fp32, fp64 (for tests), or bf16: bf16 compute with fp32 main gradients, master weights and moments."""
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate; `schedule` says how it is reached and left."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment, per update."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment, per update."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    decay_norms_and_biases: bool = False
+    """Apply the weight decay to norm weights and biases too (HLAT's runs did)."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm. Null: no clipping."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the updates."""
+
+    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape after the warmup."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates of linear warmup from 0; at most decay_steps."""
+    decay_steps: PositiveInt | None = None
+    """Update at which the decay ends, counted from the run's start, warmup included. Null: run.num_steps."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Lowest learning rate after the warmup, as a share of the peak."""
+    decay_form: Literal["floor", "clamp"] = "floor"
+    """floor: decays from 1 to min_ratio; clamp: decays from 1 to 0 but stops at min_ratio (HLAT's)."""
+
+
+class TokenizerConfig(Section):
+    """How text becomes tokens."""
+
+    kind: Literal["sentencepiece"] = "sentencepiece"
+    """Byte-pair encoding by SentencePiece."""
+    vocab_size: PositiveInt | None = None
+    """Pieces of a tokenizer that is trained on the corpus; at most model.vocab_size. Null: model.vocab_size."""
+    path: str | None = None
+    """A trained SentencePiece model file. Null: train one on the corpus, and keep it in data.cache_directory."""
+
+
+class DataConfig(Section):
+    """The text to train on."""
+
+    sources: list[str] = []
+    """Files (.txt, .jsonl), folders or globs. Empty: the built-in corpus, Python's own standard library."""
+    text_column: str = "text"
+    """Name of the text's field in .jsonl files."""
+    validation_fraction: Fraction = 0.01
+    """Share of the documents that is kept for evaluation."""
+    document_chars: NonNegativeInt | None = None
+    """Plain text longer than this many characters is cut at line ends into documents. 0: never. Null: chosen by the
+    corpus' size and the number of lanes (batch.global_batch_size)."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """How text becomes tokens."""
+    cache_directory: str | None = None
+    """Folder for tokenizers and indexes that are made once. Null: ~/.cache/parallel3d."""
+    prefetch: PositiveInt = 2
+    """Steps whose batches are made ahead."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    directory: str | None = None
+    """Folder of logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
+    num_steps: PositiveInt
+    """Iterations of the run."""
+    seed: NonNegativeInt = 1234
+    """Keys the initial weights, the order of the data and all noise."""
+    threads_per_rank: PositiveInt | None = None
+    """CPU threads of each rank. Null: the machine's cores shared out over its ranks."""
+    evaluate_every: PositiveInt | None = None
+    """Steps between two evaluations. Null: only at the end."""
+    evaluate_batches: PositiveInt = 4
+    """Global batches of one evaluation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if every rank of a machine can have one."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest wait for a peer, in seconds."""
+
+
+class Config(Section):
+    """A training run: model, layout, batch, optimizer, data."""
+
+    description: str = ""
+    """What this configuration is, and for how many devices."""
+    source: str = ""
+    """Where its numbers come from."""
+    model: ModelConfig
+    """The decoder's shape."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the model, its layers and the batch are spread over ranks."""
+    batch: BatchConfig
+    """Sizes of an iteration."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats."""
+    optimizer: OptimizerConfig
+    """AdamW."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the updates."""
+    data: DataConfig = DataConfig()
+    """The text to train on."""
+    run: RunConfig
+    """Length, seed, folder and devices of the run."""
+
+
+def json_schema() -> str:
+    """The JSON schema that editors complete and check configurations with; a file names it in its `$schema`."""
+    schema = Config.model_json_schema()
+    schema["properties"] = {"$schema": {"type": "string", "description": "This schema's path."}} | schema["properties"]
+    return json.dumps(schema, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    print(json_schema(), end="")

@@ -1,0 +1,317 @@
+"""Loading: every mistake is reported, once, with its field; a resolved configuration survives a round trip."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from parallel3d.config import derived
+from parallel3d.config.load import check_config, dump_config, load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.errors import ConfigError, Problem
+
+TINY: dict[str, dict[str, Any]] = {
+    "model": {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "batch": {"global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 16},
+    "optimizer": {"learning_rate": 0.001},
+    "run": {"num_steps": 10},
+}
+
+
+def write(folder: Path, content: object, name: str = "tiny.json") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def problems(path: Path, *overrides: str, world_size: int | None = None) -> dict[str, Problem]:
+    """The problems by field; a field has one at most in these tests."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, world_size=world_size)
+    found = {problem.field: problem for problem in caught.value.problems}
+    assert len(found) == len(caught.value.problems)
+    return found
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write(tmp_path, TINY)
+
+
+def test_defaults_and_overrides(tiny: Path):
+    overrides = [
+        "parallel.tp_size=2",
+        "data.tokenizer.vocab_size=32",
+        "run.device=cpu",
+        "parallel.layers_per_stage=[4]",
+    ]
+    config = load_config(tiny, [*overrides, 'run.directory="7"', "optimizer.max_grad_norm=null"])
+    assert config.parallel.tp_size == 2
+    assert config.data.tokenizer.vocab_size == 32
+    assert config.run.device == "cpu"
+    assert config.parallel.layers_per_stage == [4]
+    assert config.run.directory == "7"
+    assert config.optimizer.max_grad_norm is None
+    assert config.optimizer.beta2 == 0.95
+    assert load_config(tiny) == Config.model_validate(TINY)
+
+
+def test_objects_are_frozen_and_strict():
+    config = Config.model_validate(TINY)
+    with pytest.raises(ValidationError):
+        config.run.seed = 1  # type: ignore[misc]
+    for value in ("8", 8.0, True):
+        with pytest.raises(ValidationError):
+            Config.model_validate(TINY | {"run": {"num_steps": value}})
+
+
+def test_schema_entry_is_for_editors(tmp_path: Path):
+    assert load_config(write(tmp_path, {"$schema": "./schema.json"} | TINY)) == Config.model_validate(TINY)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("model.hiden_size=3", "Did you mean model.hidden_size?"),
+        ("modle.hidden_size=3", "Did you mean model?"),
+        ("run.tp_size=3", "Did you mean parallel.tp_size?"),
+        ("data.tokenizer.vocab=3", "Did you mean data.tokenizer.vocab_size?"),
+        ("precision.xyzzy=3", "precision has policy"),
+    ],
+)
+def test_unknown_fields_name_the_nearest(tiny: Path, override: str, meant: str):
+    (problem,) = problems(tiny, override).values()
+    assert problem.rule == "there is no such field"
+    assert problem.fix == meant
+
+
+def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
+    raw = copy.deepcopy(TINY)
+    raw["model"] |= {"num_attention_heads": 3, "hidden_dropout": 1.0, "num_hiden_layers": 4}
+    del raw["model"]["num_hidden_layers"], raw["optimizer"]
+    raw["parallel"] = {"stage_replicas": [0, "x"], "pp_size": 9, "tp_size": 3}
+    raw["data"] = {"sources": ["no/such/*.txt"], "tokenizer": 5}
+    found = problems(write(tmp_path, raw), "nonsense", "run.seed.x=1", "parallel.order=tp")
+    assert set(found) == {
+        "nonsense",
+        "run.seed",  # the override makes it {"x": 1}
+        "model.num_hidden_layers",
+        "model.num_hiden_layers",
+        "model.hidden_dropout",
+        "optimizer.learning_rate",  # the section is missing
+        "parallel.stage_replicas.0",
+        "parallel.stage_replicas.1",
+        "parallel.order",
+        "data.tokenizer",
+        "data.sources.0",
+        "model.hidden_size",  # from here on rules between sound fields
+        "model.intermediate_size",
+    }
+    assert "(missing)" in str(found["model.num_hidden_layers"])
+    assert "'pp_dp_tp' or 'dp_pp_tp'" in found["parallel.order"].rule
+    assert "parallel.pp_size" not in found  # its rule reads num_hidden_layers, which is missing
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        (["model.num_attention_heads=3"], {"model.hidden_size"}),
+        (["model.hidden_size=20"], {"model.hidden_size"}),  # heads of width 5
+        (["model.num_key_value_heads=3"], {"model.num_attention_heads"}),
+        (["parallel.tp_size=8"], {"model.num_attention_heads"}),
+        (["parallel.tp_size=4", "model.num_key_value_heads=2"], {"model.num_key_value_heads"}),
+        (["parallel.tp_size=2", "model.intermediate_size=33"], {"model.intermediate_size"}),
+        (
+            ["parallel.tp_size=2", "parallel.sequence_parallel=true", "batch.sequence_length=9"],
+            {"batch.sequence_length"},
+        ),
+        (["parallel.pp_size=5"], {"parallel.pp_size"}),
+        (["parallel.layers_per_stage=[2,2]"], {"parallel.layers_per_stage"}),
+        (["parallel.pp_size=2", "parallel.layers_per_stage=[2,1]"], {"parallel.layers_per_stage"}),
+        (["parallel.pp_size=2", "parallel.stage_replicas=[1]"], {"parallel.stage_replicas"}),
+        (["parallel.stage_replicas=[2]", "parallel.dp_size=2"], {"parallel.stage_replicas"}),
+        (["batch.global_batch_size=null"], {"batch"}),
+        (["batch.num_micro_batches=3"], {"batch.global_batch_size"}),
+        (["batch.micro_batch_size=3"], {"batch.global_batch_size"}),
+        (["batch.micro_batch_size=16"], {"batch.global_batch_size"}),
+        (["parallel.dp_size=5"], {"batch.num_micro_batches"}),
+        (["parallel.pp_size=2", "parallel.stage_replicas=[1,5]"], {"batch.num_micro_batches"}),
+        (["schedule.warmup_steps=11"], {"schedule.warmup_steps"}),
+        (["schedule.warmup_steps=6", "schedule.decay_steps=5"], {"schedule.warmup_steps"}),
+        (["data.tokenizer.vocab_size=65"], {"data.tokenizer.vocab_size"}),
+        (['data.sources=["nowhere.txt"]'], {"data.sources.0"}),
+        (['data.sources=["~nobody/text"]'], {"data.sources.0"}),
+        (["data.tokenizer.path=nowhere.model"], {"data.tokenizer.path"}),
+        (
+            [f"optimizer.learning_rate={10**400}", f"model.hidden_size={10**400 + 1}"],
+            {"optimizer.learning_rate", "model.hidden_size"},
+        ),
+        (["optimizer.learning_rate=NaN"], {"optimizer.learning_rate"}),
+    ],
+)
+def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
+    assert set(problems(tiny, *overrides)) == fields
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.tp_size=4", "parallel.sequence_parallel=true", "parallel.pp_size=4"],
+        ["parallel.sequence_parallel=true", "batch.sequence_length=9"],
+        ["parallel.pp_size=2", "parallel.layers_per_stage=[3,1]", "parallel.stage_replicas=[4,1]"],
+        ["parallel.tp_size=2", "model.vocab_size=65"],
+        ["batch.num_micro_batches=4"],
+        ["schedule.kind=constant", "schedule.warmup_steps=11"],
+        ["schedule.warmup_steps=11", "schedule.decay_steps=11"],
+    ],
+)
+def test_what_the_rules_allow(tiny: Path, overrides: list[str]):
+    load_config(tiny, overrides)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "field"),
+    [
+        (6, ["parallel.tp_size=2", "parallel.pp_size=2"], "parallel.dp_size"),
+        (1, ["parallel.tp_size=2"], "parallel.dp_size"),
+        (4, ["parallel.dp_size=2"], "parallel.dp_size"),
+        (4, ["parallel.pp_size=2", "parallel.stage_replicas=[2,1]"], "parallel.stage_replicas"),
+        (8, [], "batch.num_micro_batches"),  # 8 replicas, 4 micro-batches
+    ],
+)
+def test_number_of_ranks(tiny: Path, world_size: int, overrides: list[str], field: str):
+    assert set(problems(tiny, *overrides, world_size=world_size)) == {field}
+    with pytest.raises(ConfigError):
+        check_config(load_config(tiny, overrides), world_size)
+
+
+def test_number_of_ranks_that_fits(tiny: Path):
+    uneven = load_config(tiny, ["parallel.pp_size=2", "parallel.stage_replicas=[2,1]"], world_size=3)
+    assert resolve(uneven, config_path=tiny, world_size=3).parallel.dp_size is None
+    config = load_config(tiny, ["parallel.tp_size=2"], world_size=8)
+    assert resolve(config, config_path=tiny, world_size=8).parallel.dp_size == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{\n  "model": {,}\n}', ["tiny.json", "line 2, column 13"]),
+        ('{"run": {"seed": 1, "seed": 2}}', ["tiny.json", "'seed' stands twice"]),
+        ("[1]", ["tiny.json", "no JSON object"]),
+    ],
+)
+def test_bad_json(tmp_path: Path, content: str, words: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, content))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path):
+    (tmp_path / "tiny.json").write_bytes(b'{"description": "\xff"}')
+    with pytest.raises(ConfigError, match="utf-8"):
+        load_config(tmp_path / "tiny.json")
+
+
+def test_missing_file_suggests_what_is_in_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "configs").mkdir()
+    for name in ("quickstart.json", "schema.json"):
+        write(tmp_path / "configs", {}, name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"configs/quikstart\.json.*Did you mean configs/quickstart\.json\?"):
+        load_config("configs/quikstart.json")
+
+
+def test_sources_may_be_files_folders_or_globs(tiny: Path):
+    folder = tiny.parent
+    sources = json.dumps([str(tiny), str(folder), str(folder / "*.json")])
+    assert len(load_config(tiny, [f"data.sources={sources}"]).data.sources) == 3
+
+
+def test_resolve_fills_what_can_be_derived(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = resolve(load_config(tiny), config_path=tiny)
+    assert (config.batch.num_micro_batches, config.model.num_key_value_heads) == (4, 4)
+    assert (config.parallel.dp_size, derived.world_size(config)) == (1, 1)
+    assert config.schedule.decay_steps == 10
+    assert config.data.tokenizer.vocab_size == 64
+    assert config.run.directory == "runs/tiny"
+    assert config.data.cache_directory == "/home/somebody/.cache/parallel3d"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    world_size=st.one_of(st.none(), st.sampled_from([4, 8])),
+    seed=st.integers(0, 2**70),
+    learning_rate=st.floats(1e-12, 10.0),
+    description=st.text(),
+    uneven=st.booleans(),
+)
+def test_a_resolved_configuration_survives_dump_and_load(
+    tmp_path_factory: pytest.TempPathFactory, world_size, seed, learning_rate, description, uneven
+):
+    raw: dict[str, Any] = copy.deepcopy(TINY) | {"description": description}
+    raw["run"]["seed"], raw["optimizer"]["learning_rate"] = seed, learning_rate
+    raw["parallel"] = {"pp_size": 2} | ({"stage_replicas": [world_size - 1, 1]} if uneven and world_size == 4 else {})
+    config = Config.model_validate(raw)
+    resolved = resolve(config, config_path="configs/some.json", world_size=world_size)
+    path = write(tmp_path_factory.getbasetemp(), dump_config(resolved), "dumped.json")
+    again = load_config(path, world_size=world_size)
+    assert again == resolved
+    assert resolve(again, config_path=path, world_size=world_size) == resolved
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 40), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> dict[str, Any]:
+    """TINY with a few of its places, known and unknown, overwritten or taken out."""
+    raw: dict[str, Any] = copy.deepcopy(TINY)
+    for _ in range(draw(st.integers(1, 4))):
+        section = draw(st.sampled_from([*Config.model_fields, "other"]))
+        fields = getattr(
+            Config.model_fields.get(section) and Config.model_fields[section].annotation, "model_fields", {}
+        )
+        field = draw(st.sampled_from([None, "other", *fields]))
+        if field is None or not isinstance(raw.setdefault(section, {}), dict):
+            raw[section] = draw(json_values)
+        elif draw(st.booleans()):
+            raw[section].pop(field, None)
+        else:
+            raw[section][field] = draw(json_values)
+    return raw
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged())
+def test_any_file_is_accepted_or_refused_with_reasons(tmp_path_factory: pytest.TempPathFactory, raw: dict[str, Any]):
+    path = write(tmp_path_factory.getbasetemp(), raw, "damaged.json")
+    try:
+        sound = isinstance(Config.model_validate(raw), Config)
+    except ValidationError:
+        sound = False
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        assert error.problems
+        assert all(problem.rule and problem.fix for problem in error.problems)
+    else:
+        assert sound
+        resolve(config, config_path=path)
