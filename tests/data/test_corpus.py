@@ -1,0 +1,256 @@
+"""The corpus: split, cut, counted, cached once."""
+
+import math
+import multiprocessing
+import random
+import time
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.comm.abort import AbortToken
+from parallel3d.data import corpus as module
+from parallel3d.data.corpus import choose_document_chars, entropy, open_corpus, split
+from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.errors import DataError, EpochEnded
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog", "run", "to", "its", "house", "of"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """About 40 kB of lines of words."""
+    generator = random.Random(3)
+    path = tmp_path / "source" / "words.txt"
+    path.parent.mkdir()
+    path.write_text("".join(" ".join(generator.choices(WORDS, k=8)) + "\n" for _ in range(1500)))
+    return path
+
+
+def open_words(source, cache, *, notice=lambda text: None, token=None, **settings):
+    arguments = {
+        "sources": [str(source)],
+        "text_column": "text",
+        "document_chars": None,
+        "validation_fraction": 0.01,
+        "num_lanes": 4,
+        "tokenizer_vocab_size": 320,
+        "tokenizer_path": None,
+        **settings,
+    }
+    return open_corpus(**arguments, cache_directory=cache, token=token or AbortToken(), notice=notice)
+
+
+def test_documents_tokenizer_and_counts(source, tmp_path):
+    corpus = open_words(source, tmp_path / "cache")
+    texts = [corpus.train.read(index) for index in range(len(corpus.train))]
+    held_out = [corpus.validation.read(index) for index in range(len(corpus.validation))]
+    assert len(held_out) >= 1 and len(texts) >= 4 * 8
+    assert sorted("".join(texts + held_out).splitlines()) == sorted(source.read_text().splitlines())
+    tokens = [token for text in texts for token in [*corpus.tokenizer.encode(text).tolist(), corpus.tokenizer.eos_id]]
+    p = [tokens.count(token) / len(tokens) for token in set(tokens)]
+    assert corpus.num_train_tokens == len(tokens) and corpus.counts_are_exact
+    assert corpus.unigram_entropy == pytest.approx(-sum(x * math.log(x) for x in p), rel=1e-12)
+    lanes = Lanes(corpus.train, corpus.tokenizer, 1, 4)
+    opening = corpus.tokenizer.decode(lanes.read(2, Cursor.start(), 20)[0])
+    assert len(opening) > 20 and texts[lanes.document_sequence(2, 0)[0]].startswith(opening)
+
+
+def test_the_second_opening_builds_nothing_and_needs_no_lock(source, tmp_path):
+    told = []
+    first = open_words(source, tmp_path / "cache", notice=told.append)
+    assert any("first use" in text for text in told) and " s; kept" in told[-1]
+    told.clear()
+    (lock,) = (tmp_path / "cache").glob("*.lock")
+    with module._lock(lock, AbortToken(), told.append):
+        second = open_words(source, tmp_path / "cache", notice=told.append, token=_aborted())
+    assert told == []
+    assert (second.fingerprint, second.unigram_entropy) == (first.fingerprint, first.unigram_entropy)
+    assert second.train.read(5) == first.train.read(5)
+
+
+def test_what_decides_the_content_decides_the_cache(source, tmp_path):
+    def fingerprint(**settings):
+        return open_words(source, tmp_path / "cache", **settings).fingerprint
+
+    first = fingerprint()
+    changed = [
+        fingerprint(document_chars=512),
+        fingerprint(validation_fraction=0.1),
+        fingerprint(tokenizer_vocab_size=300),
+    ]
+    source.write_text(source.read_text()[:-100])
+    assert len({first, *changed, fingerprint()}) == 5
+
+
+def test_the_fingerprint_does_not_know_where_the_files_are(source, tmp_path):
+    moved = tmp_path / "elsewhere" / "words.txt"
+    moved.parent.mkdir()
+    moved.write_bytes(source.read_bytes())
+    one, two = open_words(source, tmp_path / "cache"), open_words(moved, tmp_path / "other")
+    assert one.fingerprint == two.fingerprint
+
+
+def test_a_larger_corpus_is_counted_on_a_sample(source, tmp_path, monkeypatch):
+    exact = open_words(source, tmp_path / "cache")
+    monkeypatch.setattr(module, "EXACT_BYTES", 12_000)
+    sampled = open_words(source, tmp_path / "other")
+    assert exact.counts_are_exact and not sampled.counts_are_exact
+    assert sampled.num_train_tokens == pytest.approx(exact.num_train_tokens, rel=0.02)
+    assert sampled.unigram_entropy == pytest.approx(exact.unigram_entropy, rel=0.02)
+    assert sampled.fingerprint == exact.fingerprint
+
+
+def test_the_tokenizer_learns_from_all_of_the_corpus(source, tmp_path, monkeypatch):
+    corpus = open_words(source, tmp_path / "cache", validation_fraction=0.0, document_chars=1000)
+    assert len(corpus.validation) == 0
+    assert "".join(module.training_chunks(corpus.train)) == source.read_text()
+    monkeypatch.setattr(module, "MAX_CHUNKS", 5)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 300)
+    chunks = list(module.training_chunks(corpus.train))
+    places = [source.read_text().index(chunk) / source.stat().st_size for chunk in chunks]
+    assert len(chunks) in (4, 5) and np.allclose(np.diff(places), 1 / len(chunks), atol=0.05)
+
+
+def test_a_given_tokenizer_is_used_and_must_fit_the_model(source, tmp_path):
+    model = tmp_path / "my.model"
+    model.write_bytes(module.train_tokenizer(["the cat sat"], 300))
+    corpus = open_words(source, tmp_path / "cache", tokenizer_path=str(model))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model)).vocab_size()
+    assert corpus.tokenizer.vocab_size == pieces
+    with pytest.raises(DataError, match=rf"has {pieces} pieces, the model a vocabulary of 265: set model.vocab_size"):
+        open_words(source, tmp_path / "cache", tokenizer_path=str(model), tokenizer_vocab_size=265)
+    with pytest.raises(DataError, match="no file .*nothing.model"):
+        open_words(source, tmp_path / "cache", tokenizer_path=str(tmp_path / "nothing.model"))
+
+
+def test_no_text_at_all_is_told(source, tmp_path):
+    source.write_text("")
+    with pytest.raises(DataError, match="no text in data.sources .*words.txt"):
+        open_words(source, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_told(source, tmp_path):
+    with pytest.raises(DataError, match="set data.cache_directory"):
+        open_words(source, source / "cache")
+
+
+@given(st.integers(1, 5000), st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5]))
+def test_split(num_documents, fraction):
+    train, validation = split(num_documents, fraction)
+    assert np.array_equal(np.sort(np.concatenate([train, validation])), np.arange(num_documents))
+    assert len(train) >= 1
+    if fraction and num_documents > 1:
+        assert len(validation) == max(1, round(num_documents * fraction))
+        assert np.ptp(np.diff(validation)) <= 1 if len(validation) > 1 else True  # evenly spread
+    if fraction == 0:
+        assert len(validation) == 0
+
+
+def test_split_is_99_to_1():
+    train, validation = split(2500, 0.01)
+    assert (len(train), len(validation)) == (2475, 25)
+    assert validation[:3].tolist() == [50, 150, 250]
+
+
+@given(st.integers(0, 10**13), st.integers(1, 4096), st.sampled_from([0.0, 0.01, 0.1]))
+def test_documents_are_short_enough_for_every_lane_and_no_shorter_than_256(total, num_lanes, fraction):
+    chars = choose_document_chars(total, num_lanes, fraction)
+    assert 256 <= chars <= 65536 and chars & (chars - 1) == 0
+    assert chars == 256 or total / chars >= 8 * num_lanes
+    assert chars <= 4096 or total / chars * fraction >= num_lanes or fraction == 0
+
+
+def test_entropy():
+    assert entropy(np.array([5, 5, 0, 5, 5])) == pytest.approx(math.log(4))
+    assert entropy(np.array([0, 9])) == 0
+
+
+def test_a_waiting_process_obeys_the_token(source, tmp_path):
+    token, told = AbortToken(), []
+    open_words(source, tmp_path / "cache")
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    folder.rename(tmp_path / "away")
+
+    def told_to_wait(text):
+        told.append(text)
+        token.abort("replica (1, 0) died")
+
+    with module._lock(folder.with_suffix(".lock"), AbortToken(), print), pytest.raises(EpochEnded, match="replica"):
+        open_words(source, tmp_path / "cache", token=token, notice=told_to_wait)
+    assert ["waiting for another process" in text for text in told] == [True]
+
+
+def test_what_a_dead_builder_left_is_thrown_away(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(module.os, "replace", _die)
+    with pytest.raises(KeyboardInterrupt):
+        open_words(source, tmp_path / "cache")
+    monkeypatch.undo()
+    (left,) = (tmp_path / "cache").glob("*.building")
+    (left / "rubbish").write_text("x")
+    corpus = open_words(source, tmp_path / "cache")
+    assert len(corpus.train) > 8
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.json", "documents.npy", "tokenizer.model"]
+
+
+def _aborted():
+    token = AbortToken()
+    token.abort("this would have to wait")
+    return token
+
+
+def _die(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(source, tmp_path):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    first = context.Process(target=_build_and_hang, args=(source, tmp_path / "cache", results))
+    first.start()
+    assert results.get(timeout=20) == "building"
+    others = [context.Process(target=_build, args=(source, tmp_path / "cache", results)) for _ in range(3)]
+    for process in others:
+        process.start()
+    waiting = [results.get(timeout=20) for _ in others]
+    assert waiting == ["waiting"] * 3
+    first.kill()
+    reports = [results.get(timeout=20) for _ in others]
+    for process in [first, *others]:
+        process.join(timeout=20)
+    assert [process.exitcode for process in others] == [0, 0, 0]
+    assert sum(built for built, _ in reports) == 1
+    assert len({fingerprint for _, fingerprint in reports}) == 1
+
+
+def _build_and_hang(source, cache, results):
+    def notice(text):
+        if "training a tokenizer" in text:
+            results.put("building")
+            time.sleep(60)
+
+    open_words(source, cache, notice=notice)
+
+
+def _build(source, cache, results):
+    told = []
+
+    def notice(text):
+        told.append(text)
+        if "waiting" in text:
+            results.put("waiting")
+
+    corpus = open_words(source, cache, notice=notice)
+    results.put((any("first use" in text for text in told), corpus.fingerprint))
+
+
+def test_the_built_in_corpus(tmp_path):
+    corpus = open_words(None, tmp_path, sources=[], num_lanes=16, tokenizer_vocab_size=1024)
+    assert len(corpus.train) > 1000 and len(corpus.validation) >= 16
+    assert corpus.num_train_tokens > 1_000_000 and corpus.tokenizer.vocab_size == 1024
+    assert 4 < corpus.unigram_entropy < math.log(1024)

@@ -1,0 +1,132 @@
+"""Sources: which files, in which order, cut where; and what is said about bad ones."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.data.sources import DocumentSet, build_formats, cut_at_line_ends, find_files
+from parallel3d.errors import DataError
+
+
+def documents_of(sources, *, text_column="text", document_chars=0):
+    formats = build_formats(text_column=text_column, document_chars=document_chars)
+    return DocumentSet.scan(find_files([str(source) for source in sources]), formats)
+
+
+def texts(documents):
+    return [documents.read(index) for index in range(len(documents))]
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    return path
+
+
+def test_a_folder_is_read_by_relative_name_and_sources_in_the_order_given(tmp_path):
+    for name in ("b/2.txt", "b/1.txt", "a.txt", "c.jsonl", "ignored.bin"):
+        write(tmp_path / "folder" / name, json.dumps({"text": name}) if name.endswith("jsonl") else name)
+    first = write(tmp_path / "zz.md", "zz.md")
+    assert texts(documents_of([first, tmp_path / "folder"])) == ["zz.md", "a.txt", "b/1.txt", "b/2.txt", "c.jsonl"]
+    assert texts(documents_of([tmp_path / "folder" / "**" / "*.txt"])) == ["a.txt", "b/1.txt", "b/2.txt"]
+
+
+def test_bytes_are_text_as_they_are(tmp_path):
+    text = "\ufeffone\r\ntwo\rthree\n\n\tünïcödé 😀\n"
+    assert texts(documents_of([write(tmp_path / "a.txt", text)])) == [text]
+
+
+lines_of_text = st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=12)
+
+
+@given(lines=st.lists(lines_of_text.map("{}\n".format), max_size=30), document_chars=st.integers(0, 40))
+def test_documents_are_consecutive_whole_lines(lines, document_chars):
+    data = "".join(lines).encode()
+    places = list(cut_at_line_ends([(len(line.encode()), len(line)) for line in lines], document_chars))
+    found = [data[offset : offset + size].decode() for offset, size in places]
+    assert "".join(found) == "".join(lines)
+    assert all(document.endswith("\n") for document in found)
+    if document_chars == 0:
+        assert len(found) == bool(lines)
+    for document, following in zip(found, found[1:]):
+        assert len(document) <= document_chars or document.count("\n") == 1
+        assert len(document) + following.index("\n") + 1 > document_chars  # none is shorter than it has to be
+
+
+def test_documents_are_no_longer_than_asked_for_and_a_short_tail_joins_the_last():
+    assert list(cut_at_line_ends([(10, 10)] * 7, 30)) == [(0, 30), (30, 40)]
+    assert list(cut_at_line_ends([(10, 10)] * 8, 30)) == [(0, 30), (30, 30), (60, 20)]
+    assert list(cut_at_line_ends([(100, 100), (10, 10), (10, 10)], 30)) == [(0, 100), (100, 20)]
+
+
+def test_json_lines(tmp_path):
+    rows = [{"text": "one\n", "body": "eins"}, {"text": "", "body": "zwei"}, {"text": "drei 😀", "body": "3"}]
+    path = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps(row) for row in rows))
+    assert texts(documents_of([path])) == ["one\n", "drei 😀"]
+    assert texts(documents_of([path], text_column="body", document_chars=1)) == ["eins", "zwei", "3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"text": ', "not valid JSON"),
+        (b'{"body": "x"}', "no text under 'text'; it has 'body'"),
+        (b'{"text": 3}', "no text under 'text'"),
+        (b"[1]", "no text under 'text'"),
+        (b'{"text": "\xff"}', "not valid UTF-8"),
+        (b'{"text": "\\ud800"}', "not valid UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, complaint):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: {re.escape(complaint)}"):
+        documents_of([path])
+
+
+def test_invalid_utf8_names_file_and_byte(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("größe\n".encode() + b"ab\xffcd\n")
+    with pytest.raises(DataError, match=r"a\.txt: not valid UTF-8 at byte 10 "):
+        documents_of([path])
+
+
+def test_missing_empty_and_repeated_sources_are_told(tmp_path):
+    with pytest.raises(DataError, match="no file, folder or match"):
+        find_files([str(tmp_path / "nothing.txt")])
+    with pytest.raises(DataError, match="no file, folder or match"):
+        find_files([str(tmp_path / "*.txt")])
+    with pytest.raises(DataError, match="has no .txt or .jsonl file"):
+        find_files([str(tmp_path)])
+    path = write(tmp_path / "a.txt", "a")
+    with pytest.raises(DataError, match=r"a\.txt: given by two"):
+        find_files([str(path), str(tmp_path)])
+
+
+def test_a_file_that_shrank_is_told(tmp_path):
+    path = write(tmp_path / "a.txt", "some text")
+    documents = documents_of([path])
+    path.write_bytes(b"some")
+    with pytest.raises(DataError, match=r"a\.txt: shorter than when"):
+        documents.read(0)
+
+
+def test_a_document_set_takes_indices_in_range_only(tmp_path):
+    documents = documents_of([write(tmp_path / "a.txt", "some text")])
+    for index in (-1, 1):
+        with pytest.raises(IndexError):
+            documents.read(index)
+
+
+def test_the_built_in_corpus_is_the_library_and_its_help():
+    files = find_files([])
+    names = [file.path.name for file in files]
+    assert {"argparse.py", "inspect.py"} <= set(names)
+    assert not any("site-packages" in file.path.parts or "test" in file.path.parts for file in files)
+    formats = build_formats(text_column="text", document_chars=0)
+    topics = DocumentSet.scan([file for file in files if file.format == "help_topics"], formats)
+    assert len(topics) > 50
+    assert any("for" in text and "statement" in text for text in texts(topics))

@@ -1,0 +1,69 @@
+"""The tokenizer: no text is lost, whatever is in it."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from parallel3d.data import tokenizer as module
+from parallel3d.data.tokenizer import SentencePieceTokenizer, train_tokenizer
+from parallel3d.errors import DataError
+
+SAMPLE = ["def f(x):\n    return x + 1\n\n\nclass A:\n\tpass  # a comment\n", "the cat sat on the mat, the end.\n"] * 8
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return SentencePieceTokenizer(train_tokenizer(SAMPLE, 340))
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])) | st.text(" \n\t\r\0▁ade<>/s\u2028\ufeff"))
+@example("▁")
+@example(" ▁ ▁▁a")
+@example("</s><unk><s><0x41>")
+@example("  lead and trail \n\n\t\r\n ")
+@example("\0\x01\x7f\x85\u200b\ufeff😀👩‍👩‍👧é漢\U0010ffff")
+@example("")
+def test_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert ids.dtype == np.int32
+    assert not np.isin(ids, [tokenizer.eos_id, module.UNK_ID]).any()
+    assert (ids < tokenizer.vocab_size).all()
+
+
+def test_eos_has_no_text(tokenizer):
+    assert tokenizer.decode([*tokenizer.encode("a b"), tokenizer.eos_id]) == "a b"
+
+
+def test_it_learns_newlines_and_indentation(tokenizer):
+    assert len(tokenizer.encode(SAMPLE[0])) < len(SAMPLE[0]) / 2
+    assert len(tokenizer.encode("\n    ")) < 5
+
+
+def test_the_same_text_gives_the_same_bytes():
+    assert train_tokenizer(SAMPLE, 300) == train_tokenizer(iter(SAMPLE), 300)
+
+
+def test_a_small_corpus_gives_fewer_pieces():
+    assert 256 < SentencePieceTokenizer(train_tokenizer(["hello world"], 4096)).vocab_size < 400
+
+
+def test_what_cannot_be_trained_is_told():
+    with pytest.raises(DataError, match="258 is the least"):
+        train_tokenizer(SAMPLE, 200)
+    with pytest.raises(DataError, match="can't train a tokenizer of 260 pieces"):
+        train_tokenizer(SAMPLE, 260)
+    with pytest.raises(DataError, match="can't train"):
+        train_tokenizer([], 300)
+
+
+def test_a_long_text_is_encoded_in_order_piece_by_piece(tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PIECE_CHARS", 7)
+    text = "def f(x):\n    return ▁x + 1😀\n" * 5
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_file_that_is_no_model_is_told():
+    with pytest.raises(DataError, match="my.model: not a SentencePiece model"):
+        SentencePieceTokenizer(b"nonsense", name="my.model")
