@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.tensor_parallel import TensorParallel
-from parallel3d.config.schema import ModelConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
-from parallel3d.layers.dropout import MicroBatch, dropout
+from parallel3d.layers.dropout import dropout
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import depth_scale
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.rotary import RotaryTable
 from parallel3d.layers.swiglu import SwiGLU
-from parallel3d.precision.policy import Policy
+from parallel3d.precision.policy import POLICIES, Policy
 
 
 class LlamaLayer(nn.Module):
@@ -116,12 +117,22 @@ class LlamaStage(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
         if self.embedding is not None:
-            x = dropout(
-                self.embedding(x), self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp
-            )
+            x = dropout(self.embedding(x), self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
         for layer in self.layers:
             x = layer(x, self.table, micro_batch)
         if self.head is None or self.final_norm is None:
             return x
         assert targets is not None
         return self.head(self.final_norm(x), targets)
+
+
+def make_llama_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> LlamaStage:
+    """The model's constructor as the trainer asks for it."""
+    return LlamaStage(
+        config.model,
+        layers,
+        num_positions=config.batch.sequence_length,
+        tp=tp,
+        policy=POLICIES[config.precision.policy],
+        device=device,
+    )

@@ -48,7 +48,7 @@ class GlooGroup(Group):
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._wrap(self._pg.allreduce([tensor], options), (tensor,)).wait()
+        self._wrap(self._pg.allreduce([tensor], options), (tensor,)).wait()  # bounded: polls the token
         return tensor
 
     def close(self) -> None:

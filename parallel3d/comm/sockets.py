@@ -93,9 +93,7 @@ class SocketLinks(Links):
 
     def _await(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Waits, with the lock held, until ready; raises EpochEnded on abort, a broken link or silence."""
-        self._changed.wait_for(
-            lambda: ready() or self._token.aborted or peer in self._broken, timeout=self._timeout_s
-        )
+        self._changed.wait_for(lambda: ready() or self._token.aborted or peer in self._broken, timeout=self._timeout_s)
         if ready():
             return
         self._token.check()
@@ -130,7 +128,7 @@ class SocketLinks(Links):
         """The listener's thread: one reader for each peer that connects and belongs to this epoch."""
         with contextlib.suppress(OSError):
             while True:
-                connection, _ = self._listener.accept()
+                connection, _ = self._listener.accept()  # bounded: an abort closes it
                 self._keep(connection)
                 self._start(self._read_from, connection)
 
@@ -196,7 +194,7 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
 
 def _read_into(connection: socket.socket, view: memoryview) -> None:
     while len(view):
-        count = connection.recv_into(view)
+        count = connection.recv_into(view)  # bounded: an abort closes it
         if count == 0:
             raise EOFError("closed by the peer")
         view = view[count:]

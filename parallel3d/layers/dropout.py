@@ -6,7 +6,6 @@ or run on another layout, drops the same elements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,26 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.random_keys import keep_mask, key_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """What a layer must know of the micro-batch it works on: `slots` are its sequences, laid end to end."""
-
-    seed: int
-    iteration: int
-    slots: tuple[int, ...]
-    sequence_length: int
-    training: bool = True
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.slots)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.slots) * self.sequence_length
 
 
 class _Masked(Function):
@@ -59,9 +40,7 @@ def dropout(
     return _Masked.apply(x, keep, 1.0 / (1.0 - probability))
 
 
-def _mask(
-    x: Tensor, probability: float, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel
-) -> Tensor:
+def _mask(x: Tensor, probability: float, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel) -> Tensor:
     """The mask of this rank's tokens: row r of a sequence uses the counters r * hidden .. (r + 1) * hidden - 1."""
     num_local, hidden = x.shape
     seq = micro_batch.sequence_length

@@ -120,7 +120,9 @@ class ThreadWorld:
         if self._alive and self._alive <= set(self._waiting) and self._deadlock is None:
             waits = {rank: self._waiting[rank] for rank in sorted(self._alive)}
             if not any(ready() or self.tokens[rank].aborted for rank, (ready, _) in waits.items()):
-                table = "\n".join(f"  rank {r} [{self._doing[r] or '-'}] waits {what}" for r, (_, what) in waits.items())
+                table = "\n".join(
+                    f"  rank {r} [{self._doing[r] or '-'}] waits {what}" for r, (_, what) in waits.items()
+                )
                 self._deadlock = f"deadlock:\n{table}"
                 self._changed.notify_all()
 
@@ -152,7 +154,7 @@ class ThreadGroup(Group):
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         work = self._post("all-reduce max", tensor, _max, lambda top: tensor.copy_(top.view_as(tensor)))
-        work.wait()
+        work.wait()  # bounded: waits with the world's tokens
         return tensor
 
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
@@ -167,7 +169,11 @@ class ThreadGroup(Group):
         return self._post("all-gather", tensor, _concatenate, lambda whole: output.copy_(whole.view_as(output)))
 
     def _post(
-        self, operation: str, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor], take: Callable[[Tensor], object]
+        self,
+        operation: str,
+        tensor: Tensor,
+        combine: Callable[[list[Tensor]], Tensor],
+        take: Callable[[Tensor], object],
     ) -> Work:
         """Leaves a copy of this rank's tensor; the last rank to come combines them all."""
         me = self.ranks[self.rank]
@@ -264,7 +270,9 @@ def run_threads(
             errors.append((rank, raised))
         world.end(rank, error)
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

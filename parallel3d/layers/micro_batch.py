@@ -1,0 +1,57 @@
+"""The batch of one iteration, and what layers are told of the micro-batch they work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """`slots` are the sequence slots of the iteration whose sequences lie end to end in this micro-batch."""
+
+    seed: int
+    iteration: int
+    slots: tuple[int, ...]
+    sequence_length: int
+    training: bool = True
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots) * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The batch of one iteration: which sequence slots make up micro-batch m. Nothing here knows of ranks."""
+
+    seed: int
+    iteration: int
+    num_micro_batches: int
+    micro_batch_size: int
+    sequence_length: int
+    training: bool = True
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_slots * self.sequence_length
+
+    def slots(self, micro_batch: int) -> tuple[int, ...]:
+        first = micro_batch * self.micro_batch_size
+        return tuple(range(first, first + self.micro_batch_size))
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        return MicroBatch(
+            seed=self.seed,
+            iteration=self.iteration,
+            slots=self.slots(number),
+            sequence_length=self.sequence_length,
+            training=self.training,
+        )

@@ -1,0 +1,215 @@
+"""The one interpreter that runs a replica's instruction list.
+
+It holds what an iteration needs between instructions: tokens that were loaded or received, inputs and outputs of the
+micro-batches that were forwarded and not yet backwarded, gradients on their way. All of it is scratch: an iteration that
+ends early leaves nothing behind but main gradients, which the next one clears.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.abort import AbortToken
+from parallel3d.comm.messages import Header, Kind, Links
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.errors import EpochEnded
+from parallel3d.layers.micro_batch import BatchPlan, MicroBatch
+from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
+from parallel3d.topology.grid import Coordinates, Grid
+
+
+class Observer(Protocol):
+    """Told of every instruction before it runs: progress for heartbeats, injected faults, reports of a hang."""
+
+    def __call__(self, instruction: Instruction) -> None: ...
+
+
+Loader = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+"""Inputs and targets of a micro-batch, (tokens,) int64 each."""
+
+
+@dataclass
+class StageResult:
+    """What one replica knows after its list: its part of the loss and what it did."""
+
+    loss_sum: float = 0.0
+    num_target_tokens: int = 0
+    forwarded: Counter[int] = field(default_factory=Counter)
+    backwarded: Counter[int] = field(default_factory=Counter)
+    busy_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Executor:
+    """Runs instruction lists for the rank `rank` of `grid`, in one membership epoch.
+
+    `stage(x, micro_batch, targets)` is this rank's part of the model; `hidden_size` and `dtype` describe what stages
+    send each other.
+    """
+
+    stage: nn.Module
+    grid: Grid
+    rank: int
+    epoch: int
+    links: Links
+    tp: TensorParallel
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    token: AbortToken
+    observe: Observer = lambda instruction: None
+
+    def run(
+        self,
+        instructions: Sequence[Instruction],
+        batch: BatchPlan,
+        load: Loader,
+        before_last_backward: Callable[[], None] = lambda: None,
+    ) -> StageResult:
+        """Runs the list. `before_last_backward` is called when only one more backward will add to the gradients.
+
+        Raises EpochEnded when a peer is lost, with the instruction at which this rank stood.
+        """
+        scratch = _Scratch(batch, load, _last_backward(instructions), before_last_backward)
+        for instruction in instructions:
+            self.token.check()
+            self.observe(instruction)
+            try:
+                _ACTIONS[instruction.op](self, scratch, instruction)
+            except EpochEnded as error:
+                raise EpochEnded(f"{error} (at: {instruction})") from None
+        return scratch.result
+
+    # --- one method for each op -----------------------------------------------------------------------------------
+
+    def _load(self, scratch: _Scratch, step: Instruction) -> None:
+        inputs, targets = scratch.load(scratch.batch.micro_batch(step.micro_batch))
+        scratch.inputs[step.micro_batch] = inputs
+        scratch.targets[step.micro_batch] = targets
+
+    def _forward(self, scratch: _Scratch, step: Instruction) -> None:
+        m = step.micro_batch
+        started = time.perf_counter()
+        inputs = scratch.inputs.pop(m)
+        is_last = self._place.pp == self.grid.pp_size - 1
+        targets = scratch.targets.pop(m) if is_last else None
+        output = self.stage(inputs, scratch.batch.micro_batch(m), targets)
+        if is_last:
+            scratch.result.loss_sum += output.item()
+            scratch.result.num_target_tokens += scratch.batch.micro_batch(m).num_tokens
+        else:
+            scratch.outgoing[m] = output.detach()
+        if scratch.batch.training:
+            scratch.live[m] = (inputs, output)
+        scratch.result.forwarded[m] += 1
+        scratch.result.busy_s += time.perf_counter() - started
+
+    def _backward(self, scratch: _Scratch, step: Instruction) -> None:
+        m = step.micro_batch
+        if m == scratch.last_backward:
+            scratch.before_last_backward()
+        started = time.perf_counter()
+        inputs, output = scratch.live.pop(m)
+        torch.autograd.backward(output, scratch.gradients.pop(m, None))
+        if inputs.grad is not None:
+            scratch.outgoing[m], inputs.grad = inputs.grad, None
+        scratch.result.backwarded[m] += 1
+        scratch.result.busy_s += time.perf_counter() - started
+
+    def _send_targets(self, scratch: _Scratch, step: Instruction) -> None:
+        self._send(scratch, step, Kind.TARGETS, scratch.targets.pop(step.micro_batch))
+
+    def _send_tensor(self, scratch: _Scratch, step: Instruction) -> None:
+        kind = Kind.ACTIVATION if step.op is Op.SEND_ACTIVATION else Kind.GRADIENT
+        self._send(scratch, step, kind, scratch.outgoing.pop(step.micro_batch))
+
+    def _receive_targets(self, scratch: _Scratch, step: Instruction) -> None:
+        num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
+        scratch.targets[step.micro_batch] = self._receive(scratch, step, Kind.TARGETS, (num_tokens,), torch.int64)
+
+    def _receive_activation(self, scratch: _Scratch, step: Instruction) -> None:
+        received = self._receive(scratch, step, Kind.ACTIVATION, self._hidden_shape(scratch, step), self.dtype)
+        scratch.inputs[step.micro_batch] = received.requires_grad_(scratch.batch.training)
+
+    def _receive_gradient(self, scratch: _Scratch, step: Instruction) -> None:
+        shape = self._hidden_shape(scratch, step)
+        scratch.gradients[step.micro_batch] = self._receive(scratch, step, Kind.GRADIENT, shape, self.dtype)
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _send(self, scratch: _Scratch, step: Instruction, kind: Kind, tensor: Tensor) -> None:
+        header = self._header(scratch, step, kind, tuple(tensor.shape), tensor.dtype)
+        self.links.send(self._peer(step), header, tensor.cpu())
+
+    def _receive(
+        self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        header = self._header(scratch, step, kind, shape, dtype)
+        return self.links.receive(self._peer(step), header).to(self.device)
+
+    def _header(
+        self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Header:
+        return Header(
+            epoch=self.epoch,
+            iteration=scratch.batch.iteration,
+            kind=kind,
+            micro_batch=step.micro_batch,
+            shape=shape,
+            dtype=dtype,
+        )
+
+    def _peer(self, step: Instruction) -> int:
+        """The rank of the peer replica that stands at this rank's tensor-parallel position."""
+        replica: ReplicaId | None = step.peer
+        assert replica is not None, step
+        return self.grid.tp_ranks(replica)[self._place.tp]
+
+    def _hidden_shape(self, scratch: _Scratch, step: Instruction) -> tuple[int, int]:
+        num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
+        return (self.tp.num_local_tokens(num_tokens), self.hidden_size)
+
+    @property
+    def _place(self) -> Coordinates:
+        return self.grid.coordinates(self.rank)
+
+
+@dataclass
+class _Scratch:
+    """What one run of a list holds between its instructions, by micro-batch."""
+
+    batch: BatchPlan
+    load: Loader
+    last_backward: int | None
+    before_last_backward: Callable[[], None]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    targets: dict[int, Tensor] = field(default_factory=dict)
+    live: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    outgoing: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    result: StageResult = field(default_factory=StageResult)
+
+
+_ACTIONS = {
+    Op.LOAD: Executor._load,
+    Op.FORWARD: Executor._forward,
+    Op.BACKWARD: Executor._backward,
+    Op.SEND_TARGETS: Executor._send_targets,
+    Op.RECV_TARGETS: Executor._receive_targets,
+    Op.SEND_ACTIVATION: Executor._send_tensor,
+    Op.RECV_ACTIVATION: Executor._receive_activation,
+    Op.SEND_GRADIENT: Executor._send_tensor,
+    Op.RECV_GRADIENT: Executor._receive_gradient,
+}
+
+
+def _last_backward(instructions: Sequence[Instruction]) -> int | None:
+    backwards = [step.micro_batch for step in instructions if step.op is Op.BACKWARD]
+    return backwards[-1] if backwards else None
