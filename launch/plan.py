@@ -1,0 +1,151 @@
+"""Shows what one iteration will do: `python launch/plan.py --config FILE [section.field=value ...] [--png FILE]`.
+
+Prints the grid, the layers and costs of each stage, the routes where they leave their home, the timeline of the very
+instruction lists that training runs, after the checker has proven them, the bubble, and what the pipeline holds in
+memory. Exit codes: 0 done, 2 a mistake in what it was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel3d.config.derived import num_key_value_heads, stage_replicas, world_size  # noqa: E402
+from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.errors import UserError  # noqa: E402
+from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan  # noqa: E402
+from parallel3d.pipeline.partition import model_costs, stage_costs  # noqa: E402
+from parallel3d.pipeline.planner import Plan  # noqa: E402
+from parallel3d.pipeline.timeline import draw_png, draw_text  # noqa: E402
+from parallel3d.precision.policy import POLICIES  # noqa: E402
+from parallel3d.trainer.build import build_grid, plan_schedule, split_layers  # noqa: E402
+
+MAX_ROUTES = 16
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        config = resolve(load_config(options.config, options.overrides), config_path=options.config)
+        print("\n".join(describe(config, options.png)))
+        return 0
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show the pipeline schedule that one JSON file asks for.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
+    options = parser.parse_intermixed_args(arguments)
+    if wrong := [override for override in options.overrides if "=" not in override]:
+        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    return options
+
+
+def describe(config: Config, png: Path | None) -> Iterator[str]:
+    """The report, line by line; writes the picture if one is asked for."""
+    assert config.batch.num_micro_batches is not None
+    partition = split_layers(config)
+    plan = plan_schedule(config, build_grid(config), config.parallel.schedule, config.batch.num_micro_batches)
+    report = check_plan(plan, config.parallel.p2p_slots, estimate_sizes(config, partition))
+    yield from describe_grid(config)
+    yield ""
+    yield from describe_stages(config, partition, plan, report)
+    yield ""
+    yield from describe_routes(plan)
+    yield f"{plan.reason}; bubble {plan.bubble:.1%}"
+    yield draw_text(plan, width=shutil.get_terminal_size((120, 40)).columns)
+    if png is not None:
+        write_png(plan, png)
+        yield f"wrote {png}"
+
+
+def describe_grid(config: Config) -> Iterator[str]:
+    parallel, batch, replicas = config.parallel, config.batch, stage_replicas(config)
+    grid = str(replicas[0]) if len(set(replicas)) == 1 else "/".join(map(str, replicas))
+    yield f"{parallel.pp_size} stages x {grid} replicas x {parallel.tp_size} tensor ranks = {world_size(config)} ranks"
+    yield (
+        f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} sequences of {batch.sequence_length} "
+        f"tokens, {parallel.p2p_slots} slots a pair"
+    )
+
+
+def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, report: CheckReport) -> Iterator[str]:
+    """One line a stage: layers, cost in layers, most micro-batches held, most bytes held."""
+    model = config.model
+    costs = model_costs(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=num_key_value_heads(model),
+        vocab_size=model.vocab_size,
+        sequence_length=config.batch.sequence_length,
+    )
+    costs_of = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
+    yield "stage  replicas  layers            cost (layers)  in flight  peak activations and messages, per rank"
+    for stage, (layers, cost) in enumerate(zip(partition, costs_of)):
+        mine = [replica for replica in plan.lists if replica[0] == stage]
+        held = max(report.peak_in_flight[replica] for replica in mine)
+        num_bytes = max(report.peak_bytes[replica] for replica in mine)
+        span = f"{layers.start}-{layers.stop - 1} ({len(layers)})"
+        yield (
+            f"{stage:<5}  {len(mine):<8}  {span:<16}  {cost / costs.layer:<13.2f}  {held:<9}  "
+            f"{num_bytes / 2**20:,.1f} MiB"
+        )
+    head = costs.head / costs.layer
+    yield f"(the head costs {head:.2f} layers; bytes are an estimate and leave the head's logits out)"
+
+
+def describe_routes(plan: Plan) -> Iterator[str]:
+    """The micro-batches that pass different replicas at different stages; nothing on a straight grid."""
+    rerouted = [(micro_batch, route) for micro_batch, route in enumerate(plan.routes) if len(set(route)) > 1]
+    if not rerouted:
+        return
+    yield "micro-batches away from home, replica by stage:"
+    for micro_batch, route in rerouted[:MAX_ROUTES]:
+        yield f"  {micro_batch:>4}: {' > '.join(map(str, route))}"
+    if len(rerouted) > MAX_ROUTES:
+        yield f"  and {len(rerouted) - MAX_ROUTES} more"
+    yield ""
+
+
+def estimate_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes:
+    """Bytes of one micro-batch on one rank.
+
+    A layer keeps for its backward, a token: the inputs of both norms and what they make (4 hidden, split over the
+    tensor ranks under sequence parallelism), and split over the tensor ranks q, k, v, the attention's result
+    (2 hidden + 2 key-value), gate and up, and the input of the down projection (3 intermediate).
+    """
+    model, parallel, batch = config.model, config.parallel, config.batch
+    assert batch.micro_batch_size is not None
+    num_tokens = batch.micro_batch_size * batch.sequence_length
+    width = POLICIES[config.precision.policy].compute.itemsize
+    shards = parallel.tp_size if parallel.sequence_parallel else 1
+    key_value_size = model.hidden_size // model.num_attention_heads * num_key_value_heads(model)
+    split = 2 * model.hidden_size + 2 * key_value_size + 3 * model.intermediate_size
+    layer_bytes = num_tokens * width * (4 * model.hidden_size // shards + split // parallel.tp_size)
+    return MessageSizes(
+        activation_bytes=num_tokens * width * model.hidden_size // shards,
+        targets_bytes=num_tokens * 8,
+        stash_bytes=tuple(layer_bytes * len(layers) for layers in partition),
+    )
+
+
+def write_png(plan: Plan, path: Path) -> None:
+    try:
+        draw_png(plan, path)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that names no picture format
+        raise UserError(f"--png {path}: the picture can't be written: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""Proves a plan before it runs: the right steps in order, messages that match, an end, and the memory it takes.
+
+1. *Steps*: each micro-batch passes exactly one replica of each stage, and what that replica does for it is exactly what
+   `instructions_for` says, in that order. So every forward stands after its receive, every backward after its forward,
+   every send after the compute that makes the value, and nothing is done twice or left out.
+2. *Pairs*: on each ordered pair of replicas the messages are received in the order sent, each exactly once. Some
+   transports have no tags, so the order is all that tells two messages apart.
+3. *End*: the lists are run with the given number of slots. What one replica does next never depends on timing, so if
+   one run ends every run ends, and if one gets stuck all do.
+4. *Memory*: in that run, timed with the plan's costs, the peak of stashed + unsent + unread bytes of each replica. A
+   message in a slot is charged to both its ends: nobody knows how far the transfer has got.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+
+from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
+from parallel3d.pipeline.planner import Plan
+
+_SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageSizes:
+    """Bytes of one micro-batch on one rank."""
+
+    activation_bytes: int
+    """An activation or a gradient between stages."""
+    targets_bytes: int
+    stash_bytes: tuple[int, ...]
+    """What each stage keeps from forward to backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What holds of a plan that passed."""
+
+    makespan: int
+    """Of the lists run as soon as possible, with the plan's costs and these slots."""
+    peak_in_flight: dict[ReplicaId, int]
+    """Micro-batches forwarded (or at it) and not yet backwarded, at most."""
+    peak_bytes: dict[ReplicaId, int]
+    """Stashed + unsent + unread; empty without sizes."""
+
+
+def check_plan(plan: Plan, slots: int, sizes: MessageSizes | None = None) -> CheckReport:
+    """Raises ScheduleError, naming replica and instruction, unless the plan is right and ends with these slots."""
+    _check_steps(plan)
+    _check_pairs(plan)
+    run = _Run(plan, slots)
+    return CheckReport(
+        makespan=max(run.clock.values()),
+        peak_in_flight={replica: _peak_in_flight(steps) for replica, steps in plan.lists.items()},
+        peak_bytes=_peak_bytes(plan, run, sizes) if sizes else {},
+    )
+
+
+def _check_steps(plan: Plan) -> None:
+    live = {(stage, replica) for stage, ids in enumerate(plan.request.replicas) for replica in ids}
+    if odd := live ^ set(plan.lists):
+        raise ScheduleError(f"the plan's lists and the live replicas differ in {sorted(odd)}")
+    expected: dict[ReplicaId, dict[int, tuple[Instruction, ...]]] = {replica: {} for replica in live}
+    for micro_batch, route in enumerate(plan.routes):
+        for stage, replica in enumerate(route):
+            steps = instructions_for(route, micro_batch, stage, backward=plan.request.rule != "forward")
+            expected[stage, replica][micro_batch] = steps
+    for place, wanted in expected.items():
+        found: dict[int, list[Instruction]] = defaultdict(list)
+        for step in plan.lists[place]:
+            found[step.micro_batch].append(step)
+        for micro_batch in sorted(wanted.keys() | found.keys()):
+            _compare_steps(place, micro_batch, wanted.get(micro_batch, ()), found[micro_batch])
+
+
+def _compare_steps(
+    replica: ReplicaId, micro_batch: int, wanted: tuple[Instruction, ...], found: list[Instruction]
+) -> None:
+    if [step.op for step in found[:2]] == [Op.RECV_ACTIVATION, Op.RECV_TARGETS]:  # as good as the other way round
+        found = [found[1], found[0], *found[2:]]
+    for wants, has in zip_longest(wanted, found):
+        if wants != has:
+            raise ScheduleError(
+                f"replica {replica}, micro-batch {micro_batch}: '{has or 'nothing'}' stands where "
+                f"'{wants or 'nothing'}' belongs"
+            )
+
+
+def _check_pairs(plan: Plan) -> None:
+    sent: dict[tuple[ReplicaId, ReplicaId], list[tuple[Op, int]]] = defaultdict(list)
+    received: dict[tuple[ReplicaId, ReplicaId], list[tuple[Op, int]]] = defaultdict(list)
+    for replica, steps in plan.lists.items():
+        for step in steps:
+            if step.peer is None:
+                continue
+            if step.op in RECEIVE_OF:
+                sent[replica, step.peer].append((RECEIVE_OF[step.op], step.micro_batch))
+            else:
+                received[step.peer, replica].append((step.op, step.micro_batch))
+    for pair in sorted(sent.keys() | received.keys()):
+        for number, (has, wants) in enumerate(zip_longest(sent[pair], received[pair])):
+            if has != wants:
+                sends = f"'{_SEND_OF[has[0]].value} {has[1]}'" if has else "nothing"
+                takes = f"'{wants[0].value} {wants[1]}'" if wants else "no receive"
+                raise ScheduleError(
+                    f"message {number} from {pair[0]} to {pair[1]}: {pair[0]} has {sends} where {pair[1]} has {takes}"
+                )
+
+
+class _Run:
+    """Runs the lists as soon as possible; `clock` is when each replica ends; messages and stashes have times."""
+
+    def __init__(self, plan: Plan, slots: int):
+        self.lists, self.slots = plan.lists, slots
+        self.costs = {Op.FORWARD: plan.request.forward_costs, Op.BACKWARD: plan.request.backward_costs}
+        self.clock = dict.fromkeys(plan.lists, 0)
+        self.next_step = dict.fromkeys(plan.lists, 0)
+        self.made_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
+        self.sent_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
+        self.read_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
+        self.ops_sent: dict[tuple[ReplicaId, ReplicaId], list[Op]] = defaultdict(list)
+        self.stashes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)  # (time, +1 or -1)
+        todo = list(plan.lists)
+        while todo:
+            todo += self._advance(todo.pop())
+        self._raise_if_stuck()
+
+    def _advance(self, replica: ReplicaId) -> set[ReplicaId]:
+        """Runs one replica until it has to wait; the peers that may now go on."""
+        steps, woken = self.lists[replica], set()
+        while self.next_step[replica] < len(steps) and self._try(replica, steps[self.next_step[replica]]):
+            peer = steps[self.next_step[replica]].peer
+            if peer is not None:
+                woken.add(peer)
+            self.next_step[replica] += 1
+        return woken
+
+    def _try(self, replica: ReplicaId, step: Instruction) -> bool:
+        """Whether the step could be done; then it is."""
+        if step.peer is None:
+            self._compute(replica, step.op)
+            return True
+        is_send = step.op in RECEIVE_OF
+        pair = (replica, step.peer) if is_send else (step.peer, replica)
+        done, others = (self.sent_at, self.read_at) if is_send else (self.read_at, self.sent_at)
+        awaited = len(done[pair]) - (self.slots if is_send else 0)  # a send waits for the read that frees its slot
+        if awaited >= len(others[pair]):
+            return False
+        if is_send:
+            self.made_at[pair].append(self.clock[replica])
+            self.ops_sent[pair].append(step.op)
+        if awaited >= 0:
+            self.clock[replica] = max(self.clock[replica], others[pair][awaited])
+        done[pair].append(self.clock[replica])
+        return True
+
+    def _compute(self, replica: ReplicaId, op: Op) -> None:
+        if op is Op.FORWARD:
+            self.stashes[replica].append((self.clock[replica], +1))
+        if op in self.costs:
+            self.clock[replica] += self.costs[op][replica[0]]
+        if op is Op.BACKWARD:
+            self.stashes[replica].append((self.clock[replica], -1))
+
+    def _raise_if_stuck(self) -> None:
+        stuck = []
+        for replica, number in self.next_step.items():
+            if number < len(self.lists[replica]):
+                step = self.lists[replica][number]
+                why = "to read" if step.op in RECEIVE_OF else "to send"
+                stuck.append(f"  {replica} at instruction {number}, '{step}': waits for {step.peer} {why}")
+        if stuck:
+            plural = "s" if self.slots > 1 else ""
+            raise ScheduleError(f"the lists never end with {self.slots} slot{plural} a pair:\n" + "\n".join(stuck))
+
+
+def _peak_in_flight(steps: tuple[Instruction, ...]) -> int:
+    changes = {Op.FORWARD: 1, Op.BACKWARD: -1}
+    return max(accumulate((changes.get(step.op, 0) for step in steps), initial=0))
+
+
+def _peak_bytes(plan: Plan, run: _Run, sizes: MessageSizes) -> dict[ReplicaId, int]:
+    """Of each replica, the largest sum of bytes alive at one moment; what ends at a moment is gone at that moment."""
+    changes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
+    for replica, time, change in _byte_changes(plan, run, sizes):
+        changes[replica].append((time, change))
+    return {replica: max(accumulate((c for _, c in sorted(changes[replica])), initial=0)) for replica in plan.lists}
+
+
+def _byte_changes(plan: Plan, run: _Run, sizes: MessageSizes) -> Iterator[tuple[ReplicaId, int, int]]:
+    """(replica, time, bytes more or less)"""
+    if plan.request.rule != "forward":
+        for replica, stashes in run.stashes.items():
+            for time, sign in stashes:
+                yield replica, time, sign * sizes.stash_bytes[replica[0]]
+    for pair, ops in run.ops_sent.items():
+        for op, made, sent, read in zip(ops, run.made_at[pair], run.sent_at[pair], run.read_at[pair]):
+            num_bytes = sizes.targets_bytes if op is Op.SEND_TARGETS else sizes.activation_bytes
+            yield pair[0], made, num_bytes
+            yield pair[0], read, -num_bytes
+            yield pair[1], sent, num_bytes
+            yield pair[1], read, -num_bytes

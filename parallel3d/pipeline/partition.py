@@ -1,0 +1,140 @@
+"""Which layers stand on which stage: contiguous ranges, so cut that the most loaded stage has as little as possible.
+
+A pipeline is as fast as its slowest stage. With equal layers, free ends and a depth that divides, the cuts fall after
+layers k * L / P - 1 (HLAT, section 2.2); a costly head makes the last stage shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from parallel3d.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """Forward cost of one token, in floating-point operations."""
+
+    embedding: int
+    layer: int
+    head: int
+
+
+def model_costs(
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    vocab_size: int,
+    sequence_length: int,
+) -> ModelCosts:
+    """Costs of a Llama-like model: 2 operations per weight of each matrix product, and the attention itself.
+
+    The embedding is a look-up. Attention scores and their product with the values count 4 * sequence_length *
+    hidden_size: not halved for the causal mask, as in PaLM's and Megatron-LM's formulas.
+    """
+    key_value_size = hidden_size // num_attention_heads * num_key_value_heads
+    attention_weights = hidden_size * (2 * hidden_size + 2 * key_value_size)
+    mlp_weights = 3 * hidden_size * intermediate_size
+    return ModelCosts(
+        embedding=0,
+        layer=2 * (attention_weights + mlp_weights) + 4 * sequence_length * hidden_size,
+        head=2 * hidden_size * vocab_size,
+    )
+
+
+def partition_layers(
+    layer_costs: Sequence[int], num_stages: int, embedding_cost: int = 0, head_cost: int = 0
+) -> tuple[range, ...]:
+    """The layers of each stage, at least one: the least possible largest stage cost.
+
+    The first stage carries embedding_cost, the last one head_cost. Among equally good cuts the one with the most even
+    numbers of layers is taken, then the one with fewer layers on earlier stages: they hold more micro-batches.
+    """
+    num_layers = len(layer_costs)
+    if not 1 <= num_stages <= num_layers:
+        raise ConfigError([_too_many_stages(num_stages, num_layers)])
+    costs = _StageCosts(layer_costs, num_stages, embedding_cost, head_cost)
+    counts = _most_even_counts(costs, _least_bottleneck(costs))
+    return _ranges(counts)
+
+
+def partition_by_hand(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage, from the numbers that the user gave."""
+    if not layers_per_stage or min(layers_per_stage) < 1:
+        rule, fix = "every stage holds at least one layer", "Give counts of at least 1."
+        field = "parallel.layers_per_stage"
+        raise ConfigError([Problem(field=field, value=list(layers_per_stage), rule=rule, fix=fix)])
+    return _ranges(layers_per_stage)
+
+
+def stage_costs(
+    partition: Sequence[range], layer_costs: Sequence[int], embedding_cost: int = 0, head_cost: int = 0
+) -> tuple[int, ...]:
+    """The cost of each stage of a partition."""
+    costs = [sum(layer_costs[layer] for layer in layers) for layers in partition]
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
+    return tuple(costs)
+
+
+def _too_many_stages(num_stages: int, num_layers: int) -> Problem:
+    rule = f"a pipeline of {num_layers} layers has 1 to {num_layers} stages"
+    return Problem(field="parallel.pp_size", value=num_stages, rule=rule, fix="Use fewer stages or a deeper model.")
+
+
+def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
+
+
+class _StageCosts:
+    """Cost of layers begin..end-1 when they are the given stage."""
+
+    def __init__(self, layer_costs: Sequence[int], num_stages: int, embedding_cost: int, head_cost: int):
+        self.num_layers, self.num_stages = len(layer_costs), num_stages
+        self.before = list(accumulate(layer_costs, initial=0))
+        self.extra = [0] * num_stages
+        self.extra[0] += embedding_cost
+        self.extra[-1] += head_cost
+
+    def of(self, stage: int, begin: int, end: int) -> int:
+        return self.before[end] - self.before[begin] + self.extra[stage]
+
+    def ends(self, stage: int, begin: int) -> range:
+        """Where a stage that begins here may end: each later stage keeps a layer, the last one takes all."""
+        left = self.num_stages - 1 - stage
+        return range(begin + 1, self.num_layers - left + 1) if left else range(self.num_layers, self.num_layers + 1)
+
+    def begins(self, stage: int) -> range:
+        return range(stage, self.num_layers - (self.num_stages - 1 - stage)) if stage else range(1)
+
+
+def _least_bottleneck(costs: _StageCosts) -> int:
+    """Dynamic programme from the last stage back: best[begin] = least largest cost of this and all later stages."""
+    best = {costs.num_layers: 0}
+    for stage in reversed(range(costs.num_stages)):
+        best = {
+            begin: min(max(costs.of(stage, begin, end), best[end]) for end in costs.ends(stage, begin))
+            for begin in costs.begins(stage)
+        }
+    return best[0]
+
+
+def _most_even_counts(costs: _StageCosts, bottleneck: int) -> tuple[int, ...]:
+    """Of the cuts with no stage above the bottleneck: the least sum of squared counts, then the smallest ones first."""
+    best: dict[int, tuple[int, tuple[int, ...]]] = {costs.num_layers: (0, ())}
+    for stage in reversed(range(costs.num_stages)):
+        now: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin in costs.begins(stage):
+            options = [
+                ((end - begin) ** 2 + best[end][0], (end - begin, *best[end][1]))
+                for end in costs.ends(stage, begin)
+                if end in best and costs.of(stage, begin, end) <= bottleneck
+            ]
+            if options:
+                now[begin] = min(options)
+        best = now
+    return best[0][1]

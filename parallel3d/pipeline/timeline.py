@@ -1,0 +1,151 @@
+"""Pictures of a plan: a text for the terminal and a PNG.
+
+One row is one replica, one column of the text one time unit. A forward is the number of its micro-batch, a backward the
+same with a quote, `-` and `=` carry them on over more than one column, a dot is idle time. 1F1B on 3 stages:
+
+    stage 0   0  1  2  .  .  .  . 0'  =  3 1'  =  . 2'  =  . 3'  =
+    stage 1   .  0  1  .  . 0'  =  2 1'  =  3 2'  =  . 3'  =  .  .
+    stage 2   .  .  0 0'  =  1 1'  =  2 2'  =  3 3'  =  .  .  .  .
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel3d.pipeline.instructions import Op, ReplicaId
+from parallel3d.pipeline.planner import Event, Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {Op.FORWARD: "#4C78A8", Op.BACKWARD: "#F2A65A"}
+_IDLE_COLOR = "#F1F3F5"
+_MAX_INCHES = (24.0, 14.0)
+
+
+def draw_text(plan: Plan, *, width: int = 120, max_rows: int = 32) -> str:
+    """The timeline, cut to `width` characters and `max_rows` replicas; a last line says what was cut or scaled."""
+    unit = _column_unit(plan)
+    num_columns = -(-plan.makespan // unit)
+    cell = len(str(len(plan.routes) - 1)) + 2
+    labels = {replica: f"{_name(plan, replica)} " for replica in plan.lists}
+    label_width = max(map(len, labels.values()))
+    shown = max(1, min(num_columns, (width - label_width) // cell))
+    rows = _rows(plan)
+    lines = [
+        labels[replica].ljust(label_width) + "".join(text.rjust(cell) for text in _cells(rows[replica], unit, shown))
+        for replica in sorted(plan.lists)[:max_rows]
+    ]
+    return "\n".join(lines + _notices(plan, unit, num_columns - shown, len(plan.lists) - len(lines)))
+
+
+def draw_png(plan: Plan, path: Path, *, max_rows: int = 64) -> None:
+    """The timeline as a picture, for at most `max_rows` replicas; needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    replicas = sorted(plan.lists)[:max_rows]
+    unit = _column_unit(plan)
+    width = min(_MAX_INCHES[0], max(8.0, 2.0 + 0.27 * plan.makespan / unit))
+    height = min(_MAX_INCHES[1], 1.9 + 0.36 * len(replicas))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rows = _rows(plan)
+    points_per_unit = 72 * (width - 1.5) / plan.makespan
+    for row, replica in enumerate(replicas):
+        axes.broken_barh([(0, plan.makespan)], (row - 0.42, 0.84), color=_IDLE_COLOR, linewidth=0)
+        _draw_row(axes, row, rows[replica], points_per_unit)
+    cut = f" (first {len(replicas)} of {len(plan.lists)} replicas)" if len(replicas) < len(plan.lists) else ""
+    figure.suptitle(f"{_headline(plan)}{cut}", fontsize=12, x=0.01, ha="left")
+    _dress(axes, plan, replicas)
+    figure.savefig(path, dpi=130)
+
+
+def _headline(plan: Plan) -> str:
+    counts = [len(ids) for ids in plan.request.replicas]
+    grid = f"{counts[0]}" if len(set(counts)) == 1 else " / ".join(map(str, counts))
+    return (
+        f"{plan.request.rule}: {len(counts)} stages x {grid} replicas, {len(plan.routes)} micro-batches, "
+        f"makespan {plan.makespan:,}, bubble {plan.bubble:.1%}"
+    )
+
+
+def _draw_row(axes: Axes, row: int, events: list[Event], points_per_unit: float) -> None:
+    for op, color in _COLORS.items():
+        spans = [(event.start, event.end - event.start) for event in events if event.op is op]
+        axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=color, edgecolors="white", linewidth=0.8)
+    for event in events:
+        text = str(event.micro_batch)
+        size = min(8.0, points_per_unit * (event.end - event.start) / (0.72 * len(text)))
+        if size >= 4:
+            center = (event.start + event.end) / 2
+            color = "white" if event.op is Op.FORWARD else "#3B2500"
+            axes.text(center, row, text, ha="center", va="center", fontsize=size, color=color)
+
+
+def _dress(axes: Axes, plan: Plan, replicas: list[ReplicaId]) -> None:
+    """Ticks, limits, a thin line between stages, the legend."""
+    from matplotlib.patches import Patch
+
+    axes.set_xlim(0, plan.makespan)
+    axes.set_ylim(len(replicas) - 0.45, -0.55)
+    axes.set_yticks(range(len(replicas)), [_name(plan, replica) for replica in replicas], fontsize=8)
+    axes.set_xlabel("time units")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    for row in range(1, len(replicas)):
+        if replicas[row][0] != replicas[row - 1][0] and len(replicas) > len(plan.request.replicas):
+            axes.axhline(row - 0.5, color="#ADB5BD", linewidth=0.8)
+    handles = [Patch(color=color, label=op.value) for op, color in _COLORS.items()]
+    handles.append(Patch(color=_IDLE_COLOR, label="idle"))
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
+
+
+def _rows(plan: Plan) -> dict[ReplicaId, list[Event]]:
+    rows: dict[ReplicaId, list[Event]] = defaultdict(list)
+    for event in plan.events:
+        rows[event.replica].append(event)
+    return rows
+
+
+def _name(plan: Plan, replica: ReplicaId) -> str:
+    stage, number = replica
+    single = all(len(ids) == 1 for ids in plan.request.replicas)
+    return f"stage {stage}" if single else f"stage {stage} replica {number}"
+
+
+def _column_unit(plan: Plan) -> int:
+    """Time of one column: 1, or the shortest compute where costs are finer than that."""
+    return min(event.end - event.start for event in plan.events)
+
+
+def _cells(events: list[Event], unit: int, num_columns: int) -> list[str]:
+    """The text of each column: what runs in its middle."""
+    cells = ["."] * num_columns
+    for event in events:
+        first = _column_at_or_after(event.start, unit)
+        quote, carry = ("", "-") if event.op is Op.FORWARD else ("'", "=")
+        for column in range(first, min(_column_at_or_after(event.end, unit), num_columns)):
+            cells[column] = carry if column > first else f"{event.micro_batch}{quote}"
+    return cells
+
+
+def _column_at_or_after(time: int, unit: int) -> int:
+    """The first column whose middle, (column + 1/2) * unit, is not before `time`."""
+    return -(-(2 * time - unit) // (2 * unit))
+
+
+def _notices(plan: Plan, unit: int, columns_cut: int, rows_cut: int) -> list[str]:
+    notices = []
+    if unit > 1:
+        notices.append(f"a column is {unit} time units")
+    if columns_cut:
+        notices.append(f"{columns_cut} more columns to the right")
+    if rows_cut:
+        notices.append(f"{rows_cut} more replicas")
+    return ["(" + ", ".join(notices) + ")"] if notices else []
