@@ -1,0 +1,84 @@
+"""How workers and guardians find the coordinator.
+
+this process has it         its own listener's port
+torchrun                    rank 0 leaves the address in torchrun's TCPStore, under `parallel3d/coordinator`. Only
+                            workers import torch, so each tells its guardian through a pipe
+a launcher without a store  the coordinator itself listens at the master's address
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+from parallel3d.elastic.control import Address
+from parallel3d.elastic.launcher_env import LauncherEnv, LaunchError
+
+STORE_KEY = "parallel3d/coordinator"
+
+
+class Finder:
+    """Made before the forks: `find` and `tell` run in a worker, the rest in its guardian."""
+
+    def __init__(self, *, env: LauncherEnv | None, listener: socket.socket | None, timeout_s: float):
+        self._env = env
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self.pipe, self._writing_end = os.pipe()
+        self.own_address: Address | None = ("127.0.0.1", listener.getsockname()[1]) if listener else None
+        """Known at once where this process is the coordinator's."""
+
+    def find(self) -> Address:
+        """The coordinator's address; raises LaunchError."""
+        if self._listener:
+            self._listener.close()  # the guardian's alone: else the port would outlive it
+        if self._env is not None and self._env.agent_store:
+            return self._look_up(self._env)
+        if self.own_address:
+            return self.own_address
+        assert self._env is not None
+        return self._env.master_addr, self._env.master_port
+
+    def tell(self, address: Address) -> None:
+        """Lets the guardian know where its worker has reached the coordinator."""
+        os.write(self._writing_end, "{} {}\n".format(*address).encode())
+
+    def forked(self) -> None:
+        """Keeps the workers as the pipe's only writers, so that it ends with them."""
+        os.close(self._writing_end)
+
+    def close(self) -> None:
+        os.close(self.pipe)
+
+    def read_answer(self) -> Address | None:
+        """What a worker has found; None when all have ended without."""
+        line = os.read(self.pipe, 4096).decode().partition("\n")[0]
+        host, _, port = line.rpartition(" ")
+        return (host, int(port)) if line else None
+
+    def _look_up(self, env: LauncherEnv) -> Address:
+        from torch.distributed import TCPStore  # a guardian never gets here
+
+        timeout = timedelta(seconds=self._timeout_s)
+        try:
+            store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+            key = f"{STORE_KEY}/{env.attempt}"
+            if self.own_address:
+                store.set(key, f"{_reachable_host(env)} {self.own_address[1]}")
+                return self.own_address
+            host, _, port = store.get(key).decode().rpartition(" ")
+        except RuntimeError as error:
+            raise LaunchError(
+                f"could not learn the coordinator's address from the launcher's store at "
+                f"{env.master_addr}:{env.master_port} ({str(error).splitlines()[0]})"
+            ) from None
+        return host, int(port)
+
+
+def _reachable_host(env: LauncherEnv) -> str:
+    """This host's address as other hosts reach it: that of its route to the master, or the master's own name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((env.master_addr, env.master_port))  # sends nothing, picks a route
+        host = probe.getsockname()[0]
+    return env.master_addr if host.startswith("127.") else host

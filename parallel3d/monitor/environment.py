@@ -1,0 +1,64 @@
+"""What a run ran on: versions, machine, commit and command line, without importing torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("parallel3d", "torch", "numpy", "sentencepiece", "pyarrow", "pydantic")
+GIT_TIMEOUT_S = 5.0
+
+
+def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
+    """The facts for environment.json; what can't be found out is None."""
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command_line": list(command_line),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu_model": _proc_value("/proc/cpuinfo", "model name"),
+        "num_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": bool(_git("status", "--porcelain")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _proc_value(path: str, name: str) -> str | None:
+    """The value of the first `name : value` line of a file under /proc."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), None)
+
+
+def _memory_bytes() -> int | None:
+    value = _proc_value("/proc/meminfo", "MemTotal")
+    return int(value.split()[0]) * 1024 if value else None
+
+
+def _git(*arguments: str) -> str | None:
+    """git's answer about the checkout that this file stands in."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,91 @@
+"""The run folder: everything that a run leaves behind, written by one process.
+
+config.json        the configuration as resolved; starts the same run again
+environment.json   versions, machine, commit, command line
+metrics.jsonl      a line per step, and a line with "event" for whatever else happened
+summary.json       how the run ended, with its figures
+loss.png           the training loss
+logs/rank-N.log    what worker N printed
+previous-N/        an earlier run's files: nothing is overwritten
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import UserError
+
+CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
+CHART, LOGS, LOCK = "loss.png", "logs", ".lock"
+
+
+class RunFolder:
+    """An open run folder. Made before any worker starts; raises UserError where it can't be written."""
+
+    def __init__(self, path: Path, *, config: str, environment: dict[str, Any]):
+        """`config`: the text of config.json. Files of an earlier run are moved into `moved_to`."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.moved_to = _move_aside(path)
+            (path / LOGS).mkdir()
+            (path / CONFIG).write_text(config.rstrip() + "\n")
+            (path / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
+            self._metrics = (path / METRICS).open("a", buffering=1)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is writing into {path}: wait for it, or set run.directory to another folder"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"can't write the run folder {path} ({error.strerror}): set run.directory to one that you may write"
+            ) from None
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Adds a line to metrics.jsonl, on disk before this returns as far as Python decides."""
+        self._metrics.write(json.dumps(_strict(line)) + "\n")
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        temporary = self.path / f".{SUMMARY}"
+        temporary.write_text(json.dumps(_strict(summary), indent=2) + "\n")
+        os.replace(temporary, self.path / SUMMARY)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._lock.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that a crash has cut is left out."""
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def _move_aside(path: Path) -> Path | None:
+    """Moves an earlier run's files into the next free previous-N; None when there are none."""
+    old = [path / name for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, CHART, LOGS) if (path / name).exists()]
+    if not old:
+        return None
+    number = 1
+    while (target := path / f"previous-{number}").exists():
+        number += 1
+    target.mkdir()
+    for file in old:
+        os.rename(file, target / file.name)
+    return target
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no nan or inf: they become the strings "nan", "inf" and "-inf", which float() reads."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,212 @@
+"""What a run tells and to whom: records go to the terminal (a bar, or plain lines) and to the run folder.
+
+A record is a dict with "kind" (or "event"):
+
+    step        step, tokens, loss, grad_norm, learning_rate, tokens_per_s, step_s, ...   a line of metrics.jsonl
+    evaluation  step, loss        total       num_steps: the length of the bar
+    notice      text              summary     the run's figures, once, at its end
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+from tqdm import tqdm
+
+from parallel3d.monitor.run_folder import CHART, CONFIG, ENVIRONMENT, LOGS, METRICS, SUMMARY, RunFolder, read_metrics
+
+PLAIN_EVERY_S = 10.0
+PLAIN_EVERY_SHARE = 0.05
+FLUSH_S = 30.0
+
+SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("final_loss", "final loss", "{:.4f} nats per token".format),
+    ("evaluation_loss", "evaluation loss", "{:.4f} nats per token".format),
+    ("unigram_entropy", "unigram entropy", "{:.4f} nats per token".format),
+    ("loss_ratio", "loss / unigram entropy", "{:.3f}".format),
+    ("steps", "steps", "{:,}".format),
+    ("tokens", "tokens", "{:,}".format),
+    ("seconds", "seconds", "{:,.1f}".format),
+    ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("world", "workers", str),
+    ("layout", "layout", str),
+    ("state_bytes", "optimizer state per rank", lambda size: f"{size / 2**20:,.1f} MiB"),
+)
+
+
+class Progress(Protocol):
+    """The one line that says how far the run is."""
+
+    def show(self, step: int, total: int | None, text: str, step_s: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BarProgress:
+    """A bar on a terminal."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._bar: tqdm | None = None
+
+    def show(self, step: int, total: int | None, text: str, step_s: float) -> None:
+        if self._bar is None:
+            tqdm.set_lock(threading.RLock())  # its default lock is made for processes
+            layout = "step {n_fmt}/{total_fmt} |{bar}| {desc}" if total else "step {n_fmt}  {desc}"
+            self._bar = tqdm(total=total, file=self._stream, bar_format=layout, dynamic_ncols=True, miniters=1)
+        self._bar.n = step
+        self._bar.set_description_str(f"{text}{_eta(step, total, step_s)}")
+
+    def note(self, text: str) -> None:
+        tqdm.write(text, file=self._stream)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class PlainProgress:
+    """A line now and then where there is no terminal: about every 10 s or 5 % of the steps, first and last included."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        self._stream = stream
+        self._clock = clock
+        self._last_step = 0
+        self._last_time = -float("inf")
+
+    def show(self, step: int, total: int | None, text: str, step_s: float) -> None:
+        now = self._clock()
+        far = total is not None and step - self._last_step >= max(1.0, PLAIN_EVERY_SHARE * total)
+        if far or step == total or now - self._last_time >= PLAIN_EVERY_S:
+            self._last_step, self._last_time = step, now
+            self.note(f"step {step}/{total or '?'}  {text}{_eta(step, total, step_s)}")
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        return
+
+
+class RunReport:
+    """Takes records from any thread and writes them on its own, so that a slow disk holds nobody up."""
+
+    def __init__(self, folder: RunFolder, *, title: str, out: TextIO = sys.stdout, err: TextIO = sys.stderr):
+        self._folder = folder
+        self._title = title
+        self._out, self._err = out, err
+        self._progress: Progress = BarProgress(out) if out.isatty() else PlainProgress(out)
+        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="run-report", daemon=True)
+        self._total: int | None = None
+        self._last_step: dict[str, Any] = {}
+        self._summary: dict[str, Any] = {}
+        self._disk_works = True
+
+    def start(self) -> None:
+        """Starts its thread; call it after the forks."""
+        self._progress.note(f"{self._title}: run folder {self._folder.path}")
+        if self._folder.moved_to:
+            self._progress.note(f"an earlier run's files are now in {self._folder.moved_to}")
+        self._thread.start()
+
+    def publish(self, record: dict[str, Any]) -> None:
+        """Takes a record; never waits."""
+        self._records.put(record)
+
+    def close(self, message: str, *, exit_code: int) -> None:
+        """Writes what is left, the summary and the chart, and says how the run ended."""
+        self._records.put(None)
+        self._thread.join(FLUSH_S)
+        self._progress.close()
+        last = {"last_step": self._last_step.get("step"), "last_loss": self._last_step.get("loss")}
+        summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
+        self._keep(self._folder.write_summary, summary)
+        self._keep(self._draw_chart)
+        self._keep(self._folder.close)
+        if message:
+            print(message, file=self._err, flush=True)
+        print(self._closing_words(), file=self._out, flush=True)
+
+    def _write_all(self) -> None:
+        while (record := self._records.get()) is not None:  # bounded: close() ends it
+            self._write(record)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        fields = {key: value for key, value in record.items() if key != "kind"}
+        match record.get("kind"):
+            case "step":
+                self._last_step = fields
+                self._keep(self._folder.append_metrics, fields)
+                step_s = record.get("step_s", 0.0)
+                self._progress.show(record["step"], self._total, _step_text(record), step_s)
+            case "evaluation":
+                self._progress.note(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
+                self._keep_event("evaluation", fields)
+            case "notice":
+                self._progress.note(record["text"])
+                self._keep_event("notice", fields)
+            case "total":
+                self._total = record["num_steps"]
+            case "summary":
+                self._summary = fields
+            case None:
+                self._keep_event(record["event"], fields)
+
+    def _keep_event(self, event: str, fields: dict[str, Any]) -> None:
+        self._keep(self._folder.append_metrics, {"event": event, **fields, "time": round(time.time(), 3)})
+
+    def _keep(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Calls `write`. A full disk must not end the training: it is said once."""
+        try:
+            write(*arguments)
+        except OSError as error:
+            if self._disk_works:
+                self._disk_works = False
+                print(f"can't write into {self._folder.path} any more ({error.strerror})", file=self._err, flush=True)
+
+    def _draw_chart(self) -> None:
+        lines = read_metrics(self._folder.path / METRICS)
+        training = [(line["step"], float(line["loss"])) for line in lines if "event" not in line and "loss" in line]
+        evaluations = [(line["step"], float(line["loss"])) for line in lines if line.get("event") == "evaluation"]
+        if len(training) > 1:
+            from parallel3d.monitor.charts import draw_loss  # matplotlib takes most of a second to import
+
+            entropy = self._summary.get("unigram_entropy")
+            path = self._folder.path / CHART
+            draw_loss(path, title=self._title, training=training, evaluations=evaluations, unigram_entropy=entropy)
+
+    def _closing_words(self) -> str:
+        figures = dict(self._summary)
+        loss, entropy = figures.get("final_loss"), figures.get("unigram_entropy")
+        if loss is not None and entropy:
+            figures["loss_ratio"] = loss / entropy
+        known = [(label, form(figures[key])) for key, label, form in SUMMARY_LINES if figures.get(key) is not None]
+        width = max((len(label) for label, _ in known), default=0)
+        lines = [f"  {label:<{width}}  {value}" for label, value in known]
+        files = [name for name in (METRICS, SUMMARY, CHART, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
+        return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
+
+    def _exists(self, name: str) -> bool:
+        return (self._folder.path / name).exists()
+
+
+def _step_text(record: dict[str, Any]) -> str:
+    loss, speed = record.get("loss"), record.get("tokens_per_s")
+    parts = [f"loss {loss:.4f}" if loss is not None else "", f"{speed:,.0f} tokens/s" if speed is not None else ""]
+    return "  ".join(part for part in parts if part)
+
+
+def _eta(step: int, total: int | None, step_s: float) -> str:
+    if not total or not step_s:
+        return ""
+    seconds = round((total - step) * step_s)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f"  ETA {hours}:{minutes:02}:{seconds % 60:02}" if hours else f"  ETA {minutes}:{seconds % 60:02}"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.elastic.verdict import Failure, Outcome, RunBook, describe_error, root_cause
+from parallel3d.errors import DataError, EpochEnded
+
+
+def book_of_two() -> RunBook:
+    book = RunBook(2)
+    for rank in (0, 1):
+        book.note_hello(rank, host="here", log=f"logs/rank-{rank}.log")
+        book.note_record(rank, {"kind": "hello", "coordinates": f"pp{rank} dp0 tp0"})
+    return book
+
+
+def test_success():
+    book = book_of_two()
+    book.note_end(0, exit_code=0, by_guardian=False)
+    assert not book.over
+    book.note_end(1, exit_code=0, by_guardian=False)
+    assert book.over and book.outcome() == Outcome(exit_code=0)
+
+
+def test_a_peers_complaint_that_comes_first_is_not_the_cause():
+    book = book_of_two()
+    book.note_error(0, describe_error(RuntimeError("Connection closed by peer [127.0.0.1]:40404")))
+    book.note_record(1, {"kind": "progress", "step": 7})
+    book.note_end(1, exit_code=-9, by_guardian=False)
+    message = "rank 1 (pp1 dp0 tp0) was killed by SIGKILL in step 7\n  log: logs/rank-1.log"
+    assert book.outcome() == Outcome(exit_code=3, message=message)
+
+
+def test_the_first_of_two_causes_wins():
+    book = book_of_two()
+    book.note_error(1, describe_error(DataError("no text")))
+    book.note_end(0, exit_code=-6, by_guardian=False)
+    assert book.outcome().exit_code == 2 and "DataError: no text" in book.outcome().message
+
+
+def test_the_step_of_a_rank_that_does_not_tell_follows_the_runs():
+    book = book_of_two()
+    book.note_record(0, {"kind": "step", "step": 4, "loss": 1.0})
+    book.note_end(1, exit_code=-11, by_guardian=False)
+    assert "rank 1 (pp1 dp0 tp0) was killed by SIGSEGV in step 5" in book.outcome().message
+
+
+def test_the_exit_that_follows_a_reported_error_says_nothing_new():
+    book = book_of_two()
+    book.note_error(0, describe_error(ValueError("bad")))
+    book.note_end(0, exit_code=1, by_guardian=False)
+    assert len(book.failures) == 1
+
+
+def test_logs_on_several_hosts_say_which():
+    book = book_of_two()
+    book.note_hello(1, host="there", log="logs/rank-1.log")
+    book.note_end(1, exit_code=4, by_guardian=False)
+    assert book.outcome().message.endswith("ended with exit code 4 before the first step\n  log: there:logs/rank-1.log")
+
+
+def test_what_the_guardian_kills_after_a_stop_is_no_failure():
+    book = book_of_two()
+    book.note_record(0, {"kind": "step", "step": 9})
+    book.note_stop(15)
+    book.note_stop(2)
+    for rank in (0, 1):
+        book.note_end(rank, exit_code=-9, by_guardian=True)
+    assert book.outcome() == Outcome(exit_code=143, message="stopped after step 9")
+
+
+def test_a_lost_guardian_takes_only_workers_that_had_not_ended():
+    book = book_of_two()
+    book.note_end(0, exit_code=0, by_guardian=False)
+    book.note_lost_guardian([0, 1])
+    assert book.over and [failure.rank for failure in book.failures] == [1]
+    assert book.outcome().exit_code == 3
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6))
+def test_root_cause(consequences):
+    failures = [
+        Failure(rank=rank, exit_code=1, message="", consequence=consequence)
+        for rank, consequence in enumerate(consequences)
+    ]
+    assert root_cause(failures).rank == (consequences.index(False) if False in consequences else 0)
+
+
+def test_describe_error():
+    assert describe_error(DataError("x")) == {"text": "DataError: x", "exit_code": 2, "consequence": False}
+    assert describe_error(EpochEnded("y"))["consequence"] and describe_error(BrokenPipeError())["consequence"]
+    assert not describe_error(RuntimeError("size mismatch"))["consequence"]

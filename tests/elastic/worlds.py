@@ -1,0 +1,187 @@
+"""Small worlds of real processes for the tests: `python worlds.py CASE RUN_DIRECTORY` is the launcher of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from parallel3d.elastic.coordinator import Limits
+from parallel3d.elastic.launcher_env import read_launcher_env
+from parallel3d.elastic.run import run_workers
+from parallel3d.elastic.spawn import WorkerContext
+from parallel3d.errors import DataError, UserError
+from parallel3d.monitor.run_folder import RunFolder
+from parallel3d.monitor.sinks import RunReport
+
+
+def start(case: str, directory: Path, *, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
+    """The process of a case, its output piped."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, __file__, case, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), **variables},
+        start_new_session=True,
+    )
+
+
+def leave_marks(context: WorkerContext) -> None:
+    """Tells a test which processes run (no such file may name a live one afterwards)."""
+    context.control.publish({"kind": "hello", "coordinates": f"pp{context.rank} dp0 tp0"})
+    Path(sys.argv[2], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
+
+
+def train_until_aborted(context: WorkerContext, step: int = 1) -> int:
+    """Steps of 20 ms until the run is over; the leader tells of each."""
+    while not context.control.stop_requested:
+        context.control.publish({"kind": "progress", "step": step})
+        context.control.token.sleep(0.02)
+        if context.rank == 0:
+            context.control.publish({"kind": "step", "step": step, "loss": 1.0 / step, "tokens": step * 8})
+        step += 1
+    return 0
+
+
+def good(context: WorkerContext) -> int:
+    """Exchanges values through the store, reports three steps and a summary."""
+    control = context.control
+    leave_marks(context)
+    print(f"hello from rank {context.rank} of {context.world_size}")
+    control.set(f"value/{context.rank}", bytes([context.rank]) * 70_000)
+    values = [control.get(f"value/{rank}", control.token) for rank in range(context.world_size)]
+    assert values == [bytes([rank]) * 70_000 for rank in range(context.world_size)]
+    assert not control.check(["value/0", "nothing"], control.token)
+    while control.add("arrived", 0, control.token) < context.world_size:
+        control.add("arrived", 1, control.token)
+    if context.rank == 0:
+        control.publish({"kind": "total", "num_steps": 3})
+        for step in (1, 2, 3):
+            fields = {"step": step, "loss": 4.0 - step, "tokens": 8 * step, "tokens_per_s": 80.0, "step_s": 0.1}
+            control.publish({"kind": "step", **fields})
+        control.publish({"kind": "notice", "text": "nearly there"})
+        control.publish({"kind": "evaluation", "step": 3, "loss": 1.25})
+        control.publish({"kind": "summary", "final_loss": 1.0, "unigram_entropy": 4.0, "tokens": 24, "world": "2"})
+    return 0
+
+
+def killed(context: WorkerContext) -> int:
+    leave_marks(context)
+    if context.rank == 1:
+        context.control.publish({"kind": "progress", "step": 7})
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_until_aborted(context, step=7)
+
+
+def failing(context: WorkerContext) -> int:
+    """Rank 1 can't go on; rank 0 fails by that alone, and tells it first."""
+    leave_marks(context)
+    if context.rank == 1:
+        context.control.publish({"kind": "progress", "step": 12})
+        while not context.control.check(["rank 0 has failed"], context.control.token):
+            time.sleep(0.01)
+        raise DataError("corpus.txt is empty")
+    context.control.set("rank 0 has failed", b"")
+    raise ConnectionResetError("rank 1 closed its socket")
+
+
+def stubborn(context: WorkerContext) -> int:
+    """Rank 0 fails while rank 1 neither looks at its token nor leaves."""
+    leave_marks(context)
+    if context.rank == 0:
+        time.sleep(0.3)
+        raise ValueError("a defect")
+    time.sleep(60)
+    return 0
+
+
+def endless(context: WorkerContext) -> int:
+    leave_marks(context)
+    return train_until_aborted(context)
+
+
+def deaf(context: WorkerContext) -> int:
+    """Does not heed a stop."""
+    leave_marks(context)
+    if context.rank == 0:
+        context.control.publish({"kind": "step", "step": 1, "loss": 1.0, "tokens": 8})
+    time.sleep(60)
+    return 0
+
+
+def exit_code(context: WorkerContext) -> int:
+    if context.rank == 1:
+        sys.exit(9)
+    return train_until_aborted(context)
+
+
+def reduced(context: WorkerContext) -> int:
+    """A gloo all-reduce of groups that met through the control channel, one of them behind a prefix."""
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    from parallel3d.elastic.store import ControlStore
+
+    store = ControlStore(context.control, context.control.token)
+    for name in ("epoch0/world", "epoch1/world"):
+        group = ProcessGroupGloo(PrefixStore(name, store), context.rank, context.world_size, timedelta(seconds=20))
+        value = torch.tensor([10.0**context.rank])
+        group.allreduce([value]).wait()
+        print(f"{name}: {value.item():g}")
+    return 0
+
+
+def half_built(context: WorkerContext) -> int:
+    """Rank 2 fails while the others wait for it to join a gloo group."""
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroupGloo
+
+    from parallel3d.elastic.store import ControlStore
+
+    leave_marks(context)
+    if context.rank == 2:
+        time.sleep(0.5)
+        raise DataError("no shard for rank 2")
+    store = ControlStore(context.control, context.control.token)
+    ProcessGroupGloo(store, context.rank, context.world_size, timedelta(seconds=60))
+    return 0
+
+
+def light_guardian(context: WorkerContext) -> int:
+    return 0
+
+
+def main() -> int:
+    case, directory = sys.argv[1], Path(sys.argv[2])
+    env = read_launcher_env(os.environ)
+    world_size = env.world_size if env else (3 if case in ("reduced", "half_built") else 2)
+    try:
+        code = run_workers(
+            globals()[case],
+            world_size=world_size,
+            logs=directory / "logs",
+            open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title=case),
+            env=env,
+            preload=("torch",) if case in ("reduced", "half_built") else (),
+            limits=Limits(
+                start_s=float(os.environ.get("START_S", "20")), connect_s=1.5, abort_grace_s=1.0, stop_grace_s=1.5
+            ),
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if case == "light_guardian":
+        assert "torch" not in sys.modules
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

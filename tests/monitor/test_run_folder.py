@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.monitor.run_folder import RunFolder, read_metrics
+
+
+def open_folder(path) -> RunFolder:
+    return RunFolder(path, config='{"a": 1}', environment={"python": "3.11"})
+
+
+def test_a_new_folder(tmp_path):
+    folder = open_folder(tmp_path / "runs" / "one")
+    assert folder.moved_to is None
+    assert (folder.path / "config.json").read_text() == '{"a": 1}\n'
+    assert json.loads((folder.path / "environment.json").read_text()) == {"python": "3.11"}
+    assert (folder.path / "logs").is_dir()
+    folder.close()
+
+
+def test_an_earlier_runs_files_are_moved_aside_and_nothing_else(tmp_path):
+    for number in range(3):
+        folder = open_folder(tmp_path)
+        folder.append_metrics({"step": number, "loss": 1.0})
+        (tmp_path / "logs" / "rank-0.log").write_text(f"run {number}")
+        (tmp_path / "notes.txt").write_text("mine")
+        folder.close()
+    assert folder.moved_to == tmp_path / "previous-2"
+    for number, place in enumerate((tmp_path / "previous-1", tmp_path / "previous-2", tmp_path)):
+        assert read_metrics(place / "metrics.jsonl") == [{"step": number, "loss": 1.0}]
+        assert (place / "logs" / "rank-0.log").read_text() == f"run {number}"
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    folder = open_folder(tmp_path)
+    with pytest.raises(UserError, match="another run is writing"):
+        open_folder(tmp_path)
+    assert not (tmp_path / "previous-1").exists()
+    folder.close()
+    open_folder(tmp_path).close()
+
+
+def test_lines_are_on_disk_at_once_and_strict_json(tmp_path):
+    folder = open_folder(tmp_path)
+    folder.append_metrics({"step": 1, "loss": math.nan, "norms": [math.inf, 1.0]})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(word: str):
+        raise AssertionError(word)
+
+    read = json.loads(line, parse_constant=refuse)
+    assert read == {"step": 1, "loss": "nan", "norms": ["inf", 1.0]} and math.isnan(float(read["loss"]))
+    folder.close()
+
+
+def test_a_line_that_a_crash_has_cut_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_a_folder_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't write the run folder .*set run.directory"):
+        open_folder(tmp_path / "file" / "run")

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import io
+import json
+
+from parallel3d.monitor.run_folder import RunFolder
+from parallel3d.monitor.sinks import PlainProgress, RunReport
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def step(number: int, **fields) -> dict:
+    return {"kind": "step", "step": number, "loss": 8.0 / number, "tokens_per_s": 1234.0, "step_s": 2.0, **fields}
+
+
+def report_of(tmp_path, out: io.StringIO) -> tuple[RunReport, io.StringIO]:
+    err = io.StringIO()
+    folder = RunFolder(tmp_path, config="{}", environment={})
+    return RunReport(folder, title="small", out=out, err=err), err
+
+
+def test_a_whole_run(tmp_path):
+    report, err = report_of(tmp_path, out := io.StringIO())
+    report.start()
+    for record in (
+        {"kind": "total", "num_steps": 4},
+        {"kind": "hello", "coordinates": "pp0"},
+        *(step(number) for number in (1, 2, 3, 4)),
+        {"kind": "evaluation", "step": 4, "loss": 2.5},
+        {"event": "membership", "epoch": 1},
+        {"kind": "summary", "final_loss": 2.0, "unigram_entropy": 5.0, "state_bytes": 2**20, "tokens": 4096},
+    ):
+        report.publish(record)
+    report.close("", exit_code=0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("step") for line in lines if "event" not in line] == [1, 2, 3, 4]
+    assert [line["event"] for line in lines if "event" in line] == ["evaluation", "membership"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_code"], summary["last_step"], summary["final_loss"]) == (0, 4, 2.0)
+    assert "step 1/4  loss 8.0000  1,234 tokens/s  ETA 0:06" in out.getvalue()
+    assert "loss / unigram entropy    0.400" in out.getvalue() and "1.0 MiB" in out.getvalue()
+    assert "metrics.jsonl, summary.json, loss.png" in out.getvalue()
+    assert err.getvalue() == ""
+
+
+def test_a_run_that_fails_early_still_has_its_summary(tmp_path):
+    report, err = report_of(tmp_path, io.StringIO())
+    report.start()
+    report.close("rank 1 was killed", exit_code=3)
+    assert err.getvalue() == "rank 1 was killed\n"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"exit_code": 3, "message": "rank 1 was killed", "last_step": None, "last_loss": None}
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_bar_on_a_terminal(tmp_path):
+    report, _ = report_of(tmp_path, out := Terminal())
+    report.start()
+    for record in ({"kind": "total", "num_steps": 10}, step(5), {"kind": "notice", "text": "hear"}, step(6)):
+        report.publish(record)
+    report.publish({"kind": "summary", "final_loss": None, "unigram_entropy": 5.0})  # stopped before the first step
+    report.close("", exit_code=0)
+    assert "step 5/10 |" in out.getvalue() and "loss 1.6000  1,234 tokens/s  ETA 0:10" in out.getvalue()
+    assert "hear\n" in out.getvalue()
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
+    report, err = report_of(tmp_path, out := io.StringIO())
+
+    def refuse(line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report._folder, "append_metrics", refuse)
+    report.start()
+    for number in (1, 2):
+        report.publish(step(number))
+    report.close("", exit_code=0)
+    assert err.getvalue() == f"can't write into {tmp_path} any more (No space left on device)\n"
+
+
+def test_plain_lines_come_every_ten_seconds_or_five_percent():
+    now = 0.0
+    out = io.StringIO()
+    progress = PlainProgress(out, clock=lambda: now)
+    for number in range(1, 101):
+        progress.show(number, 100, "", 0.0)
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == [
+        "1/100",
+        *(f"{number}/100" for number in range(6, 100, 5)),
+        "100/100",
+    ]
+    out.truncate(0)
+    for number in range(1, 31):
+        now += 1.0
+        progress.show(100 + number, 10_000, "", 0.0)
+    assert out.getvalue().count("\n") == 3
