@@ -9,6 +9,18 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["parallel3d", "parallel3d.*", "models", "models.*"]),
-    install_requires=["torch>=2.11", "numpy", "safetensors", "sentencepiece", "pyarrow", "pydantic>=2", "tqdm", "matplotlib"],
-    extras_require={"test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"], "peers": ["transformers", "deepspeed"]},
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "safetensors",
+        "sentencepiece",
+        "pyarrow",
+        "pydantic>=2",
+        "tqdm",
+        "matplotlib",
+    ],
+    extras_require={
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "peers": ["transformers", "deepspeed"],
+    },
 )

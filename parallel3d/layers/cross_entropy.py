@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.embedding import vocab_range
+from parallel3d.layers.gemm import add_matmul, matmul
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.sharding import ParamSharding
 
@@ -46,15 +47,12 @@ class _LinearCrossEntropy(Function):
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]
-            logits = (x @ valid.t()).to(sensitive)
+            logits = matmul(x, valid.t()).to(sensitive)
             loss += _loss_and_grad(logits, targets[part] - first, tp).sum(dtype=torch.float64)
             if hidden_grad is not None and grad_buffer is not None:
                 logits_grad = logits.to(x.dtype)
-                torch.mm(logits_grad, valid, out=hidden_grad[part])
-                if grad_buffer.dtype == x.dtype:
-                    torch.addmm(grad_buffer, logits_grad.t(), x, out=grad_buffer)
-                else:
-                    grad_buffer += logits_grad.t() @ x
+                hidden_grad[part] = matmul(logits_grad, valid)
+                add_matmul(grad_buffer, logits_grad.t(), x)
         ctx.weight = weight
         if hidden_grad is not None:
             ctx.save_for_backward(tp.sum(hidden_grad))

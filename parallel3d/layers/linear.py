@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel, leave_region
+from parallel3d.layers.gemm import matmul
 from parallel3d.layers.parameter import ShardedParameter, add_matrix_grad
 from parallel3d.sharding import Chunk, ParamSharding
 
@@ -25,13 +26,13 @@ class _ColumnParallel(Function):
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp = weight, tp
-        return tp.gather(x) @ weight.t()
+        return matmul(tp.gather(x), weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         whole, gathering = ctx.tp.gather_async(x)
-        input_grad, summing = ctx.tp.sum_async(grad @ ctx.weight)
+        input_grad, summing = ctx.tp.sum_async(matmul(grad, ctx.weight))
         gathering.wait()
         add_matrix_grad(ctx.weight, grad, whole)
         summing.wait()
@@ -45,12 +46,12 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return x @ weight.t()
+        return matmul(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        input_grad = grad @ ctx.weight
+        input_grad = matmul(grad, ctx.weight)
         add_matrix_grad(ctx.weight, grad, x)
         return input_grad, None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from parallel3d.layers.gemm import add_matmul
 from parallel3d.sharding import ParamSharding
 
 
@@ -50,11 +51,7 @@ class ShardedParameter(nn.Parameter):
 
 def add_matrix_grad(weight: ShardedParameter, grad: Tensor, x: Tensor) -> None:
     """weight.main_grad += grad.T @ x for grad (tokens, out), x (tokens, in)."""
-    buffer = weight.grad_buffer()
-    if buffer.dtype == x.dtype:
-        torch.addmm(buffer, grad.t(), x, out=buffer)
-    else:
-        buffer += grad.t() @ x
+    add_matmul(weight.grad_buffer(), grad.t(), x)
     weight.grad_added()
 
 

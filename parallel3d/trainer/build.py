@@ -58,7 +58,7 @@ class RankRuntime:
     train_plan: Plan
     evaluate_plan: Plan
     train_loader: LaneLoader
-    evaluate_loader: LaneLoader
+    evaluate_loader: LaneLoader | None
     layout: EntryLayout
     learning_rate: Ramp
 
@@ -137,7 +137,7 @@ def build_rank(
     transports: Transports,
     make_stage: MakeStage,
     train_lanes: Reader,
-    evaluate_lanes: Lanes,
+    evaluate_lanes: Lanes | None,
     device: torch.device,
     observe: Observer = lambda instruction: None,
 ) -> RankRuntime:
@@ -190,7 +190,7 @@ def build_rank(
         train_plan=plan_schedule(config, grid, parallel.schedule, batch.num_micro_batches),
         evaluate_plan=plan_schedule(config, grid, "forward", config.run.evaluate_batches * batch.num_micro_batches),
         train_loader=LaneLoader(train_lanes, device),
-        evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device),
+        evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device) if evaluate_lanes else None,
         layout=EntryLayout(
             num_stages=grid.pp_size, num_micro_batches=batch.num_micro_batches, num_slots=batch.num_slots
         ),

@@ -71,8 +71,13 @@ def agree(rank: RankRuntime, iteration: int, part: Contribution) -> Entry:
 
 
 @torch.no_grad()
-def evaluate(rank: RankRuntime, iteration: int) -> float:
-    """Mean loss of a token of the validation text: always the same sequences, the same result on every layout."""
+def evaluate(rank: RankRuntime, iteration: int) -> float | None:
+    """Mean loss of a token of the validation text: always the same sequences, the same result on every layout.
+
+    None when there is no validation text.
+    """
+    if rank.evaluate_loader is None:
+        return None
     rank.optimizer.finish_gather()
     batch = rank.train_batch(iteration)
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from models.llama import LlamaStage
 from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.schema import ModelConfig
-from parallel3d.layers.dropout import MicroBatch
 from parallel3d.layers.init import initial_value
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.precision.policy import POLICIES
 from parallel3d.testing.threads import run_threads

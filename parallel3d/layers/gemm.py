@@ -1,0 +1,37 @@
+"""Matrix products on the fastest kernel that torch ships for the format and the device.
+
+On CPUs torch sends fp32 products to MKL, which on AMD's processors runs its AVX2 kernels: half the machine. oneDNN,
+which torch uses for bf16, generates AVX-512 code on both vendors' (docs/experiments.md has the figures). Its only door
+for plain fp32 tensors is the operator behind fused linear layers; it takes transposed views as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SMALL = 1 << 18  # multiplications under which the operator's own overhead (some 10 us) shows
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a (m, k) @ b (k, n), each possibly a transposed view; no autograd."""
+    if _fits_onednn(a, b):
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return a @ b
+
+
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's format."""
+    if total.dtype != a.dtype or _fits_onednn(a, b):
+        total += matmul(a, b)
+    else:
+        torch.addmm(total, a, b, out=total)
+
+
+def _fits_onednn(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype is torch.float32
+        and a.device.type == "cpu"
+        and a.shape[0] * a.shape[1] * b.shape[1] >= _SMALL
+        and torch.backends.mkldnn.is_available()
+    )
