@@ -21,8 +21,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's format."""
-    if total.dtype != a.dtype or _fits_onednn(a, b):
+    """total += a @ b, in total's format.
+
+    oneDNN copies a transposed first factor; the product is turned round where that makes the copy the smaller one.
+    """
+    if _fits_onednn(a, b) and a.shape[0] > b.shape[1]:
+        total.t().add_(matmul(b.t(), a.t()))
+    elif _fits_onednn(a, b) or total.dtype != a.dtype:
         total += matmul(a, b)
     else:
         torch.addmm(total, a, b, out=total)

@@ -3,18 +3,18 @@
 import hashlib
 import math
 
+import cells
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.llama import make_llama_stage
 from parallel3d.comm.abort import AbortToken
-from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.lanes import Cursor
 from parallel3d.errors import ProtocolError
 from parallel3d.testing.threads import ThreadWorld, run_threads
-from parallel3d.trainer.build import Transports, build_grid, build_rank
+from parallel3d.trainer.build import Transports, build_grid
 from parallel3d.trainer.entry import Contribution, EntryLayout, TrainState
 from parallel3d.trainer.step import agree, train_step
 
@@ -31,26 +31,15 @@ class Recorder:
         return tokens, after
 
 
-def run(topics, make_config, tokenizer, body, **changes):
+def run(body, **changes):
     """body(runtime, recorder) on every rank."""
-    config = make_config(**changes)
+    config = cells.make_config(**changes)
     grid = build_grid(config)
 
     def rank_body(rank, world):
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
-        lanes = Recorder(Lanes(topics, tokenizer, config.run.seed, config.batch.global_batch_size))
-        runtime = build_rank(
-            config,
-            rank,
-            grid,
-            epoch=0,
-            transports=transports,
-            make_stage=make_llama_stage,
-            train_lanes=lanes,
-            evaluate_lanes=Lanes(topics, tokenizer, 0, 4),
-            device=torch.device("cpu"),
-        )
-        return body(runtime, lanes)
+        lanes = Recorder(cells.topic_lanes(config))
+        return body(cells.build(config, grid, rank, transports, lanes), lanes)
 
     return run_threads(len(grid.ranks), rank_body)
 
@@ -58,7 +47,7 @@ def run(topics, make_config, tokenizer, body, **changes):
 LAYOUT = dict(tp_size=2, pp_size=2, dp_size=2)
 
 
-def test_a_gradient_that_is_not_finite_skips_the_update_on_every_rank(topics, byte_tokenizer, make_config):
+def test_a_gradient_that_is_not_finite_skips_the_update_on_every_rank():
     def body(rank, lanes):
         before = [b.weights.clone() for b in rank.optimizer.buckets]
         state = TrainState.start(rank.layout.num_slots)
@@ -76,32 +65,32 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_every_rank(topics, by
         after, second = train_step(rank, state)
         return report.entry.finite, state, same, after, second.entry.finite
 
-    for finite, state, same, after, second in run(topics, make_config, byte_tokenizer, body, parallel=LAYOUT):
+    for finite, state, same, after, second in run(body, parallel=LAYOUT):
         assert not finite and same and second
         assert (state.iteration, state.num_updates, state.tokens_trained, state.tokens_read) == (1, 0, 0, 128)
         assert (after.iteration, after.num_updates, after.tokens_trained, after.tokens_read) == (2, 1, 128, 256)
 
 
-def test_one_rank_asks_and_all_stop(topics, byte_tokenizer, make_config):
+def test_one_rank_asks_and_all_stop():
     def body(rank, lanes):
         _, report = train_step(rank, TrainState.start(rank.layout.num_slots), stop=rank.rank == 6)
         return report.entry.stop
 
-    assert run(topics, make_config, byte_tokenizer, body, parallel=LAYOUT) == [True] * 8
+    assert run(body, parallel=LAYOUT) == [True] * 8
 
 
-def test_a_micro_batch_counted_twice_is_no_entry(topics, byte_tokenizer, make_config):
+def test_a_micro_batch_counted_twice_is_no_entry():
     def body(rank, lanes):
         part = Contribution(num_target_tokens=1, audit={(rank.place.pp, m): 1 for m in range(8)})
         with pytest.raises(ProtocolError, match="micro-batch 0 counted 2 times at stage 0"):
             agree(rank, 1, part)
         return True
 
-    assert all(run(topics, make_config, byte_tokenizer, body, parallel=dict(pp_size=2, dp_size=2)))
+    assert all(run(body, parallel=dict(pp_size=2, dp_size=2)))
 
 
 @pytest.mark.parametrize("dp,micro,pp", [(2, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 1)])
-def test_any_split_of_the_batch_reads_the_same_tokens(topics, byte_tokenizer, make_config, dp, micro, pp):
+def test_any_split_of_the_batch_reads_the_same_tokens(dp, micro, pp):
     def body(rank, lanes):
         state = TrainState.start(rank.layout.num_slots)
         for _ in range(2):
@@ -113,42 +102,28 @@ def test_any_split_of_the_batch_reads_the_same_tokens(topics, byte_tokenizer, ma
         ordered = sorted(seen, key=lambda key: (key[0], key[1].to_ints()))
         return hashlib.sha256(np.concatenate([seen[key] for key in ordered]).tobytes()).hexdigest()
 
-    one = run(topics, make_config, byte_tokenizer, body)
+    one = run(body)
     sections = dict(parallel=dict(dp_size=dp, pp_size=pp), batch=dict(micro_batch_size=micro))
-    assert digest(run(topics, make_config, byte_tokenizer, body, **sections)) == digest(one)
+    assert digest(run(body, **sections)) == digest(one)
 
 
-def test_death_of_a_rank_ends_the_epoch_for_all_others(topics, byte_tokenizer, make_config):
+def test_death_of_a_rank_ends_the_epoch_for_all_others():
     """Whatever call it dies in: nobody hangs, the cause is named."""
-    config = make_config(parallel=LAYOUT)
+    config = cells.make_config(parallel=LAYOUT)
     grid = build_grid(config)
+
+    def body(rank, world):
+        transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
+        runtime = cells.build(config, grid, rank, transports)
+        state = TrainState.start(8)
+        for _ in range(4):
+            state, _ = train_step(runtime, state)
 
     for call in (1, 7, 20, 40):
         world = ThreadWorld(8)
         world.die_at(3, call)
-
-        def body(rank, world=world):
-            lanes = Lanes(topics, byte_tokenizer, 1, 8)
-            transports = Transports(
-                make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank]
-            )
-            runtime = build_rank(
-                config,
-                rank,
-                grid,
-                epoch=0,
-                transports=transports,
-                make_stage=make_llama_stage,
-                train_lanes=lanes,
-                evaluate_lanes=lanes,
-                device=torch.device("cpu"),
-            )
-            state = TrainState.start(8)
-            for _ in range(4):
-                state, _ = train_step(runtime, state)
-
         with pytest.raises(Exception, match=f"rank 3 dies at its call {call}"):
-            run_threads(8, lambda rank, _: body(rank), world=world)
+            run_threads(8, body, world=world)
 
 
 cursors = st.builds(Cursor, *[st.integers(0, 2**40)] * 3)
