@@ -169,7 +169,26 @@ def test_entropy():
     assert entropy(np.array([0, 9])) == 0
 
 
-def test_a_waiting_process_obeys_the_token(source, tmp_path):
+def test_a_waiting_process_is_silent_for_half_a_minute(source, tmp_path, monkeypatch):
+    told, now = [], [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    lock = tmp_path / "corpus.lock"
+
+    class Token(AbortToken):
+        def sleep(self, seconds):
+            now[0] += seconds
+            assert told == [] or now[0] > module.PATIENCE_S
+            if now[0] > 2 * module.PATIENCE_S:
+                self.abort("long enough")
+            self.check()
+
+    with module._lock(lock, AbortToken(), print), pytest.raises(EpochEnded), module._lock(lock, Token(), told.append):
+        pass
+    assert told == ["waiting for another process that builds corpus"]
+
+
+def test_a_waiting_process_obeys_the_token(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     token, told = AbortToken(), []
     open_words(source, tmp_path / "cache")
     (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
@@ -208,7 +227,8 @@ def _die(*_):
 
 
 @pytest.mark.slow
-def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(source, tmp_path):
+def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     first = context.Process(target=_build_and_hang, args=(source, tmp_path / "cache", results))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from parallel3d.comm.abort import AbortToken
 from parallel3d.elastic.control import Control, FrameReader, encode_frame, open_connection
 from parallel3d.elastic.coordinator import Coordinator, Limits, open_listener
-from parallel3d.elastic.launcher_env import LaunchError
-from parallel3d.errors import EpochEnded, ProtocolError
+from parallel3d.errors import EpochEnded, LaunchError, ProtocolError
 
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.elastic.launcher_env import LauncherEnv, LaunchError, read_launcher_env
+from parallel3d.elastic.launcher_env import LauncherEnv, read_launcher_env
+from parallel3d.errors import LaunchError
 
 DEEPSPEED = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 

@@ -1,0 +1,157 @@
+"""Groups over gloo between real processes, which meet through a file."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import FileStore
+
+from parallel3d.comm import gloo as module
+from parallel3d.comm.abort import AbortToken
+from parallel3d.comm.gloo import GlooGroup
+from parallel3d.errors import EpochEnded
+from parallel3d.testing.threads import run_threads
+
+pytestmark = pytest.mark.slow
+SIZE = 3
+
+
+def run_processes(function, directory, *, size=SIZE):
+    """The results of `function(group, token)` by rank; None for a rank that was killed."""
+    context = multiprocessing.get_context("forkserver")  # a fork of a process that has no threads yet
+    context.set_forkserver_preload(["parallel3d.comm.gloo"])
+    arguments = (function, str(directory), size)
+    processes = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=30)
+    codes = [process.exitcode for process in processes]
+    assert set(codes) <= {0, -signal.SIGKILL}, codes
+    return [None if code else torch.load(directory / f"{rank}.pt") for rank, code in enumerate(codes)]
+
+
+def _rank(rank, function, directory, size):
+    torch.set_num_threads(1)
+    module._LINGER_S = 0.3
+    token = AbortToken()
+    store = FileStore(f"{directory}/store", size)
+    ranks = tuple(range(10, 10 + size))  # global ranks: not the ones in the group
+    group = GlooGroup(name="epoch0/world", rank=rank, ranks=ranks, store=store, token=token, timeout_s=20.0)
+    torch.save(function(group, token), f"{directory}/{rank}.pt")
+
+
+def numbers(rank, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def all_collectives(group, token=None):
+    """Every operation on the same inputs, for gloo and for threads."""
+    results = {"place": (group.rank, group.size)}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shape in ((1,), (7, 5), (100_003,)):
+            results[f"sum {shape} {dtype}"] = group.all_reduce(numbers(group.rank, *shape, dtype=dtype))
+    results["max"] = group.all_reduce_max(numbers(group.rank, 50))
+    results["counts"] = group.all_reduce(torch.tensor([2**40 + group.rank, -group.rank]))
+    part = torch.empty(4, 5)
+    results["scattered"] = group.reduce_scatter(part, numbers(group.rank, 4 * group.size, 5))
+    results["gathered"] = group.all_gather(torch.empty(4 * group.size, 5), numbers(group.rank, 4, 5))
+    own = torch.zeros(group.size * 6)  # in its place, as the optimizer gathers weights
+    own[group.rank * 6 :][:6] = numbers(group.rank, 6)
+    results["gathered in place"] = group.all_gather(own, own[group.rank * 6 :][:6])
+    # Several under way at once, waited for in another order.
+    total, scattered, whole = numbers(group.rank, 1000), torch.empty(10), torch.empty(group.size * 10)
+    works = [
+        group.all_reduce_async(total),
+        group.reduce_scatter_async(scattered, numbers(group.rank + 50, group.size * 10)),
+        group.all_gather_async(whole, numbers(group.rank + 90, 10)),
+    ]
+    for work in reversed(works):
+        work.wait()
+        work.wait()  # twice is once
+    return {**results, "async sum": total, "async scattered": scattered, "async gathered": whole}
+
+
+def test_gloo_and_threads_give_the_same(tmp_path):
+    processes = run_processes(all_collectives, tmp_path)
+    threads = run_threads(SIZE, lambda rank, world: all_collectives(world.make_group(rank)("g", tuple(range(SIZE)))))
+    for rank, (ours, theirs) in enumerate(zip(processes, threads)):
+        assert ours.pop("place") == theirs.pop("place") == (rank, SIZE)
+        for name, value in ours.items():
+            # Three terms of either sign, added in another order: 1 ulp of the largest. bfloat16 has 8 bits.
+            tolerance = 0.05 if value.dtype is torch.bfloat16 else 1e-6
+            torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
+            if "scattered" not in name:
+                assert torch.equal(value, processes[0][name]) if name in processes[0] else rank == 0, name
+
+
+def test_all_reduce_gives_the_same_bits_on_all_ranks(tmp_path):
+    results = run_processes(all_collectives, tmp_path)
+    replicated = [name for name in results[0] if "sum" in name or "gathered" in name or name == "max"]
+    assert len(replicated) == 14
+    for name in replicated:
+        assert all(torch.equal(result[name], results[0][name]) for result in results[1:]), name
+
+
+def wait_for_an_absent_peer(group, token):
+    """Rank 2 does not come before the others have been told to stop."""
+    if group.rank == 2:
+        time.sleep(1.5)
+        return None
+    threading.Timer(0.3, token.abort, ["rank 12 is stopped"]).start()
+    started = time.monotonic()
+    try:
+        group.all_reduce(torch.ones(10))
+    except EpochEnded as error:
+        return str(error), time.monotonic() - started - 0.3
+    return "no error", 0.0
+
+
+def test_an_abort_ends_a_wait_for_a_peer_that_never_comes(tmp_path):
+    results = run_processes(wait_for_an_absent_peer, tmp_path)
+    for reason, seconds in results[:2]:
+        assert reason == "rank 12 is stopped" and seconds < 1.0
+
+
+def wait_for_a_killed_peer(group, token):
+    """Rank 2 dies between two collectives; rank 0 hears of it from the coordinator, rank 1 from nobody."""
+    group.all_reduce(torch.ones(10))
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 0:
+        threading.Timer(0.2, token.abort, ["rank 12 was killed"]).start()
+    started = time.monotonic()
+    try:
+        for _ in range(100):
+            group.all_reduce(torch.ones(10))
+    except EpochEnded as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+def test_a_killed_peer_ends_the_epoch(tmp_path):
+    told, found_out, nothing = run_processes(wait_for_a_killed_peer, tmp_path)
+    assert nothing is None
+    assert told[0] == "rank 12 was killed" and told[1] < 2
+    assert found_out[0].startswith("group epoch0/world: ") and "onnection" in found_out[0] and found_out[1] < 5
+
+
+def wait_too_long(group, token):
+    group._timeout_s = 0.3
+    if group.rank == 2:
+        time.sleep(1.2)
+        return None
+    try:
+        group.all_reduce(torch.ones(10))
+    except EpochEnded as error:
+        return str(error)
+    return "no error"
+
+
+def test_silence_ends_too(tmp_path):
+    results = run_processes(wait_too_long, tmp_path)
+    assert set(results[:2]) == {"group epoch0/world: no answer from a peer in 0 s"}

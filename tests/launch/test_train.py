@@ -1,0 +1,211 @@
+"""launch/train.py as people use it: real processes, a real text, real mistakes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "launch" / "train.py")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text file: sources of the standard library, about 1 MB."""
+    path = tmp_path_factory.mktemp("text") / "library.txt"
+    sources = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
+    path.write_text("\n".join(source.read_text(errors="replace") for source in sources))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def config_file(tmp_path, text, cache):
+    config = {
+        "model": {
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "parallel": {"pp_size": 2, "dp_size": 2},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 32},
+        "optimizer": {"learning_rate": 1e-2},
+        "data": {"sources": [str(text)], "cache_directory": str(cache)},
+        "run": {
+            "num_steps": 12,
+            "threads_per_rank": 1,
+            "evaluate_every": 6,
+            "evaluate_batches": 1,
+            "directory": str(tmp_path / "run"),
+            "timeout_s": 60.0,
+        },
+    }
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start(*arguments, launcher=()):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, TRAIN, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout=120):
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" not in line]
+
+
+def wait_for_step(run, step, timeout=60):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").exists() and len(metrics(run)) >= step:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"step {step} never came")
+
+
+def workers_of(launcher_pid):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher_pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
+    code, out, err = finish(start("--config", config_file))
+    assert code == 0, out + err
+    run = tmp_path / "run"
+    names = {path.name for path in run.iterdir()}
+    assert {"config.json", "environment.json", "metrics.jsonl", "summary.json", "loss.png", "logs"} <= names
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    steps = metrics(run)
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert {"tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s"} <= steps[0].keys()
+    assert steps[-1]["tokens"] == 12 * 8 * 32 and steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"final_loss", "unigram_entropy", "tokens", "seconds", "tokens_per_s", "world"} <= summary.keys()
+    assert summary["world"] == 4 and summary["exit_code"] == 0
+    assert "unigram entropy" in out and "optimizer state by rank" in out and str(run) in out
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+
+    resolved = json.loads((run / "config.json").read_text())
+    assert resolved["batch"]["num_micro_batches"] == 8 and resolved["model"]["num_key_value_heads"] == 2
+
+    code, out, err = finish(start("--config", config_file, "parallel.pp_size=1", "parallel.dp_size=1"))
+    assert code == 0 and "an earlier run's files are now in" in out
+    assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in steps], rel=1e-4)
+
+
+def test_the_same_file_under_torchrun(config_file, tmp_path):
+    code, out, err = finish(start("--config", config_file, "run.directory=" + str(tmp_path / "plain")))
+    assert code == 0, out + err
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
+    code, out, err = finish(start("--config", config_file, launcher=launcher))
+    assert code == 0, out + err
+    plain, torchrun = metrics(tmp_path / "plain"), metrics(tmp_path / "run")
+    assert [line["loss"] for line in torchrun] == [line["loss"] for line in plain]
+    assert out.count("final loss") == 1
+
+
+def test_a_killed_worker_is_named_and_nobody_hangs(config_file, tmp_path):
+    process = start("--config", config_file, "run.num_steps=100000")
+    wait_for_step(tmp_path / "run", 3)
+    workers = workers_of(process.pid)
+    assert len(workers) == 4
+    os.kill(workers[2], signal.SIGKILL)
+    code, out, err = finish(process, timeout=30)
+    assert code == 3
+    assert re.search(r"rank 2 \(pp1 dp0 tp0\) was killed by SIGKILL in step \d+", err), err
+    assert "Traceback" not in out + err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_ctrl_c_ends_after_the_step(config_file, tmp_path):
+    process = start("--config", config_file, "run.num_steps=100000")
+    wait_for_step(tmp_path / "run", 3)
+    workers = workers_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, err = finish(process, timeout=30)
+    assert code == 130 and "Traceback" not in out + err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped_early"] and summary["steps"] == len(metrics(tmp_path / "run"))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+MISTAKES = {
+    "a missing configuration": (["--config", "configs/quickstrat.json"], "quickstrat.json"),
+    "an unknown field": (["model.hiden_size=64"], "Did you mean model.hidden_size?"),
+    "heads that do not divide": (["parallel.tp_size=3"], "parallel.tp_size"),
+    "too few micro-batches": (["batch.global_batch_size=1"], "micro"),
+    "a missing text": (["data.sources=[\"/nowhere/text.txt\"]"], "/nowhere/text.txt"),
+    "a world that does not fit": (["parallel.stage_replicas=[1,2,3]", "parallel.dp_size=null"], "stage_replicas"),
+    "sequences that do not divide": (
+        ["parallel.tp_size=2", "parallel.sequence_parallel=true", "batch.sequence_length=31"],
+        "sequence_length",
+    ),
+    "an argument that is none": (["num_steps"], "num_steps"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_one_clear_message(config_file, mistake, tmp_path):
+    arguments, named = MISTAKES[mistake]
+    first = [] if "--config" in arguments else ["--config", config_file]
+    code, out, err = finish(start(*first, *arguments), timeout=30)
+    assert code == 2 and named in err and "Traceback" not in out + err, out + err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_corpus(config_file, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    code, out, err = finish(start("--config", config_file, f'data.sources=["{empty}"]'), timeout=60)
+    assert code == 2 and "empty.txt" in err and "Traceback" not in out + err, out + err
+
+
+def test_a_taken_port(config_file):
+    """A launcher without a store of its own names a port; somebody else listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        done = subprocess.run(
+            [sys.executable, TRAIN, "--config", str(config_file), "parallel.pp_size=1", "parallel.dp_size=1"],
+            env={**os.environ, **names, "MASTER_PORT": str(taken.getsockname()[1])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode != 0 and "port" in done.stderr and "Traceback" not in done.stdout + done.stderr
+
+
+def test_print_config_starts_nothing(config_file, tmp_path):
+    code, out, err = finish(start("--config", config_file, "--print-config", "run.seed=7"), timeout=30)
+    assert code == 0 and json.loads(out)["run"]["seed"] == 7 and not (tmp_path / "run").exists()
