@@ -1,0 +1,401 @@
+"""Measures parallel3d's training speed on CPUs beside its peers' and the machine's own limit, in turn, in one session.
+
+    python benchmarks/cpu.py --rounds 3 --steps 6 --out build/cpu.json
+
+Every contestant trains the same model on the same number of cores: one process with all of them, or two with half
+each. They run one after the other, round after round (A B C ... A B C ...), each in processes of its own, so that noise
+and heat hit all alike. The machine's limit (peers/machine.py) is one of them. Nothing else may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
+from parallel3d.monitor.environment import describe_environment  # noqa: E402
+
+WARMUP_STEPS = 2  # first touches of memory, kernels built on first use
+POLL_S = 0.2
+QUIET_LOAD = 0.3
+MALLOC_KEEP_BYTES = str(2**30)
+"""Freed memory stays with the process: activations fault no pages in again. Ours sets it itself, peers get it, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One way to train the workload. `module` is a peer's script, none means launch/train.py."""
+
+    name: str
+    layout: str
+    module: str | None = None
+    arguments: tuple[str, ...] = ()
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    goal: float | None = None
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.layout == "single" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one contestant did in one round: tokens per second of each step after the warmup, or an error."""
+
+    name: str
+    round: int
+    tokens_per_s: list[float] = field(default_factory=list)
+    loss: float = math.nan
+    kernel_gflops: Mapping[str, Mapping[str, float]] | None = None
+    wall_s: float = 0.0
+    load_before: float = 0.0
+    error: str | None = None
+
+
+PEERS = "benchmarks.peers."
+TORCH, DEEPSPEED, HF = PEERS + "torch_parallel", PEERS + "deepspeed", PEERS + "huggingface"
+MACHINE = PEERS + "machine"
+
+CONTESTANTS: tuple[Contestant, ...] = (
+    Contestant(name="machine single", layout="single", module=MACHINE, arguments=("single",)),
+    Contestant(name="machine dp2", layout="dp2", module=MACHINE, arguments=("dp2",)),
+    Contestant(name="machine tp2", layout="tp2", module=MACHINE, arguments=("tp2",)),
+    Contestant(name="plain", layout="single", module=PEERS + "plain"),
+    Contestant(name="ours single", layout="single", goal=0.80),
+    Contestant(name="ours dp2", layout="dp2", parallel={"dp_size": 2}, goal=0.80),
+    Contestant(name="ours tp2", layout="tp2", parallel={"tp_size": 2}, goal=0.70),
+    Contestant(name="ours tp2+sp", layout="tp2", parallel={"tp_size": 2, "sequence_parallel": True}, goal=0.70),
+    Contestant(name="ours pp2", layout="pp2", parallel={"pp_size": 2}, goal=0.75),
+    Contestant(name="huggingface", layout="single", module=HF, arguments=("single",)),
+    Contestant(name="huggingface ddp2", layout="dp2", module=HF, arguments=("ddp",)),
+    Contestant(name="deepspeed zero1 dp2", layout="dp2", module=DEEPSPEED, arguments=("zero1",)),
+    Contestant(name="deepspeed pp2", layout="pp2", module=DEEPSPEED, arguments=("pipeline",)),
+    Contestant(name="torch fsdp2 dp2", layout="dp2", module=TORCH, arguments=("fsdp",)),
+    Contestant(name="torch tp2+sp", layout="tp2", module=TORCH, arguments=("tp",)),
+    Contestant(name="torch pp2", layout="pp2", module=TORCH, arguments=("pp",)),
+)
+
+PLAIN_ELSEWHERE = 1340.0
+ELSEWHERE: tuple[tuple[str, str, float, float], ...] = (
+    ("litgpt", "single", 1181, 1181),
+    ("torchtitan dp2", "dp2", 1029, 1066),
+    ("torchtitan tp2+sp", "tp2", 923, 923),
+    ("torchtitan pp2", "pp2", 934, 978),
+    ("picotron dp2", "dp2", 1106, 1106),
+    ("picotron tp2", "tp2", 870, 870),
+    ("picotron pp2", "pp2", 878, 901),
+)
+"""Peers that pip does not bring: name, layout and tokens/s (lowest, highest median), measured with this workload in
+fp32 on 2 cores of an Intel processor with AVX-512 and AMX, where the plain loop made PLAIN_ELSEWHERE."""
+
+
+class RunFailed(Exception):
+    """A contestant ended with an error, or not at all."""
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: a run under way is ended, too
+    workload, contestants = read_workload(options), select(options.only)
+    if os.getloadavg()[0] > QUIET_LOAD:
+        print(f"warning: something else runs here (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+    runs: list[Run] = []
+    for index in range(options.rounds):
+        for contestant in contestants:
+            run = measure(contestant, workload, index, options)
+            runs.append(run)
+            print(f"round {index + 1}: {describe(run)}", file=sys.stderr, flush=True)
+            if options.out:
+                write_json(options.out, workload, runs)
+    print(report(contestants, workload, runs))
+    return int(any(run.error for run in runs))
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Speed on CPUs: ours, peers and the machine's limit, in turn.")
+    parser.add_argument("--rounds", type=int, default=3, help="how often everyone's turn comes")
+    parser.add_argument("--steps", type=int, default=6, help=f"timed steps of a turn, after {WARMUP_STEPS} untimed")
+    parser.add_argument("--cores", type=int, default=2, help="cores in all, an even number")
+    parser.add_argument("--only", help="contestants, by name or first word: ours,plain,'torch pp2'")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="every run and the environment, as JSON")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="longest turn")
+    names = ("policy", "hidden_size", "intermediate_size", "num_hidden_layers", "sequence_length")
+    add_workload(parser, names)  # the others are fixed: layouts and ratios depend on them
+    return parser.parse_args(arguments)
+
+
+def select(only: str | None) -> list[Contestant]:
+    """The contestants named, in their usual order."""
+    if only is None:
+        return list(CONTESTANTS)
+    words = [word.strip() for word in only.split(",")]
+    for word in words:
+        if not any(word in (c.name, c.name.split()[0]) for c in CONTESTANTS):
+            raise SystemExit(f"--only: no contestant {word!r}; there are {', '.join(c.name for c in CONTESTANTS)}")
+    return [c for c in CONTESTANTS if c.name in words or c.name.split()[0] in words]
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def measure(contestant: Contestant, workload: Workload, round_index: int, options: argparse.Namespace) -> Run:
+    """One turn of a contestant; its errors are part of the result."""
+    started, load = time.perf_counter(), os.getloadavg()[0]
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="parallel3d-bench-") as name:
+        turn = run_ours if contestant.module is None else run_peer
+        try:
+            results = turn(contestant, workload, Path(name), options)
+        except RunFailed as error:
+            results = {"error": str(error)}
+    wall_s = time.perf_counter() - started
+    return Run(name=contestant.name, round=round_index, wall_s=wall_s, load_before=load, **results)
+
+
+def run_ours(contestant: Contestant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    config = our_config(contestant, workload, folder / "run", options)
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    run_processes([[sys.executable, "launch/train.py", "--config", str(path)]], [{}], folder, options.timeout_s)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "tokens_per_s" in line]
+    return {"tokens_per_s": [step["tokens_per_s"] for step in steps[WARMUP_STEPS:]], "loss": steps[-1]["loss"]}
+
+
+def our_config(
+    contestant: Contestant, workload: Workload, directory: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    return {
+        "model": {
+            "vocab_size": workload.vocab_size,
+            "hidden_size": workload.hidden_size,
+            "intermediate_size": workload.intermediate_size,
+            "num_hidden_layers": workload.num_hidden_layers,
+            "num_attention_heads": workload.num_attention_heads,
+        },
+        "parallel": dict(contestant.parallel),
+        "batch": {
+            "global_batch_size": workload.global_batch_size,
+            "micro_batch_size": workload.micro_batch_size,
+            "sequence_length": workload.sequence_length,
+        },
+        "precision": {"policy": workload.policy},
+        "optimizer": {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
+        "schedule": {"kind": "constant"},
+        "run": {
+            "directory": str(directory),
+            "num_steps": WARMUP_STEPS + options.steps,
+            "threads_per_rank": options.cores // contestant.num_processes,
+            "evaluate_batches": 1,
+            "device": "cpu",
+        },
+    }
+
+
+def run_peer(contestant: Contestant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    threads = options.cores // contestant.num_processes
+    numbers = ["--steps", str(WARMUP_STEPS + options.steps), "--threads", str(threads)]
+    command = [sys.executable, "-m", str(contestant.module), *contestant.arguments, *workload.arguments(), *numbers]
+    environments = peer_environments(contestant.num_processes, threads)
+    run_processes([command] * contestant.num_processes, environments, folder, options.timeout_s)
+    words = [line.split(maxsplit=2) for line in (folder / "rank-0.log").read_text().splitlines() if line.strip()]
+    steps = [(float(line[1]), float(line[2])) for line in words if line[0] == "STEP"]
+    tables = [" ".join(line[1:]) for line in words if line[0] == "GFLOPS"]
+    return {
+        "tokens_per_s": [workload.tokens_per_step / seconds for seconds, _ in steps[WARMUP_STEPS:]],
+        "loss": steps[-1][1],
+        "kernel_gflops": json.loads(tables[0]) if tables else None,
+    }
+
+
+def peer_environments(num_processes: int, threads: int) -> list[dict[str, str]]:
+    """What torchrun would tell each rank; started here, so that all are of one process group, to be ended together."""
+    shared = {
+        "OMP_NUM_THREADS": str(threads),
+        "MALLOC_MMAP_THRESHOLD_": MALLOC_KEEP_BYTES,
+        "MALLOC_TRIM_THRESHOLD_": MALLOC_KEEP_BYTES,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], folder: Path, timeout_s: float
+) -> None:
+    """Runs the commands at once, output in rank-<n>.log; RunFailed if one fails or is late. None outlives the call."""
+    processes: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + timeout_s
+    try:
+        for rank, (command, environment) in enumerate(zip(commands, environments)):
+            with open(folder / f"rank-{rank}.log", "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**os.environ, **environment},
+                        cwd=ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        process_group=processes[0].pid if processes else 0,
+                    )
+                )
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes):
+            if time.monotonic() > deadline:
+                raise RunFailed(f"not done after {timeout_s:g} s")
+            time.sleep(POLL_S)
+            codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise RunFailed(f"exit code {code}: {last_error(folder / f'rank-{rank}.log')}")
+    finally:
+        if processes:
+            with suppress(ProcessLookupError):
+                os.killpg(processes[0].pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def last_error(log: Path) -> str:
+    """The last line that names an error, else the last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["no output"])[-1][:300]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def describe(run: Run) -> str:
+    return f"{run.name}: {run.error or f'{median(run.tokens_per_s):,.0f} tokens/s'} ({run.wall_s:.0f} s)"
+
+
+def write_json(path: Path, workload: Workload, runs: Sequence[Run]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = describe_environment(sys.orig_argv)
+    whole = {"environment": environment, "workload": asdict(workload), "runs": [asdict(run) for run in runs]}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def report(contestants: Sequence[Contestant], workload: Workload, runs: Sequence[Run]) -> str:
+    """The tables, in Markdown."""
+    command = shlex.join(sys.orig_argv)
+    return "\n\n".join([f"`{command}`", speed_table(contestants, workload, runs), kernel_table(runs)]).rstrip() + "\n"
+
+
+def speed_table(contestants: Sequence[Contestant], workload: Workload, runs: Sequence[Run]) -> str:
+    """A row a contestant: median and best of all its timed steps, beside the plain loop and the machine's bound."""
+    speeds = {c.name: [s for run in runs if run.name == c.name for s in run.tokens_per_s] for c in contestants}
+    medians = {name: median(values) for name, values in speeds.items() if values}
+    plain = medians.get("plain")
+    rows = [
+        "| contestant | tokens/s, median | best | of plain | of the machine's bound | last loss |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for contestant in contestants:
+        name = contestant.name
+        turns = [run for run in runs if run.name == name]
+        if errors := [run.error for run in turns if run.error]:
+            rows.append(f"| {name} | {len(errors)} of {len(turns)} runs failed: {cell(errors[-1])} | | | | |")
+        if name in medians:
+            bound = machine_bound(contestant.layout, medians, workload)
+            rows.append(
+                f"| {name} | {medians[name]:,.0f} | {max(speeds[name]):,.0f} | {ratio(medians[name], plain)} "
+                f"| {share(medians[name], bound, contestant)} | {loss_cell(turns)} |"
+            )
+    if plain is not None and workload.policy == "fp32":
+        rows += [estimate_row(*peer, plain=plain, medians=medians, workload=workload) for peer in ELSEWHERE]
+        rows += [
+            "",
+            "\\* not run here: estimated from its ratio to the plain loop on another machine (an Intel processor)",
+        ]
+    return "\n".join(rows)
+
+
+def estimate_row(
+    name: str, layout: str, low: float, high: float, *, plain: float, medians: Mapping[str, float], workload: Workload
+) -> str:
+    estimates = [value / PLAIN_ELSEWHERE * plain for value in sorted({low, high})]
+    speeds = " to ".join(f"{value:,.0f}" for value in estimates)
+    shares = " to ".join(ratio(value, machine_bound(layout, medians, workload)) for value in estimates)
+    return f"| {name} \\* | {speeds} | | {' to '.join(ratio(value, plain) for value in estimates)} | {shares} | |"
+
+
+def machine_bound(layout: str, medians: Mapping[str, float], workload: Workload) -> float | None:
+    """Tokens/s of the model's products and attention alone; a pipeline idles (p - 1) / (m + p - 1) of the time."""
+    if layout != "pp2":
+        return medians.get(f"machine {layout}")
+    num_stages, num_micro_batches = 2, workload.num_micro_batches
+    bubble = (num_stages - 1) / (num_micro_batches + num_stages - 1)
+    whole = medians.get("machine dp2")
+    return None if whole is None else whole * (1 - bubble)
+
+
+def share(speed: float, bound: float | None, contestant: Contestant) -> str:
+    if bound is None or contestant.goal is None:
+        return ratio(speed, bound)
+    return (
+        f"{ratio(speed, bound)} ({'at least' if speed / bound >= contestant.goal else 'below'} {contestant.goal:.2f})"
+    )
+
+
+def ratio(value: float, base: float | None) -> str:
+    return "-" if base is None else f"{value / base:.2f}"
+
+
+def loss_cell(turns: Sequence[Run]) -> str:
+    losses = [run.loss for run in turns if math.isfinite(run.loss)]
+    return f"{losses[-1]:.2f}" if losses else ""
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def kernel_table(runs: Sequence[Run]) -> str:
+    """GFLOP/s of each kernel in each way, a column for each layout of the machine's runs."""
+    last = {run.name: run.kernel_gflops for run in runs if run.kernel_gflops}
+    if not last:
+        return ""
+    kernels = list(next(iter(last.values())))
+    rows = [
+        "| GFLOP/s of a process: torch.mm / ours / ours, cut | " + " | ".join(last) + " |",
+        "|---" + "|--:" * len(last) + "|",
+    ]
+    for kernel in kernels:
+        cells = [" / ".join(f"{value:,.0f}" for value in table[kernel].values()) for table in last.values()]
+        rows.append(f"| {kernel} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

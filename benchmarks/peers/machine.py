@@ -1,0 +1,131 @@
+"""What the machine can do: the model's matrix products and attention alone, back to back, nothing around them.
+
+A step here is the compute of one training step of this process: each product of the model forward, for its input's and
+its weight's gradient, as often as a step needs it, at the shapes of one micro-batch, plus SDPA forward and backward.
+Each kernel is run in all ways that there are to run it (torch.mm, parallel3d's matmul; the head's product also some
+tokens at a time), and the fastest counts. So no training code on these kernels can be faster. With tp_size 2 the shapes
+are those of a tensor-parallel half. Two processes run the same kernel at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.peers.training import parse_arguments
+from benchmarks.peers.workload import Workload
+from parallel3d.layers.gemm import matmul
+
+CUT_TOKENS = 256  # rows of logits that fit a last-level cache
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LAYOUTS = {"single": (1, 1), "dp2": (1, 2), "tp2": (2, 1)}
+"""Shards of each weight, shares of the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One piece of work, in all ways to do it."""
+
+    name: str
+    count: int
+    flops: float
+    ways: dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    workload, options = parse_arguments(__doc__, kinds=tuple(LAYOUTS))
+    tp_size, dp_size = LAYOUTS[options.kind]
+    if tp_size * dp_size > 1:
+        dist.init_process_group("gloo")
+    list_of = list(kernels(workload, tp_size))
+    num_micro_batches = workload.num_micro_batches // dp_size
+    rates: dict[str, dict[str, list[float]]] = {k.name: {way: [] for way in k.ways} for k in list_of}
+    for _ in range(options.steps):
+        total_s = 0.0
+        for kernel in list_of:
+            times = {way: time_s(run, kernel.count) for way, run in kernel.ways.items()}
+            total_s += min(times.values()) * num_micro_batches
+            for way, seconds in times.items():
+                rates[kernel.name][way].append(kernel.flops * kernel.count / seconds / 1e9)
+        print(f"STEP {total_s:.6f} nan", flush=True)
+    gflops = {name: {way: median(values) for way, values in ways.items()} for name, ways in rates.items()}
+    print("GFLOPS", json.dumps(gflops), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def time_s(run: Callable[[], object], count: int) -> float:
+    """Seconds of `count` runs, begun together with the other process."""
+    if dist.is_initialized():
+        dist.barrier()
+    started = time.perf_counter()
+    for _ in range(count):
+        run()
+    return time.perf_counter() - started
+
+
+def kernels(workload: Workload, tp_size: int) -> Iterator[Kernel]:
+    tokens, hidden = workload.micro_batch_size * workload.sequence_length, workload.hidden_size
+    inner, layers = workload.intermediate_size // tp_size, workload.num_hidden_layers
+    dtype = DTYPES[workload.policy]
+    for name, num_in, num_out, count in (
+        ("qkv", hidden, 3 * hidden // tp_size, layers),
+        ("attention output", hidden // tp_size, hidden, layers),
+        ("gate and up", hidden, 2 * inner, layers),
+        ("down", inner, hidden, layers),
+        ("head", hidden, workload.vocab_size // tp_size, 1),
+    ):
+        yield from product_kernels(name, tokens, num_in, num_out, count, dtype)
+    yield attention_kernel(workload, workload.num_attention_heads // tp_size, layers, dtype)
+
+
+def product_kernels(
+    name: str, tokens: int, num_in: int, num_out: int, count: int, dtype: torch.dtype
+) -> Iterator[Kernel]:
+    """y = x W^T, dx = dy W, dW = dy^T x."""
+    x, weight = torch.randn(tokens, num_in, dtype=dtype), torch.randn(num_out, num_in, dtype=dtype)
+    grad = torch.randn(tokens, num_out, dtype=dtype)
+    for direction, a, b in (
+        ("forward", x, weight.t()),
+        ("input gradient", grad, weight),
+        ("weight gradient", grad.t(), x),
+    ):
+        ways: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b), "ours": partial(matmul, a, b)}
+        if count == 1:  # the head
+            ways["ours, cut"] = partial(cut_matmul, a, b, tokens)
+        yield Kernel(name=f"{name} {direction}", count=count, flops=2.0 * tokens * num_in * num_out, ways=ways)
+
+
+def cut_matmul(a: Tensor, b: Tensor, tokens: int) -> None:
+    """a @ b, some tokens at a time: along the rows, or for a weight's gradient along what is summed."""
+    for start in range(0, tokens, CUT_TOKENS):
+        part = slice(start, start + CUT_TOKENS)
+        matmul(a[:, part], b[part]) if a.shape[1] == tokens else matmul(a[part], b)
+
+
+def attention_kernel(workload: Workload, num_heads: int, count: int, dtype: torch.dtype) -> Kernel:
+    """Causal SDPA forward and backward; the masked half is not counted, the backward's recomputation is."""
+    batch, seq = workload.micro_batch_size, workload.sequence_length
+    head_size = workload.hidden_size // workload.num_attention_heads
+    q, k, v = (torch.randn(batch, seq, num_heads, head_size, dtype=dtype).requires_grad_() for _ in range(3))
+    grad = torch.randn(batch, num_heads, seq, head_size, dtype=dtype)
+
+    def run() -> None:
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
+        torch.autograd.grad(mixed, (q, k, v), grad)
+
+    flops = 3.5 * 2.0 * batch * num_heads * seq**2 * head_size
+    return Kernel(name="attention", count=count, flops=flops, ways={"torch": run})
+
+
+if __name__ == "__main__":
+    main()

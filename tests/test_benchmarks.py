@@ -1,0 +1,151 @@
+"""The benchmark's scripts parse, its processes end, its tables say what the runs were; nothing is timed here."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import cpu  # noqa: E402
+from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
+from parallel3d.config.derived import world_size  # noqa: E402
+from parallel3d.config.load import load_config, resolve  # noqa: E402
+
+WORKLOAD = Workload()
+
+
+def contestants(*names: str) -> list[cpu.Contestant]:
+    return [c for c in cpu.CONTESTANTS if c.name in names]
+
+
+def row(table: str, name: str) -> list[str]:
+    return next(
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if f"| {name} |" in line
+    )
+
+
+def test_help_without_torch():
+    code = "import sys; from benchmarks import cpu; assert 'torch' not in sys.modules; cpu.main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--rounds" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("module", sorted({c.module for c in cpu.CONTESTANTS if c.module}))
+def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
+    source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+    tree = ast.parse(source)
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    for contestant in cpu.CONTESTANTS:
+        if contestant.module == module:
+            assert all(f'"{argument}"' in source for argument in contestant.arguments)
+
+
+def test_the_workload_survives_a_command_line():
+    parser = argparse.ArgumentParser()
+    add_workload(parser)
+    workload = Workload(hidden_size=64, policy="bf16", micro_batch_size=2)
+    assert read_workload(parser.parse_args(workload.arguments())) == workload
+
+
+@pytest.mark.parametrize("contestant", [c for c in cpu.CONTESTANTS if c.module is None], ids=lambda c: c.name)
+def test_our_configuration_is_valid(contestant: cpu.Contestant, tmp_path: Path):
+    options = cpu.parse_arguments(["--steps", "3", "--cores", "2"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(cpu.our_config(contestant, WORKLOAD, tmp_path / "run", options)))
+    config = resolve(load_config(path), config_path=path)
+    assert world_size(config) == contestant.num_processes
+    assert world_size(config) * config.run.threads_per_rank == 2
+    assert config.run.num_steps == 3 + cpu.WARMUP_STEPS
+
+
+def test_select():
+    assert [c.name for c in cpu.select("torch pp2,ours")][-2:] == ["ours pp2", "torch pp2"]
+    assert len(cpu.select(None)) == len({c.name for c in cpu.CONTESTANTS})
+    with pytest.raises(SystemExit, match="nobody"):
+        cpu.select("ours,nobody")
+
+
+def test_the_table_of_speeds():
+    runs = [
+        cpu.Run(name="machine single", round=0, tokens_per_s=[2000.0]),
+        cpu.Run(name="machine dp2", round=0, tokens_per_s=[2500.0]),
+        cpu.Run(name="plain", round=0, tokens_per_s=[900.0, 1000.0], loss=9.0),
+        cpu.Run(name="plain", round=1, tokens_per_s=[1000.0, 1100.0, 3000.0], loss=8.5),
+        cpu.Run(name="ours single", round=0, tokens_per_s=[1700.0], loss=7.0),
+        cpu.Run(name="ours pp2", round=0, tokens_per_s=[1400.0]),
+        cpu.Run(name="torch pp2", round=0, error="Error: a | b"),
+    ]
+    chosen = contestants(*{run.name for run in runs})
+    table = cpu.speed_table(chosen, WORKLOAD, runs)
+    assert row(table, "plain")[1:] == ["1,000", "3,000", "1.00", "0.50", "8.50"]
+    assert row(table, "ours single")[1:] == ["1,700", "1,700", "1.70", "0.85 (at least 0.80)", "7.00"]
+    assert row(table, "ours pp2")[4] == "0.70 (below 0.75)"  # of 2,500 x (1 - 1/5)
+    assert "1 of 1 runs failed: Error: a \\| b" in table
+    assert row(table, "torchtitan dp2 \\*")[1:4] == ["768 to 796", "", "0.77 to 0.80"]
+
+
+def test_the_table_without_the_plain_loop_has_no_ratios():
+    runs = [cpu.Run(name="ours dp2", round=0, tokens_per_s=[10.0])]
+    table = cpu.speed_table(contestants("ours dp2"), WORKLOAD, runs)
+    assert row(table, "ours dp2")[3:5] == ["-", "-"]
+    assert "torchtitan" not in table
+
+
+def test_the_table_of_kernels():
+    runs = [
+        cpu.Run(name="machine single", round=0, kernel_gflops={"qkv forward": {"torch": 100.0, "ours": 200.4}}),
+        cpu.Run(name="plain", round=0, tokens_per_s=[1.0]),
+    ]
+    assert row(cpu.kernel_table(runs), "qkv forward")[1:] == ["100 / 200"]
+    assert cpu.kernel_table(runs[1:]) == ""
+
+
+def test_a_failing_process_ends_the_others_and_says_why(tmp_path: Path):
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    failing = [sys.executable, "-c", "raise ValueError('no such thing')"]
+    started = time.monotonic()
+    with pytest.raises(cpu.RunFailed, match="exit code 1: ValueError: no such thing"):
+        cpu.run_processes([sleeper, failing], [{}, {}], tmp_path, 30)
+    assert time.monotonic() - started < 20
+
+
+def test_a_late_process_is_killed_with_its_children(tmp_path: Path):
+    code = (
+        "import subprocess, sys, time; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        "print(c.pid, flush=True); time.sleep(60)"
+    )
+    with pytest.raises(cpu.RunFailed, match="not done after 1 s"):
+        cpu.run_processes([[sys.executable, "-c", code]], [{}], tmp_path, 1)
+    pid = int((tmp_path / "rank-0.log").read_text())
+    assert is_gone(pid)
+
+
+def is_gone(pid: int) -> bool:
+    """True once the process has ended; an orphan may stay a zombie until init looks."""
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_the_error_in_a_log(tmp_path: Path):
+    log = tmp_path / "log"
+    log.write_text("start\nRuntimeError: gloo\nbye\n\n")
+    assert cpu.last_error(log) == "RuntimeError: gloo"
+    log.write_text("")
+    assert cpu.last_error(log) == "no output"
