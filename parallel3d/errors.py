@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EXIT_WORKER_LOST = 3
+"""A run's exit code when a worker is gone and training can't go on without it."""
+
 
 class Parallel3dError(Exception):
     """Root of this project's exceptions."""
@@ -45,6 +48,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """Text that can't be read or used: the message names the file."""
+
+
+class LaunchError(UserError):
+    """The run can't be started: a launcher's variable, a port, or an address that nobody answers at."""
 
 
 class ScheduleError(Parallel3dError):

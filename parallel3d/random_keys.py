@@ -23,7 +23,10 @@ _MIX_2 = 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class Key:
-    """A stream of random numbers: two signed 64-bit words."""
+    """A stream of random numbers: two signed 64-bit words, hashed by `key_of`.
+
+    Words that differ in a few bits, which a hash never gives, would make streams that are correlated.
+    """
 
     first: int
     second: int
@@ -51,7 +54,8 @@ def bits(key: Key, index: Tensor) -> Tensor:
 def normal(key: Key, index: Tensor) -> Tensor:
     """Standard normal numbers, float32: the sum of two quantiles of 16 bits each, over sqrt(2).
 
-    Values are exact functions of the bits, within +-6; tail mass and moments are the normal's to 4 digits.
+    Values are exact functions of the bits, within +-6.2; the first four moments and the mass beyond 1, 2 and 3
+    are the normal's to 3 digits.
     """
     words = bits(key, index)
     table = _half_normal_table().to(index.device)

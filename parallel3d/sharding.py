@@ -38,9 +38,9 @@ class Run:
 class ParamSharding:
     """The global identity of one parameter and its cut.
 
-    `shape` is global and unpadded. `dim` None means that every tensor-parallel rank holds the whole; then `partial_grad`
-    says that under sequence parallelism each holds only its own tokens' part of the gradient (Korthikanti et al.,
-    "Reducing activation recomputation", section 4.2.2), to be summed over the tensor-parallel group.
+    `shape` is global and unpadded. `dim` None: every tensor-parallel rank holds the whole; then `partial_grad` says
+    that under sequence parallelism each holds only its own tokens' part of the gradient (Korthikanti et al., "Reducing
+    activation recomputation", section 4.2.2), to be summed over the tensor-parallel group.
     """
 
     name: str

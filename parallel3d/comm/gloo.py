@@ -12,6 +12,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +35,7 @@ class GlooGroup(Group):
         self._token = token
         self._timeout_s = timeout_s
         limit = timedelta(seconds=timeout_s)
-        self._pg = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), limit)
+        self._pg: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), limit)
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
         return self._wrap(self._pg.allreduce([tensor]), (tensor,))
@@ -46,7 +47,7 @@ class GlooGroup(Group):
         return self._wrap(self._pg._allgather_base(output, tensor), (output, tensor))
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._wrap(self._pg.allreduce([tensor], options), (tensor,)).wait()  # bounded: polls the token
         return tensor

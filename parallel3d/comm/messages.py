@@ -79,7 +79,7 @@ class Links(ABC):
 
     @abstractmethod
     def send(self, destination: int, header: Header, tensor: Tensor) -> None:
-        """Hands the tensor over; waits only while all slots to `destination` are taken. It must not change afterwards."""
+        """Hands the tensor over, which must not change afterwards; waits only while all slots to it are taken."""
 
     @abstractmethod
     def receive(self, source: int, expected: Header) -> Tensor:

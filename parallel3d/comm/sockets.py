@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.messages import HEADER_BYTES, Header, Links, verify
-from parallel3d.errors import EpochEnded
+from parallel3d.errors import EpochEnded, ProtocolError
 
 _HELLO = struct.Struct("<II")  # epoch, source rank
 _LINGER_S = 5.0
@@ -112,7 +112,7 @@ class SocketLinks(Links):
             connection.sendall(_HELLO.pack(self._epoch, self._rank))
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: queue or self._closing or self._token.aborted, timeout=None)
+                    self._changed.wait_for(lambda: queue or self._is_over())  # bounded: close, abort
                     if self._token.aborted or not queue:
                         return
                     header, tensor = queue[0]
@@ -146,12 +146,17 @@ class SocketLinks(Links):
                 tensor = torch.empty(header.shape, dtype=header.dtype)
                 _read_into(connection, _as_bytes(tensor))
                 with self._changed:
-                    self._changed.wait_for(lambda: len(queue) < self._slots or self._token.aborted, timeout=None)
+                    self._changed.wait_for(lambda: len(queue) < self._slots or self._is_over())  # bounded: close, abort
+                    if self._is_over():
+                        return
                     queue.append((header, tensor))
                     self._changed.notify_all()
                 del tensor
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ProtocolError) as error:
             self._break(source, error)
+
+    def _is_over(self) -> bool:
+        return self._closing or self._token.aborted
 
     def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True, name=f"links-{target.__name__}")
@@ -183,7 +188,7 @@ class SocketLinks(Links):
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:

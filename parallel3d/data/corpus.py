@@ -37,6 +37,7 @@ FORMAT_VERSION = 1
 MIN_DOCUMENT_CHARS, MAX_DOCUMENT_CHARS = 256, 65_536
 DOCUMENTS_PER_LANE = 8
 CHUNK_BYTES, MAX_CHUNKS = 2048, 1536  # the tokenizer is trained on at most 3 MB, in well under a second
+PATIENCE_S = 30.0  # of waiting for another process before this one says so
 EXACT_BYTES = 32 * 2**20  # tokens of smaller corpora are all counted (5 s), of larger ones on a sample of this size
 
 
@@ -74,7 +75,8 @@ def open_corpus(
 ) -> Corpus:
     """Returns the corpus of `sources` (none: the built-in one), built first where the cache lacks it.
 
-    Any number of processes may call this at once: one builds, the others wait. `notice` is told what takes time.
+    Any number of processes may call this at once: one builds, the others wait. `notice` is told what takes time, by the
+    builder; a process that waits is silent unless it takes very long.
     Raises DataError for whatever is wrong with the files, EpochEnded once the token is aborted.
     """
     files = find_files(sources)
@@ -259,11 +261,11 @@ def _lock(path: Path, token: AbortToken, notice: Callable[[str], None]) -> Itera
             f"can't write the corpus cache ({error}): set data.cache_directory to a folder of yours"
         ) from error
     with file:
-        waiting = False
+        since, told = time.monotonic(), False
         while not _try_lock(file.fileno()):
-            if not waiting:
+            if not told and time.monotonic() - since >= PATIENCE_S:
                 notice(f"waiting for another process that builds {path.stem}")
-            waiting = True
+                told = True
             token.sleep(POLL_S)
         yield
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.comm.abort import POLL_S, AbortToken
-from parallel3d.elastic.launcher_env import LaunchError
-from parallel3d.errors import ProtocolError
+from parallel3d.errors import LaunchError, ProtocolError
 
 Address = tuple[str, int]
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.elastic.control import CHUNK_BYTES, FrameReader, encode_frame
-from parallel3d.elastic.launcher_env import LaunchError
 from parallel3d.elastic.verdict import Outcome, RunBook
-from parallel3d.errors import ProtocolError
+from parallel3d.errors import LaunchError, ProtocolError
 
 TICK_S = 0.25
 FAREWELL_S = 2.0

@@ -13,7 +13,8 @@ import socket
 from datetime import timedelta
 
 from parallel3d.elastic.control import Address
-from parallel3d.elastic.launcher_env import LauncherEnv, LaunchError
+from parallel3d.elastic.launcher_env import LauncherEnv
+from parallel3d.errors import LaunchError
 
 STORE_KEY = "parallel3d/coordinator"
 

@@ -20,9 +20,8 @@ from typing import Any
 from parallel3d.elastic.control import CHUNK_BYTES, Address, FrameReader, encode_frame, open_connection
 from parallel3d.elastic.coordinator import Limits
 from parallel3d.elastic.finder import Finder
-from parallel3d.elastic.launcher_env import LaunchError
-from parallel3d.elastic.verdict import EXIT_BY_SIGNAL, EXIT_WORKER_LOST, signal_name
-from parallel3d.errors import ProtocolError
+from parallel3d.elastic.verdict import EXIT_BY_SIGNAL, signal_name
+from parallel3d.errors import EXIT_WORKER_LOST, LaunchError, ProtocolError
 
 TICK_S = 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel3d.errors import UserError
-
-
-class LaunchError(UserError):
-    """The run can't be started: a launcher's variable, a port, or an address that nobody answers at."""
+from parallel3d.errors import LaunchError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.errors import EpochEnded
+from parallel3d.errors import EXIT_WORKER_LOST, EpochEnded
 
-EXIT_WORKER_LOST = 3
 EXIT_BY_SIGNAL = 128
 
 LOST_PEER_PHRASES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "pair closure")

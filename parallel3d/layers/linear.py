@@ -20,7 +20,7 @@ from parallel3d.sharding import Chunk, ParamSharding
 
 
 class _ColumnParallel(Function):
-    """all-gather (or nothing) + GEMM forward; GEMM, reduce-scatter (or all-reduce) beside the weight's GEMM backward."""
+    """All-gather (or nothing), GEMM forward; GEMM, reduce-scatter (or all-reduce) beside the weight's GEMM backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel) -> Tensor:

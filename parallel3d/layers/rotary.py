@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., RoFormer) in the half-split form of the Llama family.
 
 One table serves all layers. The split of the fused projection into q, k, v and the rotation are one autograd step,
-because its backward can then write the gradients of all three into one buffer, the one that the projection's GEMM reads.
+because its backward can then write the gradients of all three into the one buffer that the projection's GEMM reads.
 """
 
 from __future__ import annotations

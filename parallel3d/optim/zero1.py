@@ -4,7 +4,8 @@ ZeRO stage 1 (Rajbhandari et al. 2020): each data-parallel rank owns one range o
 reduce-scattered to the owners, updated there, and the weights gathered again::
 
     bucket on each rank   [ range 0 | range 1 | range 2 | range 3 ]
-    reduce-scatter                    ^ rank 1 gets the sum of range 1, holds its moments (and master weights), updates it
+    reduce-scatter                    ^ rank 1 gets the sum of range 1, holds its moments (and master weights)
+    update                            with them
     all-gather            every rank gets every range back
 
 With zero_stage 0 the one range is the whole bucket, on every rank: all-reduce, update, nothing to gather.
@@ -94,7 +95,7 @@ class Bucket:
 
 
 class ShardedOptimizer:
-    """All buckets of one rank: built with the initial weights, then reduce -> update -> gather, iteration by iteration."""
+    """All buckets of one rank: built with the initial weights, then reduce -> update -> gather in each iteration."""
 
     def __init__(
         self,

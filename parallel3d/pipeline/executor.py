@@ -85,6 +85,7 @@ class Executor:
                 _ACTIONS[instruction.op](self, scratch, instruction)
             except EpochEnded as error:
                 raise EpochEnded(f"{error} (at: {instruction})") from None
+        scratch.result.loss_sum = sum(loss.item() for loss in scratch.losses)  # the step's one wait for a device
         return scratch.result
 
     # --- one method for each op -----------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class Executor:
         targets = scratch.targets.pop(m) if is_last else None
         output = self.stage(inputs, scratch.batch.micro_batch(m), targets)
         if is_last:
-            scratch.result.loss_sum += output.item()
+            scratch.losses.append(output.detach())
             scratch.result.num_target_tokens += scratch.batch.micro_batch(m).num_tokens
         else:
             scratch.outgoing[m] = output.detach()
@@ -194,6 +195,7 @@ class _Scratch:
     live: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     outgoing: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
     result: StageResult = field(default_factory=StageResult)
 
 

@@ -43,7 +43,7 @@ class ThreadWorld:
         self.tokens = [AbortToken() for _ in range(num_ranks)]
         self._changed = threading.Condition()
         self._alive = set(range(num_ranks))
-        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self._deadlock: str | None = None
         self._calls = [0] * num_ranks
         self._deaths: dict[int, int] = {}
@@ -83,8 +83,11 @@ class ThreadWorld:
             raise RankDied(f"rank {rank} dies at its call {self._calls[rank]}")
         self.tokens[rank].check()
 
-    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Blocks `rank` until `ready()`, its token is aborted, or nobody can move any more."""
+    def wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Blocks `rank` until `ready()`, its token is aborted, or nobody can move any more.
+
+        `what()` says what for, and is asked when the table of a deadlock is made.
+        """
         token = self.tokens[rank]
         with self._changed:
             self._waiting[rank] = (ready, what)
@@ -95,7 +98,7 @@ class ThreadWorld:
                 if ready():
                     return
                 token.check()
-                raise DeadlockError(self._deadlock or f"rank {rank} waited 60 s: {what}")
+                raise DeadlockError(self._deadlock or f"rank {rank} waited 60 s: {what()}")
             finally:
                 del self._waiting[rank]
 
@@ -107,21 +110,21 @@ class ThreadWorld:
             return result
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """A rank's thread is over; its failure is everybody's."""
+        """A rank's thread is over; its failure is everybody's, and known before the rank counts as gone."""
+        if error is not None:
+            for token in self.tokens:
+                token.abort(f"rank {rank}: {error}")
         with self._changed:
             self._alive.discard(rank)
             self._detect_deadlock()
             self._changed.notify_all()
-        if error is not None:
-            for token in self.tokens:
-                token.abort(f"rank {rank}: {error}")
 
     def _detect_deadlock(self) -> None:
         if self._alive and self._alive <= set(self._waiting) and self._deadlock is None:
             waits = {rank: self._waiting[rank] for rank in sorted(self._alive)}
             if not any(ready() or self.tokens[rank].aborted for rank, (ready, _) in waits.items()):
                 table = "\n".join(
-                    f"  rank {r} [{self._doing[r] or '-'}] waits {what}" for r, (_, what) in waits.items()
+                    f"  rank {r} [{self._doing[r] or '-'}] waits {what()}" for r, (_, what) in waits.items()
                 )
                 self._deadlock = f"deadlock:\n{table}"
                 self._changed.notify_all()
@@ -194,8 +197,11 @@ class ThreadGroup(Group):
 
     def finish(self, key: tuple[str, int], call: _Collective, take: Callable[[Tensor], object]) -> None:
         me = self.ranks[self.rank]
-        missing = [self.ranks[r] for r in range(self.size) if r not in call.tensors]
-        what = f"for {call.operation} {key[1]} of {self.name}, not there: ranks {missing}"
+
+        def what() -> str:
+            missing = [self.ranks[r] for r in range(self.size) if r not in call.tensors]
+            return f"for {call.operation} {key[1]} of {self.name}, not there: ranks {missing}"
+
         self._world.wait(me, lambda: call.result is not None, what)
         assert call.result is not None
         with torch.no_grad():
@@ -233,15 +239,18 @@ class ThreadLinks(Links):
     def send(self, destination: int, header: Header, tensor: Tensor) -> None:
         self._world.enter(self._rank)
         queue = self._queue(self._rank, destination)
-        what = f"for a free slot to rank {destination} to send {header}"
-        self._world.wait(self._rank, lambda: len(queue) < self._world.slots, what)
+        self._world.wait(
+            self._rank,
+            lambda: len(queue) < self._world.slots,
+            lambda: f"for a free slot to rank {destination} to send {header}",
+        )
         message = (header, tensor.detach().clone())
         self._world.change(lambda: queue.append(message))
 
     def receive(self, source: int, expected: Header) -> Tensor:
         self._world.enter(self._rank)
         queue = self._queue(source, self._rank)
-        self._world.wait(self._rank, lambda: bool(queue), f"for rank {source} to send {expected}")
+        self._world.wait(self._rank, lambda: bool(queue), lambda: f"for rank {source} to send {expected}")
         header, tensor = self._world.change(queue.popleft)
         verify(source, header, expected)
         return tensor

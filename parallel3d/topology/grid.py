@@ -44,7 +44,10 @@ class Grid:
 
     @staticmethod
     def straight(*, tp_size: int, pp_size: int, dp_size: int, order: Order = "pp_dp_tp") -> Grid:
-        """Every stage with `dp_size` replicas. pp_dp_tp: rank = (pp * dp_size + dp) * tp_size + tp (HLAT, section II-B)."""
+        """Every stage with `dp_size` replicas.
+
+        pp_dp_tp: rank = (pp * dp_size + dp) * tp_size + tp (HLAT, section II-B).
+        """
         return Grid.of_replicas([dp_size] * pp_size, tp_size=tp_size, order=order)
 
     @staticmethod

@@ -34,7 +34,7 @@ class RankRun:
     """(parameter, first local element, values) of the last step's gradient sums, as far as owned."""
     initial: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    evaluation: float = 0.0
+    evaluation: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class LayoutRun:
     gradients: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
-    evaluation: float
+    evaluation: float | None
 
 
 def run_rank(rank: RankRuntime, num_steps: int) -> RankRun:

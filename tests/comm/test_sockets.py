@@ -273,9 +273,7 @@ def test_a_peer_that_closes_is_named(connect):
         one.send(to, *message())
     assert two.receive(0, message()[0]).sum() == 0
     one.close()
-    with pytest.raises(
-        EpochEnded, match="rank 1 waited for .* micro-batch 1.*link with rank 0 broke: closed"
-    ):
+    with pytest.raises(EpochEnded, match="rank 1 waited for .* micro-batch 1.*link with rank 0 broke: closed"):
         two.receive(0, message(1)[0])
     two.send(2, *message(5))  # other links go on
     assert three.receive(1, message(5)[0]).sum() == 30
@@ -315,7 +313,9 @@ def test_nobody_answers_at_all(connect):
 
 def test_close_sends_what_is_in_the_slots(connect):
     one, two = connect(2, slots=3)
-    sent = [message(number, torch.full((2 * MIB,), float(number))) for number in range(3)]
+    one.send(1, *message(9))
+    two.receive(0, message(9)[0])  # connected: what follows is under way when the sockets are about to be closed
+    sent = [message(number, torch.full((8 * MIB,), float(number))) for number in range(3)]
     for each in sent:
         one.send(1, *each)
     one.close()

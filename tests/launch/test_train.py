@@ -166,7 +166,7 @@ MISTAKES = {
     "an unknown field": (["model.hiden_size=64"], "Did you mean model.hidden_size?"),
     "heads that do not divide": (["parallel.tp_size=3"], "parallel.tp_size"),
     "too few micro-batches": (["batch.global_batch_size=1"], "micro"),
-    "a missing text": (["data.sources=[\"/nowhere/text.txt\"]"], "/nowhere/text.txt"),
+    "a missing text": (['data.sources=["/nowhere/text.txt"]'], "/nowhere/text.txt"),
     "a world that does not fit": (["parallel.stage_replicas=[1,2,3]", "parallel.dp_size=null"], "stage_replicas"),
     "sequences that do not divide": (
         ["parallel.tp_size=2", "parallel.sequence_parallel=true", "batch.sequence_length=31"],

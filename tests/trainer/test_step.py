@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 
 import cells
 import numpy as np
@@ -105,6 +106,25 @@ def test_any_split_of_the_batch_reads_the_same_tokens(dp, micro, pp):
     one = run(body)
     sections = dict(parallel=dict(dp_size=dp, pp_size=pp), batch=dict(micro_batch_size=micro))
     assert digest(run(body, **sections)) == digest(one)
+
+
+@pytest.mark.parametrize("layout", [dict(pp_size=2, dp_size=2), dict(tp_size=2, pp_size=2, sequence_parallel=True)])
+def test_lengths_that_change_from_step_to_step(layout):
+    """Messages carry their shapes, lanes read just what a step trains on: as on one process."""
+
+    def body(rank, lanes):
+        plain = rank.train_batch
+        rank.train_batch = lambda iteration: replace(plain(iteration), sequence_length=(16, 4, 10)[iteration - 1])
+        state, losses = TrainState.start(rank.layout.num_slots), []
+        for _ in range(3):
+            state, report = train_step(rank, state)
+            losses.append(report.entry.loss)
+        return losses, state.tokens_read, state.cursors
+
+    losses, tokens, cursors = run(body)[0]
+    assert tokens == 8 * (16 + 4 + 10)
+    for other in run(body, parallel=layout):
+        assert other[0] == pytest.approx(losses, rel=1e-11) and other[1:] == (tokens, cursors)
 
 
 def test_death_of_a_rank_ends_the_epoch_for_all_others():

@@ -1,0 +1,101 @@
+"""Matrix products: the same as torch's, whichever kernel computes them."""
+
+import pytest
+import torch
+
+from parallel3d.layers import gemm
+from parallel3d.layers.gemm import add_matmul, matmul
+
+# fp32 sums of 300 products of normal numbers: errors of some sqrt(300) x 2**-24 x 17, in another order on each kernel.
+TOLERANCE = dict(rtol=1e-5, atol=1e-4)
+SMALL, LARGE, TALL, ODD = (8, 16, 8), (64, 300, 96), (96, 300, 64), (67, 301, 93)
+
+
+def numbers(seed, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def factors(size, transposed_a, transposed_b, dtype=torch.float32):
+    m, k, n = size
+    a = numbers(1, k, m, dtype=dtype).t() if transposed_a else numbers(1, m, k, dtype=dtype)
+    b = numbers(2, n, k, dtype=dtype).t() if transposed_b else numbers(2, k, n, dtype=dtype)
+    return a, b
+
+
+@pytest.fixture
+def onednn_calls(monkeypatch):
+    """How often the module has chosen oneDNN (True) and how often torch's own product."""
+    calls = []
+    choose = gemm._fits_onednn
+    monkeypatch.setattr(gemm, "_fits_onednn", lambda a, b: calls.append(choose(a, b)) or calls[-1])
+    return calls
+
+
+@pytest.mark.parametrize("transposed_a", [False, True])
+@pytest.mark.parametrize("transposed_b", [False, True])
+@pytest.mark.parametrize("size", [SMALL, LARGE, TALL, ODD], ids=str)
+def test_matmul_of_views(size, transposed_a, transposed_b, onednn_calls):
+    a, b = factors(size, transposed_a, transposed_b)
+    product = matmul(a, b)
+    assert product.shape == (size[0], size[2]) and product.dtype is torch.float32
+    torch.testing.assert_close(product.double(), a.double() @ b.double(), **TOLERANCE)
+    assert onednn_calls == [size != SMALL]
+
+
+@pytest.mark.parametrize("transposed_a", [False, True])
+@pytest.mark.parametrize("transposed_b", [False, True])
+@pytest.mark.parametrize("size", [SMALL, LARGE, TALL, ODD], ids=str)
+def test_add_matmul_adds(size, transposed_a, transposed_b):
+    a, b = factors(size, transposed_a, transposed_b)
+    total = numbers(3, size[0], size[2])
+    expected = total.double() + a.double() @ b.double()
+    place = total.data_ptr()
+    add_matmul(total, a, b)
+    assert total.data_ptr() == place
+    torch.testing.assert_close(total.double(), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE, TALL], ids=str)
+def test_add_matmul_into_a_view_of_a_buffer(size):
+    """A main gradient is a part of a flat bucket; its neighbours stay as they are."""
+    m, _, n = size
+    bucket = torch.zeros(m * n + 20)
+    a, b = factors(size, True, False)
+    add_matmul(bucket[10:-10].view(m, n), a, b)
+    torch.testing.assert_close(bucket[10:-10].view(m, n).double(), a.double() @ b.double(), **TOLERANCE)
+    assert not bucket[:10].any() and not bucket[-10:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_formats_go_torchs_way(dtype, onednn_calls):
+    a, b = factors(LARGE, False, True, dtype)
+    assert torch.equal(matmul(a, b), a @ b)
+    total = numbers(3, LARGE[0], LARGE[2], dtype=dtype)
+    expected = torch.addmm(total, a, b)
+    add_matmul(total, a, b)
+    assert torch.equal(total, expected)
+    assert onednn_calls and not any(onednn_calls)
+
+
+def test_bf16_products_are_added_up_in_fp32():
+    a, b = factors(LARGE, True, False, torch.bfloat16)
+    total = torch.full((LARGE[0], LARGE[2]), 1000.0)
+    add_matmul(total, a, b)
+    assert total.dtype is torch.float32
+    assert torch.equal(total, 1000.0 + (a @ b).float())
+
+
+@pytest.mark.parametrize("size", [(0, 16, 8), (4, 16, 0), (0, 0, 0)], ids=str)
+def test_empty_products(size):
+    """A rank whose part of the vocabulary is padding has a product without columns."""
+    a, b = factors(size, False, True)
+    assert matmul(a, b).shape == (size[0], size[2])
+    add_matmul(torch.zeros(size[0], size[2]), a, b)
+
+
+def test_a_product_over_nothing_is_zero():
+    a, b = factors((4, 0, 6), False, False)
+    assert torch.equal(matmul(a, b), torch.zeros(4, 6))
+    total = torch.ones(4, 6)
+    add_matmul(total, a, b)
+    assert torch.equal(total, torch.ones(4, 6))

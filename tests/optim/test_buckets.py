@@ -1,0 +1,115 @@
+"""Buckets: every parameter in one place, like with like, ranges that are equal and aligned."""
+
+from math import prod
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.optim.buckets import ALIGNMENT, BucketKey, plan_buckets
+from parallel3d.sharding import ParamSharding
+
+
+@st.composite
+def models(draw):
+    """Shardings in forward order, of every kind that layers declare."""
+    shardings = []
+    for number in range(draw(st.integers(1, 25))):
+        kind = draw(st.sampled_from(["column", "row", "norm", "bias", "vocabulary"]))
+        width = draw(st.integers(1, 40))
+        shape, dim = {
+            "column": ((8 * width, 16), 0),
+            "row": ((16, 8 * width), 1),
+            "norm": ((width,), None),
+            "bias": ((8 * width,), 0),
+            "vocabulary": ((width, 16), 0),
+        }[kind]
+        shardings.append(
+            ParamSharding(
+                name=f"{number}.{kind}",
+                shape=shape,
+                dim=dim,
+                padded=kind == "vocabulary",
+                partial_grad=kind == "norm" and draw(st.booleans()),
+                is_norm_or_bias=kind in ("norm", "bias"),
+            )
+        )
+    return shardings
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "tp_size": st.sampled_from([1, 2, 4, 8]),
+        "num_ranges": st.integers(1, 6),
+        "bucket_elements": st.sampled_from([1, 100, 2000, 10**9]),
+        "decay_norms_and_biases": st.booleans(),
+    }
+)
+
+
+@given(models(), SETTINGS)
+def test_every_parameter_has_one_place_and_no_two_share_an_element(shardings, settings):
+    plans = plan_buckets(shardings, **settings)
+    by_name = {sharding.name: sharding for sharding in shardings}
+    names = [place.name for plan in plans for place in plan.places]
+    assert sorted(names) == sorted(by_name)
+    for plan in plans:
+        end = 0
+        for place in plan.places:
+            assert place.offset == end and place.shape == by_name[place.name].local_shape(settings["tp_size"])
+            assert place.length == prod(place.shape)
+            end += place.length
+        assert end <= plan.length < end + settings["num_ranges"] * ALIGNMENT
+
+
+@given(models(), SETTINGS)
+def test_a_bucket_holds_only_what_is_treated_alike(shardings, settings):
+    by_name = {sharding.name: sharding for sharding in shardings}
+    for plan in plan_buckets(shardings, **settings):
+        for sharding in (by_name[place.name] for place in plan.places):
+            assert plan.key == BucketKey(
+                decay=settings["decay_norms_and_biases"] or not sharding.is_norm_or_bias,
+                tp_replicated=sharding.dim is None,
+                partial_grad=sharding.partial_grad,
+            )
+
+
+@given(models(), SETTINGS)
+def test_ranges_are_equal_aligned_and_cover_the_bucket(shardings, settings):
+    num_ranges = settings["num_ranges"]
+    for plan in plan_buckets(shardings, **settings):
+        ranges = [plan.range_of(number, num_ranges) for number in range(num_ranges)]
+        assert [index for each in ranges for index in each] == list(range(plan.length))
+        assert {len(each) for each in ranges} == {plan.length // num_ranges}
+        assert all(each.start % ALIGNMENT == 0 for each in ranges)
+
+
+@given(models(), SETTINGS)
+def test_buckets_fill_up_in_backward_order(shardings, settings):
+    """A bucket is closed by the parameter that reaches the wanted size; only the last of a kind stays smaller."""
+    order = {sharding.name: number for number, sharding in enumerate(reversed(shardings))}
+    plans = plan_buckets(shardings, **settings)
+    for plan in plans:
+        numbers = [order[place.name] for place in plan.places]
+        assert numbers == sorted(numbers)
+        before_last = sum(place.length for place in plan.places[:-1])
+        assert before_last < settings["bucket_elements"] or before_last == 0
+    full = [p for p in plans if sum(place.length for place in p.places) >= settings["bucket_elements"]]
+    assert list(plans[: len(full)]) == full
+    assert [order[p.places[-1].name] for p in full] == sorted(order[p.places[-1].name] for p in full)
+    rest = plans[len(full) :]
+    assert len({plan.key for plan in rest}) == len(rest)
+
+
+def test_an_example():
+    shardings = [
+        ParamSharding(name="embedding", shape=(101, 4), dim=0, padded=True),
+        ParamSharding(name="norm", shape=(4,), is_norm_or_bias=True),
+        ParamSharding(name="up", shape=(32, 4), dim=0),
+        ParamSharding(name="down", shape=(4, 32), dim=1),
+    ]
+    settings = dict(tp_size=2, num_ranges=2, bucket_elements=128, decay_norms_and_biases=False)
+    plans = plan_buckets(shardings, **settings)
+    assert [[place.name for place in plan.places] for plan in plans] == [["down", "up"], ["embedding"], ["norm"]]
+    assert [plan.length for plan in plans] == [128, 256, 128]
+    assert [plan.key.decay for plan in plans] == [True, True, False]
+    assert plans[0].places[1].offset == 64 and plans[0].range_of(1, 2) == range(64, 128)
