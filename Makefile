@@ -6,7 +6,7 @@ VENV := .venv
 train: $(VENV)/.ok
 	$(VENV)/bin/python launch/train.py --config configs/quickstart.json
 
-test: $(VENV)/.ok
+test: lint
 	$(VENV)/bin/python -m pytest
 
 lint: $(VENV)/.ok

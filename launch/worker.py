@@ -26,7 +26,7 @@ from parallel3d.elastic.store import ControlStore
 from parallel3d.errors import ConfigError, Problem, ProtocolError
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, build_rank, plan_batch
 from parallel3d.trainer.entry import TrainState
-from parallel3d.trainer.loop import Trainer, describe_start
+from parallel3d.trainer.loop import Trainer, describe_layout, describe_start
 
 EPOCH = 0  # membership epochs begin here
 MODELS = {"llama": make_llama_stage}
@@ -179,7 +179,7 @@ def describe_run(rank: RankRuntime, corpus: Corpus) -> dict[str, Any]:
     return {
         "unigram_entropy": corpus.unigram_entropy,
         "world": len(rank.grid.ranks),
-        "layout": f"{rank.grid.pp_size} stages x {list(map(len, rank.grid.replicas))} replicas x tp {rank.grid.tp_size}",
+        "layout": describe_layout(rank.grid),
         "state_bytes": rank.optimizer.state_bytes(),
         "parameters": num_parameters(config.model),
         "planned_bubble": rank.train_plan.bubble,

@@ -6,12 +6,11 @@ query heads (GQA, Ainslie et al. 2023) each rank holds whole groups.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import HeadLayout, RotaryTable, split_and_rotate
 from parallel3d.sharding import Chunk
 
@@ -26,32 +25,26 @@ class CausalSelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
-        tp: TensorParallel,
         init_std: float,
         output_init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
         head_size = hidden_size // num_heads
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
-            num_query_heads=num_heads // tp.group.size,
-            num_kv_heads=num_kv_heads // tp.group.size,
+            num_query_heads=num_heads // on.tp.group.size,
+            num_kv_heads=num_kv_heads // on.tp.group.size,
             head_size=head_size,
         )
         chunks = (Chunk(name="q", size=hidden_size), Chunk(name="k", size=kv_size), Chunk(name="v", size=kv_size))
-        self.qkv = ColumnParallelLinear(
-            f"{name}.qkv.weight", hidden_size, chunks, tp=tp, init_std=init_std, dtype=dtype, device=device
-        )
+        self.qkv = ColumnParallelLinear(f"{name}.qkv.weight", hidden_size, chunks, init_std=init_std, on=on)
         self.output = RowParallelLinear(
             f"{name}.output.weight",
             hidden_size,
             hidden_size,
-            tp=tp,
             init_std=output_init_std,
-            dtype=dtype,
-            device=device,
+            on=on,
         )
 
     def forward(self, x: Tensor, table: RotaryTable, batch_size: int) -> Tensor:

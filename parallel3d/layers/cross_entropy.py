@@ -18,6 +18,7 @@ from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.embedding import vocab_range
 from parallel3d.layers.gemm import add_matmul, matmul
 from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.layers.placement import Placement
 from parallel3d.sharding import ParamSharding
 
 CHUNK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a last-level cache
@@ -77,18 +78,15 @@ class LinearCrossEntropy(nn.Module):
         vocab_size: int,
         hidden_size: int,
         *,
-        tp: TensorParallel,
         init_std: float,
-        sensitive: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
-        self.tp = tp
-        self.sensitive = sensitive
+        self.tp = on.tp
+        self.sensitive = on.policy.sensitive
         sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
-        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
-        self.first, self.num_valid = vocab_range(sharding, tp)
+        self.weight = on.parameter(sharding)
+        self.first, self.num_valid = vocab_range(sharding, on.tp)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return _LinearCrossEntropy.apply(

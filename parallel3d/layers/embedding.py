@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel, leave_region
 from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.layers.placement import Placement
 from parallel3d.sharding import ParamSharding
 
 
@@ -47,16 +47,14 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: int,
         hidden_size: int,
         *,
-        tp: TensorParallel,
         init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
-        self.tp = tp
+        self.tp = on.tp
         sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
-        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
-        self.first, self.num_valid = vocab_range(sharding, tp)
+        self.weight = on.parameter(sharding)
+        self.first, self.num_valid = vocab_range(sharding, on.tp)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return leave_region(_LookUp.apply(self.weight, tokens, self.first, self.num_valid), self.tp)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel, leave_region
 from parallel3d.layers.gemm import matmul
 from parallel3d.layers.parameter import ShardedParameter, add_matrix_grad
+from parallel3d.layers.placement import Placement
 from parallel3d.sharding import Chunk, ParamSharding
 
 
@@ -65,16 +65,14 @@ class ColumnParallelLinear(nn.Module):
         in_features: int,
         chunks: tuple[Chunk, ...],
         *,
-        tp: TensorParallel,
         init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
-        self.tp = tp
+        self.tp = on.tp
         shape = (sum(chunk.size for chunk in chunks), in_features)
         sharding = ParamSharding(name=name, shape=shape, dim=0, chunks=chunks, init_std=init_std)
-        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
+        self.weight = on.parameter(sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         return _ColumnParallel.apply(x, self.weight, self.tp)
@@ -89,15 +87,13 @@ class RowParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        tp: TensorParallel,
         init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
-        self.tp = tp
+        self.tp = on.tp
         sharding = ParamSharding(name=name, shape=(out_features, in_features), dim=1, init_std=init_std)
-        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
+        self.weight = on.parameter(sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         return leave_region(_Linear.apply(x, self.weight), self.tp)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.layers.placement import Placement
 from parallel3d.sharding import ParamSharding
 
 
@@ -50,18 +50,15 @@ class RMSNorm(nn.Module):
         hidden_size: int,
         *,
         eps: float,
-        tp: TensorParallel,
-        sensitive: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
         self.eps = eps
-        self.sensitive = sensitive
+        self.sensitive = on.policy.sensitive
         sharding = ParamSharding(
-            name=name, shape=(hidden_size,), partial_grad=tp.cuts_tokens, init_std=None, is_norm_or_bias=True
+            name=name, shape=(hidden_size,), partial_grad=on.tp.cuts_tokens, init_std=None, is_norm_or_bias=True
         )
-        self.weight = ShardedParameter(sharding, tp_size=tp.group.size, dtype=dtype, device=device)
+        self.weight = on.parameter(sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         return _RmsNorm.apply(x, self.weight, self.eps, self.sensitive)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import silu
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.placement import Placement
 from parallel3d.sharding import Chunk
 
 
@@ -47,25 +47,19 @@ class SwiGLU(nn.Module):
         *,
         hidden_size: int,
         intermediate_size: int,
-        tp: TensorParallel,
         init_std: float,
         output_init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        on: Placement,
     ):
         super().__init__()
         chunks = (Chunk(name="gate", size=intermediate_size), Chunk(name="up", size=intermediate_size))
-        self.gate_up = ColumnParallelLinear(
-            f"{name}.gate_up.weight", hidden_size, chunks, tp=tp, init_std=init_std, dtype=dtype, device=device
-        )
+        self.gate_up = ColumnParallelLinear(f"{name}.gate_up.weight", hidden_size, chunks, init_std=init_std, on=on)
         self.down = RowParallelLinear(
             f"{name}.down.weight",
             intermediate_size,
             hidden_size,
-            tp=tp,
             init_std=output_init_std,
-            dtype=dtype,
-            device=device,
+            on=on,
         )
 
     def forward(self, x: Tensor) -> Tensor:

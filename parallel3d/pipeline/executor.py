@@ -1,8 +1,8 @@
 """The one interpreter that runs a replica's instruction list.
 
 It holds what an iteration needs between instructions: tokens that were loaded or received, inputs and outputs of the
-micro-batches that were forwarded and not yet backwarded, gradients on their way. All of it is scratch: an iteration that
-ends early leaves nothing behind but main gradients, which the next one clears.
+micro-batches that were forwarded and not yet backwarded, gradients on their way. All of it is scratch: an iteration
+that ends early leaves nothing behind but main gradients, which the next one clears.
 """
 
 from __future__ import annotations

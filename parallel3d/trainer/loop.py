@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from parallel3d.config.derived import flops_per_token, tokens_per_step
+from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime
 from parallel3d.trainer.entry import TrainState
 from parallel3d.trainer.step import StepReport, evaluate, train_step
@@ -120,14 +121,18 @@ class Trainer:
 
 def describe_start(rank: RankRuntime) -> str:
     """One paragraph for a person: the layout, the stages' layers, the planned bubble."""
-    grid = rank.grid
-    counts = "/".join(str(len(ids)) for ids in grid.replicas)
-    plan = rank.train_plan
     return (
-        f"{len(grid.ranks)} ranks: {grid.pp_size} stages x {counts} replicas x tp {grid.tp_size}; "
+        f"{len(rank.grid.ranks)} ranks: {describe_layout(rank.grid)}; "
         f"{rank.config.parallel.schedule}, {rank.config.batch.num_micro_batches} micro-batches, "
-        f"planned bubble {plan.bubble:.1%}; zero stage {rank.config.parallel.zero_stage}"
+        f"planned bubble {rank.train_plan.bubble:.1%}; zero stage {rank.config.parallel.zero_stage}"
     )
+
+
+def describe_layout(grid: Grid) -> str:
+    """For example "2 stages x 2 replicas x tp 4", or "2 stages x 2/1 replicas x tp 1"."""
+    counts = sorted({len(ids) for ids in grid.replicas})
+    replicas = str(counts[0]) if len(counts) == 1 else "/".join(str(len(ids)) for ids in grid.replicas)
+    return f"{grid.pp_size} stages x {replicas} replicas x tp {grid.tp_size}"
 
 
 def _json_number(value: float) -> float | None:

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.layers import cross_entropy as module
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
+from parallel3d.layers.placement import Placement
+from parallel3d.precision.policy import Policy
 from parallel3d.testing.threads import run_threads
 
 VOCAB, HIDDEN, TOKENS = 50257, 8, 24
@@ -40,9 +42,9 @@ def reference(**sizes):
 
 def make_layer(tp, weight, dtype=torch.float64, sensitive=None):
     vocab, hidden_size = weight.shape
-    layer = LinearCrossEntropy(
-        "head", vocab, hidden_size, tp=tp, init_std=0.02, sensitive=sensitive or dtype, dtype=dtype
-    )
+    wide = torch.promote_types(dtype, torch.float32)
+    policy = Policy(name="test", compute=dtype, grad=wide, state=wide, sensitive=sensitive or dtype)
+    layer = LinearCrossEntropy("head", vocab, hidden_size, init_std=0.02, on=Placement(tp=tp, policy=policy))
     layer.weight.data.fill_(float("nan"))  # what stands in the padding must not matter
     layer.weight.data[: layer.num_valid] = weight[layer.first : layer.first + layer.num_valid].to(dtype)
     return layer

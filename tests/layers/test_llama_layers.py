@@ -10,6 +10,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.layers.placement import Placement
 from parallel3d.precision.policy import POLICIES
 from parallel3d.testing.threads import run_threads
 
@@ -30,15 +31,18 @@ def model_config(**changes):
 
 
 def build(config, tp, policy="fp64"):
-    stage = LlamaStage(
-        config, range(config.num_hidden_layers), num_positions=SEQ, tp=tp, policy=POLICIES[policy], device="cpu"
-    )
+    on = Placement(tp=tp, policy=POLICIES[policy])
+    stage = LlamaStage(config, range(config.num_hidden_layers), num_positions=SEQ, on=on)
     for p in parameters_of(stage):
         value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)
         if p.sharding.is_norm_or_bias:
             value += 0.1 * torch.arange(value.numel()) / value.numel()
         p.data.copy_(value)
     return stage
+
+
+def solo(policy, device="cpu"):
+    return Placement(tp=solo_region(), policy=POLICIES[policy], device=device)
 
 
 def micro_batch(**changes):
@@ -192,7 +196,7 @@ def test_initial_std_of_the_last_layer(scaling, factor):
     config = model_config(
         hidden_size=768, intermediate_size=652, num_hidden_layers=12, initializer_depth_scaling=scaling
     )
-    stage = LlamaStage(config, range(11, 12), num_positions=SEQ, tp=solo_region(), policy=POLICIES["fp32"])
+    stage = LlamaStage(config, range(11, 12), num_positions=SEQ, on=solo("fp32"))
     down: ShardedParameter = stage.layers[0].mlp.down.weight
     value = initial_value(down.sharding, seed=1, tp_rank=0, tp_size=1)
     assert value.std().item() == pytest.approx(0.2 * factor, rel=0.02)
@@ -203,10 +207,7 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
     config = model_config()
     inputs, targets = tokens(config.vocab_size)
     full = build(config, solo_region())
-    parts = [
-        LlamaStage(config, r, num_positions=SEQ, tp=solo_region(), policy=POLICIES["fp64"])
-        for r in (range(0, 1), range(1, 2))
-    ]
+    parts = [LlamaStage(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
     values = {p.sharding.name: p.data for p in parameters_of(full)}
     for part in parts:
         for p in parameters_of(part):
@@ -236,7 +237,7 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
 def test_parameter_counts_of_hlat(sizes, count):
     config = ModelConfig(**{"vocab_size": 32000, "num_key_value_heads": 32, **sizes})
     layers = range(config.num_hidden_layers)
-    stage = LlamaStage(config, layers, num_positions=8, tp=solo_region(), policy=POLICIES["bf16"], device="meta")
+    stage = LlamaStage(config, layers, num_positions=8, on=solo("bf16", "meta"))
     assert sum(p.numel() for p in stage.parameters()) == count
 
 
