@@ -1,15 +1,19 @@
-"""One place that turns sizes into a run: in threads here, on real gloo processes when started as a script.
+"""The table of runs that must equal one process, and what runs them: threads here, gloo processes as a script.
 
-`python cells.py FOLDER` runs every cell of PROCESS_CELLS, one after the other, each rank a process of its own, and
-leaves what the ranks bring home in FOLDER/<cell>/<rank>.pt. One script for all cells: torch is imported once.
+`python cells.py FOLDER` runs every gloo cell, one after the other, each rank a process of its own, and leaves what the
+ranks bring home in FOLDER/<cell>/<rank>.pt. One script for all cells: torch is imported once.
 """
 
 from __future__ import annotations
 
 import pydoc_data.topics
 import sys
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
+from math import prod
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -105,64 +109,165 @@ def run_cell_in_threads(*, steps: int = 3, slots: int = 3, **changes) -> LayoutR
     return run_in_threads(grid, partial(build, config, grid), steps, slots=slots)
 
 
-PROCESS_CELLS: dict[str, dict] = {
-    "tp2": dict(parallel=dict(tp_size=2)),
-    "tp2-sp": dict(parallel=dict(tp_size=2, sequence_parallel=True)),
-    "tp4-sp-gqa": dict(parallel=dict(tp_size=4, sequence_parallel=True), model=dict(num_key_value_heads=4)),
-    "pp2": dict(parallel=dict(pp_size=2)),
-    "pp4-gpipe": dict(parallel=dict(pp_size=4, schedule="gpipe")),
-    "dp2": dict(parallel=dict(dp_size=2)),
-    "dp4-zero0": dict(parallel=dict(dp_size=4, zero_stage=0)),
-    "pp2-dp2": dict(parallel=dict(pp_size=2, dp_size=2)),
-    "tp2-dp2-sp": dict(parallel=dict(tp_size=2, dp_size=2, sequence_parallel=True)),
-    "tp2-pp2-dropout": dict(parallel=dict(tp_size=2, pp_size=2), model=dict(hidden_dropout=0.2)),
-    "stages-2-1": dict(parallel=dict(pp_size=2, stage_replicas=[2, 1])),
-    "tp2-pp2-dp2-sp": dict(parallel=dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True, order="dp_pp_tp")),
-    "fp32-tp2-pp2-dp2": dict(
-        parallel=dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True), precision=dict(policy="fp32")
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run to be compared with one process: what it changes, on which transport, and how near it must come."""
+
+    name: str
+    transport: Literal["threads", "gloo"] = "threads"
+    changes: dict[str, dict] = field(default_factory=dict)
+    steps: int = 3
+    loss_tolerance: float | None = None
+
+    @property
+    def policy(self) -> str:
+        return self.changes.get("precision", {}).get("policy", "fp64")
+
+    @property
+    def reference(self) -> Cell:
+        """The same run on one rank, micro-batches of one sequence."""
+        changes = {section: values for section, values in self.changes.items() if section not in ("parallel", "batch")}
+        return replace(self, name=f"reference of {self.name}", transport="threads", changes=changes)
+
+    @property
+    def config(self) -> Config:
+        return make_config(**self.changes)
+
+
+SIZES = [sizes for sizes in product((1, 2, 4), repeat=3) if prod(sizes) <= 8]
+# Each pair of values of two switches stands in some row; the rows rotate over the layouts, three for each.
+SWITCHES = [
+    dict(schedule="1f1b", zero_stage=1, sequence_parallel=True, kv=4),
+    dict(schedule="gpipe", zero_stage=0, sequence_parallel=True, kv=2),
+    dict(schedule="1f1b", zero_stage=0, sequence_parallel=False, kv=2),
+    dict(schedule="gpipe", zero_stage=1, sequence_parallel=False, kv=4),
+    dict(schedule="1f1b", zero_stage=1, sequence_parallel=True, kv=2),
+]
+
+
+def layout_cell(number: int, row: int) -> Cell:
+    tp, pp, dp = SIZES[number]
+    switches = dict(SWITCHES[(row * 2 + number) % len(SWITCHES)])
+    kv = max(switches.pop("kv"), tp)
+    sp = "-sp" if switches["sequence_parallel"] else ""
+    return Cell(
+        name=f"tp{tp}-pp{pp}-dp{dp}{sp}-{switches['schedule']}-zero{switches['zero_stage']}-kv{kv}-row{row}",
+        changes=dict(parallel=dict(tp_size=tp, pp_size=pp, dp_size=dp, **switches), model=dict(num_key_value_heads=kv)),
+    )
+
+
+def cell(
+    name: str, *, policy: str = "fp64", drop: float = 0.0, micro: int = 1, transport="threads", **parallel
+) -> Cell:
+    changes = dict(
+        parallel=parallel,
+        model=dict(hidden_dropout=drop),
+        precision=dict(policy=policy),
+        batch=dict(micro_batch_size=micro),
+    )
+    return Cell(name=name, transport=transport, changes=changes)
+
+
+CUBE = dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)
+CELLS: list[Cell] = [
+    *(layout_cell(number, row) for number in range(len(SIZES)) for row in range(3)),
+    *(
+        cell(
+            f"stages-{'-'.join(map(str, counts))}-tp{tp}-{rule}",
+            **dict(tp_size=tp, pp_size=len(counts), schedule=rule, stage_replicas=list(counts)),
+        )
+        for counts, tp in [((2, 1), 1), ((1, 2), 1), ((2, 1), 2), ((3, 1, 2), 1), ((1, 3, 2, 1), 1)]
+        for rule in ("1f1b", "gpipe")
     ),
-    "bf16-tp2-dp2-sp": dict(parallel=dict(tp_size=2, dp_size=2, sequence_parallel=True), precision=dict(policy="bf16")),
-    "fifty-steps": dict(
-        parallel=dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),
-        precision=dict(policy="fp32"),
-        optimizer=dict(learning_rate=3e-3, max_grad_norm=1.0),
-        run=dict(num_steps=50),
+    *(cell(f"order-{order}", order=order, **CUBE) for order in ("pp_dp_tp", "dp_pp_tp")),
+    *(
+        cell(
+            f"dropout-tp{tp}-pp{pp}-dp{dp}-micro{micro}{'-sp' * sp}",
+            drop=0.2,
+            micro=micro,
+            tp_size=tp,
+            pp_size=pp,
+            dp_size=dp,
+            sequence_parallel=sp,
+        )
+        for tp, pp, dp, micro in [(2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 4), (4, 2, 1, 2)]
+        for sp in (False, True)
     ),
-}
+    *(
+        cell(
+            f"{policy}-tp{tp}-pp{pp}-dp{dp}",
+            policy=policy,
+            tp_size=tp,
+            pp_size=pp,
+            dp_size=dp,
+            sequence_parallel=tp > 1,
+        )
+        for policy in ("fp32", "bf16")
+        for tp, pp, dp in [(1, 1, 4), (2, 2, 2), (1, 4, 2), (4, 1, 1)]
+    ),
+    cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
+    cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
+    cell("gloo-tp2", transport="gloo", tp_size=2),
+    cell("gloo-tp2-sp", transport="gloo", tp_size=2, sequence_parallel=True),
+    cell("gloo-tp4-sp", transport="gloo", tp_size=4, sequence_parallel=True),
+    cell("gloo-pp2", transport="gloo", pp_size=2),
+    cell("gloo-pp4-gpipe", transport="gloo", pp_size=4, schedule="gpipe"),
+    cell("gloo-dp2", transport="gloo", dp_size=2),
+    cell("gloo-dp4-zero0", transport="gloo", dp_size=4, zero_stage=0),
+    cell("gloo-pp2-dp2", transport="gloo", pp_size=2, dp_size=2),
+    cell("gloo-tp2-dp2-sp", transport="gloo", tp_size=2, dp_size=2, sequence_parallel=True),
+    cell("gloo-tp2-pp2-dropout", transport="gloo", drop=0.2, tp_size=2, pp_size=2),
+    cell("gloo-stages-2-1", transport="gloo", pp_size=2, stage_replicas=[2, 1]),
+    cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),
+    cell("gloo-cube-fp32", transport="gloo", policy="fp32", **CUBE),
+    cell("gloo-tp2-dp2-bf16", transport="gloo", policy="bf16", tp_size=2, dp_size=2, sequence_parallel=True),
+    Cell(
+        name="gloo-cube-fifty-steps",
+        transport="gloo",
+        steps=50,
+        loss_tolerance=1e-4,
+        changes=dict(
+            parallel=CUBE,
+            precision=dict(policy="fp32"),
+            optimizer=dict(learning_rate=3e-3, max_grad_norm=1.0),
+            run=dict(num_steps=50),
+        ),
+    ),
+]
 
 
-def cell_steps(name: str) -> int:
-    return PROCESS_CELLS[name].get("run", {}).get("num_steps", 3)
+def run_cell(cell: Cell) -> LayoutRun:
+    """A cell of threads, here and now."""
+    return run_cell_in_threads(steps=cell.steps, **cell.changes)
 
 
-def load_process_cell(folder: Path, name: str) -> LayoutRun:
+def load_gloo_cell(folder: Path, cell: Cell) -> LayoutRun:
     """What `python cells.py` left of a cell."""
-    grid = build_grid(make_config(**PROCESS_CELLS[name]))
-    return assemble([torch.load(folder / name / f"{rank}.pt", weights_only=False) for rank in grid.ranks])
+    ranks = build_grid(cell.config).ranks
+    return assemble([torch.load(folder / cell.name / f"{rank}.pt", weights_only=False) for rank in ranks])
 
 
-def run_cell_on_processes(folder: Path, name: str) -> int:
+def run_cell_on_processes(folder: Path, cell: Cell) -> int:
     """Runs one cell with a gloo process for each rank; returns the run's exit code."""
-    config = make_config(**PROCESS_CELLS[name])
+    config, directory = cell.config, folder / cell.name
     grid = build_grid(config)
 
     def work(context: WorkerContext) -> int:
         torch.set_num_threads(1)
         runtime = build(config, grid, context.rank, meet(config, context, context.control.token))
-        torch.save(run_rank(runtime, cell_steps(name)), folder / name / f"{context.rank}.pt")
+        torch.save(run_rank(runtime, cell.steps), directory / f"{context.rank}.pt")
         runtime.close()
         return 0
 
-    directory = folder / name
-    report = partial(RunFolder, directory, config="{}", environment={})
     return run_workers(
         work,
         world_size=len(grid.ranks),
         logs=directory / "logs",
-        open_report=lambda: RunReport(report(), title=name),
+        open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title=cell.name),
         preload=("torch",),
     )
 
 
 if __name__ == "__main__":
-    sys.exit(max(run_cell_on_processes(Path(sys.argv[1]), name) for name in PROCESS_CELLS))
+    gloo_cells = [cell for cell in CELLS if cell.transport == "gloo"]
+    sys.exit(max(run_cell_on_processes(Path(sys.argv[1]), cell) for cell in gloo_cells))

@@ -1,10 +1,41 @@
 """Fixtures of the trainer's tests."""
 
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import cells
 import pytest
-from cells import run_cell_in_threads
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def run_layout():
     """run_layout(steps=3, slots=3, **sections) -> LayoutRun in threads."""
-    return run_cell_in_threads
+    return cells.run_cell_in_threads
+
+
+@pytest.fixture(scope="session")
+def gloo_folder(tmp_path_factory):
+    """What all gloo cells brought home; they run once."""
+    folder = tmp_path_factory.mktemp("cells")
+    done = subprocess.run(
+        [sys.executable, cells.__file__, str(folder)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """reference(cell): the same run on one rank, run once for all cells that share it."""
+    known = cache(lambda key, steps: cells.run_cell_in_threads(steps=steps, **json.loads(key)))
+    return lambda cell: known(json.dumps(cell.reference.changes, sort_keys=True), cell.steps)
