@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from plain_llama import plain_loss
 
 from models.llama import LlamaStage
 from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
@@ -55,38 +55,6 @@ def tokens(vocab):
     return drawn[:, 0].contiguous(), drawn[:, 1].contiguous()
 
 
-def plain_loss(config, weights, inputs, targets):
-    """The same model written with nothing but torch's functions, weights by their global names."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    size = config.hidden_size // heads
-    x = F.embedding(inputs.view(BATCH, SEQ), weights["embedding.weight"])
-    inverse = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angles = torch.outer(torch.arange(SEQ, dtype=torch.float64), inverse)
-    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
-
-    def rotate(t):
-        a, b = t.chunk(2, -1)
-        return t * cos + torch.cat([-b, a], -1) * sin
-
-    def norm(t, w):
-        return F.rms_norm(t, (config.hidden_size,), w, config.rms_norm_eps)
-
-    for i in range(config.num_hidden_layers):
-        w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
-        qkv = norm(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T
-        q, k, v = qkv.split([heads * size, kv_heads * size, kv_heads * size], -1)
-        q = rotate(q.view(BATCH, SEQ, heads, size).transpose(1, 2))
-        k = rotate(k.view(BATCH, SEQ, kv_heads, size).transpose(1, 2)).repeat_interleave(heads // kv_heads, 1)
-        v = v.view(BATCH, SEQ, kv_heads, size).transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
-        mask = torch.ones(SEQ, SEQ).tril().log().to(q.dtype)
-        mixed = ((q @ k.transpose(-1, -2)) * size**-0.5 + mask).softmax(-1) @ v
-        x = x + mixed.transpose(1, 2).flatten(2) @ w["attention.output.weight"].T
-        gate, up = (norm(x, w["mlp_norm.weight"]) @ w["mlp.gate_up.weight"].T).chunk(2, -1)
-        x = x + (F.silu(gate) * up) @ w["mlp.down.weight"].T
-    logits = norm(x, weights["final_norm.weight"]) @ weights["head.weight"].T
-    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-
-
 def run_stage(config, tp, batch, policy="fp64"):
     """Loss, {name: gradient} of this rank, with the sums over the group that the optimizer does elsewhere."""
     stage = build(config, tp, policy)
@@ -124,7 +92,7 @@ def test_one_rank_equals_plain_torch(kv_heads):
     loss, grads = run_stage(config, solo_region(), micro_batch())
     stage = build(config, solo_region())
     weights = {p.sharding.name: p.detach().clone().requires_grad_() for p in parameters_of(stage)}
-    expected = plain_loss(config, weights, *tokens(config.vocab_size))
+    expected = plain_loss(config, weights, *(ids.view(BATCH, SEQ) for ids in tokens(config.vocab_size)))
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     for name, (_, grad) in grads.items():
