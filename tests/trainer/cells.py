@@ -33,10 +33,11 @@ from parallel3d.trainer.verify import LayoutRun, assemble, run_in_threads, run_r
 
 
 class Texts:
-    """Documents in memory: the interpreter's own help topics, about 80 of them."""
+    """Documents in memory: the lines of the interpreter's own help topics, short enough for lanes to cross many."""
 
     def __init__(self) -> None:
-        self.texts = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+        topics = (pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+        self.texts = [line.strip() for topic in topics for line in topic.splitlines() if line.strip()][:2000]
 
     def __len__(self) -> int:
         return len(self.texts)
