@@ -20,11 +20,11 @@ from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan  # noqa: E402
-from parallel3d.pipeline.partition import model_costs, stage_costs  # noqa: E402
+from parallel3d.pipeline.partition import stage_costs  # noqa: E402
 from parallel3d.pipeline.planner import Plan  # noqa: E402
 from parallel3d.pipeline.timeline import draw_png, draw_text  # noqa: E402
 from parallel3d.precision.policy import POLICIES  # noqa: E402
-from parallel3d.trainer.build import build_grid, plan_schedule, split_layers  # noqa: E402
+from parallel3d.trainer.build import build_grid, costs_of, plan_schedule, split_layers  # noqa: E402
 
 MAX_ROUTES = 16
 
@@ -82,17 +82,10 @@ def describe_grid(config: Config) -> Iterator[str]:
 def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, report: CheckReport) -> Iterator[str]:
     """One line a stage: layers, cost in layers, most micro-batches held, most bytes held."""
     model = config.model
-    costs = model_costs(
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=num_key_value_heads(model),
-        vocab_size=model.vocab_size,
-        sequence_length=config.batch.sequence_length,
-    )
-    costs_of = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
+    costs = costs_of(config)
+    by_stage = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
     yield "stage  replicas  layers            cost (layers)  in flight  peak activations and messages, per rank"
-    for stage, (layers, cost) in enumerate(zip(partition, costs_of)):
+    for stage, (layers, cost) in enumerate(zip(partition, by_stage)):
         mine = [replica for replica in plan.lists if replica[0] == stage]
         held = max(report.peak_in_flight[replica] for replica in mine)
         num_bytes = max(report.peak_bytes[replica] for replica in mine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +112,7 @@ def meet(config: Config, context: WorkerContext, token: AbortToken) -> Transport
     """Process groups over the control channel's store, and sockets between pipeline stages."""
     control = context.control
     store = ControlStore(control, token)
-    host = "127.0.0.1" if context.local_world_size == context.world_size else socket.gethostbyname(context.host)
-    listener = open_listener(host)
+    listener = open_listener(context.address)
     control.set(f"epoch{EPOCH}/links/{context.rank}", json.dumps(listener.getsockname()).encode())
 
     def address_of(rank: int) -> Address:
@@ -131,6 +129,7 @@ def meet(config: Config, context: WorkerContext, token: AbortToken) -> Transport
             store=store,
             token=token,
             timeout_s=config.run.timeout_s,
+            address=context.address,
         )
 
     links = SocketLinks(

@@ -26,16 +26,29 @@ _LINGER_S = 5.0
 
 
 class GlooGroup(Group):
-    """Ranks of several processes over TCP. `store` must be fresh for this name (epochs are part of the name)."""
+    """Ranks of several processes over TCP. `store` must be fresh for this name (epochs are part of the name).
+
+    `address` is this host's as the other ranks reach it: gloo's own guess, the host's name, is often a loopback one."""
 
     def __init__(
-        self, *, name: str, rank: int, ranks: tuple[int, ...], store: dist.Store, token: AbortToken, timeout_s: float
+        self,
+        *,
+        name: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        store: dist.Store,
+        token: AbortToken,
+        timeout_s: float,
+        address: str = "127.0.0.1",
     ):
         super().__init__(name=name, rank=rank, ranks=ranks)
         self._token = token
         self._timeout_s = timeout_s
-        limit = timedelta(seconds=timeout_s)
-        self._pg: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), limit)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._pg = gloo(dist.PrefixStore(name, store), rank, len(ranks), options)
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
         return self._wrap(self._pg.allreduce([tensor]), (tensor,))

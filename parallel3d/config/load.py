@@ -68,7 +68,7 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
     model["num_key_value_heads"] = derived.num_key_value_heads(config.model)
     if parallel["stage_replicas"] is None:
         parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
-    schedule["decay_steps"] = schedule["decay_steps"] or run["num_steps"]
+    schedule["decay_steps"] = schedule["decay_steps"] or max(run["num_steps"], schedule["warmup_steps"])
     run["directory"] = _expand(run["directory"] or f"runs/{Path(config_path).stem}")
     data["cache_directory"] = _expand(data["cache_directory"] or CACHE_DIRECTORY)
     data["sources"] = [_expand(source) for source in data["sources"]]
@@ -381,13 +381,13 @@ def _check_batch(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 def _check_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
     schedule = config.schedule
-    end = schedule.decay_steps or config.run.num_steps
-    if schedule.kind != "constant" and schedule.warmup_steps > end:
+    end = schedule.decay_steps  # a short trial run may end within its warmup: that is a warning
+    if schedule.kind != "constant" and end is not None and schedule.warmup_steps > end:
         yield Problem(
             field="schedule.warmup_steps",
             value=schedule.warmup_steps,
-            rule=f"is longer than the schedule, which ends at update {end} (schedule.decay_steps or run.num_steps)",
-            fix=f"Take at most {end}, or set schedule.decay_steps",
+            rule=f"is longer than the schedule, which ends at schedule.decay_steps = {end}",
+            fix=f"Take at most {end}, or raise schedule.decay_steps",
         )
 
 
@@ -439,7 +439,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_stage_replicas, _LAYOUT),
     (_check_world, _LAYOUT),
     (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
-    (_check_warmup, ("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps", "run.num_steps")),
+    (_check_warmup, ("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps")),
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (_check_sources, ("data.sources",)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),

@@ -141,7 +141,7 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after the warmup."""
     warmup_steps: NonNegativeInt = 0
-    """Updates of linear warmup from 0; at most decay_steps."""
+    """Updates of linear warmup from 0; at most decay_steps, where that is given."""
     decay_steps: PositiveInt | None = None
     """Update at which the decay ends, counted from the run's start, warmup included. Null: run.num_steps."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

@@ -41,6 +41,12 @@ class Finder:
         assert self._env is not None
         return self._env.master_addr, self._env.master_port
 
+    def host_address(self) -> str:
+        """This host's address as the workers of all hosts reach it: the loopback one where there is only one host."""
+        if self._env is None or self._env.local_world_size == self._env.world_size:
+            return "127.0.0.1"
+        return _reachable_host(self._env)
+
     def tell(self, address: Address) -> None:
         """Lets the guardian know where its worker has reached the coordinator."""
         os.write(self._writing_end, "{} {}\n".format(*address).encode())

@@ -50,6 +50,9 @@ class WorkerContext:
     local_rank: int
     local_world_size: int
     host: str
+    """The host's name."""
+    address: str
+    """The host's address as the other workers reach it."""
     control: Control
 
 
@@ -116,6 +119,7 @@ def _live(place: WorkerPlace, worker_main: WorkerMain, finder: Finder, limits: L
         local_rank=place.local_rank,
         local_world_size=place.local_world_size,
         host=host,
+        address=finder.host_address(),
         control=control,
     )
     exit_code = _run(place.log, worker_main, context)

@@ -11,15 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel
-from parallel3d.layers.embedding import vocab_range
+from parallel3d.layers.embedding import VocabParallel
 from parallel3d.layers.gemm import add_matmul, matmul
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import Placement
-from parallel3d.sharding import ParamSharding
 
 CHUNK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a last-level cache
 
@@ -66,27 +65,15 @@ class _LinearCrossEntropy(Function):
         return hidden_grad, None, None, None, None, None, None, None
 
 
-class LinearCrossEntropy(nn.Module):
+class LinearCrossEntropy(VocabParallel):
     """(tokens_local, hidden), targets (tokens,) -> sum of the token losses, float64 scalar.
 
     Its gradient counts as that of the plain sum: call backward() on the loss itself, unscaled.
     """
 
-    def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        init_std: float,
-        on: Placement,
-    ):
-        super().__init__()
-        self.tp = on.tp
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, init_std: float, on: Placement):
+        super().__init__(name, vocab_size, hidden_size, init_std=init_std, on=on)
         self.sensitive = on.policy.sensitive
-        sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
-        self.weight = on.parameter(sharding)
-        self.first, self.num_valid = vocab_range(sharding, on.tp)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return _LinearCrossEntropy.apply(

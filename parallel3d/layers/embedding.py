@@ -38,8 +38,8 @@ class _LookUp(Function):
         return None, None, None, None
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Token ids (tokens,) int64 -> (tokens_local, hidden)."""
+class VocabParallel(nn.Module):
+    """Holds this rank's rows of a (vocab, hidden) weight: token ids `first` to `first + num_valid - 1`."""
 
     def __init__(
         self,
@@ -55,6 +55,10 @@ class VocabParallelEmbedding(nn.Module):
         sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
         self.weight = on.parameter(sharding)
         self.first, self.num_valid = vocab_range(sharding, on.tp)
+
+
+class VocabParallelEmbedding(VocabParallel):
+    """Token ids (tokens,) int64 -> (tokens_local, hidden)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return leave_region(_LookUp.apply(self.weight, tokens, self.first, self.num_valid), self.tp)

@@ -22,7 +22,7 @@ from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.optim.zero1 import AdamWSettings, ShardedOptimizer
 from parallel3d.pipeline.executor import Executor, Observer
-from parallel3d.pipeline.partition import model_costs, partition_by_hand, partition_layers
+from parallel3d.pipeline.partition import ModelCosts, model_costs, partition_by_hand, partition_layers
 from parallel3d.pipeline.planner import Plan, PlanRequest, Rule, plan_pipeline
 from parallel3d.precision.policy import POLICIES
 from parallel3d.ramps import Ramp
@@ -114,17 +114,21 @@ def split_layers(config: Config) -> tuple[range, ...]:
     """The layers of each stage: by hand, or balanced by cost with the embedding and the head weighed in."""
     if config.parallel.layers_per_stage is not None:
         return partition_by_hand(config.parallel.layers_per_stage)
+    costs = costs_of(config)
+    layers = [costs.layer] * config.model.num_hidden_layers
+    return partition_layers(layers, config.parallel.pp_size, costs.embedding, costs.head)
+
+
+def costs_of(config: Config) -> ModelCosts:
+    """What a token costs in the model's parts, for the cut and for whoever explains it."""
     model = config.model
-    costs = model_costs(
+    return model_costs(
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=num_key_value_heads(model),
         vocab_size=model.vocab_size,
         sequence_length=config.batch.sequence_length,
-    )
-    return partition_layers(
-        [costs.layer] * model.num_hidden_layers, config.parallel.pp_size, costs.embedding, costs.head
     )
 
 

@@ -149,7 +149,6 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["batch.micro_batch_size=16"], {"batch.global_batch_size"}),
         (["parallel.dp_size=5"], {"batch.num_micro_batches"}),
         (["parallel.pp_size=2", "parallel.stage_replicas=[1,5]"], {"batch.num_micro_batches"}),
-        (["schedule.warmup_steps=11"], {"schedule.warmup_steps"}),
         (["schedule.warmup_steps=6", "schedule.decay_steps=5"], {"schedule.warmup_steps"}),
         (["data.tokenizer.vocab_size=65"], {"data.tokenizer.vocab_size"}),
         (['data.sources=["nowhere.txt"]'], {"data.sources.0"}),
