@@ -1,5 +1,8 @@
-"""Common ground of all tests: one torch thread for each rank."""
+"""Common ground of all tests: one torch thread for each rank, property tests that are the same in every run."""
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("steady", deadline=None, derandomize=True)  # a busy machine is no failure
+settings.load_profile("steady")

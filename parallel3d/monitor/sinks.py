@@ -2,7 +2,7 @@
 
 A record is a dict with "kind" (or "event"):
 
-    step        step, tokens, loss, grad_norm, learning_rate, tokens_per_s, step_s, ...   a line of metrics.jsonl
+    step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   a line of metrics.jsonl
     evaluation  step, loss        total       num_steps: the length of the bar
     notice      text              summary     the run's figures, once, at its end
 """

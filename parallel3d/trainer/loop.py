@@ -92,7 +92,7 @@ class Trainer:
                 "tokens": self.state.tokens_trained,
                 "loss": _json_number(entry.loss),
                 "grad_norm": _json_number(entry.grad_norm) if entry.finite else None,
-                "learning_rate": report.learning_rate,
+                "lr": report.learning_rate,
                 "tokens_per_s": entry.num_target_tokens / report.step_s,
                 "step_s": report.step_s,
                 "idle_share": 1.0 - report.busy_s / report.step_s,
