@@ -104,11 +104,6 @@ class Grid:
         """The ranks that hold the same parameters: one of each replica of the stage, in replica order."""
         return tuple(self.stages[stage][d][tp] for d in sorted(self.stages[stage]))
 
-    def first_last_ranks(self, tp: int) -> tuple[int, ...]:
-        """The union of the first and the last stage's replicas at one tp position: who shares a tied embedding."""
-        both = self.dp_ranks(0, tp) + (self.dp_ranks(self.pp_size - 1, tp) if self.pp_size > 1 else ())
-        return tuple(both)
-
     def groups(self) -> dict[str, list[tuple[int, ...]]]:
         """The rank lists of every group by kind: tp, dp, and the one group of all ("world")."""
         return {

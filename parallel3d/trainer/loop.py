@@ -1,6 +1,7 @@
 """The trainer: a small state machine around the step.
 
-    STEP --every evaluate_every--> EVALUATE --> STEP ... --last step, or a request to stop--> EVALUATE --> STOP
+    STEP --every evaluate_every--> EVALUATE --> STEP ... --last step--> EVALUATE --> STOP
+    STEP --a request to stop--> STOP
 
 It talks through `publish`: records, one a step from the leader, for whoever writes files and draws bars.
 """

@@ -76,18 +76,12 @@ def test_two_by_two_by_two():
     }
     pipes = [tuple(grid.rank_of(Coordinates(pp=p, dp=d, tp=t)) for p in (0, 1)) for d in (0, 1) for t in (0, 1)]
     assert pipes == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert [grid.first_last_ranks(tp) for tp in (0, 1)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-
-
-def test_one_stage_is_both_first_and_last():
-    assert Grid.straight(tp_size=2, pp_size=1, dp_size=2).first_last_ranks(1) == (1, 3)
 
 
 def test_uneven_stages():
     grid = Grid.of_replicas([1, 3, 2], tp_size=2)
     assert grid.groups()["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
     assert grid.dp_ranks(0, 1) == (1,) and grid.dp_ranks(1, 1) == (3, 5, 7) and grid.dp_ranks(2, 0) == (8, 10)
-    assert grid.first_last_ranks(0) == (0, 8, 10)
 
 
 @given(GRIDS)
