@@ -11,6 +11,9 @@ from dataclasses import dataclass
 EXIT_WORKER_LOST = 3
 """A run's exit code when a worker is gone and training can't go on without it."""
 
+EXIT_COORDINATOR_LOST = 4
+"""A run's exit code when its coordinator is gone and nobody may take over."""
+
 
 class Parallel3dError(Exception):
     """Root of this project's exceptions."""
@@ -64,3 +67,7 @@ class EpochEnded(Parallel3dError):
 
 class ProtocolError(Parallel3dError):
     """A message that is not the one the schedule promised."""
+
+
+class RunEnded(Parallel3dError):
+    """The coordinator has ended the run; the message says why."""

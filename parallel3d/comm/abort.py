@@ -22,6 +22,8 @@ class AbortToken:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.reason = ""
+        self.note_wait: Callable[[bool], None] = lambda is_waiting: None
+        """Told when a wait for a peer begins and ends: a rank that waits for others is not stuck itself."""
 
     @property
     def aborted(self) -> bool:

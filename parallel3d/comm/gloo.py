@@ -1,28 +1,33 @@
 """A group over gloo, built directly from a store: no process-wide registry, so that a new membership epoch is a new set
 of objects and nothing else.
 
-Waits poll: gloo's collectives keep running after a timed-out `wait`, so each wait looks at the abort token every
-POLL_S. A connection error means that a peer is gone; who it was is known to the coordinator a moment later, so the
-wait lingers for the token's better reason before it raises its own.
+A wait sleeps until gloo's future calls back or the abort token does. gloo has no abort of its own: `abandon` lets a
+receive that nobody will answer time out after 1 ms, upon which gloo fails every pair of the group and closes its
+sockets, here and, by the closed sockets, at the peers. `drain` then waits until all that was under way has failed, so
+that nothing late is written into tensors that the next epoch uses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.abort import POLL_S, AbortToken
+from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.group import Group, Work
-from parallel3d.errors import EpochEnded
+from parallel3d.errors import EpochEnded, ProtocolError
 
-_POLL = timedelta(seconds=POLL_S)
-_LINGER_S = 5.0
+_LINGER_S = 0.25  # for the coordinator's word on why a connection broke
+_DRAIN_S = 10.0
+_UNUSED_TAG = 0x7FFF
 
 
 class GlooGroup(Group):
@@ -42,64 +47,137 @@ class GlooGroup(Group):
         address: str = "127.0.0.1",
     ):
         super().__init__(name=name, rank=rank, ranks=ranks)
-        self._token = token
-        self._timeout_s = timeout_s
+        self.token = token
+        self.timeout_s = timeout_s
+        self._running: set[_GlooWork] = set()
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
-        self._pg = gloo(dist.PrefixStore(name, store), rank, len(ranks), options)
+        self._pg: Any = _build(lambda: gloo(dist.PrefixStore(name, store), rank, len(ranks), options), name, self)
+        token.on_abort(self._wake_all)
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
-        return self._wrap(self._pg.allreduce([tensor]), (tensor,))
+        return self._track(self._pg.allreduce([tensor]), (tensor,))
 
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._wrap(self._pg._reduce_scatter_base(output, tensor), (output, tensor))
+        """gloo has no reduce-scatter: torch's own is an all-reduce of a copy, this one an all-reduce in place."""
+
+        def take_own_part() -> None:
+            output.copy_(tensor.view(-1)[self.rank * output.numel() :][: output.numel()].view_as(output))
+
+        return self._track(self._pg.allreduce([tensor]), (tensor,), then=take_own_part)
 
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._wrap(self._pg._allgather_base(output, tensor), (output, tensor))
+        return self._track(self._pg._allgather_base(output, tensor), (output, tensor))
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._wrap(self._pg.allreduce([tensor], options), (tensor,)).wait()  # bounded: polls the token
+        self._track(self._pg.allreduce([tensor], options), (tensor,)).wait()  # bounded: by token and timeout
         return tensor
 
+    def abandon(self) -> None:
+        threading.Thread(target=_fail_all_pairs, args=(self._pg,), daemon=True, name=f"abandon-{self.name}").start()
+
+    def drain(self) -> None:
+        deadline = time.monotonic() + _DRAIN_S
+        for work in list(self._running):
+            if not work.finished.wait(max(0.0, deadline - time.monotonic())):
+                raise ProtocolError(f"group {self.name}: an abandoned collective is still under way")
+
     def close(self) -> None:
-        del self._pg
+        """gloo takes some 10 ms a peer to close: another thread waits for it."""
+        self.token.forget(self._wake_all)
+        pg, self._pg = self._pg, None
+        threading.Thread(target=_drop, args=([pg],), daemon=True, name=f"close-{self.name}").start()
 
-    def _wrap(self, work: dist.Work, tensors: tuple[Tensor, ...]) -> Work:
-        return _GlooWork(work, tensors, self.name, self._token, self._timeout_s)
+    def _track(
+        self, work: dist.Work, tensors: tuple[Tensor, ...], *, then: Callable[[], None] | None = None
+    ) -> Work:
+        return _GlooWork(work, tensors, self, then or _nothing)
+
+    def _wake_all(self) -> None:
+        for work in list(self._running):
+            work.woken.set()
 
 
-@dataclass
 class _GlooWork:
-    """Keeps the tensors alive until gloo is done with them."""
+    """Keeps the tensors alive until gloo is done with them; `then` runs once it is waited for."""
 
-    work: dist.Work
-    tensors: tuple[Tensor, ...]
-    group: str
-    token: AbortToken
-    timeout_s: float
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], group: GlooGroup, then: Callable[[], None]):
+        self.woken = threading.Event()
+        self.finished = threading.Event()
+        self._work = work
+        self._tensors = tensors
+        self._group = group
+        self._then = then
+        group._running.add(self)
+        work.get_future().add_done_callback(self._finish)
 
     def wait(self) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                self.work.wait(_POLL)
-                return
-            except RuntimeError as error:
-                self.token.check()
-                if self.work.is_completed():
-                    self._finish(error)
-                    return
-                if time.monotonic() > deadline:
-                    raise EpochEnded(f"group {self.group}: no answer from a peer in {self.timeout_s:.0f} s") from None
-
-    def _finish(self, error: RuntimeError) -> None:
-        """The work ended between the poll and the check, well or badly: wait once more to learn which."""
-        with contextlib.suppress(RuntimeError):
-            self.work.wait(_POLL)
+        group = self._group
+        group.token.check()
+        group.token.note_wait(True)
+        try:
+            if not self.woken.wait(group.timeout_s):
+                raise EpochEnded(f"group {group.name}: no answer from a peer in {group.timeout_s:.0f} s")
+        finally:
+            group.token.note_wait(False)
+        group.token.check()
+        try:
+            self._work.wait()  # bounded: it has finished, well or badly
+        except RuntimeError as error:
+            reason = f"group {group.name}: {str(error).splitlines()[0]}"
+        else:
+            self._then()
+            self._then = _nothing
             return
-        self.token.sleep(_LINGER_S)
-        raise EpochEnded(f"group {self.group}: {str(error).splitlines()[0]}")
+        group.token.sleep(_LINGER_S)
+        raise EpochEnded(reason)
+
+    def _finish(self, future: object) -> None:
+        """Runs in gloo's thread."""
+        self._group._running.discard(self)
+        self.finished.set()
+        self.woken.set()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _build(make: Callable[[], Any], name: str, group: GlooGroup) -> Any:
+    """Connects on another thread, which is left to itself when the epoch ends: a peer that died while gloo waits for
+    its connection is noticed by gloo's own timeout alone."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=f"build-{name}").start()
+    over = threading.Event()
+    result.add_done_callback(lambda _: over.set())
+    group.token.on_abort(over.set)
+    try:
+        if not over.wait(group.timeout_s):
+            raise EpochEnded(f"group {name}: could not be built in {group.timeout_s:.0f} s")
+        group.token.check()
+        return result.result(timeout=0)
+    except RuntimeError as error:
+        group.token.sleep(_LINGER_S)
+        raise EpochEnded(f"group {name}: {str(error).splitlines()[0]}") from None
+    finally:
+        group.token.forget(over.set)
+
+
+def _fail_all_pairs(pg: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        pg.recv_anysource([torch.zeros(1)], _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def _drop(held: list[Any]) -> None:
+    held.clear()

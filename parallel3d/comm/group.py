@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from parallel3d.errors import ProtocolError
+
 
 class Work(Protocol):
     """A collective under way. `wait` blocks until its tensors are final."""
@@ -34,7 +36,7 @@ class Group(ABC):
 
     @abstractmethod
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` (n,) becomes this rank's n-element part of the sum of `tensor` (size * n,)."""
+        """`output` (n,) becomes this rank's n-element part of the sum of `tensor` (size * n,), which is used up."""
 
     @abstractmethod
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
@@ -56,6 +58,12 @@ class Group(ABC):
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """The elementwise largest over the group, in place; blocking."""
 
+    def abandon(self) -> None:  # noqa: B027 - nothing is under way by default
+        """Begins to end whatever is under way, without waiting: the membership epoch is over."""
+
+    def drain(self) -> None:  # noqa: B027
+        """Waits until nothing of an abandoned group writes into anybody's tensors any more."""
+
     def close(self) -> None:  # noqa: B027 - nothing to close is a fine default
         """Gives the group's resources back. The group must not be used again."""
 
@@ -65,6 +73,25 @@ class DoneWork:
 
     def wait(self) -> None:
         return None
+
+
+class AbsentGroup(Group):
+    """The place in a group between two membership epochs: it has a rank and a size, and every call is a defect."""
+
+    def all_reduce_async(self, tensor: Tensor) -> Work:
+        raise self._defect()
+
+    def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
+        raise self._defect()
+
+    def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
+        raise self._defect()
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        raise self._defect()
+
+    def _defect(self) -> ProtocolError:
+        return ProtocolError(f"group {self.name} is used outside of a membership epoch")
 
 
 class SoloGroup(Group):

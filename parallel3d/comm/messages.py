@@ -1,6 +1,7 @@
-"""What travels between pipeline stages: a header that the receiver verifies, and one tensor.
+"""What travels between two ranks: a header that the receiver verifies, and one tensor.
 
-`Links` is what the pipeline asks of a transport: sends go into a stated number of slots for each ordered pair of ranks
+Pipeline stages send each other activations and gradients, replicas of a stage reduced gradients and optimizer state.
+`Links` is what they ask of a transport: sends go into a stated number of slots for each ordered pair of ranks
 and do not wait for the receiver; receives come in the order of the sends. Implementations: sockets (comm/sockets.py)
 and threads of one process (testing/threads.py).
 """
@@ -25,6 +26,8 @@ class Kind(IntEnum):
     ACTIVATION = 1
     GRADIENT = 2
     TARGETS = 3
+    REDUCED = 4  # a bucket's reduced gradients, for its backup
+    STATE = 5  # a piece of optimizer state that changes its holder
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -78,8 +81,11 @@ class Links(ABC):
     """Point-to-point messages of one rank in one membership epoch."""
 
     @abstractmethod
-    def send(self, destination: int, header: Header, tensor: Tensor) -> None:
-        """Hands the tensor over, which must not change afterwards; waits only while all slots to it are taken."""
+    def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
+        """Hands the tensor over, which must not change afterwards; waits only while all slots to it are taken.
+
+        `bounded` False waits for nothing: for a number of messages that the two sides have agreed on.
+        """
 
     @abstractmethod
     def receive(self, source: int, expected: Header) -> Tensor:

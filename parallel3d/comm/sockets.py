@@ -21,7 +21,7 @@ from parallel3d.comm.messages import HEADER_BYTES, Header, Links, verify
 from parallel3d.errors import EpochEnded, ProtocolError
 
 _HELLO = struct.Struct("<II")  # epoch, source rank
-_LINGER_S = 5.0
+_LINGER_S = 0.25  # for the coordinator's word on why a link broke
 Address = tuple[str, int]
 
 
@@ -62,14 +62,14 @@ class SocketLinks(Links):
         token.on_abort(self._end)
         self._start(self._accept)
 
-    def send(self, destination: int, header: Header, tensor: Tensor) -> None:
+    def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
         tensor = tensor.contiguous()
         with self._changed:
             if destination not in self._outbox:
                 self._outbox[destination] = deque()
                 self._senders.append(self._start(self._write_to, destination))
             queue = self._outbox[destination]
-            self._await(lambda: len(queue) < self._slots, destination, f"to send {header}")
+            self._await(lambda: len(queue) < self._slots or not bounded, destination, f"to send {header}")
             queue.append((header, tensor))
             self._changed.notify_all()
 
@@ -93,6 +93,15 @@ class SocketLinks(Links):
 
     def _await(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Waits, with the lock held, until ready; raises EpochEnded on abort, a broken link or silence."""
+        if ready() and not self._token.aborted:
+            return
+        self._token.note_wait(True)
+        try:
+            self._wait_for_peer(ready, peer, what)
+        finally:
+            self._token.note_wait(False)
+
+    def _wait_for_peer(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         self._changed.wait_for(lambda: ready() or self._token.aborted or peer in self._broken, timeout=self._timeout_s)
         if ready():
             return

@@ -20,9 +20,12 @@ from torch.autograd import Function
 from parallel3d.comm.group import DoneWork, Group, SoloGroup, Work
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TensorParallel:
-    """The group that shares one replica's layers, and whether tokens are cut over it between the layers."""
+    """The group that shares one replica's layers, and whether tokens are cut over it between the layers.
+
+    Layers keep the region for their life; each membership epoch puts its own group into it.
+    """
 
     group: Group
     sequence_parallel: bool = False

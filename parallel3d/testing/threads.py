@@ -40,18 +40,25 @@ class ThreadWorld:
     def __init__(self, num_ranks: int, *, slots: int = 3):
         self.num_ranks = num_ranks
         self.slots = slots
+        self.survives = False
+        """A death (RankDied) is not everybody's failure: who watches over the world (a coordinator) has been told."""
         self.tokens = [AbortToken() for _ in range(num_ranks)]
         self._changed = threading.Condition()
         self._alive = set(range(num_ranks))
-        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
+        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str], AbortToken]] = {}
         self._deadlock: str | None = None
         self._calls = [0] * num_ranks
         self._deaths: dict[int, int] = {}
         self._collectives: dict[tuple[str, int], _Collective] = {}
-        self._mail: dict[tuple[int, int], deque[tuple[Header, Tensor]]] = {}
+        self._mail: dict[tuple[int, int, int], deque[tuple[Header, Tensor]]] = {}
         self._doing = ["" for _ in range(num_ranks)]
         for token in self.tokens:
             token.on_abort(self._wake)
+
+    def begin_epoch(self, rank: int, token: AbortToken) -> None:
+        """From now on the rank waits with this epoch's token."""
+        self.tokens[rank] = token
+        token.on_abort(self._wake)
 
     def make_group(self, rank: int) -> Callable[[str, tuple[int, ...]], Group]:
         """The factory that `build_groups` asks for."""
@@ -63,8 +70,8 @@ class ThreadWorld:
 
         return make
 
-    def links(self, rank: int) -> ThreadLinks:
-        return ThreadLinks(self, rank)
+    def links(self, rank: int, epoch: int = 0) -> ThreadLinks:
+        return ThreadLinks(self, rank, epoch)
 
     def die_at(self, rank: int, call: int) -> None:
         """Makes `rank` die at its `call`-th communication call (1-based)."""
@@ -83,14 +90,16 @@ class ThreadWorld:
             raise RankDied(f"rank {rank} dies at its call {self._calls[rank]}")
         self.tokens[rank].check()
 
-    def wait(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Blocks `rank` until `ready()`, its token is aborted, or nobody can move any more.
+    def wait(
+        self, rank: int, ready: Callable[[], bool], what: Callable[[], str], *, token: AbortToken | None = None
+    ) -> None:
+        """Blocks `rank` until `ready()`, its token (the rank's, if none is given) is aborted, or nobody can move.
 
         `what()` says what for, and is asked when the table of a deadlock is made.
         """
-        token = self.tokens[rank]
+        token = token or self.tokens[rank]
         with self._changed:
-            self._waiting[rank] = (ready, what)
+            self._waiting[rank] = (ready, what, token)
             try:
                 self._detect_deadlock()
                 while not ready() and not token.aborted and self._deadlock is None:
@@ -111,7 +120,7 @@ class ThreadWorld:
 
     def end(self, rank: int, error: BaseException | None) -> None:
         """A rank's thread is over; its failure is everybody's, and known before the rank counts as gone."""
-        if error is not None:
+        if error is not None and not (self.survives and isinstance(error, RankDied)):
             for token in self.tokens:
                 token.abort(f"rank {rank}: {error}")
         with self._changed:
@@ -122,9 +131,9 @@ class ThreadWorld:
     def _detect_deadlock(self) -> None:
         if self._alive and self._alive <= set(self._waiting) and self._deadlock is None:
             waits = {rank: self._waiting[rank] for rank in sorted(self._alive)}
-            if not any(ready() or self.tokens[rank].aborted for rank, (ready, _) in waits.items()):
+            if not any(ready() or token.aborted for ready, _, token in waits.values()):
                 table = "\n".join(
-                    f"  rank {r} [{self._doing[r] or '-'}] waits {what()}" for r, (_, what) in waits.items()
+                    f"  rank {r} [{self._doing[r] or '-'}] waits {what()}" for r, (_, what, _) in waits.items()
                 )
                 self._deadlock = f"deadlock:\n{table}"
                 self._changed.notify_all()
@@ -232,16 +241,17 @@ class _ThreadWork:
 class ThreadLinks(Links):
     """Messages between threads, with the same slots as the sockets have on the sender's side."""
 
-    def __init__(self, world: ThreadWorld, rank: int):
+    def __init__(self, world: ThreadWorld, rank: int, epoch: int):
         self._world = world
         self._rank = rank
+        self._epoch = epoch
 
-    def send(self, destination: int, header: Header, tensor: Tensor) -> None:
+    def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
         self._world.enter(self._rank)
         queue = self._queue(self._rank, destination)
         self._world.wait(
             self._rank,
-            lambda: len(queue) < self._world.slots,
+            lambda: len(queue) < self._world.slots or not bounded,
             lambda: f"for a free slot to rank {destination} to send {header}",
         )
         message = (header, tensor.detach().clone())
@@ -259,13 +269,13 @@ class ThreadLinks(Links):
         return None
 
     def _queue(self, source: int, destination: int) -> deque[tuple[Header, Tensor]]:
-        return self._world.change(lambda: self._world._mail.setdefault((source, destination), deque()))
+        return self._world.change(lambda: self._world._mail.setdefault((self._epoch, source, destination), deque()))
 
 
 def run_threads(
     num_ranks: int, function: Callable[[int, ThreadWorld], T], *, world: ThreadWorld | None = None
 ) -> list[T]:
-    """The results of `function(rank, world)` by rank; the first real error of any rank is raised."""
+    """The results of `function(rank, world)` by rank, None for the dead; the first real error of any rank is raised."""
     world = world or ThreadWorld(num_ranks)
     results: list[T | None] = [None] * num_ranks
     errors: list[tuple[int, BaseException]] = []
@@ -276,7 +286,8 @@ def run_threads(
             results[rank] = function(rank, world)
         except BaseException as raised:  # noqa: BLE001 - carried to the caller below
             error = raised
-            errors.append((rank, raised))
+            if not (world.survives and isinstance(raised, RankDied)):
+                errors.append((rank, raised))
         world.end(rank, error)
 
     threads = [

@@ -13,6 +13,10 @@ from parallel3d.topology.grid import Grid
 
 
 class Closable(Protocol):
+    def abandon(self) -> None: ...
+
+    def drain(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -27,6 +31,15 @@ class Groups(Generic[G]):
     tp: G
     dp: G
     world: G
+
+    def abandon(self) -> None:
+        """Begins to end whatever is under way in any of them; `drain` waits for that."""
+        for group in (self.tp, self.dp, self.world):
+            group.abandon()
+
+    def drain(self) -> None:
+        for group in (self.tp, self.dp, self.world):
+            group.drain()
 
     def close(self) -> None:
         for group in (self.tp, self.dp, self.world):
