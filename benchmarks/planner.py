@@ -1,4 +1,4 @@
-"""How long a plan takes: 64 replicas x 16 stages, whole and with one replica missing. `python benchmarks/planner.py`"""
+"""How long a plan takes: whole grids, and the choice after losses. `python benchmarks/planner.py`"""
 
 from __future__ import annotations
 
@@ -9,30 +9,42 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.pipeline.planner import PlanRequest, plan_pipeline  # noqa: E402
+from parallel3d.pipeline.partition import StageCosts  # noqa: E402
+from parallel3d.pipeline.planner import choose_plan  # noqa: E402
+from parallel3d.pipeline.request import PlanRequest  # noqa: E402
 
-NUM_STAGES, NUM_REPLICAS, ROUNDS = 16, 64, 3
+ROUNDS = 5
+NO_LOSS: list[tuple[int, int]] = []
+GRIDS = [
+    # stages, replicas, micro-batches, lost (stage, replica)
+    (2, 5, 40, [(1, 2)]),
+    (5, 2, 16, [(1, 1)]),
+    (4, 4, 32, [(1, 2)]),
+    (4, 4, 32, [(1, 2), (2, 0)]),
+    *((16, 64, m, lost) for lost in (NO_LOSS, [(5, 0)], [(0, 0), (8, 9), (15, 3)]) for m in (64, 1024, 4096)),
+]
 
 
 def main() -> None:
-    whole = (tuple(range(NUM_REPLICAS)),) * NUM_STAGES
-    damaged = (*whole[:5], tuple(range(1, NUM_REPLICAS)), *whole[6:])
-    for name, replicas in (("whole", whole), ("one replica missing", damaged)):
-        for num_micro_batches in (64, 64 * NUM_REPLICAS):
-            seconds = statistics.median(plan_s(replicas, num_micro_batches) for _ in range(ROUNDS))
-            print(f"{name}, {num_micro_batches} micro-batches: {seconds:.3f} s (median of {ROUNDS})")
+    for num_stages, width, num_micro_batches, lost in GRIDS:
+        replicas = tuple(tuple(d for d in range(width) if (p, d) not in lost) for p in range(num_stages))
+        request = PlanRequest(
+            replicas=replicas,
+            num_micro_batches=num_micro_batches,
+            rule="1f1b",
+            costs=StageCosts.equal(num_stages),
+        )
+        seconds = statistics.median(choice_s(request) for _ in range(ROUNDS))
+        print(
+            f"{num_stages} stages x {width} replicas, {num_micro_batches} micro-batches, {len(lost)} lost: "
+            f"{1e3 * seconds:,.1f} ms (median of {ROUNDS})"
+        )
 
 
-def plan_s(replicas: tuple[tuple[int, ...], ...], num_micro_batches: int) -> float:
-    request = PlanRequest(
-        replicas=replicas,
-        num_micro_batches=num_micro_batches,
-        rule="1f1b",
-        forward_costs=(1,) * NUM_STAGES,
-        backward_costs=(2,) * NUM_STAGES,
-    )
+def choice_s(request: PlanRequest) -> float:
+    """Seconds of one choice with all candidates of the default configuration, its lists included."""
     started = time.perf_counter()
-    plan_pipeline(request)
+    choose_plan(request, may_split=True, max_extra_in_flight=2)
     return time.perf_counter() - started
 
 

@@ -2,7 +2,8 @@
 
 Prints the grid, the layers and costs of each stage, the routes where they leave their home, the timeline of the very
 instruction lists that training runs, after the checker has proven them, the bubble, and what the pipeline holds in
-memory. Exit codes: 0 done, 2 a mistake in what it was given.
+memory. `--lost 3,5` shows the iteration after the loss of these ranks. Where stages differ, it prints every way to go
+on that was compared. Exit codes: 0 done, 2 a mistake in what it was given.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.derived import num_key_value_heads, stage_replicas, world_size  # noqa: E402
+from parallel3d.config.derived import num_key_value_heads  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan  # noqa: E402
 from parallel3d.pipeline.partition import stage_costs  # noqa: E402
-from parallel3d.pipeline.planner import Plan  # noqa: E402
+from parallel3d.pipeline.planner import Plan, finish_candidates  # noqa: E402
 from parallel3d.pipeline.timeline import draw_png, draw_text  # noqa: E402
 from parallel3d.precision.policy import POLICIES  # noqa: E402
+from parallel3d.topology.grid import Grid  # noqa: E402
 from parallel3d.trainer.build import build_grid, costs_of, plan_schedule, split_layers  # noqa: E402
 
 MAX_ROUTES = 16
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
-        print("\n".join(describe(config, options.png)))
+        print("\n".join(describe(config, parse_ranks(options.lost), options.png)))
         return 0
     except UserError as error:
         print(error, file=sys.stderr)
@@ -43,6 +45,7 @@ def main(arguments: list[str]) -> int:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show the pipeline schedule that one JSON file asks for.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument("--lost", default="", metavar="RANKS", help="show the plan after these ranks died: 3,5")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
     options = parser.parse_intermixed_args(arguments)
@@ -51,16 +54,29 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def describe(config: Config, png: Path | None) -> Iterator[str]:
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The ranks of a list like 3,5."""
+    try:
+        return tuple(sorted({int(rank) for rank in text.split(",")})) if text else ()
+    except ValueError:
+        raise UserError(f"--lost {text}: give the numbers of ranks, as in --lost 3,5") from None
+
+
+def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterator[str]:
     """The report, line by line; writes the picture if one is asked for."""
-    assert config.batch.num_micro_batches is not None
+    num_micro_batches = config.batch.num_micro_batches
+    assert num_micro_batches is not None
+    whole = build_grid(config)
+    grid, spares = lose_ranks(whole, lost)
     partition = split_layers(config)
-    plan = plan_schedule(config, build_grid(config), config.parallel.schedule, config.batch.num_micro_batches)
+    plan = finish_candidates(plan_schedule(config, grid, config.parallel.schedule, num_micro_batches))
     report = check_plan(plan, config.parallel.p2p_slots, estimate_sizes(config, partition))
-    yield from describe_grid(config)
+    yield from describe_grid(config, grid)
+    yield from describe_losses(whole, lost, spares)
     yield ""
     yield from describe_stages(config, partition, plan, report)
     yield ""
+    yield from describe_candidates(plan)
     yield from describe_routes(plan)
     yield f"{plan.reason}; bubble {plan.bubble:.1%}"
     yield draw_text(plan, width=shutil.get_terminal_size((120, 40)).columns)
@@ -69,14 +85,51 @@ def describe(config: Config, png: Path | None) -> Iterator[str]:
         yield f"wrote {png}"
 
 
-def describe_grid(config: Config) -> Iterator[str]:
-    parallel, batch, replicas = config.parallel, config.batch, stage_replicas(config)
-    grid = str(replicas[0]) if len(set(replicas)) == 1 else "/".join(map(str, replicas))
-    yield f"{parallel.pp_size} stages x {grid} replicas x {parallel.tp_size} tensor ranks = {world_size(config)} ranks"
+def lose_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
+    """The grid that is left, and the ranks that have no place in it any more."""
+    if unknown := [rank for rank in lost if not whole.holds(rank)]:
+        raise UserError(f"--lost {list_numbers(unknown)}: the ranks are 0 to {whole.ranks[-1]}")
+    grid, spares = whole.without(lost)
+    if gone := grid.stages_lost():
+        plural = "s" if len(gone) > 1 else ""
+        raise UserError(
+            f"--lost {list_numbers(lost)}: stage{plural} {list_numbers(gone)} would have no replica left, "
+            "and training would end there. Lose fewer ranks, or raise parallel.dp_size"
+        )
+    return grid, spares
+
+
+def list_numbers(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def describe_grid(config: Config, grid: Grid) -> Iterator[str]:
+    parallel, batch, replicas = config.parallel, config.batch, [len(stage) for stage in grid.stages]
+    width = str(replicas[0]) if len(set(replicas)) == 1 else "/".join(map(str, replicas))
+    yield f"{grid.pp_size} stages x {width} replicas x {grid.tp_size} tensor ranks = {len(grid.ranks)} ranks"
     yield (
         f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_size} sequences of {batch.sequence_length} "
         f"tokens, {parallel.p2p_slots} slots a pair"
     )
+
+
+def describe_losses(whole: Grid, lost: tuple[int, ...], spares: tuple[int, ...]) -> Iterator[str]:
+    """Who is gone and who has no place any more, by rank and coordinates; nothing when nobody is."""
+    for what, ranks in (("lost", lost), ("spare, its replica is not whole", spares)):
+        for rank in ranks:
+            yield f"rank {rank} ({whole.coordinates(rank)}): {what}"
+
+
+def describe_candidates(plan: Plan) -> Iterator[str]:
+    """Every way to go on and its makespan, the one that was taken marked; nothing on a straight grid."""
+    if not plan.candidates:
+        return
+    width = max(len(candidate.name) for candidate in plan.candidates)
+    yield "ways to go on, in time units:"
+    for candidate in plan.candidates:
+        mark = ">" if candidate.request == plan.request else " "
+        yield f"  {mark} {candidate.name:<{width}}  {candidate.makespan:>6}"
+    yield ""
 
 
 def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, report: CheckReport) -> Iterator[str]:
@@ -99,7 +152,10 @@ def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, re
 
 
 def describe_routes(plan: Plan) -> Iterator[str]:
-    """The micro-batches that pass different replicas at different stages; nothing on a straight grid."""
+    """Replicas without work, and micro-batches that pass different replicas; nothing on a straight grid."""
+    if idle := [replica for replica, steps in plan.lists.items() if not steps]:
+        yield f"without work (stage, replica): {', '.join(map(str, idle))}"
+        yield ""
     rerouted = [(micro_batch, route) for micro_batch, route in enumerate(plan.routes) if len(set(route)) > 1]
     if not rerouted:
         return

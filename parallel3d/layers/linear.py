@@ -2,7 +2,8 @@
 
 A column-parallel weight is cut along its output, a row-parallel one along its input, so that a pair of them needs one
 sum forward and one backward. The gradient of the weight goes straight into its main gradient; while it is computed the
-sum of the input's gradient travels.
+sum of the input's gradient travels. When a split backward puts it off, the whole input is kept for it: under sequence
+parallelism the gathered one, so that the later half needs nobody.
 """
 
 from __future__ import annotations

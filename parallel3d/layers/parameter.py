@@ -3,17 +3,58 @@
 `main_grad` is a view into a flat bucket of the optimizer's format (fp32 or wider). Layers add their weight gradients
 straight into it (for a matrix: one GEMM with beta = 1, no temporary of the weight's size) and then call `grad_added`,
 which tells the bucket. A parameter without a bucket gets its `main_grad` on first use.
+
+A split backward pass puts the products for the weights off (Qi et al. 2023, "Zero bubble pipeline parallelism"):
+layers hand them to their parameter's `weight_grads`, which runs them at once or keeps them. It is the same product of
+the same tensors either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.gemm import add_matmul
 from parallel3d.sharding import ParamSharding
+
+WeightWork = Callable[[], None]
+"""Adds one micro-batch's gradient to one weight's main gradient."""
+
+
+class WeightGrads:
+    """Runs the products for weights at once, or keeps them for later; shared by the parameters of one rank's stage."""
+
+    def __init__(self) -> None:
+        self._keeper: deque[WeightWork] | None = None
+
+    def run(self, work: WeightWork) -> None:
+        """Now, or when whoever keeps it sees fit."""
+        if self._keeper is None:
+            work()
+        else:
+            self._keeper.append(work)
+
+    @contextmanager
+    def kept(self) -> Iterator[deque[WeightWork]]:
+        """What comes up within goes, in order, into the queue that this gives."""
+        assert self._keeper is None
+        queue: deque[WeightWork] = deque()
+        self._keeper = queue
+        try:
+            yield queue
+        finally:
+            self._keeper = None
+
+
+@torch.no_grad()
+def run_kept(work: deque[WeightWork]) -> None:
+    """Runs what was kept, in order; the tensors of each product are let go before the next."""
+    while work:
+        work.popleft()()
 
 
 class ShardedParameter(nn.Parameter):
@@ -22,6 +63,7 @@ class ShardedParameter(nn.Parameter):
     sharding: ParamSharding
     main_grad: Tensor | None
     on_grad: Callable[[], None] | None
+    weight_grads: WeightGrads
 
     def __new__(
         cls, sharding: ParamSharding, *, tp_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -31,6 +73,7 @@ class ShardedParameter(nn.Parameter):
         self.sharding = sharding
         self.main_grad = None
         self.on_grad = None
+        self.weight_grads = WeightGrads()
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -44,15 +87,19 @@ class ShardedParameter(nn.Parameter):
         return self.main_grad
 
     def grad_added(self) -> None:
-        """To be called once in each backward pass, after this parameter's gradient was added."""
+        """To be called once for each micro-batch, after this parameter's gradient of it was added."""
         if self.on_grad is not None:
             self.on_grad()
 
 
 def add_matrix_grad(weight: ShardedParameter, grad: Tensor, x: Tensor) -> None:
-    """weight.main_grad += grad.T @ x for grad (tokens, out), x (tokens, in)."""
-    add_matmul(weight.grad_buffer(), grad.t(), x)
-    weight.grad_added()
+    """weight.main_grad += grad.T @ x for grad (tokens, out), x (tokens, in): now, or with a split backward later."""
+
+    def add() -> None:
+        add_matmul(weight.grad_buffer(), grad.t(), x)
+        weight.grad_added()
+
+    weight.weight_grads.run(add)
 
 
 def parameters_of(module: nn.Module) -> list[ShardedParameter]:

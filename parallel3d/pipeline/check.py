@@ -20,8 +20,9 @@ from itertools import accumulate, zip_longest
 
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
-from parallel3d.pipeline.planner import Plan
+from parallel3d.pipeline.planner import Plan, costs_by_op
 
+_ENDS_STASH = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
 
 
@@ -33,7 +34,8 @@ class MessageSizes:
     """An activation or a gradient between stages."""
     targets_bytes: int
     stash_bytes: tuple[int, ...]
-    """What each stage keeps from forward to backward."""
+    """What each stage keeps from forward to backward; of a split one to the end of its second half, which needs the
+    inputs of all products and their results' gradients: about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class CheckReport:
     makespan: int
     """Of the lists run as soon as possible, with the plan's costs and these slots."""
     peak_in_flight: dict[ReplicaId, int]
-    """Micro-batches forwarded (or at it) and not yet backwarded, at most."""
+    """Micro-batches forwarded (or at it) and not yet backwarded, both halves, at most."""
     peak_bytes: dict[ReplicaId, int]
     """Stashed + unsent + unread; empty without sizes."""
 
@@ -67,7 +69,7 @@ def _check_steps(plan: Plan) -> None:
     expected: dict[ReplicaId, dict[int, tuple[Instruction, ...]]] = {replica: {} for replica in live}
     for micro_batch, route in enumerate(plan.routes):
         for stage, replica in enumerate(route):
-            steps = instructions_for(route, micro_batch, stage, backward=plan.request.rule != "forward")
+            steps = instructions_for(route, micro_batch, stage, backward=plan.request.trains, split=plan.request.splits)
             expected[stage, replica][micro_batch] = steps
     for place, wanted in expected.items():
         found: dict[int, list[Instruction]] = defaultdict(list)
@@ -116,7 +118,7 @@ class _Run:
 
     def __init__(self, plan: Plan, slots: int):
         self.lists, self.slots = plan.lists, slots
-        self.costs = {Op.FORWARD: plan.request.forward_costs, Op.BACKWARD: plan.request.backward_costs}
+        self.costs = costs_by_op(plan.request)
         self.clock = dict.fromkeys(plan.lists, 0)
         self.next_step = dict.fromkeys(plan.lists, 0)
         self.made_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
@@ -163,7 +165,7 @@ class _Run:
             self.stashes[replica].append((self.clock[replica], +1))
         if op in self.costs:
             self.clock[replica] += self.costs[op][replica[0]]
-        if op is Op.BACKWARD:
+        if op in _ENDS_STASH:
             self.stashes[replica].append((self.clock[replica], -1))
 
     def _raise_if_stuck(self) -> None:
@@ -179,7 +181,7 @@ class _Run:
 
 
 def _peak_in_flight(steps: tuple[Instruction, ...]) -> int:
-    changes = {Op.FORWARD: 1, Op.BACKWARD: -1}
+    changes = {Op.FORWARD: 1} | dict.fromkeys(_ENDS_STASH, -1)
     return max(accumulate((changes.get(step.op, 0) for step in steps), initial=0))
 
 
@@ -193,7 +195,7 @@ def _peak_bytes(plan: Plan, run: _Run, sizes: MessageSizes) -> dict[ReplicaId, i
 
 def _byte_changes(plan: Plan, run: _Run, sizes: MessageSizes) -> Iterator[tuple[ReplicaId, int, int]]:
     """(replica, time, bytes more or less)"""
-    if plan.request.rule != "forward":
+    if plan.request.trains:
         for replica, stashes in run.stashes.items():
             for time, sign in stashes:
                 yield replica, time, sign * sizes.stash_bytes[replica[0]]

@@ -1,14 +1,15 @@
 """The one interpreter that runs a replica's instruction list.
 
 It holds what an iteration needs between instructions: tokens that were loaded or received, inputs and outputs of the
-micro-batches that were forwarded and not yet backwarded, gradients on their way. All of it is scratch: an iteration
-that ends early leaves nothing behind but main gradients, which the next one clears.
+micro-batches that were forwarded and not yet backwarded, gradients on their way, products that a split backward has put
+off. All of it is scratch: an iteration that ends early leaves nothing behind but main gradients, which the next one
+clears.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +22,7 @@ from parallel3d.comm.messages import Header, Kind, Links
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.errors import EpochEnded
 from parallel3d.layers.micro_batch import BatchPlan, MicroBatch
+from parallel3d.layers.parameter import WeightGrads, WeightWork, parameters_of, run_kept
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 from parallel3d.topology.grid import Coordinates, Grid
 
@@ -39,7 +41,8 @@ Loader = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 class StageResult:
     """What one replica knows after its list: its part of the loss and what it did."""
 
-    loss_sum: float = 0.0
+    losses: dict[int, float] = field(default_factory=dict)
+    """Of the micro-batches that ended here: the sum of the token losses of each, in nats."""
     num_target_tokens: int = 0
     forwarded: Counter[int] = field(default_factory=Counter)
     backwarded: Counter[int] = field(default_factory=Counter)
@@ -65,19 +68,20 @@ class Executor:
     device: torch.device
     token: AbortToken
     observe: Observer = lambda instruction: None
+    after_compute: Callable[[], None] = lambda: None
+    """Called after each instruction that may have added to main gradients."""
+    _weight_grads: WeightGrads = field(default_factory=WeightGrads, init=False)
 
-    def run(
-        self,
-        instructions: Sequence[Instruction],
-        batch: BatchPlan,
-        load: Loader,
-        before_last_backward: Callable[[], None] = lambda: None,
-    ) -> StageResult:
-        """Runs the list. `before_last_backward` is called when only one more backward will add to the gradients.
+    def __post_init__(self) -> None:
+        for parameter in parameters_of(self.stage):
+            parameter.weight_grads = self._weight_grads
+
+    def run(self, instructions: Sequence[Instruction], batch: BatchPlan, load: Loader) -> StageResult:
+        """Runs the list. Every parameter's `grad_added` is called once for each micro-batch that is backwarded.
 
         Raises EpochEnded when a peer is lost, with the instruction at which this rank stood.
         """
-        scratch = _Scratch(batch, load, _last_backward(instructions), before_last_backward)
+        scratch = _Scratch(batch, load)
         for instruction in instructions:
             self.token.check()
             self.observe(instruction)
@@ -85,7 +89,8 @@ class Executor:
                 _ACTIONS[instruction.op](self, scratch, instruction)
             except EpochEnded as error:
                 raise EpochEnded(f"{error} (at: {instruction})") from None
-        scratch.result.loss_sum = sum(loss.item() for loss in scratch.losses)  # the step's one wait for a device
+        losses = {micro_batch: loss.item() for micro_batch, loss in scratch.losses.items()}  # the one wait for a device
+        scratch.result.losses = losses
         return scratch.result
 
     # --- one method for each op -----------------------------------------------------------------------------------
@@ -103,7 +108,7 @@ class Executor:
         targets = scratch.targets.pop(m) if is_last else None
         output = self.stage(inputs, scratch.batch.micro_batch(m), targets)
         if is_last:
-            scratch.losses.append(output.detach())
+            scratch.losses[m] = output.detach()
             scratch.result.num_target_tokens += scratch.batch.micro_batch(m).num_tokens
         else:
             scratch.outgoing[m] = output.detach()
@@ -111,18 +116,38 @@ class Executor:
             scratch.live[m] = (inputs, output)
         scratch.result.forwarded[m] += 1
         scratch.result.busy_s += time.perf_counter() - started
+        if is_last and scratch.batch.training:  # the head's gradients
+            self.after_compute()
 
     def _backward(self, scratch: _Scratch, step: Instruction) -> None:
-        m = step.micro_batch
-        if m == scratch.last_backward:
-            scratch.before_last_backward()
         started = time.perf_counter()
-        inputs, output = scratch.live.pop(m)
-        torch.autograd.backward(output, scratch.gradients.pop(m, None))
-        if inputs.grad is not None:
-            scratch.outgoing[m], inputs.grad = inputs.grad, None
-        scratch.result.backwarded[m] += 1
+        self._differentiate(scratch, step.micro_batch)
+        scratch.result.backwarded[step.micro_batch] += 1
         scratch.result.busy_s += time.perf_counter() - started
+        self.after_compute()
+
+    def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
+        started = time.perf_counter()
+        with self._weight_grads.kept() as work:
+            self._differentiate(scratch, step.micro_batch)
+        scratch.weight_work[step.micro_batch] = work
+        scratch.result.busy_s += time.perf_counter() - started
+        self.after_compute()
+
+    def _backward_weight(self, scratch: _Scratch, step: Instruction) -> None:
+        started = time.perf_counter()
+        run_kept(scratch.weight_work.pop(step.micro_batch))
+        scratch.result.backwarded[step.micro_batch] += 1
+        scratch.result.busy_s += time.perf_counter() - started
+        self.after_compute()
+
+    @staticmethod
+    def _differentiate(scratch: _Scratch, micro_batch: int) -> None:
+        """Runs the autograd graph of a micro-batch; the gradient of its input is what is sent next."""
+        inputs, output = scratch.live.pop(micro_batch)
+        torch.autograd.backward(output, scratch.gradients.pop(micro_batch, None))
+        if inputs.grad is not None:
+            scratch.outgoing[micro_batch], inputs.grad = inputs.grad, None
 
     def _send_targets(self, scratch: _Scratch, step: Instruction) -> None:
         self._send(scratch, step, Kind.TARGETS, scratch.targets.pop(step.micro_batch))
@@ -188,14 +213,13 @@ class _Scratch:
 
     batch: BatchPlan
     load: Loader
-    last_backward: int | None
-    before_last_backward: Callable[[], None]
     inputs: dict[int, Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
     live: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     outgoing: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
+    weight_work: dict[int, deque[WeightWork]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
     result: StageResult = field(default_factory=StageResult)
 
 
@@ -203,6 +227,8 @@ _ACTIONS = {
     Op.LOAD: Executor._load,
     Op.FORWARD: Executor._forward,
     Op.BACKWARD: Executor._backward,
+    Op.BACKWARD_INPUT: Executor._backward_input,
+    Op.BACKWARD_WEIGHT: Executor._backward_weight,
     Op.SEND_TARGETS: Executor._send_targets,
     Op.RECV_TARGETS: Executor._receive_targets,
     Op.SEND_ACTIVATION: Executor._send_tensor,
@@ -210,8 +236,3 @@ _ACTIONS = {
     Op.SEND_GRADIENT: Executor._send_tensor,
     Op.RECV_GRADIENT: Executor._receive_gradient,
 }
-
-
-def _last_backward(instructions: Sequence[Instruction]) -> int | None:
-    backwards = [step.micro_batch for step in instructions if step.op is Op.BACKWARD]
-    return backwards[-1] if backwards else None

@@ -8,14 +8,17 @@ run by one interpreter; nothing else decides what happens when. What a replica d
     last stage     receive targets, receive activation, forward, backward, send gradient
     only stage     load, forward, backward
 
+A backward may be split in two (Qi et al. 2023, "Zero bubble pipeline parallelism"): `backward input` makes the gradient
+that is sent on, `backward weight` comes any time later and needs nobody.
+
 The targets go straight from the first stage to the last. A receive waits for its message; a send puts the message into
 one of the slots of its ordered pair of replicas and waits only while all of them hold messages that are not yet read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 ReplicaId = tuple[int, int]
 """(stage, id of the replica within its stage)."""
@@ -32,6 +35,8 @@ class Op(Enum):
     SEND_ACTIVATION = "send activation"
     RECV_GRADIENT = "receive gradient"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward input"
+    BACKWARD_WEIGHT = "backward weight"
     SEND_GRADIENT = "send gradient"
 
 
@@ -43,8 +48,7 @@ RECEIVE_OF = {
 """The receive that takes what a send puts on its way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One step of a replica's list; `peer` is the other end of a send or a receive, else None."""
 
     op: Op
@@ -58,8 +62,13 @@ class Instruction:
         return f"{self.op.value} {self.micro_batch} {arrow} {self.peer}"
 
 
-def instructions_for(route: tuple[int, ...], micro_batch: int, stage: int, backward: bool) -> tuple[Instruction, ...]:
-    """What the replica of `stage` on this route does for one micro-batch, in order (the table above)."""
+def instructions_for(
+    route: tuple[int, ...], micro_batch: int, stage: int, *, backward: bool = True, split: bool = False
+) -> tuple[Instruction, ...]:
+    """What the replica of `stage` on this route does for one micro-batch, in order (the table above).
+
+    `split`: the backward in its two halves; its message goes out before the second.
+    """
     last = len(route) - 1
     steps: list[tuple[Op, int | None]] = []
     if stage == 0:
@@ -71,6 +80,7 @@ def instructions_for(route: tuple[int, ...], micro_batch: int, stage: int, backw
     steps += [(Op.SEND_ACTIVATION, stage + 1)] if stage < last else []
     if backward:
         steps += [(Op.RECV_GRADIENT, stage + 1)] if stage < last else []
-        steps += [(Op.BACKWARD, None)]
+        steps += [(Op.BACKWARD_INPUT if split else Op.BACKWARD, None)]
         steps += [(Op.SEND_GRADIENT, stage - 1)] if stage else []
+        steps += [(Op.BACKWARD_WEIGHT, None)] if split else []
     return tuple(Instruction(op, micro_batch, None if at is None else (at, route[at])) for op, at in steps)

@@ -1,7 +1,8 @@
 """Pictures of a plan: a text for the terminal and a PNG.
 
 One row is one replica, one column of the text one time unit. A forward is the number of its micro-batch, a backward the
-same with a quote, `-` and `=` carry them on over more than one column, a dot is idle time. 1F1B on 3 stages:
+same with a quote, of a split backward the half for the weights with a double quote; `-`, `=` and `~` carry them on over
+more than one column, a dot is idle time. 1F1B on 3 stages:
 
     stage 0   0  1  2  .  .  .  . 0'  =  3 1'  =  . 2'  =  . 3'  =
     stage 1   .  0  1  .  . 0'  =  2 1'  =  3 2'  =  . 3'  =  .  .
@@ -20,7 +21,19 @@ from parallel3d.pipeline.planner import Event, Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {Op.FORWARD: "#4C78A8", Op.BACKWARD: "#F2A65A"}
+_COLORS = {
+    Op.FORWARD: "#4C78A8",
+    Op.BACKWARD: "#F2A65A",
+    Op.BACKWARD_INPUT: "#F2A65A",
+    Op.BACKWARD_WEIGHT: "#F8D5A8",
+}
+_MARKS = {
+    Op.FORWARD: ("", "-"),
+    Op.BACKWARD: ("'", "="),
+    Op.BACKWARD_INPUT: ("'", "="),
+    Op.BACKWARD_WEIGHT: ('"', "~"),
+}
+"""Behind the number of the micro-batch, and in the columns after it."""
 _IDLE_COLOR = "#F1F3F5"
 _MAX_INCHES = (24.0, 14.0)
 
@@ -67,8 +80,9 @@ def draw_png(plan: Plan, path: Path, *, max_rows: int = 64) -> None:
 def _headline(plan: Plan) -> str:
     counts = [len(ids) for ids in plan.request.replicas]
     grid = f"{counts[0]}" if len(set(counts)) == 1 else " / ".join(map(str, counts))
+    rule = plan.request.rule + ", split backward" * plan.request.split_backward
     return (
-        f"{plan.request.rule}: {len(counts)} stages x {grid} replicas, {len(plan.routes)} micro-batches, "
+        f"{rule}: {len(counts)} stages x {grid} replicas, {len(plan.routes)} micro-batches, "
         f"makespan {plan.makespan:,}, bubble {plan.bubble:.1%}"
     )
 
@@ -101,7 +115,8 @@ def _dress(axes: Axes, plan: Plan, replicas: list[ReplicaId]) -> None:
     for row in range(1, len(replicas)):
         if replicas[row][0] != replicas[row - 1][0] and len(replicas) > len(plan.request.replicas):
             axes.axhline(row - 0.5, color="#ADB5BD", linewidth=0.8)
-    handles = [Patch(color=color, label=op.value) for op, color in _COLORS.items()]
+    present = {event.op for event in plan.events}
+    handles = [Patch(color=color, label=op.value) for op, color in _COLORS.items() if op in present]
     handles.append(Patch(color=_IDLE_COLOR, label="idle"))
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
 
@@ -129,7 +144,7 @@ def _cells(events: list[Event], unit: int, num_columns: int) -> list[str]:
     cells = ["."] * num_columns
     for event in events:
         first = _column_at_or_after(event.start, unit)
-        quote, carry = ("", "-") if event.op is Op.FORWARD else ("'", "=")
+        quote, carry = _MARKS[event.op]
         for column in range(first, min(_column_at_or_after(event.end, unit), num_columns)):
             cells[column] = carry if column > first else f"{event.micro_batch}{quote}"
     return cells

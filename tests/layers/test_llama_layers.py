@@ -1,5 +1,7 @@
 """The layers against plain torch on one rank, and against one rank on several (threads)."""
 
+from collections import Counter
+
 import pytest
 import torch
 from plain_llama import plain_loss
@@ -9,7 +11,7 @@ from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.layers.parameter import ShardedParameter, WeightGrads, parameters_of, run_kept
 from parallel3d.layers.placement import Placement
 from parallel3d.precision.policy import POLICIES
 from parallel3d.testing.threads import run_threads
@@ -116,6 +118,51 @@ def test_tensor_parallel_equals_one_rank(size, sequence_parallel, kv_heads, voca
         shardings, parts = zip(*(r[1][name] for r in results))
         assert relative(whole(shardings, parts), grads[name][1]) < 1e-11, name
     assert all(r[0] == pytest.approx(loss, rel=1e-12) for r in results)
+
+
+def backward_twice(config, tp, split, policy="fp32"):
+    """Main gradients after two micro-batches, and after each half how often every parameter said it had one."""
+    stage = build(config, tp, policy)
+    parameters = parameters_of(stage)
+    counts, after, weight_grads = Counter(), [], WeightGrads()
+    for p in parameters:
+        p.weight_grads = weight_grads
+        p.on_grad = lambda name=p.sharding.name: counts.update([name])
+    inputs, targets = tokens(config.vocab_size)
+    for slots in ((4, 9), (2, 3)):
+        loss = stage(inputs, micro_batch(slots=slots), targets)
+        if split:
+            with weight_grads.kept() as work:
+                loss.backward()
+            after.append(dict(counts))
+            run_kept(work)
+        else:
+            loss.backward()
+        after.append(dict(counts))
+    return {p.sharding.name: p.main_grad for p in parameters}, after
+
+
+@pytest.mark.parametrize("size,sequence_parallel", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_a_split_backward_is_bitwise_the_whole_one(size, sequence_parallel, policy):
+    config = model_config(hidden_size=64, intermediate_size=160, hidden_dropout=0.2)
+
+    def body(rank, world):
+        group = world.make_group(rank)("tp", tuple(range(size)))
+        tp = TensorParallel(group=group, sequence_parallel=sequence_parallel)
+        return [backward_twice(config, tp, split, policy) for split in (False, True)]
+
+    for (whole_grads, _), (split_grads, counts) in run_threads(size, body):
+        assert all(grad.any() for grad in whole_grads.values())
+        for name, grad in whole_grads.items():
+            assert torch.equal(split_grads[name], grad), name
+        linear = {name for name in whole_grads if "norm" not in name and name.startswith("layers")}
+        others = set(whole_grads) - linear
+        assert len(linear) == 8 and len(others) == 7
+        assert counts[0] == dict.fromkeys(others, 1)
+        assert counts[1] == dict.fromkeys(whole_grads, 1)
+        assert counts[2] == dict.fromkeys(others, 2) | dict.fromkeys(linear, 1)
+        assert counts[3] == dict.fromkeys(whole_grads, 2)
 
 
 def test_forgetting_the_sum_of_norm_gradients_is_seen():

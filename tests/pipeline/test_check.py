@@ -8,11 +8,14 @@ import pytest
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.check import MessageSizes, check_plan
 from parallel3d.pipeline.instructions import Instruction, Op
-from parallel3d.pipeline.planner import PlanRequest, plan_pipeline
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import plan_pipeline
+from parallel3d.pipeline.request import PlanRequest
 
 
 def make_plan(replicas=((0,),) * 3, num_micro_batches=6, **options):
-    fields = {"rule": "1f1b", "forward_costs": (1,) * len(replicas), "backward_costs": (2,) * len(replicas)}
+    costs = StageCosts.equal(len(replicas))
+    fields = {"rule": "1f1b", "costs": replace(costs, forward=options.pop("forward_costs", costs.forward))}
     return plan_pipeline(PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, **fields | options))
 
 
@@ -20,7 +23,7 @@ def changed(plan, replica, change):
     """The plan with one list changed in place by `change`."""
     steps = list(plan.lists[replica])
     change(steps)
-    return replace(plan, lists=plan.lists | {replica: tuple(steps)})
+    return replace(plan, lists={**plan.lists, replica: tuple(steps)})
 
 
 def find(steps, op, micro_batch):
@@ -73,7 +76,7 @@ def test_a_wrong_step_is_named(replica, change, message):
 def test_a_send_to_the_wrong_replica_is_named():
     def misdirect(steps):
         i = find(steps, Op.SEND_ACTIVATION, 2)
-        steps[i] = replace(steps[i], peer=(1, 1))
+        steps[i] = steps[i]._replace(peer=(1, 1))
 
     with pytest.raises(
         ScheduleError, match=r"'send activation 2 -> \(1, 1\)' stands where 'send activation 2 -> \(1, 0"
@@ -83,7 +86,7 @@ def test_a_send_to_the_wrong_replica_is_named():
 
 def test_a_missing_list_is_named():
     plan = make_plan()
-    del plan.lists[1, 0]
+    plan = replace(plan, lists={replica: steps for replica, steps in plan.lists.items() if replica != (1, 0)})
     with pytest.raises(ScheduleError, match=r"differ in \[\(1, 0\)\]"):
         check_plan(plan, slots=3)
 
@@ -155,7 +158,7 @@ def count_deadlocks(planned_slots, slots):
 
 def test_slots_are_part_of_the_plan():
     """Lists made for three slots get stuck with one on many damaged grids; made for one slot they never do."""
-    assert count_deadlocks(planned_slots=3, slots=1) > 25  # 55 of 100 when written
+    assert count_deadlocks(planned_slots=3, slots=1) > 10  # 20 of 100 when written
     assert count_deadlocks(planned_slots=3, slots=3) == 0
     assert count_deadlocks(planned_slots=1, slots=1) == 0
 

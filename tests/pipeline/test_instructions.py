@@ -39,6 +39,17 @@ def test_steps_of_a_stage(route, stage, expected):
     assert ", ".join(map(str, instructions_for(route, 7, stage, backward=True))) == expected
 
 
+def test_a_split_backward_sends_before_its_second_half():
+    steps = instructions_for((5, 6), 7, 1, split=True)
+    assert ", ".join(map(str, steps[2:])) == (
+        "forward 7, backward input 7, send gradient 7 -> (0, 5), backward weight 7"
+    )
+    assert [step.op for step in instructions_for((5,), 7, 0, split=True)][-2:] == [
+        Op.BACKWARD_INPUT,
+        Op.BACKWARD_WEIGHT,
+    ]
+
+
 def test_evaluation_has_no_backward():
     ops = [step.op for stage in range(3) for step in instructions_for((0, 0, 0), 0, stage, backward=False)]
     assert ops.count(Op.FORWARD) == 3

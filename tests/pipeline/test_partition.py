@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from parallel3d.config.derived import flops_per_token
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import ConfigError
-from parallel3d.pipeline.partition import model_costs, partition_by_hand, partition_layers, stage_costs
+from parallel3d.pipeline.partition import (
+    COST_UNITS,
+    ModelCosts,
+    StageCosts,
+    model_costs,
+    partition_by_hand,
+    partition_layers,
+    schedule_costs,
+    stage_costs,
+)
 
 
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 100))
@@ -68,3 +77,28 @@ def test_costs_are_a_third_of_the_flops_of_training():
     model = ModelConfig(**sizes, num_hidden_layers=80)
     assert 3 * (costs.embedding + 80 * costs.layer + costs.head) == flops_per_token(model, 4096)
     assert costs.head == 2 * 8192 * 32000
+
+
+def test_equal_stages_without_attention_cost_what_the_textbook_says():
+    costs = ModelCosts(embedding=0, layer=1000, attention=0, head=0)
+    assert schedule_costs((range(0, 4), range(4, 8)), costs) == StageCosts.equal(2)
+
+
+def test_the_schedule_weighs_head_and_attention():
+    """The head's three products all come with the forward pass; attention has no weights, but two gradients."""
+    costs = ModelCosts(embedding=0, layer=10, attention=2, head=5)
+    scheduled = schedule_costs((range(0, 3), range(3, 5)), costs)  # forward 30, 35; input 36, 24; weight 24, 16
+    assert scheduled == StageCosts(forward=(5, 6), backward_input=(6, 4), backward_weight=(4, 3))
+    assert scheduled.backward == (10, 7) and scheduled.total == (15, 13)
+
+
+@given(st.integers(1, 10**12), st.integers(0, 10**12), st.integers(0, 10**12), st.integers(1, 8))
+def test_schedule_costs_are_small_and_near(layer, attention, head, num_stages):
+    costs = ModelCosts(embedding=0, layer=layer, attention=min(attention, layer), head=head)
+    partition = tuple(range(2 * stage, 2 * stage + 2) for stage in range(num_stages))
+    scheduled = schedule_costs(partition, costs)
+    whole = 2 * layer + 3 * head  # the forward of the last stage
+    most = max(whole, 2 * (layer + costs.attention))
+    units = max(*scheduled.forward, *scheduled.backward_input, *scheduled.backward_weight)
+    assert 1 <= min(*scheduled.forward, *scheduled.backward_input, *scheduled.backward_weight) <= units <= COST_UNITS
+    assert abs(scheduled.forward[-1] / units - whole / most) <= 1 / COST_UNITS

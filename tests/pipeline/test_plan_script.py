@@ -41,6 +41,37 @@ def test_the_report(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_report_after_losses(tmp_path):
+    sizes = ["parallel.pp_size=4", "parallel.stage_replicas=null", "parallel.dp_size=4", "batch.num_micro_batches=32"]
+    done = run_script(tmp_path, *sizes, "parallel.tp_size=2", "--lost", "13")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 stages x 4/3/4/4 replicas x 2 tensor ranks = 30 ranks" in done.stdout
+    assert "rank 13 (pp1 dp2 tp1): lost\nrank 12 (pp1 dp2 tp0): spare" in done.stdout
+    lines = done.stdout.splitlines()
+    table = lines[lines.index("ways to go on, in time units:") + 1 :][:12]
+    assert [line.startswith("  > ") for line in table].count(True) == 1
+    spans = {line[4:-8].strip(): int(line.split()[-1]) for line in table}
+    assert len(spans) == 12
+    [taken] = [line for line in table if line.startswith("  > ")]
+    assert int(taken.split()[-1]) == min(spans.values()) < spans["drop"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("2", "--lost 2: stage 1 would have no replica left"),
+        ("7,1", "--lost 7: the ranks are 0 to 4"),
+        ("one", "--lost one: give the numbers of ranks"),
+    ],
+)
+def test_losses_that_make_no_sense(tmp_path, lost, message):
+    done = run_script(tmp_path, "--lost", lost)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_mistakes_are_one_message(tmp_path):
     done = run_script(tmp_path, "parallel.pp_sizes=2")
     assert done.returncode == 2

@@ -2,20 +2,20 @@
 
 import struct
 
-from parallel3d.pipeline.planner import PlanRequest, plan_pipeline
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import plan_pipeline
+from parallel3d.pipeline.request import PlanRequest
 from parallel3d.pipeline.timeline import draw_png, draw_text
 
 
-def make_plan(replicas, num_micro_batches, forward=1, backward=2):
-    return plan_pipeline(
-        PlanRequest(
-            replicas=replicas,
-            num_micro_batches=num_micro_batches,
-            rule="1f1b",
-            forward_costs=(forward,) * len(replicas),
-            backward_costs=(backward,) * len(replicas),
-        )
+def make_plan(replicas, num_micro_batches, forward=1, backward=(1, 1), rule="1f1b"):
+    num_stages = len(replicas)
+    costs = StageCosts(
+        forward=(forward,) * num_stages,
+        backward_input=(backward[0],) * num_stages,
+        backward_weight=(backward[1],) * num_stages,
     )
+    return plan_pipeline(PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, rule=rule, costs=costs))
 
 
 def test_the_text_shows_every_unit():
@@ -27,7 +27,9 @@ def test_the_text_shows_every_unit():
 
 
 def test_forwards_and_backwards_are_carried_on():
-    assert draw_text(make_plan(((0,),), 1, forward=2, backward=1)) == "stage 0   0  - 0'"
+    split = make_plan(((0,),), 1, forward=2, backward=(1, 3), rule="zb-h1")
+    assert draw_text(split) == "stage 0   0  - 0' 0\"  ~  ~"
+    assert draw_text(make_plan(((0,),), 2)) == "stage 0   0 0'  =  1 1'  ="
 
 
 def test_replicas_are_named_where_there_are_several():
@@ -36,7 +38,7 @@ def test_replicas_are_named_where_there_are_several():
 
 
 def test_fine_costs_are_scaled():
-    plain, fine = make_plan(((0,),) * 3, 4), make_plan(((0,),) * 3, 4, forward=700, backward=1400)
+    plain, fine = make_plan(((0,),) * 3, 4), make_plan(((0,),) * 3, 4, forward=700, backward=(700, 700))
     assert draw_text(fine).splitlines() == [*draw_text(plain).splitlines(), "(a column is 700 time units)"]
 
 

@@ -1,0 +1,83 @@
+"""What is asked of the planner: all that a plan depends on, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.partition import StageCosts
+
+Rule = Literal["gpipe", "1f1b", "zb-h1", "forward"]
+"""forward: no backward passes, for evaluation."""
+Routing = Literal["reroute", "drop"]
+Routes = tuple[tuple[int, ...], ...]
+"""routes[micro-batch][stage] = id of the replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """All that a plan depends on: ranks that hold the same request make the same plan."""
+
+    replicas: tuple[tuple[int, ...], ...]
+    """For each stage the ids of its live replicas, in any order and with gaps."""
+    num_micro_batches: int
+    rule: Rule
+    costs: StageCosts
+    slots: int = 3
+    """Messages that an ordered pair of replicas can hold unread."""
+    routing: Routing = "reroute"
+    """reroute: a micro-batch leaves its home replica only where that is lost; drop: replica ids that are not alive at
+    every stage get no work."""
+    split_backward: bool = False
+    """Compute the gradients of inputs and of weights apart; rule zb-h1 always does."""
+    extra_in_flight: int = 0
+    """Micro-batches that a replica may hold above the rule's own limit."""
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.replicas)
+        broken = [
+            (num_stages < 1, "there is no stage"),
+            (not all(self.replicas), f"a stage has no replica: {self.replicas}"),
+            (any(len(set(ids)) < len(ids) for ids in self.replicas), f"a replica id stands twice: {self.replicas}"),
+            (self.num_micro_batches < 1, f"{self.num_micro_batches} micro-batches"),
+            (self.rule not in ("gpipe", "1f1b", "zb-h1", "forward"), f"unknown rule {self.rule!r}"),
+            (self.costs.num_stages != num_stages, f"costs of {self.costs.num_stages} stages, {num_stages} stages"),
+            (self.slots < 1, f"{self.slots} slots"),
+            (self.routing == "drop" and not self.whole_pipelines, f"no id is alive at every stage: {self.replicas}"),
+            (self.split_backward and not self.trains, f"rule {self.rule!r} has no backward to split"),
+            (self.extra_in_flight < 0, f"extra_in_flight {self.extra_in_flight}"),
+        ]
+        if reasons := [reason for is_broken, reason in broken if is_broken]:
+            raise ScheduleError("no plan can be made: " + "; ".join(reasons))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def trains(self) -> bool:
+        return self.rule != "forward"
+
+    @property
+    def splits(self) -> bool:
+        return self.split_backward or self.rule == "zb-h1"
+
+    @property
+    def limits_in_flight(self) -> bool:
+        """Whether extra_in_flight means anything."""
+        return self.rule in ("1f1b", "zb-h1")
+
+    @property
+    def whole_pipelines(self) -> tuple[int, ...]:
+        """The replica ids that are alive at every stage."""
+        return tuple(sorted(set.intersection(*map(set, self.replicas)))) if self.replicas else ()
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether all stages have the same replicas."""
+        return all(len(ids) == len(self.whole_pipelines) for ids in self.replicas)
+
+    def with_equal_costs(self) -> PlanRequest:
+        """The same with the textbook's costs: every stage alike, both halves of a backward like a forward."""
+        return replace(self, costs=StageCosts.equal(self.num_stages))

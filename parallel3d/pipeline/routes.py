@@ -1,0 +1,87 @@
+"""Which replica handles a micro-batch at each stage, and which replicas have to do with each other.
+
+The home of micro-batch m is the (m mod H)-th of the H replica ids found at any stage. A micro-batch keeps its home at
+every stage where it is alive; elsewhere it goes to the replica with the least load of that stage, the lowest id first.
+Any two replicas of a stage then differ by at most one micro-batch, whatever was lost: homes differ by at most one, and
+the least loaded one is filled first.
+
+Replicas that share no micro-batch don't influence each other: the routes fall into connected components, and components
+of equal shape run alike. A straight grid costs as much to plan as one of its columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from parallel3d.pipeline.instructions import ReplicaId
+from parallel3d.pipeline.request import PlanRequest, Routes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Replicas connected by micro-batches. `shape` is its routes in positions: indices into `replicas`."""
+
+    micro_batches: list[int]
+    replicas: list[ReplicaId]
+    shape: Routes
+
+
+def plan_routes(request: PlanRequest) -> Routes:
+    """routes[micro-batch][stage] = replica id."""
+    dropped = (request.whole_pipelines,) * request.num_stages
+    replicas = dropped if request.routing == "drop" else request.replicas
+    homes = sorted({replica for ids in replicas for replica in ids})
+    home_of = [homes[m % len(homes)] for m in range(request.num_micro_batches)]
+    return tuple(zip(*(_route_stage(ids, home_of) for ids in replicas)))
+
+
+def split_components(routes: Routes) -> list[Component]:
+    """The connected components; positions keep the order of names, so that equal shapes have equal runs."""
+    by_route: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for micro_batch, route in enumerate(routes):
+        by_route[route].append(micro_batch)
+    leader: dict[ReplicaId, ReplicaId] = {}
+
+    def find(replica: ReplicaId) -> ReplicaId:
+        while leader.setdefault(replica, replica) != replica:
+            replica = leader[replica]
+        return replica
+
+    for route in by_route:
+        for replica in enumerate(route):
+            leader[find(replica)] = find((0, route[0]))
+    groups: dict[ReplicaId, list[tuple[int, ...]]] = defaultdict(list)
+    for route in by_route:
+        groups[find((0, route[0]))].append(route)
+    return [_name_component({route: by_route[route] for route in group}) for group in groups.values()]
+
+
+def _route_stage(ids: tuple[int, ...], home_of: list[int]) -> list[int]:
+    """The replica of each micro-batch at a stage with these live replicas."""
+    alive = set(ids)
+    kept = Counter(home for home in home_of if home in alive)
+    loads = sorted((kept[replica], replica) for replica in ids)  # a sorted list is a heap
+    column = list(home_of)
+    for micro_batch, home in enumerate(home_of):
+        if home not in alive:
+            load, replica = heappop(loads)
+            heappush(loads, (load + 1, replica))
+            column[micro_batch] = replica
+    return column
+
+
+def _name_component(by_route: dict[tuple[int, ...], list[int]]) -> Component:
+    replicas = sorted({replica for route in by_route for replica in enumerate(route)})
+    position = {replica: i for i, replica in enumerate(replicas)}
+    in_positions = {
+        micro_batch: route
+        for names, micro_batches in by_route.items()
+        for route in [tuple([position[replica] for replica in enumerate(names)])]
+        for micro_batch in micro_batches
+    }
+    micro_batches = sorted(in_positions)
+    return Component(
+        micro_batches=micro_batches, replicas=replicas, shape=tuple(map(in_positions.__getitem__, micro_batches))
+    )

@@ -1,0 +1,169 @@
+"""The interpreter on threads: split backwards, whole ones, straight and damaged grids give the same gradients."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from models.llama import LlamaStage
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.config.schema import ModelConfig
+from parallel3d.layers.init import initial_value
+from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.layers.placement import Placement
+from parallel3d.pipeline.check import check_plan
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.instructions import Op
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import plan_pipeline
+from parallel3d.pipeline.request import PlanRequest
+from parallel3d.precision.policy import POLICIES
+from parallel3d.testing.threads import run_threads
+from parallel3d.topology.grid import Grid
+
+MODEL = ModelConfig(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    initializer_range=0.2,
+)
+SEQ, NUM_MICRO_BATCHES = 8, 6
+ADDS = {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
+
+
+def make_plan(grid, rule, **options):
+    costs = StageCosts.equal(grid.pp_size)
+    plan = plan_pipeline(
+        PlanRequest(replicas=grid.replicas, num_micro_batches=NUM_MICRO_BATCHES, rule=rule, costs=costs, **options)
+    )
+    check_plan(plan, plan.request.slots)
+    return plan
+
+
+def load(micro_batch):
+    """Tokens that depend on the sequence slot alone."""
+    drawn = [
+        torch.randint(MODEL.vocab_size, (2, SEQ), generator=torch.Generator().manual_seed(slot))
+        for slot in micro_batch.slots
+    ]
+    inputs, targets = torch.cat(drawn, dim=1)
+    return inputs.contiguous(), targets.contiguous()
+
+
+def make_stage(pp, num_stages, tp):
+    layers = [range(0, 3)] if num_stages == 1 else [range(0, 1), range(1, 2), range(2, 3)]
+    stage = LlamaStage(MODEL, layers[pp], num_positions=SEQ, on=Placement(tp=tp, policy=POLICIES["fp64"]))
+    for p in parameters_of(stage):
+        p.data.copy_(initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size))
+    return stage
+
+
+def run(grid, plan, batch=None):
+    """For each rank: its result, its gradients by name, how often each parameter had one in which op, what was told."""
+    batch = batch or BatchPlan(
+        seed=1, iteration=1, num_micro_batches=NUM_MICRO_BATCHES, micro_batch_size=2, sequence_length=SEQ
+    )
+
+    def body(rank, world):
+        place = grid.coordinates(rank)
+        tp = TensorParallel(group=world.make_group(rank)(f"tp{place.pp}-{place.dp}", grid.tp_ranks(place.replica)))
+        stage = make_stage(place.pp, grid.pp_size, tp)
+        counts, told = Counter(), []
+        for p in parameters_of(stage):
+            p.on_grad = lambda name=p.sharding.name: counts.update([(name, told[-1])])
+        executor = Executor(
+            stage=stage,
+            grid=grid,
+            rank=rank,
+            epoch=0,
+            links=world.links(rank),
+            tp=tp,
+            hidden_size=MODEL.hidden_size,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+            token=world.tokens[rank],
+            observe=lambda step: told.append(step.op),
+            after_compute=lambda: told.append("added"),
+        )
+        with torch.set_grad_enabled(batch.training):
+            result = executor.run(plan.lists[place.replica], batch, load)
+        grads = {p.sharding.name: p.main_grad for p in parameters_of(stage) if p.main_grad is not None}
+        return place, result, grads, counts, told
+
+    return run_threads(max(grid.ranks) + 1, body)
+
+
+def total_grads(results):
+    """Sums over the replicas, tensor ranks apart."""
+    total = {}
+    for place, _, grads, _, _ in results:
+        for name, grad in grads.items():
+            total[name, place.tp] = total.get((name, place.tp), 0) + grad
+    return total
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_zb_h1_is_bitwise_1f1b(tp_size):
+    """Both backward the micro-batches in the same order, so that even the sums are the same."""
+    grid = Grid.straight(tp_size=tp_size, pp_size=3, dp_size=1)
+    whole, split = (run(grid, make_plan(grid, rule)) for rule in ("1f1b", "zb-h1"))
+    for (_, result, grads, _, _), (_, other, others, _, _) in zip(whole, split):
+        assert grads and grads.keys() == others.keys()
+        assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
+        assert (result.losses, result.backwarded) == (other.losses, other.backwarded)
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+@pytest.mark.parametrize("routing", ["reroute", "drop"])
+@pytest.mark.parametrize("split", [False, True])
+def test_every_plan_of_a_damaged_grid_has_the_gradients_of_one_process(routing, split, extra):
+    """Stage 1 has one replica of two; sums in fp64 differ in their order alone."""
+    solo = Grid.straight(tp_size=1, pp_size=1, dp_size=1)
+    [(_, expected_result, expected, _, _)] = run(solo, make_plan(solo, "1f1b"))
+    grid = Grid.of_replicas([2, 1, 2], tp_size=1)
+    plan = make_plan(grid, "1f1b", routing=routing, split_backward=split, extra_in_flight=extra)
+    results = run(grid, plan)
+    total = total_grads(results)
+    assert {name for name, _ in total} == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(total[name, 0], grad, rtol=1e-11, atol=1e-13)
+    losses = {m: loss for _, result, _, _, _ in results for m, loss in result.losses.items()}
+    assert losses == pytest.approx(expected_result.losses, rel=1e-13)
+    for place, result, grads, counts, _ in results:
+        mine = [m for m, route in enumerate(plan.routes) if route[place.pp] == place.dp]
+        assert result.backwarded == Counter(mine) == result.forwarded
+        ops = {name: op for name, op in counts}
+        assert set(counts.values()) <= {len(mine)} and set(grads) <= set(ops) and len(ops) == len(counts)
+        for name, op in ops.items():
+            is_linear = any(part in name for part in ("qkv", "output", "gate_up", "down"))
+            assert op is (Op.BACKWARD if not split else Op.BACKWARD_WEIGHT if is_linear else Op.BACKWARD_INPUT)
+
+
+@pytest.mark.parametrize("rule", ["1f1b", "zb-h1"])
+def test_who_watches_is_told_before_each_instruction_and_after_each_that_adds(rule):
+    grid = Grid.straight(tp_size=1, pp_size=3, dp_size=1)
+    plan = make_plan(grid, rule)
+    for place, _, _, _, told in run(grid, plan):
+        adds = ADDS | ({Op.FORWARD} if place.pp == 2 else set())  # the head's gradient is made in the forward pass
+        expected = []
+        for step in plan.lists[place.replica]:
+            expected += [step.op] + ["added"] * (step.op in adds)
+        assert told == expected
+
+
+def test_an_evaluation_adds_nothing():
+    grid = Grid.straight(tp_size=1, pp_size=3, dp_size=1)
+    batch = BatchPlan(
+        seed=1,
+        iteration=1,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        micro_batch_size=2,
+        sequence_length=SEQ,
+        training=False,
+    )
+    results = run(grid, make_plan(grid, "forward"), batch)
+    assert all("added" not in told and not grads and not counts for _, _, grads, counts, told in results)
