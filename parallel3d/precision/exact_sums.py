@@ -1,0 +1,79 @@
+"""Gradients added as int64 fixed point: the same bits in any order, on any layout, after any failure.
+
+Floating-point adds depend on their order, and the order on who handles which micro-batch. Here every micro-batch's
+gradient is computed alone in a scratch buffer, rounded to a fixed unit (`fixed_point.py` derives it), and added to an
+int64 total, over micro-batches and over ranks alike::
+
+    backward of one micro-batch -> scratch (float) -> round -> total (int64) -> reduce-scatter of int64
+        -> squared norm, in integers                 -> float again, for the update
+
+What is left to the floats is the micro-batch itself, so layouts agree bit for bit if their kernels do: equal
+tensor-parallel size, micro-batch size and number of threads, and weights at aligned addresses (MKL's results depend on
+the address below 16 bytes).
+
+All passes go over the data in blocks that stay in the cache. One thread of an AMD EPYC needs 1 ns an element to add,
+0.7 to convert back, 3.4 for the squares; a float add from memory takes 0.1.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import UserError
+from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum, FixedPoint
+
+_BLOCK = 1 << 16
+_DIGIT_BITS = 21  # three digits make an int64; the products of two digits of a block add up to 2**58 at most
+_LOW = 2**_DIGIT_BITS - 1
+
+
+def add_and_clear(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
+    """Adds one term, `scratch` (n,) of floats, to `total` (n,) int64 and zeroes it. Returns whether it was finite.
+
+    Infinities and NaNs count as zero, so that the total does not depend on where they were met. Raises UserError for
+    an element beyond `fixed.largest`.
+    """
+    blocks = zip(total.split(_BLOCK), scratch.split(_BLOCK))
+    return all([_add_block(sums, terms, fixed) for sums, terms in blocks])  # a list: every block must be added
+
+
+def write_floats(out: Tensor, total: Tensor, fixed: FixedPoint) -> None:
+    """`out` (n,), of any float format, becomes the sums that `total` (n,) int64 counts."""
+    for values, sums in zip(out.split(_BLOCK), total.split(_BLOCK)):
+        values.copy_(sums.to(torch.float64).mul_(2.0**-fixed.shift))
+
+
+def sum_of_squares(total: Tensor, fixed: FixedPoint) -> ExactSum:
+    """The sum of the squares of all elements of `total` (n,) int64, without any rounding."""
+    square_units = 0
+    for block in total.split(_BLOCK):
+        digits = (block & _LOW, (block >> _DIGIT_BITS) & _LOW, block >> (2 * _DIGIT_BITS))
+        for (i, a), (j, b) in combinations_with_replacement(enumerate(digits), 2):
+            product = int((a * b).sum()) << (_DIGIT_BITS * (i + j))
+            square_units += product if i == j else 2 * product
+    return ExactSum(units=square_units << (-UNIT_LOG2 - 2 * fixed.shift))
+
+
+def _add_block(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
+    largest = _largest(scratch)
+    finite = isfinite(largest)
+    if not finite:
+        largest = _largest(scratch.nan_to_num_(0.0, 0.0, 0.0))
+    if largest > fixed.largest:
+        raise UserError(
+            f"a gradient of {largest:g} (a sum over a micro-batch's tokens) is beyond the {fixed.largest:g} that exact "
+            'sums hold: the run has exploded. Lower optimizer.learning_rate, or set precision.sums to "float"'
+        )
+    total += scratch.mul_(2.0**fixed.shift).round_().to(torch.int64)
+    scratch.zero_()
+    return finite
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    low, high = torch.aminmax(values)
+    return max(-low.item(), high.item())
