@@ -109,5 +109,15 @@ def warnings(config: Config) -> list[str]:
             config.schedule.warmup_steps >= config.run.num_steps,
             f"the run ends within its warmup of {config.schedule.warmup_steps} updates (schedule.warmup_steps)",
         ),
+        (
+            config.elastic.enabled and not config.elastic.zero_backups and parallel.zero_stage and max(replicas) > 1,
+            "without backups (elastic.zero_backups 0) the loss of any worker loses its part of the optimizer's state"
+            " and ends the run",
+        ),
+        (
+            config.elastic.enabled and min(replicas) == 1 and max(replicas) > 1,
+            f"stages {[stage for stage, count in enumerate(replicas) if count == 1]} have one replica each: the loss of"
+            " one of their workers ends the run",
+        ),
     )
     return [sentence for applies, sentence in checks if applies]

@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -186,11 +186,12 @@ def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
 def _problem(mistake: Any) -> Problem:
     """What pydantic found, in our words."""
     location = ".".join(map(str, mistake["loc"]))
+    name = ".".join(part for part in mistake["loc"] if isinstance(part, str))  # elements of a list have its meaning
     known = dict(_fields(Config))
     if mistake["type"] == "extra_forbidden":
-        rule, fix = "there is no such field", _suggest(location, list(known))
+        rule, fix = "there is no such field", _suggest(name, list(known))
         return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
-    field = known.get(location) or known[location.rpartition(".")[0]]  # an element of a list has its list's meaning
+    field = known[name]
     meaning = " ".join((field.description or "").split()).removesuffix(".")
     if mistake["type"] == "missing":
         return Problem(field=location, value=_Missing(), rule="is required", fix=f"Add it: {meaning}")
@@ -212,7 +213,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
     """All fields with their dotted names, sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
-        if inner := _section_of(field):
+        if inner := _section_of(field) or _element_of(field):
             yield from _fields(inner, f"{prefix}{name}.")
 
 
@@ -220,6 +221,12 @@ def _section_of(field: FieldInfo | None) -> type[Section] | None:
     """The field's own class, if it is a section."""
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _element_of(field: FieldInfo) -> type[Section] | None:
+    """The class of the elements, if the field is a list of sections."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
+    return kinds[0] if kinds and isinstance(kinds[0], type) and issubclass(kinds[0], Section) else None
 
 
 # --- rules between fields ---------------------------------------------------------------------------------------------
@@ -431,6 +438,27 @@ def _expand(path: str) -> str:
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
 _LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
 
+def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for name in ("silence", "stuck"):
+        timeout = getattr(config.elastic, name)
+        if timeout.min_s > timeout.max_s:
+            rule = f"must be at most elastic.{name}.max_s = {timeout.max_s:g}"
+            yield Problem(field=f"elastic.{name}.min_s", value=timeout.min_s, rule=rule, fix="Change either")
+
+
+def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
+    num_ranks = sum(derived.stage_replicas(config)) * config.parallel.tp_size if world_size is None else world_size
+    for number, fault in enumerate(config.elastic.faults):
+        for name, value, last in (
+            ("rank", fault.rank, num_ranks - 1),
+            ("step", fault.step, config.run.num_steps),
+        ):
+            if value > last:
+                rule = f"there is no such {name}: the last is {last}"
+                fix = "Name one that there is, or take the fault out"
+                yield Problem(field=f"elastic.faults.{number}.{name}", value=value, rule=rule, fix=fix)
+
+
 _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
     (_check_head_size, ("model.hidden_size", "model.num_attention_heads")),
     (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),
@@ -443,5 +471,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (_check_sources, ("data.sources",)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
+    (_check_timeouts, ("elastic",)),
+    (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
 )
 """Each rule with the fields that it reads."""

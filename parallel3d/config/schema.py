@@ -21,6 +21,25 @@ CountPerStage = Annotated[list[PositiveInt], Field(min_length=1)]
 """One number for each pipeline stage."""
 
 
+FaultPhase = Literal[
+    "load",
+    "forward",
+    "send",
+    "backward",
+    "reduce_scatter",
+    "backup",
+    "all_reduce",
+    "update",
+    "all_gather",
+    "evaluate",
+    "recovery_report",
+    "recovery_moves",
+    "recovery_confirm",
+    "recovery_groups",
+]
+"""Where a fault can be injected."""
+
+
 class Section(BaseModel):
     """Strict, closed and frozen: what all parts of the configuration have in common."""
 
@@ -79,8 +98,15 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Norms and dropout work on sequence shards over the tensor-parallel ranks; batch.sequence_length becomes a
     multiple of tp_size. Without effect at tp_size 1."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the micro-batches in a pipeline: 1f1b (PipeDream-flush) holds at most pp_size activations, gpipe all."""
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
+    """Order of the micro-batches in a pipeline: 1f1b (PipeDream-flush) holds the activations of at most pp_size, gpipe
+    of all; zb-h1 (zero bubble) holds pp_size on every stage and splits the backward pass: a third of 1f1b's bubble."""
+    split_backward: Literal["auto", "never"] = "auto"
+    """auto: where replicas were lost the backward pass is split, gradients of inputs first, if that makes the iteration
+    shorter. never: only schedule zb-h1 splits it."""
+    max_extra_in_flight: NonNegativeInt = 2
+    """Micro-batches that a replica may hold above its schedule's limit where replicas were lost: that many more
+    activations of its stage. Without effect on gpipe."""
     layers_per_stage: CountPerStage | None = None
     """Layers of each stage, summing to model.num_hidden_layers. Null: cut so that the costliest stage is cheapest."""
     zero_stage: Literal[0, 1] = 1
@@ -112,6 +138,9 @@ class BatchConfig(Section):
 class PrecisionConfig(Section):
     """Number formats."""
 
+    sums: Literal["float", "exact"] = "float"
+    """exact: gradients, losses and squares of micro-batches are added as 64-bit integers, in any order with the same
+    bits, so that neither the layout nor a failure changes the run. 8 bytes a parameter more, and slower."""
     policy: Literal["fp32", "fp64", "bf16"] = "fp32"
     """fp32, fp64 (for tests), or bf16: bf16 compute with fp32 main gradients, master weights and moments."""
 
@@ -181,6 +210,89 @@ class DataConfig(Section):
     """Steps whose batches are made ahead."""
 
 
+class TimeoutConfig(Section):
+    """A timeout that follows the network: multiplier x measured round trip, held between two bounds
+    (FlexiTrain: 25,000 x the mean time of a small all-reduce)."""
+
+    multiplier: PositiveFloat
+    """Times the measured round trip of a small all-reduce."""
+    min_s: PositiveFloat
+    """Never shorter, in seconds."""
+    max_s: PositiveFloat
+    """Never longer, in seconds; at least min_s."""
+
+
+class SilenceConfig(TimeoutConfig):
+    """How long a worker may be without a sign of life."""
+
+    multiplier: PositiveFloat = 500.0
+    """Times the measured round trip of a small all-reduce."""
+    min_s: PositiveFloat = 0.5
+    """Never shorter, in seconds."""
+    max_s: PositiveFloat = 5.0
+    """Never longer, in seconds; at least min_s."""
+
+
+class StuckConfig(TimeoutConfig):
+    """How long a worker may be alive without getting on."""
+
+    multiplier: PositiveFloat = 100_000.0
+    """Times the measured round trip of a small all-reduce."""
+    min_s: PositiveFloat = 60.0
+    """Never shorter, in seconds."""
+    max_s: PositiveFloat = 600.0
+    """Never longer, in seconds; at least min_s."""
+
+
+class FaultConfig(Section):
+    """One fault to inject, for tests and demonstrations: it really happens."""
+
+    rank: NonNegativeInt
+    """The worker that it happens to."""
+    step: PositiveInt
+    """The step in which it happens; for evaluation: the step after which it is held."""
+    phase: FaultPhase = "forward"
+    """Where in the step. send: between a send to the next stage and the receive that follows; recovery_*: at that
+    point of the first recovery from step - 1 on."""
+    kind: Literal["kill", "stop", "term"] = "kill"
+    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure."""
+
+
+class RandomFaults(Section):
+    """Faults drawn for every (step, rank): the same in every process."""
+
+    probability: Fraction = 0.0
+    """That a rank has a fault in a step."""
+    seed: NonNegativeInt = 0
+    """Keys the draw."""
+    max_faults: PositiveInt = 1
+    """At most so many in the whole run."""
+    kind: Literal["kill", "stop", "term"] = "kill"
+    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure."""
+
+
+class ElasticConfig(Section):
+    """What happens when workers die."""
+
+    enabled: bool = True
+    """Go on without lost workers, with the same mathematics. false: the first loss ends the run."""
+    zero_backups: Literal[0, 1] = 1
+    """Copies of every range of optimizer state on another replica of its stage, kept up by updating it there too:
+    optimizer memory and update work x 2. 0: under zero_stage 1 the loss of any worker loses its range and ends the run.
+    Without effect at zero_stage 0."""
+    silence: SilenceConfig = SilenceConfig()
+    """How long a worker may be without a sign of life before its guardian kills it."""
+    stuck: StuckConfig = StuckConfig()
+    """How long a worker may be alive without getting on, while it waits for nobody, before its guardian kills it."""
+    witness: str | None = None
+    """A file on a folder that all hosts share: of two halves of the hosts that can't reach each other, the one that
+    locks it goes on. Null: a half that has lost the coordinator's host stops."""
+    faults: list[FaultConfig] = []
+    """Faults to inject, each {"rank", "step", "phase", "kind"}."""
+    random_faults: RandomFaults = RandomFaults()
+    """Faults to draw and inject beside them."""
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -191,11 +303,14 @@ class RunConfig(Section):
     seed: NonNegativeInt = 1234
     """Keys the initial weights, the order of the data and all noise."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of each rank. Null: the machine's cores shared out over its ranks."""
+    """CPU threads of each rank. Null: the machine's cores shared out over its ranks; 1 with precision.sums exact, where
+    the layout must not decide."""
     evaluate_every: PositiveInt | None = None
     """Steps between two evaluations. Null: only at the end."""
     evaluate_batches: PositiveInt = 4
     """Global batches of one evaluation."""
+    show_routes: bool = False
+    """Print who handles which micro-batch, at the start and after each change of membership."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if every rank of a machine can have one."""
     timeout_s: PositiveFloat = 600.0
@@ -223,6 +338,8 @@ class Config(Section):
     """The learning rate over the updates."""
     data: DataConfig = DataConfig()
     """The text to train on."""
+    elastic: ElasticConfig = ElasticConfig()
+    """What happens when workers die."""
     run: RunConfig
     """Length, seed, folder and devices of the run."""
 

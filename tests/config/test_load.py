@@ -89,7 +89,7 @@ def test_schema_entry_is_for_editors(tmp_path: Path):
         ("modle.hidden_size=3", "Did you mean model?"),
         ("run.tp_size=3", "Did you mean parallel.tp_size?"),
         ("data.tokenizer.vocab=3", "Did you mean data.tokenizer.vocab_size?"),
-        ("precision.xyzzy=3", "precision has policy"),
+        ("precision.xyzzy=3", "precision has sums, policy"),
     ],
 )
 def test_unknown_fields_name_the_nearest(tiny: Path, override: str, meant: str):
@@ -314,3 +314,26 @@ def test_any_file_is_accepted_or_refused_with_reasons(tmp_path_factory: pytest.T
     else:
         assert sound
         resolve(config, config_path=path)
+
+
+FAULT = dict(rank=0, step=1)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "rule"),
+    [
+        ([dict(rank=64, step=1)], "elastic.faults.0.rank", "there is no such rank: the last is "),
+        ([FAULT, dict(rank=0, step=10**6)], "elastic.faults.1.step", "there is no such step: the last is "),
+        ([dict(rank=0, step=1, phase="lunch")], "elastic.faults.0.phase", "should be 'load', "),
+        ([dict(rank=0, step=1, rnk=1)], "elastic.faults.0.rnk", "there is no such field"),
+        (5, "elastic.faults", "should be a valid list"),
+    ],
+)
+def test_faults_that_can_not_be(tiny: Path, override: object, field: str, rule: str):
+    (problem,) = problems(tiny, f"elastic.faults={json.dumps(override)}").values()
+    assert problem.field == field and problem.rule.startswith(rule)
+
+
+def test_timeouts_are_between_their_bounds(tiny: Path):
+    (problem,) = problems(tiny, "elastic.silence.min_s=9").values()
+    assert problem.rule == "must be at most elastic.silence.max_s = 5"
