@@ -53,11 +53,14 @@ PURE: tuple[str, ...] = (
     "parallel3d.config",
     "parallel3d.topology.grid",
     "parallel3d.sharding",
+    "parallel3d.precision.fixed_point",
     *(
         f"parallel3d.pipeline.{name}"
-        for name in ("instructions", "partition", "planner", "passes", "check", "timeline")
+        for name in ("instructions", "partition", "request", "routes", "simulation", "planner", "check", "timeline")
     ),
-    *(f"parallel3d.elastic.{name}" for name in ("membership", "protocol", "plan")),
+    "parallel3d.pipeline.route_map",
+    *(f"parallel3d.optim.{name}" for name in ("buckets", "cut")),
+    *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
 )
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")
 

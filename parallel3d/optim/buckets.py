@@ -5,8 +5,8 @@ treated alike, so its key is what decides the treatment: weight decay or not, cu
 held by all of them. Parameters come in the order in which the backward pass finishes them, so that the first bucket is
 full, and on its way, while the rest of the backward pass still runs.
 
-The length is padded to a multiple of num_ranges x 64 elements: each of the ranks that share the optimizer state owns an
-aligned range of equal length.
+Where n ranks share the optimizer state the length is padded to a multiple of n x 64 elements: each owns an aligned
+range of equal length. n changes when replicas are lost; the places of the parameters never do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from math import prod
 from parallel3d.sharding import ParamSharding
 
 ALIGNMENT = 64
+PLACE_ALIGNMENT = 16
+"""Parameters begin at multiples of so many elements: some kernels' results depend on the address below 16 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +46,28 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """One bucket: its parameters in order, and its length with padding."""
+    """One bucket: its parameters in order."""
 
     key: BucketKey
     places: tuple[Place, ...]
-    length: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of parameters, without padding at the end."""
+        return self.places[-1].offset + self.places[-1].length
+
+    def length(self, num_ranges: int) -> int:
+        """Elements with the padding that makes `num_ranges` equal, aligned ranges."""
+        unit = num_ranges * ALIGNMENT
+        return -(-self.num_elements // unit) * unit
+
+    def capacity(self, max_ranges: int) -> int:
+        """The longest that the bucket gets with 1 to `max_ranges` ranges: at most max_ranges x 64 elements more."""
+        return max(self.length(num_ranges) for num_ranges in range(1, max_ranges + 1))
 
     def range_of(self, number: int, num_ranges: int) -> range:
-        """The elements that rank `number` of `num_ranges` owns."""
-        size = self.length // num_ranges
+        """The elements of range `number` of `num_ranges`."""
+        size = self.length(num_ranges) // num_ranges
         return range(number * size, (number + 1) * size)
 
 
@@ -60,7 +75,6 @@ def plan_buckets(
     shardings: Sequence[ParamSharding],
     *,
     tp_size: int,
-    num_ranges: int,
     bucket_elements: int,
     decay_norms_and_biases: bool,
 ) -> tuple[BucketPlan, ...]:
@@ -74,14 +88,9 @@ def plan_buckets(
             partial_grad=sharding.partial_grad,
         )
         places = open_places.setdefault(key, [])
-        offset = places[-1].offset + places[-1].length if places else 0
+        end = places[-1].offset + places[-1].length if places else 0
+        offset = -(-end // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
         places.append(Place(name=sharding.name, offset=offset, shape=sharding.local_shape(tp_size)))
         if offset + places[-1].length >= bucket_elements:
-            full.append(_close(key, open_places.pop(key), num_ranges))
-    return (*full, *(_close(key, places, num_ranges) for key, places in open_places.items()))
-
-
-def _close(key: BucketKey, places: list[Place], num_ranges: int) -> BucketPlan:
-    unit = num_ranges * ALIGNMENT
-    used = places[-1].offset + places[-1].length
-    return BucketPlan(key=key, places=tuple(places), length=-(-used // unit) * unit)
+            full.append(BucketPlan(key=key, places=tuple(open_places.pop(key))))
+    return (*full, *(BucketPlan(key=key, places=tuple(places)) for key, places in open_places.items()))

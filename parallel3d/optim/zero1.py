@@ -1,109 +1,73 @@
-"""Flat buckets of weights and main gradients, their reduction, and AdamW on the part that this rank owns.
+"""All buckets of one rank: their reduction, the update of the ranges that this rank holds, the gathering of weights.
 
 ZeRO stage 1 (Rajbhandari et al. 2020): each data-parallel rank owns one range of every bucket. Gradients are
-reduce-scattered to the owners, updated there, and the weights gathered again::
+reduce-scattered to the owners, updated there, and the weights gathered again. With backups another replica holds the
+same range and applies the same update to a copy of the same reduced gradients, so that its state is the same::
 
     bucket on each rank   [ range 0 | range 1 | range 2 | range 3 ]
-    reduce-scatter                    ^ rank 1 gets the sum of range 1, holds its moments (and master weights)
-    update                            with them
-    all-gather            every rank gets every range back
+    reduce-scatter                    ^ rank 1 gets the sum of range 1 ...
+    copy                              ^ ... and sends it to rank 2, which backs range 1 up
+    update                            rank 1 and rank 2, each its own copy of moments (and master weights)
+    all-gather            every rank gets every range back from its owner
 
 With zero_stage 0 the one range is the whole bucket, on every rank: all-reduce, update, nothing to gather.
 
-Reductions start while the last backward pass runs, as soon as a bucket has all of its gradients, in bucket order, which
-is the same on every rank. Gathers may run on under the next forward pass: a module waits for its own buckets. Neither
-changes a bit of the result.
+Reductions start while the last backward passes run, as soon as a bucket has all of its gradients, in bucket order,
+which is the same on every rank. Gathers may run on under the next forward pass: a module waits for its own buckets.
+Neither changes a bit of the result.
+
+Between membership epochs the optimizer has no groups. `recut` builds the ranges of a new cut beside those of the old
+one, `commit` puts them in force.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.group import DoneWork, Group, Work
+from parallel3d.comm.group import AbsentGroup, Group, Work
+from parallel3d.comm.messages import Header, Kind, Links
 from parallel3d.layers.init import initial_value
-from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.optim.buckets import BucketPlan, plan_buckets
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.optim.bucket import AdamWSettings, Bucket, Shard, UpdateStep
+from parallel3d.optim.buckets import plan_buckets
+from parallel3d.optim.cut import Cut, plan_moves
+from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
+
+Probe = Callable[[str], None]
+"""Told of each phase that a step or a recovery enters; where faults are injected."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWSettings:
-    """AdamW's constants (Loshchilov and Hutter 2019); the learning rate comes with each update."""
+class CutChange:
+    """From one cut to another, in membership epoch `epoch`; `old` None: the run starts."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-
-class Bucket:
-    """One bucket on this rank: flat weights and gradients, whose views are the parameters' data and main gradients."""
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[ShardedParameter],
-        *,
-        initial: Callable[[ShardedParameter], Tensor],
-        owned: range,
-        policy: Policy,
-        settings: AdamWSettings,
-        device: torch.device,
-    ):
-        self.plan = plan
-        self.owned = slice(owned.start, owned.stop)
-        self.parameters = tuple(parameters)
-        wide = torch.zeros(plan.length, dtype=policy.state, device=device)
-        self.weights = torch.zeros(plan.length, dtype=policy.compute, device=device)
-        self.grads = torch.zeros(plan.length, dtype=policy.grad, device=device)
-        for parameter, place in zip(parameters, plan.places):
-            span = slice(place.offset, place.offset + place.length)
-            wide[span] = initial(parameter).reshape(-1)
-            parameter.data = self.weights[span].view(place.shape)
-            parameter.main_grad = self.grads[span].view(place.shape)
-        self.weights.copy_(wide)
-        self.owned_weights = self.weights[self.owned]
-        self.master = wide[self.owned].clone() if policy.has_master else self.owned_weights
-        # Its own memory: a reduce-scatter must not write into what it reads.
-        self.owned_grads = self.grads if len(owned) == plan.length else torch.zeros_like(self.grads[self.owned])
-        self.optimizer = torch.optim.AdamW(
-            [nn.Parameter(self.master)],
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay if plan.key.decay else 0.0,
-            fused=True,
-        )
-
-    def state_bytes(self) -> int:
-        """Bytes of moments and master weights on this rank."""
-        has_own_master = self.master.data_ptr() != self.owned_weights.data_ptr()
-        return (2 + has_own_master) * self.master.numel() * self.master.element_size()
-
-    def update(self, *, learning_rate: float, grad_scale: float) -> None:
-        """One AdamW step on the owned range with the owned gradients times `grad_scale`."""
-        (parameter,) = self.optimizer.param_groups[0]["params"]
-        parameter.grad = self.owned_grads.to(self.master.dtype).mul_(grad_scale)
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
-        parameter.grad = None
-        if self.master is not self.owned_weights:
-            self.owned_weights.copy_(self.master)
+    epoch: int
+    old: Cut | None
+    new: Cut
+    live: Collection[int]
+    """Ranks that can still hand over what they hold."""
+    weights_whole: bool = False
+    """Every rank of the new cut has all weights as they shall be: they need not travel."""
 
 
 class ShardedOptimizer:
-    """All buckets of one rank: built with the initial weights, then reduce -> update -> gather in each iteration."""
+    """Built with the initial weights; then, in each iteration, reduce -> update -> gather."""
 
     def __init__(
         self,
         stage: nn.Module,
         *,
+        rank: int,
         seed: int,
-        tp: Group,
-        dp: Group,
+        tp_rank: int,
+        tp_size: int,
+        max_replicas: int,
         zero_stage: int,
         bucket_bytes: int,
         decay_norms_and_biases: bool,
@@ -111,17 +75,20 @@ class ShardedOptimizer:
         settings: AdamWSettings,
         overlap_reduce: bool,
         overlap_gather: bool,
+        fixed: FixedPoint | None = None,
         device: torch.device,
+        probe: Probe = lambda phase: None,
     ):
-        self._tp, self._dp = tp, dp
+        self.rank = rank
         self._is_sharded = zero_stage == 1
-        self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
+        self._overlap_reduce = overlap_reduce and fixed is None  # a term is closed after its last gradient
+        self._overlap_gather = overlap_gather
+        self._policy = policy
+        self._probe = probe
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
-        num_ranges, number = (dp.size, dp.rank) if self._is_sharded else (1, 0)
         plans = plan_buckets(
             [p.sharding for p in parameters.values()],
-            tp_size=tp.size,
-            num_ranges=num_ranges,
+            tp_size=tp_size,
             bucket_elements=max(1, bucket_bytes // policy.grad.itemsize),
             decay_norms_and_biases=decay_norms_and_biases,
         )
@@ -129,65 +96,219 @@ class ShardedOptimizer:
             Bucket(
                 plan,
                 [parameters[place.name] for place in plan.places],
-                initial=lambda p: initial_value(p.sharding, seed=seed, tp_rank=tp.rank, tp_size=tp.size),
-                owned=plan.range_of(number, num_ranges),
+                initial=lambda p: initial_value(p.sharding, seed=seed, tp_rank=tp_rank, tp_size=tp_size),
+                max_ranges=max_replicas if self._is_sharded else 1,
                 policy=policy,
                 settings=settings,
+                fixed=fixed,
                 device=device,
             )
             for plan in plans
         ]
+        self._stale: set[int] = set()
+        """Buckets that were updated here and not gathered since: what others own of them is old."""
+        self._pending: tuple[CutChange, list[list[Shard]]] | None = None
         self._reducing: list[Work] = []
         self._gathering: dict[int, Work] = {}
         self._missing: list[int] = []
-        self._is_armed = False
+        self._iteration = 0
         self._watch_gradients()
         self._wait_in_front_of(stage)
 
-    def begin_iteration(self) -> None:
-        """Clears the gradients and whatever an earlier iteration left unfinished."""
-        self._is_armed = False
-        self._reducing = []
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        for bucket in self.buckets:
-            bucket.grads.zero_()
+    # --- one iteration --------------------------------------------------------------------------------------------
 
-    def expect_last_backward(self) -> None:
-        """From now on a bucket whose parameters all got their gradient starts its reduction."""
-        self._is_armed = self._overlap_reduce
+    def begin_iteration(self, iteration: int, num_micro_batches: int) -> None:
+        """Clears the gradients and whatever an earlier iteration left unfinished.
+
+        `num_micro_batches` is how often each parameter of this rank will get a gradient.
+        """
+        self._iteration = iteration
+        self._reducing = []
+        self._missing = [len(bucket.parameters) * num_micro_batches for bucket in self.buckets]
+        self.is_finite = True
+        """False once a term of exact sums was not, which their totals can't say."""
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def close_term(self) -> None:
+        """After each computation that may have added gradients of one micro-batch: with exact sums, that is a term."""
+        finite = [bucket.close_term() for bucket in self.buckets]
+        self.is_finite &= all(finite)
 
     def finish_reduction(self) -> None:
-        """Starts what has not started, then waits: afterwards `owned_grads` are sums over all micro-batches."""
+        """Starts what has not started, then waits: afterwards every range held here has its reduced gradients."""
+        self.finish_gather()  # a rank without a micro-batch has not waited for it yet
         while len(self._reducing) < len(self.buckets):
             self._start_reduction()
-        for work in self._reducing:
+        self._probe("reduce_scatter")
+        backup = self._cut.backup_of(self.rank)
+        for index, work in enumerate(self._reducing):
             work.wait()
+            self.buckets[index].take_reduced()
+            if backup is not None:
+                grads = self.buckets[index].owned.grads
+                self._links.send(backup, self._header(index, grads), grads, bounded=False)
+        self._probe("backup")
+        for index, bucket in enumerate(self.buckets):
+            for shard, number in zip(bucket.shards[1:], self._cut.ranges_of(self.rank)[1:]):
+                owner = self._cut.holders[number][0]
+                shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)))
 
-    def squared_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm, float64: each element of the model counts on one rank only."""
-        total = torch.zeros((), dtype=torch.float64)
-        for bucket in self.buckets:
-            if self._counts(bucket):
-                total += torch.linalg.vector_norm(bucket.owned_grads).double().square().cpu()
-        return total
+    def squared_norm(self) -> ExactSum:
+        """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
+        return sum((bucket.squared_norm() for bucket in self.buckets if self._counts(bucket)), start=ExactSum())
 
-    def update(self, *, learning_rate: float, grad_scale: float) -> None:
-        """AdamW on the owned ranges, then starts the gathers."""
+    def update(self, version: int, step: UpdateStep | None) -> None:
+        """Brings every range held to `version`, and starts the gathers. None: the iteration updates nothing."""
         for index in reversed(range(len(self.buckets))):  # forward order: the first layers are needed first
-            bucket = self.buckets[index]
-            bucket.update(learning_rate=learning_rate, grad_scale=grad_scale)
+            self.bring_to(version, step, only=index)
             if self._is_sharded:
+                bucket = self.buckets[index]
                 self._gathering[index] = self._dp.all_gather_async(bucket.weights, bucket.owned_weights)
+            self._probe("update")
+        self._probe("all_gather")
         if not self._overlap_gather:
             self.finish_gather()
 
+    def bring_to(self, version: int, step: UpdateStep | None, *, only: int | None = None) -> None:
+        """Applies the update that leads to `version` to every bucket (or one) that has not had it yet."""
+        for index in range(len(self.buckets)) if only is None else (only,):
+            bucket = self.buckets[index]
+            if not bucket.shards:  # a spare has nothing to update
+                bucket.version = version
+            elif bucket.version < version:
+                assert bucket.version == version - 1, f"a range at version {bucket.version} can't become {version}"
+                if step is not None:
+                    bucket.update(step)
+                    self._stale |= {index} if self._is_sharded else set()
+                bucket.version = version
+
+    def gather(self) -> None:
+        """Makes all weights whole from their owners, as after a change of membership."""
+        if self._is_sharded:
+            works = [self._dp.all_gather_async(bucket.weights, bucket.owned_weights) for bucket in self.buckets]
+            for work in works:
+                work.wait()
+        self._stale = set()
+
     def finish_gather(self) -> None:
         """Waits until all weights are whole."""
-        for index in list(self._gathering):
-            self._gathering.pop(index).wait()
+        self._wait_for(list(self._gathering))
 
     def state_bytes(self) -> int:
         return sum(bucket.state_bytes() for bucket in self.buckets)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are known to be those of `version`, the ranges that others own included."""
+        return not self._stale
+
+    @property
+    def version(self) -> int:
+        """The iteration to which all ranges have been updated."""
+        return min(bucket.version for bucket in self.buckets)
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def recut(self, change: CutChange, links: Links) -> int:
+        """Builds the ranges of the new cut beside the old ones; returns the bytes that this rank has received.
+
+        Every live holder of the old cut and every rank of the new one calls it. Pieces travel bucket by bucket,
+        straight from a holder to whom they are new; what a rank has already it keeps.
+        """
+        self.discard()
+        shards, num_bytes = [], 0
+        for index, bucket in enumerate(self.buckets):
+            spans = [bucket.plan.range_of(number, change.new.num_ranges) for number in change.new.ranges_of(self.rank)]
+            if change.old is None:
+                shards.append([bucket.first_shard(span) for span in spans])
+            else:
+                moved, received = self._move_bucket(index, spans, change, change.old, links)
+                shards.append(moved)
+                num_bytes += received
+        self._pending = (change, shards)
+        return num_bytes
+
+    def commit(self) -> None:
+        """Puts the new cut in force and frees the old ranges."""
+        assert self._pending is not None
+        change, shards = self._pending
+        self._pending = None
+        self._cut = change.new
+        for bucket, mine in zip(self.buckets, shards):
+            bucket.adopt(mine, change.new.num_ranges)
+
+    def discard(self) -> None:
+        """Forgets ranges that were not put in force."""
+        self._pending = None
+
+    def join(self, epoch: int, tp: Group, dp: Group, links: Links) -> None:
+        """Takes the groups of a new epoch."""
+        self._epoch, self._tp, self._dp, self._links = epoch, tp, dp, links
+        self._gathering = {}
+        self._reducing = []
+
+    def leave(self) -> None:
+        """Lets go of everything of an epoch that is over."""
+        self._tp = self._dp = AbsentGroup(name="none", rank=0, ranks=(self.rank,))
+        self._gathering = {}
+        self._reducing = []
+
+    def _move_bucket(
+        self, index: int, spans: list[range], change: CutChange, old: Cut, links: Links
+    ) -> tuple[list[Shard], int]:
+        bucket, live = self.buckets[index], set(change.live)
+        plan = bucket.plan
+
+        def ranges(cut: Cut, rank: int) -> list[range]:
+            return [plan.range_of(number, cut.num_ranges) for number in cut.ranges_of(rank)]
+
+        held = {rank: ranges(old, rank) for ranks in old.holders for rank in ranks if rank in live}
+        wanted = {rank: ranges(change.new, rank) for ranks in change.new.holders for rank in ranks}
+        moves = plan_moves(held, wanted, plan.num_elements)
+        with_master = self._policy.has_master or not change.weights_whole
+        num_rows = 3 if with_master else 2
+        for move in moves:
+            if move.source == self.rank and move.target != self.rank:
+                piece = _read(bucket.shards, move.start, move.stop, with_master=with_master)
+                header = self._state_header(index, change.epoch, (num_rows, move.stop - move.start))
+                links.send(move.target, header, piece, bounded=False)
+        kept = {(shard.span.start, shard.span.stop): shard for shard in bucket.shards}
+        shards = [kept.get((span.start, span.stop)) or bucket.empty_shard(span) for span in spans]
+        new = [shard for shard in shards if (shard.span.start, shard.span.stop) not in kept]
+        num_bytes = 0
+        for move in moves:
+            if move.target == self.rank == move.source:
+                for shard, old_shard in product(new, bucket.shards):
+                    shard.copy_from(old_shard, move.start, move.stop)
+            elif move.target == self.rank:
+                expected = self._state_header(index, change.epoch, (num_rows, move.stop - move.start))
+                piece = links.receive(move.source, expected)
+                num_bytes += piece.nbytes
+                _write(new, move.start, piece)
+        return shards, num_bytes
+
+    def _state_header(self, index: int, epoch: int, shape: tuple[int, int]) -> Header:
+        return Header(
+            epoch=epoch,
+            iteration=self.version,
+            kind=Kind.STATE,
+            micro_batch=index,
+            shape=shape,
+            dtype=self._policy.state,
+        )
+
+    # --- reduction ------------------------------------------------------------------------------------------------
+
+    def _header(self, index: int, grads: Tensor) -> Header:
+        return Header(
+            epoch=self._epoch,
+            iteration=self._iteration,
+            kind=Kind.REDUCED,
+            micro_batch=index,
+            shape=tuple(grads.shape),
+            dtype=grads.dtype,
+        )
 
     def _counts(self, bucket: Bucket) -> bool:
         return (self._tp.rank == 0 or not bucket.plan.key.tp_replicated) and (self._is_sharded or self._dp.rank == 0)
@@ -198,9 +319,9 @@ class ShardedOptimizer:
                 parameter.on_grad = lambda index=index: self._on_grad(index)
 
     def _on_grad(self, index: int) -> None:
-        if not self._is_armed:
-            return
         self._missing[index] -= 1
+        if not self._overlap_reduce:
+            return
         while len(self._reducing) < len(self.buckets) and self._missing[len(self._reducing)] == 0:
             self._start_reduction()
 
@@ -208,11 +329,11 @@ class ShardedOptimizer:
         """Of the next bucket in order; partial sums are finished inside the replica first."""
         bucket = self.buckets[len(self._reducing)]
         if bucket.plan.key.partial_grad:
-            self._tp.all_reduce(bucket.grads)
+            self._tp.all_reduce(bucket.totals)
         self._reducing.append(
-            self._dp.reduce_scatter_async(bucket.owned_grads, bucket.grads)
+            self._dp.reduce_scatter_async(bucket.owned.sums, bucket.totals)
             if self._is_sharded
-            else self._dp.all_reduce_async(bucket.grads)
+            else self._dp.all_reduce_async(bucket.totals)
         )
 
     def _wait_in_front_of(self, stage: nn.Module) -> None:
@@ -225,7 +346,28 @@ class ShardedOptimizer:
 
     def _wait_for(self, indices: list[int]) -> None:
         for index in indices:
-            self._gathering.pop(index, _DONE).wait()
+            if index in self._gathering:
+                self._gathering[index].wait()
+                del self._gathering[index]
+                self._stale.discard(index)
 
 
-_DONE = DoneWork()
+def _read(shards: list[Shard], start: int, stop: int, *, with_master: bool) -> Tensor:
+    """(rows, stop - start) from the shards that hold these elements: one, or two neighbours."""
+    parts = [
+        shard.read(max(start, shard.span.start), min(stop, shard.span.stop), with_master=with_master)
+        for shard in sorted(shards, key=lambda shard: shard.span.start)
+        if shard.span.start < stop and start < shard.span.stop
+    ]
+    piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    assert piece.shape[1] == stop - start, f"elements {start} to {stop} are not all held here"
+    return piece
+
+
+def _write(shards: list[Shard], start: int, piece: Tensor) -> None:
+    """Into every shard that holds some of the elements from `start` on."""
+    stop = start + piece.shape[1]
+    for shard in shards:
+        first, last = max(start, shard.span.start), min(stop, shard.span.stop)
+        if first < last:
+            shard.write(first, piece[:, first - start : last - start])

@@ -5,7 +5,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.optim.buckets import ALIGNMENT, BucketKey, plan_buckets
+from parallel3d.optim.buckets import ALIGNMENT, PLACE_ALIGNMENT, BucketKey, plan_buckets
 from parallel3d.sharding import ParamSharding
 
 
@@ -39,7 +39,6 @@ def models(draw):
 SETTINGS = st.fixed_dictionaries(
     {
         "tp_size": st.sampled_from([1, 2, 4, 8]),
-        "num_ranges": st.integers(1, 6),
         "bucket_elements": st.sampled_from([1, 100, 2000, 10**9]),
         "decay_norms_and_biases": st.booleans(),
     }
@@ -55,10 +54,11 @@ def test_every_parameter_has_one_place_and_no_two_share_an_element(shardings, se
     for plan in plans:
         end = 0
         for place in plan.places:
-            assert place.offset == end and place.shape == by_name[place.name].local_shape(settings["tp_size"])
+            assert place.offset % PLACE_ALIGNMENT == 0 and end <= place.offset < end + PLACE_ALIGNMENT
+            assert place.shape == by_name[place.name].local_shape(settings["tp_size"])
             assert place.length == prod(place.shape)
-            end += place.length
-        assert end <= plan.length < end + settings["num_ranges"] * ALIGNMENT
+            end = place.offset + place.length
+        assert plan.num_elements == end
 
 
 @given(models(), SETTINGS)
@@ -73,14 +73,23 @@ def test_a_bucket_holds_only_what_is_treated_alike(shardings, settings):
             )
 
 
-@given(models(), SETTINGS)
-def test_ranges_are_equal_aligned_and_cover_the_bucket(shardings, settings):
-    num_ranges = settings["num_ranges"]
+@given(models(), SETTINGS, st.integers(1, 6))
+def test_ranges_are_equal_aligned_and_cover_the_bucket(shardings, settings, num_ranges):
     for plan in plan_buckets(shardings, **settings):
+        length = plan.length(num_ranges)
+        assert plan.num_elements <= length < plan.num_elements + num_ranges * ALIGNMENT
         ranges = [plan.range_of(number, num_ranges) for number in range(num_ranges)]
-        assert [index for each in ranges for index in each] == list(range(plan.length))
-        assert {len(each) for each in ranges} == {plan.length // num_ranges}
+        assert [index for each in ranges for index in each] == list(range(length))
+        assert {len(each) for each in ranges} == {length // num_ranges}
         assert all(each.start % ALIGNMENT == 0 for each in ranges)
+
+
+@given(models(), SETTINGS, st.integers(1, 12))
+def test_the_capacity_suffices_for_any_number_of_ranges_that_is_left(shardings, settings, max_ranges):
+    for plan in plan_buckets(shardings, **settings):
+        lengths = [plan.length(num_ranges) for num_ranges in range(1, max_ranges + 1)]
+        assert plan.capacity(max_ranges) == max(lengths)
+        assert plan.capacity(max_ranges) < plan.num_elements + max_ranges * ALIGNMENT
 
 
 @given(models(), SETTINGS)
@@ -91,9 +100,9 @@ def test_buckets_fill_up_in_backward_order(shardings, settings):
     for plan in plans:
         numbers = [order[place.name] for place in plan.places]
         assert numbers == sorted(numbers)
-        before_last = sum(place.length for place in plan.places[:-1])
-        assert before_last < settings["bucket_elements"] or before_last == 0
-    full = [p for p in plans if sum(place.length for place in p.places) >= settings["bucket_elements"]]
+        ends = [place.offset + place.length for place in plan.places]
+        assert all(end < settings["bucket_elements"] for end in ends[:-1])
+    full = [plan for plan in plans if plan.num_elements >= settings["bucket_elements"]]
     assert list(plans[: len(full)]) == full
     assert [order[p.places[-1].name] for p in full] == sorted(order[p.places[-1].name] for p in full)
     rest = plans[len(full) :]
@@ -107,9 +116,12 @@ def test_an_example():
         ParamSharding(name="up", shape=(32, 4), dim=0),
         ParamSharding(name="down", shape=(4, 32), dim=1),
     ]
-    settings = dict(tp_size=2, num_ranges=2, bucket_elements=128, decay_norms_and_biases=False)
+    settings = dict(tp_size=2, bucket_elements=128, decay_norms_and_biases=False)
     plans = plan_buckets(shardings, **settings)
     assert [[place.name for place in plan.places] for plan in plans] == [["down", "up"], ["embedding"], ["norm"]]
-    assert [plan.length for plan in plans] == [128, 256, 128]
+    assert [plan.num_elements for plan in plans] == [128, 204, 4]
+    assert [plan.length(2) for plan in plans] == [128, 256, 128]
+    assert [plan.length(3) for plan in plans] == [192, 384, 192]
+    assert [plan.capacity(4) for plan in plans] == [256, 384, 256]
     assert [plan.key.decay for plan in plans] == [True, True, False]
     assert plans[0].places[1].offset == 64 and plans[0].range_of(1, 2) == range(64, 128)

@@ -1,251 +1,250 @@
-"""The sharded optimizer against torch's AdamW on plain, whole parameters."""
+"""The sharded optimizer against torch's AdamW on plain, whole parameters; backups against their owners."""
 
 import itertools
 
 import pytest
 import torch
-from torch import nn
+from replicas import NUM_STEPS, SEED, SHARDINGS, Rank, backward, cut_local, gradient, reference, update_step
 
+from parallel3d.comm.messages import Header, Kind
 from parallel3d.layers.init import initial_value
-from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.optim.zero1 import AdamWSettings, ShardedOptimizer
-from parallel3d.precision.policy import POLICIES
-from parallel3d.sharding import Chunk, ParamSharding
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.optim.bucket import UpdateStep
 from parallel3d.testing.threads import run_threads
 
-SEED = 7
-LEARNING_RATES = (1e-2, 3e-2, 0.0, 5e-3)
-GRAD_SCALES = (1.0, 0.25, 1.0, 0.5)
-QKV = (Chunk(name="q", size=24), Chunk(name="k", size=8), Chunk(name="v", size=8))
-SHARDINGS = [
-    ParamSharding(name="embedding", shape=(37, 12), dim=0, padded=True, init_std=0.5),
-    ParamSharding(name="norm", shape=(12,), partial_grad=True, is_norm_or_bias=True),
-    ParamSharding(name="qkv", shape=(40, 12), dim=0, chunks=QKV, init_std=0.5),
-    ParamSharding(name="output", shape=(12, 24), dim=1, init_std=0.5),
-    ParamSharding(name="router", shape=(5, 12), init_std=0.5),
-    ParamSharding(name="last_norm", shape=(12,), is_norm_or_bias=True),
-]
 LAYOUTS = [(tp, dp, zero) for tp, dp, zero in itertools.product((1, 2), (1, 2, 4), (0, 1))]
 
 
-class Module(nn.Module):
-    """One parameter; its forward pass shows the weights that it saw."""
-
-    def __init__(self, sharding, tp_size, dtype):
-        super().__init__()
-        self.weight = ShardedParameter(sharding, tp_size=tp_size, dtype=dtype)
-
-    def forward(self):
-        return self.weight.detach().clone()
-
-
-def make_stage(tp_size, policy):
-    return nn.ModuleList([Module(sharding, tp_size, policy.compute) for sharding in SHARDINGS])
-
-
-def gradient(sharding, dp_rank, step):
-    """The whole gradient of one replica's micro-batches."""
-    seed = 1000 * SHARDINGS.index(sharding) + 10 * step + dp_rank
-    return torch.randn(sharding.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def cut(sharding, whole, tp_rank, tp_size):
-    """This rank's share, zeros for padding."""
-    if sharding.dim is None:
-        return whole
-    local = whole.new_zeros(sharding.local_shape(tp_size))
-    for run in sharding.runs(tp_rank, tp_size):
-        piece = whole.narrow(sharding.dim, run.global_start, run.length)
-        local.narrow(sharding.dim, run.local_start, run.length).copy_(piece)
-    return local
-
-
-def local_gradient(sharding, dp_rank, step, tp_rank, tp_size):
-    """What the backward pass of one rank adds up: a partial gradient is its tokens' part only."""
-    whole = gradient(sharding, dp_rank, step)
-    if sharding.partial_grad and tp_size > 1:
-        share = 0.25 if tp_rank == 0 else 0.75 / (tp_size - 1)
-        return share * whole
-    return cut(sharding, whole, tp_rank, tp_size)
-
-
-def build(rank, world, tp_size, dp_size, zero_stage, *, policy="fp64", bucket_bytes=2000, **switches):
-    tp_rank, dp_rank = rank % tp_size, rank // tp_size
-    make = world.make_group(rank)
-    tp = make(f"tp{dp_rank}", tuple(range(dp_rank * tp_size, (dp_rank + 1) * tp_size)))
-    dp = make(f"dp{tp_rank}", tuple(range(tp_rank, tp_size * dp_size, tp_size)))
-    stage = make_stage(tp_size, POLICIES[policy])
-    optimizer = ShardedOptimizer(
-        stage,
-        seed=SEED,
-        tp=tp,
-        dp=dp,
-        zero_stage=zero_stage,
-        bucket_bytes=bucket_bytes,
-        decay_norms_and_biases=False,
-        policy=POLICIES[policy],
-        settings=AdamWSettings(),
-        **{"overlap_reduce": False, "overlap_gather": False, **switches},
-        device=torch.device("cpu"),
-    )
-    return stage, optimizer, (tp_rank, dp_rank)
-
-
-def backward(stage, tp_rank, dp_rank, tp_size, step):
-    """Adds the gradients as the layers do: last parameter first."""
-    for parameter in reversed(parameters_of(stage)):
-        part = local_gradient(parameter.sharding, dp_rank, step, tp_rank, tp_size)
-        parameter.grad_buffer().add_(part)
-        parameter.grad_added()
-
-
 def train(tp_size, dp_size, zero_stage, **settings):
-    """By rank: the local weights after every step, the squared norms and the state's bytes."""
+    """By rank: the local weights after every step, the squared norms, and the rank itself."""
 
-    def body(rank, world):
-        stage, optimizer, (tp_rank, dp_rank) = build(rank, world, tp_size, dp_size, zero_stage, **settings)
+    def body(number, world):
+        rank = Rank(number, world, tp_size=tp_size, dp_size=dp_size, zero_stage=zero_stage, **settings)
         history, norms = [], []
-        for step, (learning_rate, grad_scale) in enumerate(zip(LEARNING_RATES, GRAD_SCALES)):
-            optimizer.begin_iteration()
-            optimizer.expect_last_backward()
-            backward(stage, tp_rank, dp_rank, tp_size, step)
-            optimizer.finish_reduction()
-            norms.append(optimizer.squared_norm())
-            optimizer.update(learning_rate=learning_rate, grad_scale=grad_scale)
-            history.append({module.weight.sharding.name: module() for module in stage})
-        optimizer.finish_gather()
-        return history, norms, optimizer.state_bytes(), optimizer
+        for step in range(NUM_STEPS):
+            rank.reduce(step)
+            norms.append(rank.optimizer.squared_norm().value)
+            rank.optimizer.update(step + 1, update_step(step))
+            history.append(rank.weights())
+        rank.optimizer.finish_gather()
+        return history, norms, rank
 
     return run_threads(tp_size * dp_size, body)
 
 
-def reference(dp_size, dtype=torch.float64):
-    """The same steps with torch.optim.AdamW on whole parameters: weights and squared norms after every step."""
-    weights = {
-        sharding.name: nn.Parameter(initial_value(sharding, seed=SEED, tp_rank=0, tp_size=1).to(dtype))
-        for sharding in SHARDINGS
-    }
-    decayed = [weights[s.name] for s in SHARDINGS if not s.is_norm_or_bias]
-    others = [weights[s.name] for s in SHARDINGS if s.is_norm_or_bias]
-    constants = AdamWSettings()
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": constants.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=(constants.beta1, constants.beta2),
-        eps=constants.eps,
-        foreach=False,
-    )
-    history, norms = [], []
-    for step, (learning_rate, grad_scale) in enumerate(zip(LEARNING_RATES, GRAD_SCALES)):
-        totals = {s.name: sum(gradient(s, dp_rank, step) for dp_rank in range(dp_size)) for s in SHARDINGS}
-        norms.append(sum(total.square().sum() for total in totals.values()))
-        for name, total in totals.items():
-            weights[name].grad = (total * grad_scale).to(dtype)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-        history.append({name: weight.detach().clone() for name, weight in weights.items()})
-    return history, norms
-
-
 @pytest.mark.parametrize("tp_size, dp_size, zero_stage", LAYOUTS)
 def test_every_layout_is_adamw_on_the_whole_parameters(tp_size, dp_size, zero_stage):
-    expected, expected_norms = reference(dp_size)
-    for rank, (history, _, _, _) in enumerate(train(tp_size, dp_size, zero_stage)):
+    expected, _ = reference(dp_size)
+    for number, (history, _, _) in enumerate(train(tp_size, dp_size, zero_stage)):
         for step, weights in enumerate(history):
             for sharding in SHARDINGS:
                 whole = expected[step][sharding.name]
                 ours = weights[sharding.name]
-                # fp64: sums of at most four gradients in another order, and one fused formula: some 1e-15 a step.
-                difference = (ours - cut(sharding, whole, rank % tp_size, tp_size)).abs().max()
-                assert difference < 1e-12, (step, sharding.name)
+                # fp64, the same sums; one fused formula instead of torch's several: some 1e-16 a step.
+                difference = (ours - cut_local(sharding, whole, number % tp_size, tp_size)).abs().max()
+                assert difference < 1e-14, (step, sharding.name)
 
 
 @pytest.mark.parametrize("tp_size, dp_size, zero_stage", LAYOUTS)
 def test_the_norm_counts_every_element_once(tp_size, dp_size, zero_stage):
     _, expected = reference(dp_size)
-    results = train(tp_size, dp_size, zero_stage)
+    results = train(tp_size, dp_size, zero_stage, zero_backups=1)
     for step, total in enumerate(expected):
-        found = sum(norms[step] for _, norms, _, _ in results)
-        assert found.dtype is torch.float64
-        torch.testing.assert_close(found, total, rtol=1e-12, atol=0)
+        assert sum(norms[step] for _, norms, _ in results) == pytest.approx(total.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("zero_stage, dp_size", [(0, 4), (1, 1), (1, 2), (1, 4)])
 def test_zero_1_shares_the_state_over_the_replicas(zero_stage, dp_size):
     """Two moments of 8 bytes for each element (fp64: no master weights), padded to 64 elements a range."""
-    num_elements = sum(sharding.num_elements for sharding in SHARDINGS)
-    for _, _, num_bytes, optimizer in train(1, dp_size, zero_stage):
+    for _, _, rank in train(1, dp_size, zero_stage):
+        num_elements = sum(bucket.plan.num_elements for bucket in rank.buckets)
         num_ranges = dp_size if zero_stage == 1 else 1
-        padding = 64 * len(optimizer.buckets)
+        padding = 64 * len(rank.buckets)
+        num_bytes = rank.optimizer.state_bytes()
         assert 16 * num_elements / num_ranges <= num_bytes < 16 * (num_elements / num_ranges + padding)
-        moments = [
-            value
-            for bucket in optimizer.buckets
-            for state in bucket.optimizer.state.values()
-            for name, value in state.items()
-            if name.startswith("exp_avg")
-        ]
-        assert sum(moment.nbytes for moment in moments) == num_bytes
+        assert num_bytes == sum(bucket.owned.moments.nbytes for bucket in rank.buckets)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("dp_size", [2, 3, 4])
+def test_a_backup_doubles_the_state(policy, dp_size):
+    for without, with_backup in zip(
+        train(1, dp_size, 1, policy=policy), train(1, dp_size, 1, policy=policy, zero_backups=1)
+    ):
+        assert with_backup[2].optimizer.state_bytes() == 2 * without[2].optimizer.state_bytes()
+
+
+HOSTS = {
+    "one host": lambda rank: "a",
+    "two hosts": lambda rank: "ab"[rank % 2],
+    "halves": lambda rank: "ab"[rank // 2 % 2],
+    "a host each": lambda rank: str(rank),
+}
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("dp_size", [2, 3, 4])
+@pytest.mark.parametrize("policy", ["fp64", "fp32", "bf16"])
+def test_a_backup_is_bitwise_its_owner(policy, dp_size, hosts):
+    """After every step, not only the last: master weights and both moments of every bucket."""
+
+    def body(number, world):
+        named = {rank: HOSTS[hosts](rank) for rank in range(dp_size)}
+        rank = Rank(number, world, tp_size=1, dp_size=dp_size, policy=policy, zero_backups=1, hosts=named)
+        states = []
+        for step in range(NUM_STEPS):
+            rank.step(step)
+            states.append(rank.state())
+        rank.optimizer.finish_gather()
+        return states, rank.cut_on(rank.grid)
+
+    results = run_threads(dp_size, body)
+    cut = results[0][1]
+    assert all(len(set(holders)) == 2 for holders in cut.holders)
+    for step, index in itertools.product(range(NUM_STEPS), range(len(results[0][0][0]))):
+        seen = {}
+        for owner, backup in cut.holders:
+            ours, theirs = results[owner][0][step][index], results[backup][0][step][index]
+            span, copied = list(ours)[0], list(theirs)[1]  # the owned range comes first
+            assert span == copied and torch.equal(ours[span], theirs[span])
+            seen[span] = ours[span]
+        assert len(seen) == dp_size and any(state[:2].all(dim=0).any() for state in seen.values())
+
+
+@pytest.mark.parametrize("zero_stage, zero_backups", [(0, 0), (1, 0), (1, 1)])
 @pytest.mark.parametrize("overlap_reduce, overlap_gather", [(True, False), (False, True), (True, True)])
-def test_overlap_changes_no_bit(zero_stage, overlap_reduce, overlap_gather):
+def test_neither_overlap_nor_backups_change_a_bit(zero_stage, zero_backups, overlap_reduce, overlap_gather):
     plain = train(2, 2, zero_stage)
-    overlapped = train(2, 2, zero_stage, overlap_reduce=overlap_reduce, overlap_gather=overlap_gather)
-    for (ours, our_norms, _, _), (theirs, their_norms, _, _) in zip(overlapped, plain):
+    overlapped = train(
+        2,
+        2,
+        zero_stage,
+        zero_backups=zero_backups,
+        overlap_reduce=overlap_reduce,
+        overlap_gather=overlap_gather,
+    )
+    for (ours, our_norms, _), (theirs, their_norms, _) in zip(overlapped, plain):
         assert our_norms == their_norms
         for mine, yours in zip(ours, theirs):
             assert all(torch.equal(mine[name], yours[name]) for name in yours)
 
 
 def test_reductions_start_during_the_last_backward_pass_and_only_then():
-    def body(rank, world):
-        stage, optimizer, (tp_rank, dp_rank) = build(rank, world, 1, 2, 1, overlap_reduce=True)
-        assert len(optimizer.buckets) > 3
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=2, overlap_reduce=True)
+        assert len(rank.buckets) > 3
         started = []
-        optimizer.begin_iteration()
-        backward(stage, tp_rank, dp_rank, 1, 0)  # the first of two micro-batches
-        started.append(len(optimizer._reducing))
-        optimizer.expect_last_backward()
-        for parameter in reversed(parameters_of(stage)):
-            parameter.grad_buffer().add_(local_gradient(parameter.sharding, dp_rank, 1, tp_rank, 1))
+        rank.optimizer.begin_iteration(1, 2)
+        backward(rank.stage, 0, number, rank.place, 1)  # the first of two micro-batches
+        started.append(len(rank.optimizer._reducing))
+        for parameter in reversed(parameters_of(rank.stage)):
+            parameter.grad_buffer().add_(gradient(parameter.sharding, 1, number))
             parameter.grad_added()
-            started.append(len(optimizer._reducing))
-        optimizer.finish_reduction()
-        return started, len(optimizer.buckets), optimizer.squared_norm()
+            started.append(len(rank.optimizer._reducing))
+        rank.optimizer.finish_reduction()
+        return started, len(rank.buckets), rank.optimizer.squared_norm().value
 
     results = run_threads(2, body)
     (started, num_buckets, _), (other, _, _) = results
     assert started == other == sorted(started)
     assert started[0] == 0 and 0 < started[3] < num_buckets and started[-1] == num_buckets
-    sums = [sum(gradient(s, d, step) for d in (0, 1) for step in (0, 1)).square().sum() for s in SHARDINGS]
-    torch.testing.assert_close(sum(norm for _, _, norm in results), sum(sums), rtol=1e-12, atol=0)
+    sums = [sum(gradient(s, part, number) for part in (0, 1) for number in (0, 1)).square().sum() for s in SHARDINGS]
+    assert sum(norm for _, _, norm in results) == pytest.approx(sum(sums).item(), rel=1e-12)
 
 
 def test_an_iteration_that_broke_off_leaves_nothing_behind():
     """Gradients were added and a reduction was started: the next iteration's result is as if it had not been."""
 
-    def body(rank, world, break_off):
-        stage, optimizer, (tp_rank, dp_rank) = build(rank, world, 1, 2, 1, overlap_reduce=True)
+    def body(number, world, break_off):
+        rank = Rank(number, world, tp_size=1, dp_size=2, overlap_reduce=True)
         if break_off:
-            optimizer.begin_iteration()
-            optimizer.expect_last_backward()
-            backward(stage, tp_rank, dp_rank, 1, 3)
-        optimizer.begin_iteration()
-        backward(stage, tp_rank, dp_rank, 1, 0)
-        optimizer.finish_reduction()
-        optimizer.update(learning_rate=0.1, grad_scale=1.0)
-        return [module() for module in stage]
+            rank.optimizer.begin_iteration(1, 1)
+            backward(rank.stage, number, 3, rank.place, 1)
+            assert rank.optimizer._reducing
+        rank.step(0)
+        return rank.weights()
 
     for ours, theirs in zip(*(run_threads(2, lambda r, w, b=b: body(r, w, b)) for b in (True, False))):
-        assert all(torch.equal(mine, yours) for mine, yours in zip(ours, theirs))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_an_update_is_applied_once_to_every_bucket(done):
+    """`done` buckets were updated when the rank left its step: `bring_to` updates the rest, and then nothing more."""
+    (expected,) = run_threads(1, lambda number, world: two_steps(Rank(number, world, tp_size=1, dp_size=1)))
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=1)
+        assert len(rank.buckets) > 3
+        rank.step(0)
+        rank.reduce(1)
+        for index in range(done):
+            rank.optimizer.bring_to(2, update_step(1), only=index)
+        assert rank.optimizer.version == 1
+        for _ in range(3):
+            rank.optimizer.bring_to(2, update_step(1))
+        assert rank.optimizer.version == 2
+        return rank.weights()
+
+    (weights,) = run_threads(1, body)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def two_steps(rank):
+    rank.step(0)
+    rank.step(1)
+    return rank.weights()
+
+
+def test_no_update_is_a_version_too_and_none_may_be_left_out():
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=1)
+        before = rank.weights()
+        rank.reduce(0)
+        rank.optimizer.bring_to(1, None)
+        assert rank.optimizer.version == 1
+        assert all(torch.equal(rank.weights()[name], before[name]) for name in before)
+        with pytest.raises(AssertionError, match="a range at version 1 can't become 3"):
+            rank.optimizer.bring_to(3, update_step(2))
+
+    run_threads(1, body)
+
+
+def test_every_rank_holds_its_backups_gradients_before_the_reduction_counts_as_finished():
+    """The rule that makes an entry the proof of everybody's gradients: no update, no norm without the backup's copy."""
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=3, zero_backups=1)
+        rank.reduce(0)
+        return [[(s.span.start, s.grads.clone()) for s in bucket.shards] for bucket in rank.buckets]
+
+    results = run_threads(3, body)
+    for number, buckets in enumerate(results):
+        for mine, owners in zip(buckets, results[(number + 2) % 3]):  # rank r backs the one before it up
+            (start, backup), (owned_start, owned) = mine[1], owners[0]
+            assert start == owned_start and torch.equal(backup, owned)
+    assert any(grads.any() for buckets in results for bucket in buckets for _, grads in bucket)
+
+
+def test_a_backup_knows_a_message_of_another_bucket():
+    """Reduced gradients carry iteration and bucket: a mix-up is an error, not a wrong state."""
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=2, zero_backups=1)
+        if number == 1:
+            stray = torch.zeros(4, dtype=torch.float64)
+            header = Header(epoch=0, iteration=9, kind=Kind.REDUCED, micro_batch=0, shape=(4,), dtype=stray.dtype)
+            world.links(1).send(0, header, stray)
+        rank.reduce(0)
+
+    with pytest.raises(Exception, match="expected reduced of micro-batch 0, iteration 1.*got .*iteration 9"):
+        run_threads(2, body)
 
 
 def test_parameters_and_gradients_are_views_of_their_buckets():
-    def body(rank, world):
-        stage, optimizer, _ = build(rank, world, 1, 1, 1)
-        for bucket in optimizer.buckets:
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=1)
+        for bucket in rank.buckets:
             for parameter, place in zip(bucket.parameters, bucket.plan.places):
                 assert parameter.sharding.name == place.name
                 assert parameter.data_ptr() == bucket.weights[place.offset :].data_ptr()
@@ -259,46 +258,45 @@ def test_parameters_and_gradients_are_views_of_their_buckets():
 @pytest.mark.parametrize("dp_size, zero_stage", [(1, 1), (2, 0), (2, 1), (4, 1)])
 def test_bf16_weights_are_the_cast_of_fp32_master_weights(dp_size, zero_stage):
     expected, _ = reference(dp_size, dtype=torch.float32)
-    for history, _, num_bytes, optimizer in train(1, dp_size, zero_stage, policy="bf16"):
+    for history, _, rank in train(1, dp_size, zero_stage, policy="bf16"):
         masters = {}
-        for bucket in optimizer.buckets:
-            assert bucket.master.dtype is torch.float32 and bucket.weights.dtype is torch.bfloat16
-            assert torch.equal(bucket.master.bfloat16(), bucket.owned_weights)
-            masters |= _owned_parts(bucket)
-        assert num_bytes == sum(3 * bucket.master.nbytes for bucket in optimizer.buckets)
+        for bucket in rank.buckets:
+            assert bucket.owned.master.dtype is torch.float32 and bucket.weights.dtype is torch.bfloat16
+            assert torch.equal(bucket.owned.master.bfloat16(), bucket.owned_weights)
+            masters |= owned_parts(bucket)
+        assert rank.optimizer.state_bytes() == sum(3 * bucket.owned.master.nbytes for bucket in rank.buckets)
         for name, (start, values) in masters.items():
             whole = expected[-1][name].reshape(-1)[start : start + len(values)]
-            # fp32 sums and a fused formula: an ulp or two of weights about 1.
+            # fp32 and a fused formula: an ulp or two of weights about 1.
             torch.testing.assert_close(values, whole, rtol=1e-6, atol=1e-6)
         for name, weight in history[-1].items():  # gathered: the parts of the others too
             torch.testing.assert_close(weight.float(), expected[-1][name], rtol=2**-8, atol=1e-6)
 
 
-def _owned_parts(bucket):
+def owned_parts(bucket):
     """name -> (first flat index, master values) of the parameters that this rank owns a part of."""
-    parts = {}
+    parts, owned = {}, bucket.owned
     for place in bucket.plan.places:
-        start = max(place.offset, bucket.owned.start)
-        stop = min(place.offset + place.length, bucket.owned.stop)
+        start = max(place.offset, owned.span.start)
+        stop = min(place.offset + place.length, owned.span.stop)
         if start < stop:
-            values = bucket.master[start - bucket.owned.start : stop - bucket.owned.start]
-            parts[place.name] = (start - place.offset, values)
+            parts[place.name] = (start - place.offset, owned.read(start, stop, with_master=True)[2])
     return parts
 
 
 def test_small_updates_are_not_lost_in_bf16():
     """Ten steps of 1e-4 on a weight of 1, whose bf16 neighbours are 4e-3 below: the master weights keep them."""
 
-    def body(rank, world):
-        stage, optimizer, _ = build(rank, world, 1, 1, 1, policy="bf16")
-        for _ in range(10):
-            optimizer.begin_iteration()
-            for parameter in parameters_of(stage):
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=1, policy="bf16")
+        for step in range(10):
+            rank.optimizer.begin_iteration(step + 1, 1)
+            for parameter in parameters_of(rank.stage):
                 parameter.grad_buffer().fill_(1.0)
-            optimizer.finish_reduction()
-            optimizer.update(learning_rate=1e-4, grad_scale=1.0)
-        (bucket,) = (b for b in optimizer.buckets if b.plan.places[0].name == "norm")
-        return bucket.master[:12].clone(), bucket.weights[:12].clone()
+            rank.optimizer.finish_reduction()
+            rank.optimizer.update(step + 1, UpdateStep(number=step + 1, learning_rate=1e-4, grad_scale=1.0))
+        (bucket,) = (b for b in rank.buckets if b.plan.places[0].name == "norm")
+        return bucket.owned.master[:12].clone(), bucket.weights[:12].clone()
 
     ((master, weights),) = run_threads(1, body)
     torch.testing.assert_close(master, torch.full((12,), 0.999), rtol=0, atol=1e-6)

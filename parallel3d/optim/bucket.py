@@ -1,0 +1,221 @@
+"""One flat bucket of weights and main gradients, and AdamW on the ranges of it that this rank holds.
+
+The buffers are as long as the bucket can get with fewer replicas, so that a new cut moves no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.optim.buckets import BucketPlan
+from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
+from parallel3d.precision.fixed_point import ExactSum, FixedPoint
+from parallel3d.precision.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings:
+    """AdamW's constants (Loshchilov and Hutter 2019); the learning rate comes with each update."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStep:
+    """What one update is made with, the same on every rank: `number` is 1 for the first."""
+
+    number: int
+    learning_rate: float
+    grad_scale: float
+
+
+class Shard:
+    """One range of a bucket on this rank: master weights and moments, and the reduced gradients they get."""
+
+    def __init__(self, span: range, *, master: Tensor, moments: Tensor, grads: Tensor, sums: Tensor):
+        self.span = slice(span.start, span.stop)
+        self.master = master
+        """(elements,) in the policy's state format: a copy, or the weights themselves where that is their format."""
+        self.moments = moments
+        """First and second moment (2, elements)."""
+        self.grads = grads
+        """(elements,) in the policy's gradient format: the sum over all micro-batches of the iteration."""
+        self.sums = sums
+        """What the reduction writes: the gradients, or the integers that they are made of."""
+
+    def read(self, start: int, stop: int, *, with_master: bool) -> Tensor:
+        """Moments and master weights (2 or 3, stop - start) of elements start..stop of the bucket, as a copy."""
+        part = self._part(start, stop)
+        rows = [self.moments[:, part], *([self.master[part].unsqueeze(0)] if with_master else [])]
+        return torch.cat(rows)
+
+    def write(self, start: int, piece: Tensor) -> None:
+        """Takes over what another rank has read."""
+        part = self._part(start, start + piece.shape[1])
+        self.moments[:, part] = piece[:2]
+        if len(piece) > 2:
+            self.master[part] = piece[2]
+
+    def copy_from(self, other: Shard, start: int, stop: int) -> None:
+        """Takes elements start..stop over from a shard on the same rank, as far as both hold them."""
+        start, stop = max(start, self.span.start, other.span.start), min(stop, self.span.stop, other.span.stop)
+        if start < stop:
+            mine, theirs = self._part(start, stop), other._part(start, stop)
+            self.moments[:, mine] = other.moments[:, theirs]
+            if self.master.data_ptr() != other.master.data_ptr() + (
+                (self.span.start - other.span.start) * self.master.element_size()
+            ):  # else both are views of the weights
+                self.master[mine] = other.master[theirs]
+
+    def _part(self, start: int, stop: int) -> slice:
+        return slice(start - self.span.start, stop - self.span.start)
+
+
+class Bucket:
+    """One bucket on this rank, whose views are the parameters' data and main gradients.
+
+    `shards` are the ranges that this rank holds, the one it owns first, by the cut in force.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[ShardedParameter],
+        *,
+        initial: Callable[[ShardedParameter], Tensor],
+        max_ranges: int,
+        policy: Policy,
+        settings: AdamWSettings,
+        fixed: FixedPoint | None,
+        device: torch.device,
+    ):
+        self.plan = plan
+        self.fixed = fixed
+        """The format of exact sums; None adds gradients as floats."""
+        self.parameters = tuple(parameters)
+        self.version = 0
+        """The iteration to which the shards have been updated."""
+        self.shards: list[Shard] = []
+        self._policy = policy
+        self._settings = settings
+        capacity = plan.capacity(max_ranges)
+        initial_state = torch.zeros(capacity, dtype=policy.state, device=device)
+        self._weights = torch.zeros(capacity, dtype=policy.compute, device=device)
+        self._grads = torch.zeros(capacity, dtype=policy.grad, device=device)
+        self._totals = self._grads if fixed is None else torch.zeros(capacity, dtype=torch.int64, device=device)
+        for parameter, place in zip(parameters, plan.places):
+            span = slice(place.offset, place.offset + place.length)
+            initial_state[span] = initial(parameter).reshape(-1)
+            parameter.data = self._weights[span].view(place.shape)
+            parameter.main_grad = self._grads[span].view(place.shape)
+        self._weights.copy_(initial_state)
+        self._initial: Tensor | None = initial_state
+        self._use_ranges(1)
+
+    @property
+    def owned(self) -> Shard:
+        return self.shards[0]
+
+    @property
+    def owned_weights(self) -> Tensor:
+        """The owned range of the weights, as the layers see them."""
+        return self.weights[self.owned.span]
+
+    def state_bytes(self) -> int:
+        """Bytes of moments and master weights on this rank."""
+        return sum(s.moments.nbytes + self._policy.has_master * s.master.nbytes for s in self.shards)
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        self._grads.zero_()
+        if self.fixed is not None:
+            self._totals.zero_()
+
+    def close_term(self) -> bool:
+        """What the gradients hold is one term of exact sums: adds it to the totals. Whether it was finite."""
+        return self.fixed is None or add_and_clear(self.totals, self.grads, self.fixed)
+
+    def take_reduced(self) -> None:
+        """Makes the owned gradients from what the reduction has left."""
+        if self.fixed is not None:
+            write_floats(self.owned.grads, self.owned.sums, self.fixed)
+
+    def squared_norm(self) -> ExactSum:
+        """Of the owned gradients."""
+        if self.fixed is not None:
+            return sum_of_squares(self.owned.sums, self.fixed)
+        return ExactSum.of([torch.linalg.vector_norm(self.owned.grads).double().square().item()])
+
+    def update(self, step: UpdateStep) -> None:
+        """One AdamW step on every range held, with its gradients times the step's factor."""
+        for shard in self.shards:
+            adamw(
+                [shard.master],
+                [shard.grads.to(shard.master.dtype) * step.grad_scale],
+                [shard.moments[0]],
+                [shard.moments[1]],
+                [],
+                [torch.tensor(float(step.number - 1))],
+                fused=True,
+                amsgrad=False,
+                beta1=self._settings.beta1,
+                beta2=self._settings.beta2,
+                lr=step.learning_rate,
+                weight_decay=self._settings.weight_decay if self.plan.key.decay else 0.0,
+                eps=self._settings.eps,
+                maximize=False,
+            )
+        self.publish_masters()
+
+    def publish_masters(self) -> None:
+        """Puts the master weights of the ranges held into the weights, where they are copies."""
+        for shard in self.shards:
+            if self._policy.has_master:
+                self.weights[shard.span].copy_(shard.master)
+
+    # --- cuts -----------------------------------------------------------------------------------------------------
+
+    def first_shard(self, span: range) -> Shard:
+        """A range as the run starts with it."""
+        assert self._initial is not None, "the initial weights are gone"
+        shard = self.empty_shard(span)
+        shard.master.copy_(self._initial[shard.span])
+        shard.moments.zero_()
+        return shard
+
+    def empty_shard(self, span: range) -> Shard:
+        """A range whose state is still to come; what nobody sends is padding, and zero.
+
+        Its master may be a view of the weights. Writing into those before the cut is in force does no harm: what comes
+        is what every holder of that range has.
+        """
+        part = self._weights[span.start : span.stop]
+        master = part.to(self._policy.state) if self._policy.has_master else part
+        moments = master.new_empty((2, len(span)))
+        moments[:, max(0, self.plan.num_elements - span.start) :] = 0
+        grads = part.new_zeros(len(span), dtype=self._policy.grad)
+        sums = grads if self.fixed is None else part.new_zeros(len(span), dtype=torch.int64)
+        return Shard(span, master=master, moments=moments, grads=grads, sums=sums)
+
+    def adopt(self, shards: list[Shard], num_ranges: int) -> None:
+        """Puts a cut in force; no shards: this rank holds nothing from now on."""
+        self.shards = shards
+        self._initial = None
+        self._use_ranges(num_ranges)
+        if shards and num_ranges == 1:  # reduced in place
+            self.owned.sums = self.totals
+            self.owned.grads = self.grads if self.fixed is None else self.owned.grads
+        self.publish_masters()
+
+    def _use_ranges(self, num_ranges: int) -> None:
+        length = self.plan.length(num_ranges)
+        self.weights, self.grads, self.totals = self._weights[:length], self._grads[:length], self._totals[:length]

@@ -1,0 +1,224 @@
+"""A tiny sharded model on ranks that are threads, its gradients, and what torch's AdamW makes of the whole parameters.
+
+Gradients are small multiples of 1/16, of which any sum in any order is exact in fp32: whoever adds them up, the bits
+are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.layers.init import initial_value
+from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.optim.bucket import AdamWSettings, UpdateStep
+from parallel3d.optim.cut import Cut, plan_cut
+from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
+from parallel3d.precision.policy import POLICIES, Policy
+from parallel3d.sharding import Chunk, ParamSharding
+from parallel3d.testing.threads import ThreadWorld
+from parallel3d.topology.grid import Coordinates, Grid
+from parallel3d.topology.groups import build_groups
+
+SEED = 7
+LEARNING_RATES = (1e-2, 3e-2, 0.0, 5e-3)
+GRAD_SCALES = (1.0, 0.25, 1.0, 0.5)
+NUM_STEPS = len(LEARNING_RATES)
+QKV = (Chunk(name="q", size=24), Chunk(name="k", size=8), Chunk(name="v", size=8))
+SHARDINGS = [
+    ParamSharding(name="embedding", shape=(37, 12), dim=0, padded=True, init_std=0.5),
+    ParamSharding(name="norm", shape=(12,), partial_grad=True, is_norm_or_bias=True),
+    ParamSharding(name="qkv", shape=(40, 12), dim=0, chunks=QKV, init_std=0.5),
+    ParamSharding(name="output", shape=(12, 24), dim=1, init_std=0.5),
+    ParamSharding(name="router", shape=(5, 12), init_std=0.5),
+    ParamSharding(name="last_norm", shape=(12,), is_norm_or_bias=True),
+]
+
+
+class Module(nn.Module):
+    """One parameter; its forward pass shows the weights that it saw."""
+
+    def __init__(self, sharding: ParamSharding, tp_size: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = ShardedParameter(sharding, tp_size=tp_size, dtype=dtype)
+
+    def forward(self) -> Tensor:
+        return self.weight.detach().clone()
+
+
+def make_stage(tp_size: int, policy: Policy) -> nn.ModuleList:
+    return nn.ModuleList([Module(sharding, tp_size, policy.compute) for sharding in SHARDINGS])
+
+
+def gradient(sharding: ParamSharding, part: int, step: int) -> Tensor:
+    """The whole gradient of one part of the batch: one replica's micro-batches, as long as all replicas live."""
+    seed = 1000 * SHARDINGS.index(sharding) + 10 * step + part
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randint(-64, 65, sharding.shape, generator=numbers).to(torch.float64) / 16
+
+
+def cut_local(sharding: ParamSharding, whole: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+    """This rank's share, zeros for padding."""
+    if sharding.dim is None:
+        return whole
+    local = whole.new_zeros(sharding.local_shape(tp_size))
+    for run in sharding.runs(tp_rank, tp_size):
+        piece = whole.narrow(sharding.dim, run.global_start, run.length)
+        local.narrow(sharding.dim, run.local_start, run.length).copy_(piece)
+    return local
+
+
+def local_gradient(sharding: ParamSharding, part: int, step: int, tp_rank: int, tp_size: int) -> Tensor:
+    """What the backward pass of one rank adds up: a partial gradient is its tokens' part only."""
+    whole = gradient(sharding, part, step)
+    if sharding.partial_grad and tp_size > 1:
+        share = 0.25 if tp_rank == 0 else 0.75 / (tp_size - 1)
+        return share * whole
+    return cut_local(sharding, whole, tp_rank, tp_size)
+
+
+def backward(stage: nn.Module, part: int, step: int, place: Coordinates, tp_size: int) -> None:
+    """Adds one part's gradients as the layers do: last parameter first."""
+    for parameter in reversed(parameters_of(stage)):
+        parameter.grad_buffer().add_(local_gradient(parameter.sharding, part, step, place.tp, tp_size))
+        parameter.grad_added()
+
+
+class Rank:
+    """One rank of one stage, from epoch to epoch, without a coordinator: the test says who lives."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: ThreadWorld,
+        *,
+        tp_size: int,
+        dp_size: int,
+        zero_stage: int = 1,
+        zero_backups: int = 0,
+        hosts: Mapping[int, str] | None = None,
+        policy: str = "fp64",
+        bucket_bytes: int = 2000,
+        overlap_reduce: bool = False,
+        overlap_gather: bool = False,
+        probe: Probe = lambda phase: None,
+    ):
+        self.rank, self.world = rank, world
+        self.tp_size, self.dp_size = tp_size, dp_size
+        self.zero_stage, self.zero_backups = zero_stage, zero_backups
+        self.hosts = hosts or {}
+        self.grid = Grid.straight(tp_size=tp_size, pp_size=1, dp_size=dp_size)
+        self.place = self.grid.coordinates(rank)
+        self.stage = make_stage(tp_size, POLICIES[policy])
+        self.optimizer = ShardedOptimizer(
+            self.stage,
+            rank=rank,
+            seed=SEED,
+            tp_rank=self.place.tp,
+            tp_size=tp_size,
+            max_replicas=dp_size,
+            zero_stage=zero_stage,
+            bucket_bytes=bucket_bytes,
+            decay_norms_and_biases=False,
+            policy=POLICIES[policy],
+            settings=AdamWSettings(),
+            overlap_reduce=overlap_reduce,
+            overlap_gather=overlap_gather,
+            device=torch.device("cpu"),
+            probe=probe,
+        )
+        self.optimizer.recut(
+            CutChange(epoch=0, old=None, new=self.cut_on(self.grid), live=self.grid.ranks), world.links(rank)
+        )
+        self.optimizer.commit()
+        self.join(0, self.grid)
+
+    @property
+    def buckets(self):
+        return self.optimizer.buckets
+
+    def cut_on(self, grid: Grid) -> Cut:
+        return plan_cut(
+            grid, 0, self.place.tp, zero_stage=self.zero_stage, zero_backups=self.zero_backups, hosts=self.hosts
+        )
+
+    def join(self, epoch: int, grid: Grid) -> None:
+        self.grid = grid
+        groups = build_groups(grid, self.rank, epoch, self.world.make_group(self.rank))
+        self.optimizer.join(epoch, groups.tp, groups.dp, self.world.links(self.rank, epoch))
+
+    def move(self, epoch: int, previous: Grid, live: Collection[int], *, weights_whole: bool = False) -> int:
+        """Builds the ranges for those alive of `previous`, not yet in force; returns the bytes received."""
+        grid, _ = previous.without(set(previous.ranks) - set(live))
+        old, new = self.cut_on(previous), self.cut_on(grid)
+        change = CutChange(epoch=epoch, old=old, new=new, live=live, weights_whole=weights_whole)
+        return self.optimizer.recut(change, self.world.links(self.rank, epoch))
+
+    def regroup(self, epoch: int, previous: Grid, live: Collection[int], *, weights_whole: bool = False) -> bool:
+        """Puts in force what `move` has built; False: this rank has become a spare."""
+        self.optimizer.commit()
+        grid, _ = previous.without(set(previous.ranks) - set(live))
+        if not grid.holds(self.rank):
+            return False
+        self.join(epoch, grid)
+        if not weights_whole:
+            self.optimizer.gather()
+        return True
+
+    def reduce(self, step: int) -> None:
+        """The gradients of iteration `step` + 1: the parts of lost replicas go over the others."""
+        replicas = sorted(self.grid.stages[0])
+        mine = [part for part in range(self.dp_size) if replicas[part % len(replicas)] == self.place.dp]
+        self.optimizer.begin_iteration(step + 1, len(mine))
+        for part in mine:
+            backward(self.stage, part, step, self.place, self.tp_size)
+        self.optimizer.finish_reduction()
+
+    def step(self, step: int) -> None:
+        self.reduce(step)
+        self.optimizer.update(step + 1, update_step(step))
+
+    def weights(self) -> dict[str, Tensor]:
+        """By parameter, as its forward pass sees them."""
+        return {module.weight.sharding.name: module() for module in self.stage}
+
+    def state(self) -> list[dict[tuple[int, int], Tensor]]:
+        """Both moments and master weights (3, n) of every range held, by bucket and span, the owned one first."""
+        return [
+            {(s.span.start, s.span.stop): s.read(s.span.start, s.span.stop, with_master=True) for s in bucket.shards}
+            for bucket in self.buckets
+        ]
+
+
+def update_step(step: int) -> UpdateStep:
+    return UpdateStep(number=step + 1, learning_rate=LEARNING_RATES[step], grad_scale=GRAD_SCALES[step])
+
+
+def reference(num_parts: int, dtype: torch.dtype = torch.float64) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """The same steps with torch.optim.AdamW on whole parameters: weights and squared norms after every step."""
+    weights = {
+        sharding.name: nn.Parameter(initial_value(sharding, seed=SEED, tp_rank=0, tp_size=1).to(dtype))
+        for sharding in SHARDINGS
+    }
+    decayed = [weights[s.name] for s in SHARDINGS if not s.is_norm_or_bias]
+    others = [weights[s.name] for s in SHARDINGS if s.is_norm_or_bias]
+    constants = AdamWSettings()
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": constants.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(constants.beta1, constants.beta2),
+        eps=constants.eps,
+        foreach=False,
+    )
+    history, norms = [], []
+    for step, (learning_rate, grad_scale) in enumerate(zip(LEARNING_RATES, GRAD_SCALES)):
+        totals = {s.name: sum(gradient(s, part, step) for part in range(num_parts)) for s in SHARDINGS}
+        norms.append(sum(total.square().sum() for total in totals.values()))
+        for name, total in totals.items():
+            weights[name].grad = (total * grad_scale).to(dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        history.append({name: weight.detach().clone() for name, weight in weights.items()})
+    return history, norms

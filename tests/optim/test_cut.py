@@ -1,0 +1,150 @@
+"""Who holds which range, and how ranges travel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.optim.cut import Cut, Move, plan_cut, plan_moves
+from parallel3d.topology.grid import Grid
+
+
+def cut_of(num_replicas: int, *, zero_stage: int = 1, zero_backups: int = 1, hosts: str = "") -> Cut:
+    """The cut of one stage; `hosts` has one letter for each rank."""
+    grid = Grid.straight(tp_size=1, pp_size=1, dp_size=num_replicas)
+    table = dict(enumerate(hosts))
+    return plan_cut(grid, 0, 0, zero_stage=zero_stage, zero_backups=zero_backups, hosts=table)
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_replica_has_the_backup():
+    assert cut_of(4).holders == ((0, 1), (1, 2), (2, 3), (3, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "holders"),
+    [
+        ({"zero_backups": 0}, ((0,), (1,), (2,))),
+        ({"zero_stage": 0}, ((0, 1, 2),)),
+        ({"zero_stage": 0, "zero_backups": 0}, ((0, 1, 2),)),
+    ],
+)
+def test_without_backups_and_without_ranges(settings: dict[str, int], holders: tuple[tuple[int, ...], ...]):
+    assert cut_of(3, **settings).holders == holders
+
+
+def test_a_lone_replica_has_no_backup():
+    cut = cut_of(1)
+    assert cut.holders == ((0,),) and cut.backup_of(0) is None and cut.ranges_of(0) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shift"), [("aabb", 2), ("abab", 1), ("aaaa", 1), ("aaabbb", 3), ("aab", 1), ("aaaabb", 2)]
+)
+def test_backups_stand_on_other_hosts_as_far_as_they_can(hosts: str, shift: int):
+    size = len(hosts)
+    assert cut_of(size, hosts=hosts).holders == tuple((rank, (rank + shift) % size) for rank in range(size))
+
+
+def test_a_cut_is_of_one_position_in_the_stage():
+    grid = Grid.straight(tp_size=2, pp_size=2, dp_size=2).without([2])[0]
+    assert plan_cut(grid, 0, 1, zero_stage=1, zero_backups=1, hosts={}).holders == ((1,),)
+    assert plan_cut(grid, 1, 1, zero_stage=1, zero_backups=1, hosts={}).holders == ((5, 7), (7, 5))
+
+
+def test_ranges_and_backups_of_a_rank():
+    cut = cut_of(4)
+    assert cut.num_ranges == 4
+    assert cut.ranges_of(0) == (0, 3) and cut.ranges_of(2) == (2, 1)  # the one that it owns first
+    assert cut.ranges_of(9) == ()
+    assert cut.backup_of(3) == 0
+
+
+def test_lost_ranges():
+    cut = cut_of(4)
+    assert (
+        cut.lost_ranges({0, 2}) == () and cut.lost_ranges({1, 2}) == (1,) and cut.lost_ranges(range(4)) == (0, 1, 2, 3)
+    )
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+def ranges(cut: Cut, ranks: range | tuple[int, ...], size: int) -> dict[int, list[range]]:
+    """The ranges of each rank, `size` elements each."""
+    return {rank: [range(n * size, (n + 1) * size) for n in cut.ranges_of(rank)] for rank in ranks}
+
+
+def test_moves_after_a_loss():
+    """Four replicas lose rank 3: ranks 0 and 2, which hold its two ranges, hand on what others now hold."""
+    held = ranges(cut_of(4), (0, 1, 2), 3)
+    wanted = ranges(cut_of(3), range(3), 4)
+    moves = plan_moves(held, wanted, 12)
+    assert [move for move in moves if move.source != move.target] == [
+        Move(source=1, target=0, start=3, stop=4),
+        Move(source=2, target=1, start=6, stop=8),
+        Move(source=2, target=0, start=8, stop=9),
+        Move(source=0, target=2, start=9, stop=12),
+    ]
+
+
+def test_what_stays_is_one_piece():
+    assert plan_moves({0: [range(0, 4), range(4, 8)]}, {0: [range(0, 8)]}, 8) == (
+        Move(source=0, target=0, start=0, stop=8),
+    )
+
+
+def test_holders_share_the_sending():
+    held = {0: [range(0, 8)], 1: [range(0, 8)]}
+    wanted = {2: [range(0, 4)], 3: [range(4, 8)]}
+    assert [move.source for move in plan_moves(held, wanted, 8)] == [0, 1]
+
+
+def test_what_nobody_holds_is_an_error():
+    with pytest.raises(AssertionError, match="nobody holds elements 4 to 8"):
+        plan_moves({0: [range(0, 4)]}, {1: [range(0, 8)]}, 8)
+    assert plan_moves({}, {}, 8) == ()
+
+
+@given(
+    num_old=st.integers(1, 6),
+    num_new=st.integers(1, 6),
+    backups=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    num_elements=st.integers(1, 700),
+    data=st.data(),
+)
+def test_everybody_gets_each_element_once_from_a_live_holder(
+    num_old: int, num_new: int, backups: tuple[int, int], num_elements: int, data: st.DataObject
+):
+    old, new = (cut_of(n, zero_backups=b) for n, b in zip((num_old, num_new), backups))
+    dead = data.draw(st.sets(st.integers(0, num_old - 1)))
+    if old.lost_ranges(dead):
+        return
+    live = tuple(rank for rank in range(num_old) if rank not in dead)
+    held = ranges(old, live, -(-num_elements // num_old))  # both padded at the end
+    wanted = ranges(new, range(num_new), -(-num_elements // num_new))
+    got: dict[int, list[int]] = {rank: [] for rank in wanted}
+    for move in plan_moves(held, wanted, num_elements):
+        assert move.start < move.stop <= num_elements
+        for element in range(move.start, move.stop):
+            got[move.target].append(element)
+            assert any(element in mine for mine in held[move.source])
+            kept = any(element in mine for mine in held.get(move.target, []))
+            assert kept == (move.source == move.target)
+    for rank, mine in wanted.items():
+        assert sorted(got[rank]) == sorted(e for r in mine for e in r if e < num_elements)
+
+
+def test_a_large_stage_is_planned_at_once():
+    """64 replicas lose one: the plan sits in the recovery path."""
+    held = ranges(cut_of(64), range(1, 64), 63 * 1000)
+    wanted = ranges(cut_of(63), range(63), 64 * 1000)
+    start = time.process_time()
+    moves = plan_moves(held, wanted, 64 * 63 * 1000)
+    assert time.process_time() - start < 0.25  # 0.001 s measured
+    assert {move.target for move in moves} == set(range(63))
