@@ -1,10 +1,13 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: train test lint
+.PHONY: train demo test lint kill-matrix
 
 train: $(VENV)/.ok
 	$(VENV)/bin/python launch/train.py --config configs/quickstart.json
+
+demo: $(VENV)/.ok
+	$(VENV)/bin/python launch/demo.py
 
 test: lint
 	$(VENV)/bin/python -m pytest
@@ -12,6 +15,10 @@ test: lint
 lint: $(VENV)/.ok
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+kill-matrix: $(VENV)/.ok
+	rm -rf runs/kill-matrix && mkdir -p runs/kill-matrix
+	PYTHONPATH=.:tests/trainer $(VENV)/bin/python tests/trainer/kill_cells.py runs/kill-matrix all > runs/kill-matrix.log
 
 $(VENV)/.ok: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,8 +1,8 @@
 """Trains a model as one JSON file says: `python launch/train.py --config FILE [section.field=value ...]`.
 
 Started plainly, it runs one worker process per rank on this machine; under torchrun or DeepSpeed's launcher, this
-process guards the worker of its rank. Exit codes: 0 done, 2 a mistake in what it was given, 3 a worker was lost,
-130/143 stopped.
+process guards the worker of its rank. Exit codes: 0 done, 2 a mistake in what it was given, 3 lost too many workers to
+go on, 4 lost the coordinator, 130/143 stopped.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.derived import world_size  # noqa: E402
+from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.elastic.coordinator import Limits  # noqa: E402
+from parallel3d.elastic.coordinator import ElasticSettings, Limits  # noqa: E402
 from parallel3d.elastic.launcher_env import LauncherEnv, read_launcher_env  # noqa: E402
 from parallel3d.elastic.run import run_workers  # noqa: E402
 from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.monitor.environment import describe_environment  # noqa: E402
-from parallel3d.monitor.run_folder import LOGS, RunFolder  # noqa: E402
+from parallel3d.monitor.run_folder import LOGS, ContinuedFolder, RunFolder  # noqa: E402
 from parallel3d.monitor.sinks import RunReport  # noqa: E402
+from parallel3d.topology.grid import Grid  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -68,14 +69,33 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         environment = describe_environment(sys.orig_argv)
         return RunReport(RunFolder(directory, config=dump_config(config), environment=environment), title=title)
 
+    def reopen_report() -> RunReport:
+        return RunReport(ContinuedFolder(directory), title=title)
+
     return run_workers(
         partial(work, config),
         world_size=world_size(config),
         logs=directory / LOGS,
         open_report=open_report,
+        reopen_report=reopen_report,
         env=env,
         preload=("torch",),
         limits=Limits(start_s=config.run.timeout_s),
+        elastic=elastic_settings(config),
+    )
+
+
+def elastic_settings(config: Config) -> ElasticSettings:
+    """What the launching side must know to go on after a loss."""
+    parallel, elastic = config.parallel, config.elastic
+    return ElasticSettings(
+        grid=Grid.of_replicas(stage_replicas(config), tp_size=parallel.tp_size, order=parallel.order),
+        zero_stage=parallel.zero_stage,
+        zero_backups=elastic.zero_backups,
+        enabled=elastic.enabled,
+        silence=elastic.silence,
+        stuck=elastic.stuck,
+        witness=elastic.witness,
     )
 
 

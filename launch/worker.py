@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +15,35 @@ from models.llama import make_llama_stage
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.gloo import GlooGroup
 from parallel3d.comm.group import Group, SoloGroup
-from parallel3d.comm.sockets import Address, SocketLinks, open_listener
+from parallel3d.comm.sockets import SocketLinks, open_listener
 from parallel3d.config.derived import num_parameters, warnings
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.prefetch import Prefetcher
 from parallel3d.elastic.control import Control
+from parallel3d.elastic.faults import FaultInjector, plan_faults
+from parallel3d.elastic.membership import Address, EpochRecord
+from parallel3d.elastic.pulse import Mode
 from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
-from parallel3d.errors import ConfigError, Problem, ProtocolError
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, build_rank, plan_batch
-from parallel3d.trainer.entry import TrainState
-from parallel3d.trainer.loop import Trainer, describe_layout, describe_start
+from parallel3d.errors import ConfigError, EpochStuckError, Problem
+from parallel3d.pipeline.instructions import Instruction
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
+from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
+from parallel3d.trainer.recover import Member, Network
 
-EPOCH = 0  # membership epochs begin here
+WARMUP_STEPS = 2
+NUM_ROUND_TRIPS = 20
 MODELS = {"llama": make_llama_stage}
 
 
 def run_worker(config: Config, context: WorkerContext) -> int:
     """Trains as one rank of the run; returns its exit code."""
     control, token = context.control, context.control.token
+    print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     device = choose_device(config, context.local_rank)
-    torch.set_num_threads(config.run.threads_per_rank or max(1, (os.cpu_count() or 1) // context.local_world_size))
+    torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)
     grid = build_grid(config)
     control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
@@ -43,33 +51,92 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     corpus = open_text(config, control, token)
     lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
     prefetcher = Prefetcher(lanes, config.data.prefetch, token)
-    transports = meet(config, context, token)
-    rank = build_rank(
+    probe = WorkerProbe(config, context)
+    rank = prepare_rank(
         config,
         context.rank,
         grid,
-        epoch=EPOCH,
-        transports=transports,
         make_stage=MODELS[config.model.architecture],
         train_lanes=prefetcher,
         evaluate_lanes=evaluation_lanes(config, corpus),
         device=device,
+        observe=probe.observe,
+        probe=probe.enter_phase,
     )
-    check_same_plan(rank)
-    tell_start(rank, corpus, control)
+    train_rank(
+        rank,
+        context,
+        probe,
+        on_epoch=lambda record: tell_epoch(record, rank, corpus, control),
+        data_wait_s=lambda: prefetcher.data_wait_s,
+        describe=lambda: describe_run(rank, corpus),
+    )
+    prefetcher.close()
+    return 0
+
+
+def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **watchers: Any) -> bool:
+    """Trains a rank that is prepared, to the end; False when it has left before or had no place then."""
+    control = context.control
+    network = SocketNetwork(rank.config, context)
     trainer = Trainer(
         rank=rank,
-        state=TrainState.start(rank.layout.num_slots),
+        member=Member(rank, control.seat, network, host=context.host, publish=control.publish),
         publish=control.publish,
         stop_requested=lambda: control.stop_requested,
-        data_wait_s=lambda: prefetcher.data_wait_s,
+        leave_requested=lambda: control.leave_requested,
+        on_phase=probe.begin,
+        **watchers,
     )
-    summary = trainer.run()
-    if rank.is_leader:
-        control.publish({"kind": "summary", **summary, **describe_run(rank, corpus)})
-    prefetcher.close()
-    rank.close()
-    return 0
+    try:
+        is_here = trainer.run()
+    except EpochStuckError as error:
+        print(f"{error}: this worker takes itself out", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+    if is_here:
+        rank.close()
+    return is_here
+
+
+class WorkerProbe:
+    """Watches one rank at work: a sign of life with every instruction, and the faults that it shall have."""
+
+    def __init__(self, config: Config, context: WorkerContext):
+        faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=config.run.num_steps)
+        self._injector = FaultInjector(faults, context.rank, fail_for_real)
+        self._pulse = context.pulse
+        self._num_steps = 0
+
+    def observe(self, instruction: Instruction) -> None:
+        self._pulse.tick()
+        self._injector.enter_instruction(instruction.op.value)
+
+    def enter_phase(self, phase: str) -> None:
+        self._pulse.tick()
+        self._injector(phase)
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Evaluation counts few instructions. The first steps are slow in ways that tell nothing: memory is touched for
+        the first time, kernels are made."""
+        self._num_steps += phase is Phase.STEP
+        is_usual = phase is Phase.STEP and self._num_steps > WARMUP_STEPS
+        self._pulse.mode = Mode.RUNNING if is_usual else Mode.SUSPENDED
+        self._injector.begin_step(step)
+
+
+def fail_for_real(kind: str) -> None:
+    """An injected fault of this process."""
+    print(f"injected fault: {kind} at {time.monotonic():.6f}", flush=True)
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind]
+    os.kill(os.getpid(), number)
+
+
+def choose_num_threads(config: Config, local_world_size: int) -> int:
+    """CPU threads of this rank; with exact sums not a matter of the layout, since some kernels add by threads."""
+    if config.run.threads_per_rank is not None:
+        return config.run.threads_per_rank
+    return 1 if config.precision.sums == "exact" else max(1, (os.cpu_count() or 1) // local_world_size)
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
@@ -108,48 +175,66 @@ def evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
     return Lanes(corpus.validation, corpus.tokenizer, config.run.seed, num_lanes) if num_lanes else None
 
 
-def meet(config: Config, context: WorkerContext, token: AbortToken) -> Transports:
-    """Process groups over the control channel's store, and sockets between pipeline stages."""
-    control = context.control
-    store = ControlStore(control, token)
-    listener = open_listener(context.address)
-    control.set(f"epoch{EPOCH}/links/{context.rank}", json.dumps(listener.getsockname()).encode())
+class SocketNetwork(Network):
+    """Gloo groups that meet through the control channel's store, and sockets between pairs of ranks."""
 
-    def address_of(rank: int) -> Address:
-        host, port = json.loads(control.get(f"epoch{EPOCH}/links/{rank}", token))
+    def __init__(self, config: Config, context: WorkerContext):
+        self._config = config
+        self._context = context
+        self._listener: socket.socket | None = None
+
+    def listen(self, epoch: int) -> Address:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = open_listener(self._context.address)
+        host, port = self._listener.getsockname()
         return host, port
 
-    def make_group(name: str, ranks: tuple[int, ...]) -> Group:
-        if len(ranks) == 1:
-            return SoloGroup(name=name, rank=context.rank)
-        return GlooGroup(
-            name=name,
-            rank=ranks.index(context.rank),
-            ranks=ranks,
-            store=store,
+    def transports(self, record: EpochRecord, token: AbortToken) -> Transports:
+        assert self._listener is not None, "transports without listen()"
+        listener, self._listener = self._listener, None
+        links = SocketLinks(
+            rank=self._context.rank,
+            epoch=record.epoch,
+            listener=listener,
+            address_of=lambda rank: record.addresses[rank],
+            slots=self._config.parallel.p2p_slots,
             token=token,
-            timeout_s=config.run.timeout_s,
-            address=context.address,
+            timeout_s=self._config.run.timeout_s,
         )
 
-    links = SocketLinks(
-        rank=context.rank,
-        epoch=EPOCH,
-        listener=listener,
-        address_of=address_of,
-        slots=config.parallel.p2p_slots,
-        token=token,
-        timeout_s=config.run.timeout_s,
-    )
-    return Transports(make_group=make_group, links=links, token=token)
+        def make_group(name: str, ranks: tuple[int, ...]) -> Group:
+            if len(ranks) == 1:
+                return SoloGroup(name=name, rank=self._context.rank)
+            return GlooGroup(
+                name=name,
+                rank=ranks.index(self._context.rank),
+                ranks=ranks,
+                store=ControlStore(self._context.control, token, num_ranks=len(ranks)),
+                token=token,
+                timeout_s=self._config.run.timeout_s,
+                address=self._context.address,
+            )
+
+        return Transports(make_group=make_group, links=links, token=token)
 
 
-def check_same_plan(rank: RankRuntime) -> None:
-    """All ranks must hold the same instruction lists; ProtocolError otherwise."""
-    digest = int(rank.train_plan.digest[:12], 16)  # 48 bits: exact in float64
-    ends = rank.groups.world.all_reduce_max(torch.tensor([digest, -digest], dtype=torch.float64))
-    if ends[0] != -ends[1]:
-        raise ProtocolError("ranks hold different plans: are all of them started with the same configuration?")
+def measure_round_trip(rank: RankRuntime) -> float:
+    """Mean seconds of a small all-reduce over all ranks, there and back."""
+    number = torch.zeros(1)
+    rank.groups.world.all_reduce(number)
+    started = time.perf_counter()
+    for _ in range(NUM_ROUND_TRIPS):
+        rank.groups.world.all_reduce(number)
+    return (time.perf_counter() - started) / NUM_ROUND_TRIPS
+
+
+def tell_epoch(record: EpochRecord, rank: RankRuntime, corpus: Corpus, control: Control) -> None:
+    """At the start of the run what it is; at each further epoch a line in this rank's log."""
+    if record.previous is None:
+        tell_start(rank, corpus, control)
+    else:
+        print(f"epoch {record.epoch}: training again at {time.monotonic():.6f}", flush=True)
 
 
 def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
@@ -157,6 +242,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
     state = torch.zeros(len(rank.grid.ranks), dtype=torch.float64)
     state[rank.grid.ranks.index(rank.rank)] = rank.optimizer.state_bytes()
     rank.groups.world.all_reduce(state)
+    round_trip_s = measure_round_trip(rank)
     if not rank.is_leader:
         return
     control.publish({"kind": "total", "num_steps": rank.config.run.num_steps})
@@ -170,6 +256,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
     ]
     for line in lines:
         control.publish({"kind": "notice", "text": line})
+    control.publish({"kind": "round_trip", "seconds": round_trip_s})
 
 
 def describe_run(rank: RankRuntime, corpus: Corpus) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -22,18 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.abort import AbortToken
+from parallel3d.comm.aside import run_aside
 from parallel3d.comm.group import Group, Work
-from parallel3d.errors import EpochEnded, ProtocolError
+from parallel3d.errors import EpochEnded, EpochStuckError
 
 _LINGER_S = 0.25  # for the coordinator's word on why a connection broke
-_DRAIN_S = 10.0
+_DRAIN_S = 5.0  # it takes some 40 ms
 _UNUSED_TAG = 0x7FFF
 
 
 class GlooGroup(Group):
     """Ranks of several processes over TCP. `store` must be fresh for this name (epochs are part of the name).
 
-    `address` is this host's as the other ranks reach it: gloo's own guess, the host's name, is often a loopback one."""
+    `address` is this host's as the other ranks reach it: gloo's own guess, the host's name, is often a loopback one.
+    """
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class GlooGroup(Group):
         deadline = time.monotonic() + _DRAIN_S
         for work in list(self._running):
             if not work.finished.wait(max(0.0, deadline - time.monotonic())):
-                raise ProtocolError(f"group {self.name}: an abandoned collective is still under way")
+                raise EpochStuckError(f"group {self.name}: an abandoned collective is under way after {_DRAIN_S:g} s")
 
     def close(self) -> None:
         """gloo takes some 10 ms a peer to close: another thread waits for it."""
@@ -92,9 +93,7 @@ class GlooGroup(Group):
         pg, self._pg = self._pg, None
         threading.Thread(target=_drop, args=([pg],), daemon=True, name=f"close-{self.name}").start()
 
-    def _track(
-        self, work: dist.Work, tensors: tuple[Tensor, ...], *, then: Callable[[], None] | None = None
-    ) -> Work:
+    def _track(self, work: dist.Work, tensors: tuple[Tensor, ...], *, then: Callable[[], None] | None = None) -> Work:
         return _GlooWork(work, tensors, self, then or _nothing)
 
     def _wake_all(self) -> None:
@@ -150,15 +149,7 @@ def _nothing() -> None:
 def _build(make: Callable[[], Any], name: str, group: GlooGroup) -> Any:
     """Connects on another thread, which is left to itself when the epoch ends: a peer that died while gloo waits for
     its connection is noticed by gloo's own timeout alone."""
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=f"build-{name}").start()
+    result = run_aside(make, f"build-{name}")
     over = threading.Event()
     result.add_done_callback(lambda _: over.set())
     group.token.on_abort(over.set)

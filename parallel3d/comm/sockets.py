@@ -147,6 +147,7 @@ class SocketLinks(Links):
         try:
             epoch, source = _HELLO.unpack(_read(connection, _HELLO.size))
             if epoch != self._epoch:
+                connection.shutdown(socket.SHUT_RDWR)
                 return
             with self._changed:
                 queue = self._inbox.setdefault(source, deque())

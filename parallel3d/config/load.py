@@ -438,6 +438,7 @@ def _expand(path: str) -> str:
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
 _LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
 
+
 def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]:
     for name in ("silence", "stuck"):
         timeout = getattr(config.elastic, name)

@@ -225,7 +225,7 @@ class TimeoutConfig(Section):
 class SilenceConfig(TimeoutConfig):
     """How long a worker may be without a sign of life."""
 
-    multiplier: PositiveFloat = 500.0
+    multiplier: PositiveFloat = 100.0
     """Times the measured round trip of a small all-reduce."""
     min_s: PositiveFloat = 0.5
     """Never shorter, in seconds."""

@@ -1,4 +1,5 @@
-"""Wires one rank: from the configuration, its place in the grid and its transports to something that can step.
+"""Wires one rank: from the configuration and its place in the grid to what it keeps, and, with the transports of a
+membership epoch, to something that can step.
 
 The only place that wires. It is given what differs between worlds (groups, links, the model's constructor, the lanes),
 so that threads of one process, gloo processes and a single process are built by the same lines.
@@ -6,29 +7,40 @@ so that threads of one process, gloo processes and a single process are built by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import AbsentGroup, Group
 from parallel3d.comm.messages import Links
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.derived import num_key_value_heads, stage_replicas
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
-from parallel3d.optim.zero1 import AdamWSettings, ShardedOptimizer
+from parallel3d.optim.bucket import AdamWSettings, UpdateStep
+from parallel3d.optim.cut import Cut, plan_cut
+from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
 from parallel3d.pipeline.executor import Executor, Observer
-from parallel3d.pipeline.partition import ModelCosts, model_costs, partition_by_hand, partition_layers
-from parallel3d.pipeline.planner import Plan, PlanRequest, Rule, plan_pipeline
+from parallel3d.pipeline.partition import (
+    ModelCosts,
+    model_costs,
+    partition_by_hand,
+    partition_layers,
+    schedule_costs,
+)
+from parallel3d.pipeline.planner import Plan, choose_plan
+from parallel3d.pipeline.request import PlanRequest, Rule
+from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
 from parallel3d.precision.policy import POLICIES
 from parallel3d.ramps import Ramp
 from parallel3d.topology.grid import Coordinates, Grid
 from parallel3d.topology.groups import Groups, build_groups
-from parallel3d.trainer.entry import EntryLayout
+from parallel3d.trainer.entry import EntryLayout, TrainState
 from parallel3d.trainer.loader import EvaluationSequences, LaneLoader, Reader
 
 MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
@@ -44,27 +56,86 @@ class Transports:
     token: AbortToken
 
 
+@dataclass(frozen=True)
+class Plans:
+    """The instruction lists for one grid; evaluation's are made when they are first needed."""
+
+    config: Config
+    grid: Grid
+
+    @cached_property
+    def train(self) -> Plan:
+        return self._plan(self.config.parallel.schedule, 1)
+
+    @cached_property
+    def evaluate(self) -> Plan:
+        return self._plan("forward", self.config.run.evaluate_batches)
+
+    def _plan(self, rule: Rule, num_batches: int) -> Plan:
+        num_micro_batches = self.config.batch.num_micro_batches
+        assert num_micro_batches is not None
+        return plan_schedule(self.config, self.grid, rule, num_batches * num_micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochParts:
+    """What a rank has for one membership epoch, and lets go of with it."""
+
+    epoch: int
+    grid: Grid
+    groups: Groups[Group]
+    links: Links
+    executor: Executor
+    plans: Plans
+
+
 @dataclass(kw_only=True)
 class RankRuntime:
-    """One rank, ready to run iterations of one membership epoch."""
+    """One rank: what it keeps for the whole run, and, while it has a place in an epoch, that epoch's parts."""
 
     config: Config
     rank: int
-    grid: Grid
-    groups: Groups[Group]
+    place: Coordinates
+    """Stage and replica keep their numbers for the whole run."""
+    first_grid: Grid
+    """The run's, before anybody was lost."""
+    tp: TensorParallel
     stage: nn.Module
-    executor: Executor
     optimizer: ShardedOptimizer
-    train_plan: Plan
-    evaluate_plan: Plan
     train_loader: LaneLoader
     evaluate_loader: LaneLoader | None
     layout: EntryLayout
     learning_rate: Ramp
+    device: torch.device
+    state: TrainState
+    observe: Observer
+    probe: Probe
+    parts: EpochParts | None = None
 
     @property
-    def place(self) -> Coordinates:
-        return self.grid.coordinates(self.rank)
+    def grid(self) -> Grid:
+        return self._parts.grid
+
+    @property
+    def groups(self) -> Groups[Group]:
+        return self._parts.groups
+
+    @property
+    def executor(self) -> Executor:
+        return self._parts.executor
+
+    @property
+    def train_plan(self) -> Plan:
+        return self._parts.plans.train
+
+    @property
+    def evaluate_plan(self) -> Plan:
+        return self._parts.plans.evaluate
+
+    @property
+    def num_micro_batches(self) -> int:
+        """How many micro-batches this rank's replica handles in an iteration."""
+        return sum(route[self.place.pp] == self.place.dp for route in self.train_plan.routes)
 
     @property
     def is_leader(self) -> bool:
@@ -74,9 +145,66 @@ class RankRuntime:
     def train_batch(self, iteration: int) -> BatchPlan:
         return plan_batch(self.config, iteration)
 
+    def cut_on(self, grid: Grid, hosts: Mapping[int, str]) -> Cut:
+        """Who holds which range of this rank's stage, at its tensor-parallel position."""
+        return plan_cut(
+            grid,
+            self.place.pp,
+            self.place.tp,
+            zero_stage=self.config.parallel.zero_stage,
+            zero_backups=self.config.elastic.zero_backups,
+            hosts=hosts,
+        )
+
+    def update_step(self) -> UpdateStep | None:
+        """The update that the newest entry asks for; None when its gradient is not finite."""
+        entry = self.state.entries[-1]
+        if not entry.finite:
+            return None
+        return UpdateStep(
+            number=self.state.num_updates,
+            learning_rate=self.learning_rate.at(self.state.num_updates),
+            grad_scale=entry.grad_scale(self.config.optimizer.max_grad_norm),
+        )
+
+    def join(self, epoch: int, groups: Groups[Group], plans: Plans, transports: Transports) -> None:
+        """Takes up an epoch in whose grid this rank has a place."""
+        grid = plans.grid
+        self.tp.group = groups.tp
+        self.optimizer.join(epoch, groups.tp, groups.dp, transports.links)
+        executor = Executor(
+            stage=self.stage,
+            grid=grid,
+            rank=self.rank,
+            epoch=epoch,
+            links=transports.links,
+            tp=self.tp,
+            hidden_size=self.config.model.hidden_size,
+            dtype=POLICIES[self.config.precision.policy].compute,
+            device=self.device,
+            token=transports.token,
+            observe=self.observe,
+            after_compute=self.optimizer.close_term,
+        )
+        self.parts = EpochParts(
+            epoch=epoch, grid=grid, groups=groups, links=transports.links, executor=executor, plans=plans
+        )
+
+    def leave(self) -> Groups[Group] | None:
+        """Lets go of the epoch; the groups come back, in which something may still be under way."""
+        parts, self.parts = self.parts, None
+        self.optimizer.leave()
+        self.tp.group = AbsentGroup(name="none", rank=self.tp.group.rank, ranks=self.tp.group.ranks)
+        return parts.groups if parts else None
+
     def close(self) -> None:
-        self.executor.links.close()
-        self.groups.close()
+        self._parts.links.close()
+        self._parts.groups.close()
+
+    @property
+    def _parts(self) -> EpochParts:
+        assert self.parts is not None, f"rank {self.rank} has no place in an epoch"
+        return self.parts
 
 
 def build_grid(config: Config) -> Grid:
@@ -97,16 +225,18 @@ def plan_batch(config: Config, iteration: int) -> BatchPlan:
 
 
 def plan_schedule(config: Config, grid: Grid, rule: Rule, num_micro_batches: int) -> Plan:
-    """The instruction lists for the replicas that are there; a backward pass costs twice its forward pass."""
-    return plan_pipeline(
-        PlanRequest(
-            replicas=grid.replicas,
-            num_micro_batches=num_micro_batches,
-            rule=rule,
-            forward_costs=(1,) * grid.pp_size,
-            backward_costs=(2,) * grid.pp_size,
-            slots=config.parallel.p2p_slots,
-        )
+    """The instruction lists for the replicas that are there; where some are lost, the best of the ways round them."""
+    request = PlanRequest(
+        replicas=grid.replicas,
+        num_micro_batches=num_micro_batches,
+        rule=rule,
+        costs=schedule_costs(split_layers(config), costs_of(config)),
+        slots=config.parallel.p2p_slots,
+    )
+    return choose_plan(
+        request,
+        may_split=config.parallel.split_backward != "never",
+        max_extra_in_flight=config.parallel.max_extra_in_flight,
     )
 
 
@@ -132,30 +262,33 @@ def costs_of(config: Config) -> ModelCosts:
     )
 
 
-def build_rank(
+def prepare_rank(
     config: Config,
     rank: int,
     grid: Grid,
     *,
-    epoch: int,
-    transports: Transports,
     make_stage: MakeStage,
     train_lanes: Reader,
     evaluate_lanes: Lanes | None,
     device: torch.device,
     observe: Observer = lambda instruction: None,
+    probe: Probe = lambda phase: None,
 ) -> RankRuntime:
-    """Builds this rank's groups, layers with their initial weights, optimizer shards and instruction lists."""
+    """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders."""
     parallel, place, policy = config.parallel, grid.coordinates(rank), POLICIES[config.precision.policy]
     batch = plan_batch(config, 0)
-    groups = build_groups(grid, rank, epoch, transports.make_group)
-    tp = TensorParallel(group=groups.tp, sequence_parallel=parallel.sequence_parallel)
+    tp_ranks = grid.tp_ranks(place.replica)
+    tp = TensorParallel(
+        group=AbsentGroup(name="none", rank=place.tp, ranks=tp_ranks), sequence_parallel=parallel.sequence_parallel
+    )
     stage = make_stage(config, split_layers(config)[place.pp], tp, device)
     optimizer = ShardedOptimizer(
         stage,
+        rank=rank,
         seed=config.run.seed,
-        tp=groups.tp,
-        dp=groups.dp,
+        tp_rank=place.tp,
+        tp_size=len(tp_ranks),
+        max_replicas=len(grid.stages[place.pp]),
         zero_stage=parallel.zero_stage,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         decay_norms_and_biases=config.optimizer.decay_norms_and_biases,
@@ -168,38 +301,46 @@ def build_rank(
         ),
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
+        fixed=exact_format(config, batch, len(tp_ranks)),
         device=device,
-    )
-    executor = Executor(
-        stage=stage,
-        grid=grid,
-        rank=rank,
-        epoch=epoch,
-        links=transports.links,
-        tp=tp,
-        hidden_size=config.model.hidden_size,
-        dtype=policy.compute,
-        device=device,
-        token=transports.token,
-        observe=observe,
+        probe=probe,
     )
     return RankRuntime(
         config=config,
         rank=rank,
-        grid=grid,
-        groups=groups,
+        place=place,
+        first_grid=grid,
+        tp=tp,
         stage=stage,
-        executor=executor,
         optimizer=optimizer,
-        train_plan=plan_schedule(config, grid, parallel.schedule, batch.num_micro_batches),
-        evaluate_plan=plan_schedule(config, grid, "forward", config.run.evaluate_batches * batch.num_micro_batches),
         train_loader=LaneLoader(train_lanes, device),
         evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device) if evaluate_lanes else None,
         layout=EntryLayout(
             num_stages=grid.pp_size, num_micro_batches=batch.num_micro_batches, num_slots=batch.num_slots
         ),
         learning_rate=build_learning_rate(config),
+        device=device,
+        state=TrainState.start(batch.num_slots),
+        observe=observe,
+        probe=probe,
     )
+
+
+def exact_format(config: Config, batch: BatchPlan, tp_size: int) -> FixedPoint | None:
+    """The format in which gradients are added exactly; None: as floats. Partial gradients of a replica's ranks are
+    terms of their own."""
+    if config.precision.sums == "float":
+        return None
+    return plan_fixed_point(num_tokens=batch.num_tokens, num_terms=batch.num_micro_batches * tp_size)
+
+
+def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: int = 0) -> None:
+    """Begins the run in a world whose membership never changes: no coordinator, no record."""
+    cut = rank.cut_on(grid, hosts={})
+    rank.optimizer.recut(CutChange(epoch=epoch, old=None, new=cut, live=grid.ranks), transports.links)
+    rank.optimizer.commit()
+    groups = build_groups(grid, rank.rank, epoch, transports.make_group)
+    rank.join(epoch, groups, Plans(rank.config, grid), transports)
 
 
 def build_learning_rate(config: Config) -> Ramp:

@@ -7,7 +7,7 @@ iteration's scratch changes before its entry is held, and folding an entry twice
     squared gradient norm  every rank, its owned elements of the model
     non-finite             every rank: 1 if its owned gradients hold an infinity or a NaN
     target tokens, loss    the last stage of each micro-batch's route, tensor-parallel rank 0
-    stop                   every rank that was asked to stop
+    stop, leave            every rank that was asked to stop the run, or to leave it
     cursors                the first stage of each micro-batch's route, tensor-parallel rank 0, for its slots
     audit                  each (stage, micro-batch): the replica that ran its backward pass, so that it must be 1
 """
@@ -17,21 +17,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
+from typing import Any
 
 from parallel3d.data.lanes import Cursor
 from parallel3d.errors import ProtocolError
+from parallel3d.precision.fixed_point import NUM_SLOTS, ExactSum
 
-_SCALARS = ("squared_norm", "non_finite", "num_target_tokens", "loss_sum", "stop")
+Json = dict[str, Any]
+
+_SUMS = ("squared_norm", "loss_sum")  # exact: the same in whatever order micro-batches and ranges are added
+_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave")
 
 
 @dataclass(kw_only=True)
 class Contribution:
     """One rank's part of an entry."""
 
-    squared_norm: float = 0.0
+    squared_norm: ExactSum = ExactSum()
+    is_finite: bool = True
     num_target_tokens: int = 0
-    loss_sum: float = 0.0
+    loss_sum: ExactSum = ExactSum()
     stop: bool = False
+    leave: bool = False
     cursors: Mapping[int, Cursor] = field(default_factory=dict)
     audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
@@ -46,6 +53,8 @@ class Entry:
     num_target_tokens: int
     loss_sum: float
     stop: bool
+    leave: bool
+    """Somebody departs: the membership changes after this iteration."""
     cursors: tuple[Cursor, ...]
 
     @property
@@ -65,6 +74,35 @@ class Entry:
             return scale
         return scale * min(1.0, max_grad_norm / (self.grad_norm + 1e-6))
 
+    def to_json(self) -> Json:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**fields, "kind": "iteration", "cursors": [list(cursor.to_ints()) for cursor in self.cursors]}
+
+    @staticmethod
+    def from_json(data: Json) -> Entry:
+        fields = {key: value for key, value in data.items() if key != "kind"}
+        return Entry(**{**fields, "cursors": tuple(Cursor.from_ints(ints) for ints in data["cursors"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEntry:
+    """What all ranks know once the evaluation after iteration `iteration` is over."""
+
+    iteration: int
+    loss: float | None
+    """Mean loss of a token of the validation text, in nats; None where there is no such text."""
+
+    def to_json(self) -> Json:
+        return {"kind": "evaluation", "iteration": self.iteration, "loss": self.loss}
+
+    @staticmethod
+    def from_json(data: Json) -> EvaluationEntry:
+        return EvaluationEntry(iteration=data["iteration"], loss=data["loss"])
+
+
+def entry_from_json(data: Json) -> Entry | EvaluationEntry:
+    return EvaluationEntry.from_json(data) if data["kind"] == "evaluation" else Entry.from_json(data)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EntryLayout:
@@ -76,18 +114,19 @@ class EntryLayout:
 
     @property
     def size(self) -> int:
-        return len(_SCALARS) + self.num_slots * Cursor.NUM_INTS + self.num_stages * self.num_micro_batches
+        return self._cursor(0) + self.num_slots * Cursor.NUM_INTS + self.num_stages * self.num_micro_batches
 
     def pack(self, part: Contribution) -> list[float]:
-        """One rank's vector. A norm that is not finite travels as a flag."""
-        finite = isfinite(part.squared_norm) and isfinite(part.loss_sum)
+        """One rank's vector. A norm or loss that is not finite travels as a flag."""
+        finite = part.is_finite and isfinite(part.squared_norm.value) and isfinite(part.loss_sum.value)
         vector = [0.0] * self.size
-        vector[: len(_SCALARS)] = [
-            part.squared_norm if finite else 0.0,
+        vector[: self._cursor(0)] = [
+            *(part.squared_norm if finite else ExactSum(units=part.squared_norm.units)).to_slots(),
+            *part.loss_sum.to_slots(),
             0.0 if finite else 1.0,
             float(part.num_target_tokens),
-            part.loss_sum,
             float(part.stop),
+            float(part.leave),
         ]
         for slot, cursor in part.cursors.items():
             start = self._cursor(slot)
@@ -105,7 +144,11 @@ class EntryLayout:
                     raise ProtocolError(
                         f"iteration {iteration}: micro-batch {micro_batch} counted {count:g} times at stage {stage}"
                     )
-        squared_norm, non_finite, num_target_tokens, loss_sum, stop = total[: len(_SCALARS)]
+        squared_norm, loss_sum = (
+            ExactSum.from_slots(total[number * NUM_SLOTS : (number + 1) * NUM_SLOTS]).value
+            for number in range(len(_SUMS))
+        )
+        non_finite, num_target_tokens, stop, leave = total[len(_SUMS) * NUM_SLOTS : self._cursor(0)]
         return Entry(
             iteration=iteration,
             squared_norm=squared_norm,
@@ -113,6 +156,7 @@ class EntryLayout:
             num_target_tokens=int(num_target_tokens),
             loss_sum=loss_sum,
             stop=stop > 0,
+            leave=leave > 0,
             cursors=tuple(
                 Cursor.from_ints([int(x) for x in total[self._cursor(s) : self._cursor(s) + Cursor.NUM_INTS]])
                 for s in range(self.num_slots)
@@ -120,7 +164,7 @@ class EntryLayout:
         )
 
     def _cursor(self, slot: int) -> int:
-        return len(_SCALARS) + slot * Cursor.NUM_INTS
+        return len(_SUMS) * NUM_SLOTS + len(_SCALARS) + slot * Cursor.NUM_INTS
 
     def _audit(self, stage: int, micro_batch: int) -> int:
         return self._cursor(self.num_slots) + stage * self.num_micro_batches + micro_batch
@@ -139,13 +183,28 @@ class TrainState:
     cursors: tuple[Cursor, ...] = ()
     entries: tuple[Entry, ...] = ()
     """The last two."""
+    evaluations: tuple[EvaluationEntry, ...] = ()
+    """The last one, if any."""
 
     @staticmethod
     def start(num_slots: int) -> TrainState:
         return TrainState(cursors=(Cursor.start(),) * num_slots)
 
-    def fold(self, entry: Entry) -> TrainState:
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the evaluation after the newest iteration is held."""
+        return any(evaluation.iteration == self.iteration for evaluation in self.evaluations)
+
+    @property
+    def newest(self) -> tuple[Entry | EvaluationEntry, ...]:
+        """The entries that a rank which is one behind lacks."""
+        return (*self.entries[-1:], *(self.evaluations if self.is_evaluated else ()))
+
+    def fold(self, entry: Entry | EvaluationEntry) -> TrainState:
         """The state after `entry`; the same state when it has been folded already."""
+        if isinstance(entry, EvaluationEntry):
+            assert entry.iteration <= self.iteration, f"evaluation {entry.iteration} after entry {self.iteration}"
+            return replace(self, evaluations=(entry,)) if entry.iteration == self.iteration else self
         if entry.iteration <= self.iteration:
             return self
         assert entry.iteration == self.iteration + 1, f"entry {entry.iteration} after {self.iteration}"

@@ -1,9 +1,10 @@
 """The trainer: a small state machine around the step.
 
-    STEP --every evaluate_every--> EVALUATE --> STEP ... --last step--> EVALUATE --> STOP
-    STEP --a request to stop--> STOP
+    RECOVER --a place in an epoch--> STEP --every evaluate_every--> EVALUATE --> STEP ... --> EVALUATE --> STOP
+    STEP --a request to stop--> STOP        STEP --somebody departs--> RECOVER        any --the epoch ends--> RECOVER
 
-It talks through `publish`: records, one a step from the leader, for whoever writes files and draws bars.
+What comes next follows from the state alone, so that after a loss everybody goes on at the same place. It talks through
+`publish`: records, one a step from the leader, for whoever writes files and draws bars.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from enum import Enum
 from typing import Any
 
 from parallel3d.config.derived import flops_per_token, tokens_per_step
+from parallel3d.elastic.membership import EpochRecord
+from parallel3d.errors import EpochEnded
+from parallel3d.pipeline.route_map import draw_route_map
 from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime
-from parallel3d.trainer.entry import TrainState
+from parallel3d.trainer.entry import Entry
+from parallel3d.trainer.recover import Member
 from parallel3d.trainer.step import StepReport, evaluate, train_step
 
 FINAL_STEPS = 10
@@ -26,6 +31,7 @@ FINAL_STEPS = 10
 class Phase(Enum):
     """What the trainer does next."""
 
+    RECOVER = "recover"
     STEP = "step"
     EVALUATE = "evaluate"
     STOP = "stop"
@@ -33,54 +39,107 @@ class Phase(Enum):
 
 @dataclass
 class Trainer:
-    """Runs `rank` from `state` to the last step, or until somebody asks to stop."""
+    """Takes `rank` from the start to the last step, or to a request to stop, through all changes of membership."""
 
     rank: RankRuntime
-    state: TrainState
+    member: Member
     publish: Callable[[dict[str, Any]], None]
     stop_requested: Callable[[], bool]
+    leave_requested: Callable[[], bool] = lambda: False
+    on_epoch: Callable[[EpochRecord], None] = lambda record: None
+    """Called on every rank of the grid once an epoch is in force; may use its groups."""
+    on_phase: Callable[[Phase, int], None] = lambda phase, step: None
+    """Called before a step, and before an evaluation with the number of the step that it follows."""
     data_wait_s: Callable[[], float] = lambda: 0.0
+    describe: Callable[[], dict[str, Any]] = lambda: {}
+    """What the summary says beyond the trainer's own figures."""
 
     def __post_init__(self) -> None:
-        self._losses: list[float] = []
-        self._stopping = False
+        self._losses: dict[int, float] = {}
         self._training_s = 0.0
-        self._evaluation_loss: float | None = None
+        self._num_timed = 0
+        self._joined_at = 0
 
-    def run(self) -> dict[str, Any]:
-        """Trains; returns the summary's figures."""
+    def run(self) -> bool:
+        """Trains to the end; False when this rank has left before it, or had no place at it."""
+        suspicion = ""
+        while self.member.enter_epoch(suspicion):
+            suspicion = "a worker departs"
+            try:
+                self._begin_epoch()
+                if self._train() is Phase.STOP:
+                    return True
+            except EpochEnded as error:
+                suspicion = str(error)
+            self.member.leave_epoch(suspicion)
+        return False
+
+    def _begin_epoch(self) -> None:
+        record = self.member.record
+        assert record is not None
+        self._joined_at = self.rank.state.iteration
+        self.on_epoch(record)
+        if self.rank.is_leader and self.rank.config.run.show_routes:
+            self._tell_routes()
+        for entry in self.rank.state.entries:
+            self._losses[entry.iteration] = entry.loss
+            if entry.iteration > record.last_told:  # whoever led before may have died with the news
+                self._tell(entry)
+        self._tell_evaluation()
+
+    def _train(self) -> Phase:
         actions = {Phase.STEP: self._step, Phase.EVALUATE: self._evaluate}
-        phase = Phase.STEP if self.state.iteration < self.rank.config.run.num_steps else Phase.STOP
-        while phase is not Phase.STOP:
-            phase = actions[phase]()
-        self.rank.optimizer.finish_gather()
-        return self._summary()
+        while (phase := self._next_phase()) in actions:
+            actions[phase]()
+        if phase is Phase.STOP:
+            self.rank.optimizer.finish_gather()
+            if self.rank.is_leader:
+                self.publish({"kind": "summary", **self._summary(), **self.describe()})
+            self.member.finish()
+        return phase
 
-    def _step(self) -> Phase:
-        self.publish({"kind": "progress", "step": self.state.iteration + 1})
-        waited = self.data_wait_s()
-        self.state, report = train_step(self.rank, self.state, stop=self.stop_requested())
-        self._training_s += report.step_s
-        self._losses.append(report.entry.loss)
-        self._tell(report, self.data_wait_s() - waited)
-        self._stopping = report.entry.stop
-        is_last = self.state.iteration >= self.rank.config.run.num_steps
-        every = self.rank.config.run.evaluate_every
-        if self._stopping:
+    def _next_phase(self) -> Phase:
+        """A function of the state alone: the same on every rank, before and after a loss."""
+        state, run = self.rank.state, self.rank.config.run
+        last = state.entries[-1] if state.entries else None
+        if last is not None and last.stop:
             return Phase.STOP
-        if is_last or (every is not None and self.state.iteration % every == 0):
+        if last is not None and last.leave and last.iteration > self._joined_at:
+            return Phase.RECOVER
+        is_over = state.iteration >= run.num_steps
+        is_due = is_over or (run.evaluate_every is not None and state.iteration % run.evaluate_every == 0)
+        if state.iteration > 0 and is_due and not state.is_evaluated:
             return Phase.EVALUATE
-        return Phase.STEP
+        return Phase.STOP if is_over else Phase.STEP
 
-    def _evaluate(self) -> Phase:
-        self._evaluation_loss = evaluate(self.rank, self.state.iteration)
-        if self.rank.is_leader and self._evaluation_loss is not None:
-            self.publish({"kind": "evaluation", "step": self.state.iteration, "loss": self._evaluation_loss})
-        return Phase.STEP if self.state.iteration < self.rank.config.run.num_steps else Phase.STOP
+    def _step(self) -> None:
+        step = self.rank.state.iteration + 1
+        self.publish({"kind": "progress", "step": step})
+        self.on_phase(Phase.STEP, step)
+        waited = self.data_wait_s()
+        report = train_step(self.rank, stop=self.stop_requested(), leave=self.leave_requested())
+        self._training_s += report.step_s
+        self._num_timed += 1
+        self._losses[step] = report.entry.loss
+        self._tell(report.entry, report, self.data_wait_s() - waited)
 
-    def _tell(self, report: StepReport, data_wait_s: float) -> None:
-        """The leader's record of a step."""
-        entry = report.entry
+    def _evaluate(self) -> None:
+        self.on_phase(Phase.EVALUATE, self.rank.state.iteration)
+        evaluate(self.rank)
+        self._tell_evaluation()
+
+    def _tell_routes(self) -> None:
+        rank = self.rank
+        table = draw_route_map(rank.train_plan.routes, rank.grid.replicas, rank.first_grid.replicas)
+        self.publish({"kind": "notice", "text": table or "the routes of this grid do not fit on a screen"})
+
+    def _tell_evaluation(self) -> None:
+        state = self.rank.state
+        if self.rank.is_leader and state.is_evaluated and state.evaluations[-1].loss is not None:
+            self.publish({"kind": "evaluation", "step": state.iteration, "loss": state.evaluations[-1].loss})
+
+    def _tell(self, entry: Entry, report: StepReport | None = None, data_wait_s: float = 0.0) -> None:
+        """The leader's record of a step; without figures of time for one that it did not time itself."""
         if not self.rank.is_leader:
             return
         if not entry.finite:
@@ -90,33 +149,30 @@ class Trainer:
             {
                 "kind": "step",
                 "step": entry.iteration,
-                "tokens": self.state.tokens_trained,
+                "tokens": self.rank.state.tokens_trained,
                 "loss": _json_number(entry.loss),
                 "grad_norm": _json_number(entry.grad_norm) if entry.finite else None,
-                "lr": report.learning_rate,
-                "tokens_per_s": entry.num_target_tokens / report.step_s,
-                "step_s": report.step_s,
-                "idle_share": 1.0 - report.busy_s / report.step_s,
-                "data_wait_s": data_wait_s,
-                "num_updates": self.state.num_updates,
+                "lr": self.rank.learning_rate.at(self.rank.state.num_updates),
+                "num_updates": self.rank.state.num_updates,
+                **(_times(report, data_wait_s) if report is not None else {}),
             }
         )
 
     def _summary(self) -> dict[str, Any]:
-        last = [loss for loss in self._losses[-FINAL_STEPS:] if math.isfinite(loss)]
-        config = self.rank.config
-        steps_s = self._training_s / max(1, len(self._losses))
-        tokens_per_s = tokens_per_step(config) / steps_s if self._losses else 0.0
+        last_steps = sorted(self._losses)[-FINAL_STEPS:]
+        last = [self._losses[step] for step in last_steps if math.isfinite(self._losses[step])]
+        config, state = self.rank.config, self.rank.state
+        tokens_per_s = tokens_per_step(config) * self._num_timed / self._training_s if self._num_timed else 0.0
         return {
             "final_loss": sum(last) / len(last) if last else None,
-            "evaluation_loss": self._evaluation_loss,
-            "steps": self.state.iteration,
-            "updates": self.state.num_updates,
-            "tokens": self.state.tokens_trained,
+            "evaluation_loss": state.evaluations[-1].loss if state.evaluations else None,
+            "steps": state.iteration,
+            "updates": state.num_updates,
+            "tokens": state.tokens_trained,
             "seconds": self._training_s,
             "tokens_per_s": tokens_per_s,
             "flops_per_s": tokens_per_s * flops_per_token(config.model, config.batch.sequence_length),
-            "stopped_early": self._stopping,
+            "stopped_early": bool(state.entries and state.entries[-1].stop),
         }
 
 
@@ -134,6 +190,15 @@ def describe_layout(grid: Grid) -> str:
     counts = sorted({len(ids) for ids in grid.replicas})
     replicas = str(counts[0]) if len(counts) == 1 else "/".join(str(len(ids)) for ids in grid.replicas)
     return f"{grid.pp_size} stages x {replicas} replicas x tp {grid.tp_size}"
+
+
+def _times(report: StepReport, data_wait_s: float) -> dict[str, float]:
+    return {
+        "tokens_per_s": report.entry.num_target_tokens / report.step_s,
+        "step_s": report.step_s,
+        "idle_share": 1.0 - report.busy_s / report.step_s,
+        "data_wait_s": data_wait_s,
+    }
 
 
 def _json_number(value: float) -> float | None:

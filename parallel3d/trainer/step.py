@@ -9,8 +9,9 @@ import torch
 
 from parallel3d.data.lanes import Cursor
 from parallel3d.pipeline.executor import StageResult
+from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.build import RankRuntime
-from parallel3d.trainer.entry import Contribution, Entry, TrainState
+from parallel3d.trainer.entry import Contribution, Entry, EvaluationEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,41 +24,35 @@ class StepReport:
     busy_s: float
 
 
-def train_step(rank: RankRuntime, state: TrainState, *, stop: bool = False) -> tuple[TrainState, StepReport]:
-    """Runs one iteration: lists, reduction, the one all-reduce, fold, update. Returns the new state and a report.
+def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) -> StepReport:
+    """Runs one iteration: lists, reduction, the one all-reduce, fold, update. `rank.state` moves on with the fold.
 
-    `stop` asks all ranks to leave after this step. An iteration with a non-finite gradient updates nothing, on all
-    ranks alike.
+    `stop` asks all ranks to stop after this step, `leave` that this one may depart then. An iteration with a
+    non-finite gradient updates nothing, on all ranks alike.
     """
     started = time.perf_counter()
-    batch = rank.train_batch(state.iteration + 1)
-    rank.optimizer.begin_iteration()
-    rank.train_loader.begin(state.cursors)
-    result = rank.executor.run(
-        rank.train_plan.lists.get(rank.place.replica, ()),
-        batch,
-        rank.train_loader.load,
-        before_last_backward=rank.optimizer.expect_last_backward,
-    )
+    batch = rank.train_batch(rank.state.iteration + 1)
+    rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches)
+    rank.train_loader.begin(rank.state.cursors)
+    result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
-    entry = agree(rank, batch.iteration, contribution(rank, result, stop=stop))
-    state = state.fold(entry)
-    learning_rate = rank.learning_rate.at(state.num_updates)
-    if entry.finite:
-        rank.optimizer.update(
-            learning_rate=learning_rate, grad_scale=entry.grad_scale(rank.config.optimizer.max_grad_norm)
-        )
-    report = StepReport(
-        entry=entry, learning_rate=learning_rate, step_s=time.perf_counter() - started, busy_s=result.busy_s
+    entry = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave))
+    rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
+    rank.optimizer.update(rank.state.iteration, rank.update_step())
+    return StepReport(
+        entry=entry,
+        learning_rate=rank.learning_rate.at(rank.state.num_updates),
+        step_s=time.perf_counter() - started,
+        busy_s=result.busy_s,
     )
-    return state, report
 
 
-def contribution(rank: RankRuntime, result: StageResult, *, stop: bool) -> Contribution:
+def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool) -> Contribution:
     """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
-    part = Contribution(squared_norm=rank.optimizer.squared_norm().item(), stop=stop)
+    optimizer = rank.optimizer
+    part = Contribution(squared_norm=optimizer.squared_norm(), is_finite=optimizer.is_finite, stop=stop, leave=leave)
     if rank.place.tp == 0:
-        part.loss_sum = result.loss_sum
+        part.loss_sum = ExactSum.of(result.losses.values())
         part.num_target_tokens = result.num_target_tokens
         part.cursors = rank.train_loader.advanced
         part.audit = {(rank.place.pp, m): count for m, count in result.backwarded.items()}
@@ -67,25 +62,36 @@ def contribution(rank: RankRuntime, result: StageResult, *, stop: bool) -> Contr
 def agree(rank: RankRuntime, iteration: int, part: Contribution) -> Entry:
     """The one all-reduce over all ranks of the grid."""
     vector = torch.tensor(rank.layout.pack(part), dtype=torch.float64)
-    return rank.layout.unpack(iteration, rank.groups.world.all_reduce(vector).tolist())
+    work = rank.groups.world.all_reduce_async(vector)
+    rank.probe("all_reduce")
+    work.wait()
+    return rank.layout.unpack(iteration, vector.tolist())
 
 
 @torch.no_grad()
-def evaluate(rank: RankRuntime, iteration: int) -> float | None:
+def evaluate(rank: RankRuntime) -> EvaluationEntry:
     """Mean loss of a token of the validation text: always the same sequences, the same result on every layout.
 
-    None when there is no validation text.
+    The entry is folded into `rank.state`; its loss is None when there is no validation text.
     """
+    entry = EvaluationEntry(iteration=rank.state.iteration, loss=_evaluation_loss(rank))
+    rank.state = rank.state.fold(entry)
+    return entry
+
+
+def _evaluation_loss(rank: RankRuntime) -> float | None:
     if rank.evaluate_loader is None:
         return None
     rank.optimizer.finish_gather()
-    batch = rank.train_batch(iteration)
+    batch = rank.train_batch(rank.state.iteration)
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin((Cursor.start(),) * batch.num_slots)
     steps = rank.evaluate_plan.lists.get(rank.place.replica, ())
     result = rank.executor.run(steps, batch, rank.evaluate_loader.load)
     speaks = rank.place.tp == 0
-    sums = torch.tensor([result.loss_sum * speaks, result.num_target_tokens * speaks], dtype=torch.float64)
-    loss_sum, num_tokens = rank.groups.world.all_reduce(sums).tolist()
-    return loss_sum / num_tokens
+    loss_sum = ExactSum.of(result.losses.values() if speaks else ())
+    sums = torch.tensor([*loss_sum.to_slots(), result.num_target_tokens * speaks], dtype=torch.float64)
+    rank.probe("evaluate")
+    *slots, num_tokens = rank.groups.world.all_reduce(sums).tolist()
+    return ExactSum.from_slots(slots).value / num_tokens

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel3d.optim.zero1 import Bucket
+from parallel3d.comm.abort import AbortToken
+from parallel3d.config.schema import Config, FaultConfig
+from parallel3d.elastic.faults import FaultInjector
+from parallel3d.elastic.membership import Address, EpochRecord
+from parallel3d.elastic.thread_table import ThreadTable
+from parallel3d.errors import RunEnded
+from parallel3d.optim.bucket import Bucket
 from parallel3d.sharding import ParamSharding
-from parallel3d.testing.threads import ThreadWorld, run_threads
+from parallel3d.testing.threads import RankDied, ThreadWorld, run_threads
 from parallel3d.topology.grid import Coordinates, Grid
-from parallel3d.trainer.build import RankRuntime, Transports
-from parallel3d.trainer.entry import Entry, TrainState
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid
+from parallel3d.trainer.entry import Entry
+from parallel3d.trainer.loop import Trainer
+from parallel3d.trainer.recover import Member, Network
 from parallel3d.trainer.step import evaluate, train_step
 
 BuildRank = Callable[[int, Transports], RankRuntime]
@@ -57,11 +66,9 @@ def run_rank(rank: RankRuntime, num_steps: int) -> RankRun:
         shardings={p.sharding.name: p.sharding for b in rank.optimizer.buckets for p in b.parameters},
         initial=_weights(rank),
     )
-    state = TrainState.start(rank.layout.num_slots)
     for _ in range(num_steps):
-        state, report = train_step(rank, state)
-        run.entries.append(report.entry)
-    run.evaluation = evaluate(rank, state.iteration)
+        run.entries.append(train_step(rank).entry)
+    run.evaluation = evaluate(rank).loss
     run.weights = _weights(rank)
     run.grad_pieces = [piece for bucket in rank.optimizer.buckets for piece in _owned_pieces(bucket)]
     return run
@@ -77,6 +84,104 @@ def run_in_threads(grid: Grid, build: BuildRank, num_steps: int, *, slots: int =
         return run_rank(runtime, num_steps)
 
     return assemble(run_threads(len(grid.ranks), body, world=ThreadWorld(len(grid.ranks), slots=slots)))
+
+
+@dataclass(kw_only=True)
+class ElasticRun:
+    """What is left of a run in threads after faults; `run` is None when it could not go on, for the reason `halted`."""
+
+    run: LayoutRun | None
+    steps: dict[int, dict[str, Any]]
+    """The leader's record of every step."""
+    num_changes: int
+    """Committed changes of membership."""
+    halted: str
+    dead: tuple[int, ...]
+    moved_bytes: int
+    num_tokens: int
+
+
+class ThreadNetwork(Network):
+    """Transports of a rank that is a thread."""
+
+    def __init__(self, world: ThreadWorld, rank: int):
+        self._world = world
+        self._rank = rank
+
+    def listen(self, epoch: int) -> Address:
+        return ("threads", epoch)
+
+    def transports(self, record: EpochRecord, token: AbortToken) -> Transports:
+        self._world.begin_epoch(self._rank, token)
+        links = self._world.links(self._rank, record.epoch)
+        return Transports(make_group=self._world.make_group(self._rank), links=links, token=token)
+
+
+def run_elastic_in_threads(
+    config: Config, prepare: Callable[[int, FaultInjector], RankRuntime], faults: Sequence[FaultConfig]
+) -> ElasticRun:
+    """Trains to the end of `config` with the real trainer, while `faults` take ranks out.
+
+    `prepare(rank, probe)` makes a rank as `build.prepare_rank` does.
+    """
+    grid = build_grid(config)
+    world = ThreadWorld(len(grid.ranks), slots=config.parallel.p2p_slots)
+    table = ThreadTable(world, grid, zero_stage=config.parallel.zero_stage, zero_backups=config.elastic.zero_backups)
+    steps: dict[int, dict[str, Any]] = {}
+
+    def publish(record: dict[str, Any]) -> None:
+        if record["kind"] == "step" and record["step"] not in steps:
+            steps[record["step"]] = record
+            table.protocol.last_told = record["step"]
+
+    def body(rank: int, world: ThreadWorld) -> RankRun | None:
+        def act(kind: str) -> None:
+            if kind == "term":
+                table.ask_to_leave(rank)
+                return
+            raise RankDied(f"rank {rank} dies")
+
+        injector = FaultInjector(tuple(faults), rank, act)
+        runtime = prepare(rank, injector)
+        initial = {p.sharding.name: p.detach().clone() for b in runtime.optimizer.buckets for p in b.parameters}
+        member = Member(runtime, table.seats[rank], ThreadNetwork(world, rank), host="", publish=publish)
+        trainer = Trainer(
+            rank=runtime,
+            member=member,
+            publish=publish,
+            stop_requested=lambda: False,
+            leave_requested=lambda: rank in table.departing,
+            on_phase=lambda phase, step: injector.begin_step(step),
+        )
+        try:
+            is_here = trainer.run()
+        except RankDied:
+            table.lose(rank, "killed")
+            raise
+        except RunEnded:
+            return None
+        if not is_here:
+            return None
+        return RankRun(
+            place=runtime.place,
+            shardings={p.sharding.name: p.sharding for b in runtime.optimizer.buckets for p in b.parameters},
+            entries=list(runtime.state.entries),
+            evaluation=runtime.state.evaluations[-1].loss if runtime.state.evaluations else None,
+            initial=initial,
+            weights={p.sharding.name: p.detach().clone() for b in runtime.optimizer.buckets for p in b.parameters},
+            grad_pieces=[piece for bucket in runtime.optimizer.buckets for piece in _owned_pieces(bucket)],
+        )
+
+    runs = [run for run in run_threads(len(grid.ranks), body, world=world) if run is not None]
+    return ElasticRun(
+        run=assemble(runs) if runs else None,
+        steps=steps,
+        num_changes=table.protocol.num_changes,
+        halted=table.halted,
+        dead=tuple(rank for rank in grid.ranks if rank not in table.protocol.live),
+        moved_bytes=table.moved_bytes,
+        num_tokens=max((record["tokens"] for record in steps.values()), default=0),
+    )
 
 
 def assemble(runs: Sequence[RankRun]) -> LayoutRun:
@@ -115,10 +220,11 @@ def _weights(rank: RankRuntime) -> dict[str, Tensor]:
 def _owned_pieces(bucket: Bucket) -> list[tuple[str, int, Tensor]]:
     pieces = []
     for place in bucket.plan.places:
-        begin = max(place.offset, bucket.owned.start)
-        end = min(place.offset + place.length, bucket.owned.stop)
+        span = bucket.owned.span
+        begin = max(place.offset, span.start)
+        end = min(place.offset + place.length, span.stop)
         if begin < end:
-            values = bucket.owned_grads[begin - bucket.owned.start : end - bucket.owned.start]
+            values = bucket.owned.grads[begin - span.start : end - span.start]
             pieces.append((place.name, begin - place.offset, values.clone()))
     return pieces
 

@@ -13,18 +13,18 @@ from torch.distributed import FileStore
 from parallel3d.comm import gloo as module
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.gloo import GlooGroup
-from parallel3d.errors import EpochEnded
+from parallel3d.errors import EpochEnded, EpochStuckError
 from parallel3d.testing.threads import run_threads
 
 pytestmark = pytest.mark.slow
 SIZE = 3
 
 
-def run_processes(function, directory, *, size=SIZE):
-    """The results of `function(group, token)` by rank; None for a rank that was killed."""
+def run_processes(function, directory, *, size=SIZE, with_folder=False):
+    """The results of `function(group, token)`, also told the directory if asked, by rank; None for a killed one."""
     context = multiprocessing.get_context("forkserver")  # a fork of a process that has no threads yet
     context.set_forkserver_preload(["parallel3d.comm.gloo"])
-    arguments = (function, str(directory), size)
+    arguments = (function, directory, size, with_folder)
     processes = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()
@@ -35,14 +35,14 @@ def run_processes(function, directory, *, size=SIZE):
     return [None if code else torch.load(directory / f"{rank}.pt") for rank, code in enumerate(codes)]
 
 
-def _rank(rank, function, directory, size):
+def _rank(rank, function, directory, size, with_folder):
     torch.set_num_threads(1)
     module._LINGER_S = 0.3
     token = AbortToken()
     store = FileStore(f"{directory}/store", size)
     ranks = tuple(range(10, 10 + size))  # global ranks: not the ones in the group
     group = GlooGroup(name="epoch0/world", rank=rank, ranks=ranks, store=store, token=token, timeout_s=20.0)
-    torch.save(function(group, token), f"{directory}/{rank}.pt")
+    torch.save(function(group, token, *([directory] if with_folder else [])), f"{directory}/{rank}.pt")
 
 
 def numbers(rank, *shape, dtype=torch.float32):
@@ -144,7 +144,7 @@ def test_a_killed_peer_ends_the_epoch(tmp_path):
 
 
 def wait_too_long(group, token):
-    group._timeout_s = 0.3
+    group.timeout_s = 0.3
     if group.rank == 2:
         time.sleep(1.2)
         return None
@@ -158,3 +158,125 @@ def wait_too_long(group, token):
 def test_silence_ends_too(tmp_path):
     results = run_processes(wait_too_long, tmp_path)
     assert set(results[:2]) == {"group epoch0/world: no answer from a peer in 0 s"}
+
+
+# --- the end of an epoch: a peer is alive, and silent -----------------------------------------------------------------
+
+
+def arrive(group, folder, name):
+    """Waits until all ranks have come to the same point, without a group: a file for each."""
+    (folder / f"{name}-{group.rank}").touch()
+    deadline = time.monotonic() + 20
+    while len(list(folder.glob(f"{name}-*"))) < group.size and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def abandon_what_one_peer_never_answers(group, token, folder):
+    """Rank 2 makes no call and lives on. The others wait with big tensors; then the epoch ends for all."""
+    buffers = [torch.ones(1 << 20), torch.ones(1 << 20), torch.ones(SIZE << 18)]
+    arrive(group, folder, "built")
+    if group.rank == 2:
+        arrive(group, folder, "drained")
+        group.abandon()
+        group.drain()
+        group.close()
+        return None
+    works = [
+        group.all_reduce_async(buffers[0]),
+        group.reduce_scatter_async(torch.empty((1 << 20) // SIZE), buffers[1][: (1 << 20) // SIZE * SIZE]),
+        group.all_gather_async(buffers[2], torch.ones(1 << 18)),
+    ]
+    threading.Timer(0.2, token.abort, ["rank 12 is lost"]).start()
+    with pytest.raises(EpochEnded, match="rank 12 is lost"):
+        works[0].wait()
+    under_way = len(group._running)
+    started = time.monotonic()
+    group.abandon()
+    abandoned_s = time.monotonic() - started
+    group.drain()
+    drained_s = time.monotonic() - started
+    assert not group._running and all(work.finished.is_set() for work in works)
+    for buffer in buffers:
+        buffer.fill_(7.0)  # what the next epoch uses them for
+    arrive(group, folder, "drained")
+    time.sleep(0.3)
+    untouched = all(bool((buffer == 7.0).all()) for buffer in buffers)
+    started = time.monotonic()
+    group.close()
+    return under_way, abandoned_s, drained_s, untouched, time.monotonic() - started
+
+
+def test_an_abandoned_group_ends_what_is_under_way_and_writes_nothing_afterwards(tmp_path):
+    first, second, _ = run_processes(abandon_what_one_peer_never_answers, tmp_path, with_folder=True)
+    for under_way, abandoned_s, drained_s, untouched, close_s in (first, second):
+        assert under_way == 3
+        assert abandoned_s < 0.1 and drained_s < 1.0 and close_s < 0.1  # nobody waits for gloo's own timeout of 20 s
+        assert untouched
+
+
+def drain_a_group_that_nobody_abandons(group, token, folder):
+    arrive(group, folder, "built")
+    error = ""
+    if group.rank == 0:
+        module._DRAIN_S = 0.3
+        group.all_reduce_async(torch.ones(10))
+        try:
+            group.drain()
+        except EpochStuckError as raised:
+            error = str(raised)
+    arrive(group, folder, "done")
+    return error
+
+
+def test_what_does_not_end_is_told(tmp_path):
+    error, *_ = run_processes(drain_a_group_that_nobody_abandons, tmp_path, with_folder=True)
+    assert error == "group epoch0/world: an abandoned collective is under way after 0.3 s"
+
+
+def rebuild(group, token, folder):
+    """The epoch ends in the middle of a collective; the same processes meet again under the next epoch's names."""
+    arrive(group, folder, "built")
+    if group.rank != 1:
+        group.all_reduce_async(torch.ones(1 << 20))
+    token.abort("over")
+    group.abandon()
+    group.drain()
+    group.close()
+    store = FileStore(f"{folder}/store", SIZE)
+    fresh = AbortToken()
+    new = GlooGroup(
+        name="epoch1/world", rank=group.rank, ranks=group.ranks, store=store, token=fresh, timeout_s=group.timeout_s
+    )
+    total = new.all_reduce(torch.tensor([float(group.rank)]))
+    arrive(group, folder, "done")
+    return total.item()
+
+
+def test_the_next_epoch_meets_under_its_own_name(tmp_path):
+    assert run_processes(rebuild, tmp_path, with_folder=True) == [3.0, 3.0, 3.0]
+
+
+def end_while_building(group, token, folder):
+    """A group that one member never joins: the others leave as soon as the epoch is over."""
+    arrive(group, folder, "built")
+    if group.rank == 2:
+        arrive(group, folder, "left")
+        return None
+    fresh = AbortToken()
+    threading.Timer(0.3, fresh.abort, ["rank 12 was killed"]).start()
+    started = time.monotonic()
+    error = ""
+    try:
+        store = FileStore(f"{folder}/store", SIZE)
+        GlooGroup(name="epoch1/world", rank=group.rank, ranks=group.ranks, store=store, token=fresh, timeout_s=20.0)
+    except EpochEnded as raised:
+        error = str(raised)
+    left_s = time.monotonic() - started
+    arrive(group, folder, "left")
+    return error, left_s
+
+
+def test_an_epoch_may_end_while_its_groups_are_built(tmp_path):
+    first, second, _ = run_processes(end_while_building, tmp_path, with_folder=True)
+    for error, left_s in (first, second):
+        assert error == "rank 12 was killed" and left_s < 1.0

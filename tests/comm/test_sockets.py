@@ -185,6 +185,34 @@ def test_a_sender_waits_while_its_slots_are_full_and_goes_on_when_one_is_read(co
     assert result == [None] and len(sent) == num_messages
 
 
+def test_unbounded_sends_wait_for_nobody_and_arrive_in_order(connect):
+    """Ranges of state travel before anybody reads: two ranks that send each other more than all slots hold."""
+    links = connect(2, slots=1)
+    big = [message(number, torch.full((MIB,), float(number))) for number in range(6)]
+    started = time.monotonic()
+    for rank in (0, 1):
+        for header, tensor in big:
+            links[rank].send(1 - rank, header, tensor, bounded=False)
+    assert time.monotonic() - started < 1
+    for rank in (0, 1):
+        for header, tensor in big:
+            assert torch.equal(links[rank].receive(1 - rank, header), tensor)
+
+
+def test_unbounded_messages_fill_the_slots_of_bounded_ones(connect):
+    one, two = connect(2, slots=1)
+    big = torch.zeros(4 * MIB)
+    for number in range(5):
+        one.send(1, *message(number, big), bounded=False)
+    thread, result = in_thread(lambda: one.send(1, *message(5, big)))
+    time.sleep(0.2)
+    assert thread.is_alive()
+    for number in range(6):
+        two.receive(0, message(number, big)[0])
+    thread.join(timeout=5)
+    assert result == [None]
+
+
 def test_sending_does_not_wait_for_the_receiver_while_there_are_slots(connect):
     one, _ = connect(2, slots=3)
     started = time.monotonic()
@@ -247,6 +275,17 @@ def test_a_message_of_another_epoch_is_ignored(connect):
     one.send(1, header, tensor)
     with pytest.raises(EpochEnded, match=r"rank 1 waited 0 s for activation .* with rank 0"):
         two.receive(0, header)
+
+
+def test_a_late_connection_of_the_epoch_before_disturbs_nobody(connect):
+    """A peer that has not heard of the change yet connects to the new address; then the same rank, as it should."""
+    one, two = connect(2, epochs=(5, 5))
+    late, tensor = message(epoch=4)
+    with socket.create_connection(connect.addresses[1]) as peer:
+        peer.sendall(module._HELLO.pack(4, 0) + late.pack() + bytes(late.num_bytes))
+        header, tensor = message(3, epoch=5)
+        one.send(1, header, tensor)
+        assert torch.equal(two.receive(0, header), tensor)
 
 
 def test_a_stranger_harms_nobody(connect):

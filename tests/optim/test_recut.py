@@ -1,6 +1,6 @@
-"""Cuts of the optimizer state and the way from one to the next: who holds what, what travels, what is never lost.
+"""From one cut of the optimizer state to the next: whatever is survivable keeps every bit.
 
-The first half is pure. The second runs ranks as threads, without a coordinator: the test says who lives.
+Ranks are threads, without a coordinator: the test says who lives.
 """
 
 import itertools
@@ -12,123 +12,9 @@ from hypothesis import strategies as st
 from replicas import NUM_STEPS, Rank, update_step
 
 from parallel3d.errors import ProtocolError
-from parallel3d.optim.cut import Cut, Move, plan_cut, plan_moves
+from parallel3d.optim.cut import plan_cut
 from parallel3d.testing.threads import run_threads
 from parallel3d.topology.grid import Grid
-
-# --- who holds what ---------------------------------------------------------------------------------------------------
-
-
-def cut_of(dp_size, *, zero_stage=1, zero_backups=1, hosts=None):
-    grid = Grid.straight(tp_size=1, pp_size=1, dp_size=dp_size)
-    return plan_cut(grid, 0, 0, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts or {})
-
-
-@given(st.integers(1, 9), st.integers(0, 1), st.lists(st.sampled_from("abc"), min_size=9, max_size=9))
-def test_every_rank_owns_one_range_and_backs_one_other_up(dp_size, zero_backups, letters):
-    cut = cut_of(dp_size, zero_backups=zero_backups, hosts=dict(enumerate(letters)))
-    num_holders = 2 if zero_backups and dp_size > 1 else 1
-    assert cut.num_ranges == dp_size
-    for rank in range(dp_size):
-        assert cut.holders[rank][0] == rank and len(set(cut.holders[rank])) == num_holders
-        owned, *backed_up = cut.ranges_of(rank)
-        assert owned == rank and len(backed_up) == num_holders - 1 and rank not in backed_up
-        assert all(cut.holders[number][1] == rank for number in backed_up)
-        assert cut.backup_of(rank) == (cut.holders[rank][1] if num_holders == 2 else None)
-
-
-@given(st.integers(2, 6), st.sets(st.integers(0, 5)))
-def test_what_is_lost_is_what_only_the_dead_held(dp_size, dead):
-    cut = cut_of(dp_size)
-    held = {number for rank in set(range(dp_size)) - dead for number in cut.ranges_of(rank)}
-    assert set(cut.lost_ranges(dead)) == set(range(dp_size)) - held
-    assert cut_of(dp_size, zero_stage=0).lost_ranges(dead) == (() if set(range(dp_size)) - dead else (0,))
-
-
-def test_any_one_death_loses_nothing_with_a_backup_and_its_range_without():
-    for dp_size, rank in ((d, r) for d in range(2, 7) for r in range(d)):
-        assert cut_of(dp_size).lost_ranges({rank}) == ()
-        assert cut_of(dp_size, zero_backups=0).lost_ranges({rank}) == (rank,)
-
-
-@pytest.mark.parametrize("letters", ["aabb", "abab", "abba", "abcd", "aabbcc", "aaabbb"])
-def test_where_it_can_be_backups_stand_on_other_hosts(letters):
-    hosts = dict(enumerate(letters))
-    cut = cut_of(len(letters), hosts=hosts)
-    assert all(hosts[owner] != hosts[backup] for owner, backup in cut.holders)
-    for host in letters:
-        assert cut.lost_ranges({rank for rank in hosts if hosts[rank] == host}) == ()
-
-
-def test_where_it_can_not_most_do():
-    hosts = dict(enumerate("aaab"))
-    assert sum(hosts[owner] != hosts[backup] for owner, backup in cut_of(4, hosts=hosts).holders) == 2
-
-
-# --- what travels -----------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def tables(draw):
-    """Ranges held by up to five ranks, which leave no element out, and wanted by others or the same."""
-    num_elements = draw(st.integers(1, 60))
-    edges = st.integers(0, 80)
-
-    def ranges(ranks):
-        return {r: [range(*sorted((draw(edges), draw(edges))))] * draw(st.integers(0, 1)) for r in ranks}
-
-    held = ranges(range(5))
-    held[draw(st.integers(0, 4))] = [range(num_elements)]
-    return held, ranges(draw(st.sets(st.integers(0, 7), max_size=5))), num_elements
-
-
-@given(tables())
-def test_moves_bring_every_rank_what_it_wants_once_from_those_who_have_it(table):
-    held, wanted, num_elements = table
-
-    def elements(table, rank):
-        return {index for mine in table.get(rank, ()) for index in mine if index < num_elements}
-
-    brought = {rank: [] for rank in wanted}
-    for move in plan_moves(held, wanted, num_elements):
-        assert 0 <= move.start < move.stop <= num_elements
-        piece = set(range(move.start, move.stop))
-        assert piece <= elements(held, move.source)
-        assert move.source == move.target or not piece & elements(held, move.target)  # what one has is not sent
-        brought[move.target] += sorted(piece)
-    for rank in wanted:
-        assert sorted(brought[rank]) == sorted(elements(wanted, rank))
-
-
-def test_an_element_that_nobody_holds_is_told():
-    with pytest.raises(AssertionError, match="nobody holds elements 64 to 128"):
-        plan_moves({0: [range(0, 64)]}, {0: [range(0, 128)]}, 128)
-
-
-def test_holders_share_the_sending():
-    held = {0: [range(0, 128)], 1: [range(0, 128)]}
-    assert plan_moves(held, {2: [range(0, 64)], 3: [range(64, 128)]}, 128) == (
-        Move(source=0, target=2, start=0, stop=64),
-        Move(source=1, target=3, start=64, stop=128),
-    )
-
-
-def test_the_loss_of_one_of_three():
-    """Ranges of 64 become ranges of 96, each twice; rank 1 is dead, 20 elements at the end are padding."""
-    before = Cut(holders=((0, 1), (1, 2), (2, 0)))
-    held = {rank: [range(64 * n, 64 * n + 64) for n in before.ranges_of(rank)] for rank in (0, 2)}
-    assert held == {0: [range(0, 64), range(128, 192)], 2: [range(128, 192), range(64, 128)]}
-    wanted = {0: [range(0, 96), range(96, 192)], 2: [range(96, 192), range(0, 96)]}
-    assert plan_moves(held, wanted, 172) == (
-        Move(source=0, target=0, start=0, stop=64),
-        Move(source=0, target=2, start=0, stop=64),
-        Move(source=2, target=0, start=64, stop=128),
-        Move(source=2, target=2, start=64, stop=172),
-        Move(source=0, target=0, start=128, stop=172),
-    )
-
-
-# --- ranks that die ---------------------------------------------------------------------------------------------------
 
 
 class Deaths:
@@ -343,7 +229,9 @@ def test_a_rank_that_was_behind_updates_before_it_hands_over():
     expected = undisturbed(1, 3, "fp64")[0][0][0]
     for weights in run_threads(3, lambda number, world: body(number, world, True))[:2]:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    with pytest.raises(ProtocolError, match=r"expected state of .* iteration (0|1), .*; got state of .* iteration (?!\1)"):
+    with pytest.raises(
+        ProtocolError, match=r"expected state of .* iteration (0|1), .*; got state of .* iteration (?!\1)"
+    ):
         run_threads(3, lambda number, world: body(number, world, False))
 
 

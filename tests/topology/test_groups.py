@@ -6,10 +6,16 @@ from parallel3d.topology.groups import build_groups
 
 class FakeGroup:
     def __init__(self, name, ranks):
-        self.name, self.ranks, self.is_open = name, ranks, True
+        self.name, self.ranks, self.calls = name, ranks, []
+
+    def abandon(self):
+        self.calls.append("abandon")
+
+    def drain(self):
+        self.calls.append("drain")
 
     def close(self):
-        self.is_open = False
+        self.calls.append("close")
 
 
 def build(grid, rank, epoch=0):
@@ -58,7 +64,9 @@ def test_replicas_that_stay_keep_their_own_ranks_after_a_loss():
     assert (groups.tp.ranks, groups.dp.ranks, groups.world.ranks) == ((6, 7), (6,), (0, 1, 2, 3, 6, 7))
 
 
-def test_close_closes_all():
+def test_what_is_asked_of_the_groups_is_asked_of_each():
     groups, made = build(Grid.straight(tp_size=2, pp_size=1, dp_size=2), 0)
+    groups.abandon()
+    groups.drain()
     groups.close()
-    assert len(made) == 3 and not any(group.is_open for group in made)
+    assert [group.calls for group in made] == [["abandon", "drain", "close"]] * 3

@@ -6,10 +6,11 @@ ranks bring home in FOLDER/<cell>/<rank>.pt. One script for all cells: torch is 
 
 from __future__ import annotations
 
+import json
 import pydoc_data.topics
 import sys
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -18,17 +19,18 @@ from typing import Literal
 import numpy as np
 import torch
 
-from launch.worker import meet
+from launch.worker import SocketNetwork
 from models.llama import make_llama_stage
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
+from parallel3d.elastic.membership import EpochRecord
 from parallel3d.elastic.run import run_workers
 from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.monitor.run_folder import RunFolder
 from parallel3d.monitor.sinks import RunReport
 from parallel3d.topology.grid import Grid
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, build_rank
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank
 from parallel3d.trainer.verify import LayoutRun, assemble, run_in_threads, run_rank
 
 
@@ -36,14 +38,19 @@ class Texts:
     """Documents in memory: the lines of the interpreter's own help topics, short enough for lanes to cross many."""
 
     def __init__(self) -> None:
-        topics = (pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-        self.texts = [line.strip() for topic in topics for line in topic.splitlines() if line.strip()][:2000]
+        self.texts = _lines_of_the_topics()
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def read(self, number: int) -> str:
         return self.texts[number]
+
+
+@cache
+def _lines_of_the_topics() -> list[str]:
+    topics = (pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    return [line.strip() for topic in topics for line in topic.splitlines() if line.strip()][:2000]
 
 
 class ByteTokenizer:
@@ -79,25 +86,31 @@ def make_config(*, world_size: int | None = None, **changes) -> Config:
         run=dict(num_steps=3, evaluate_batches=1, timeout_s=60.0),
     )
     for section, values in changes.items():
-        sections[section] = {**sections[section], **values}
+        sections[section] = {**sections.get(section, {}), **values}
     config = resolve(Config(**sections), config_path="test.json", world_size=world_size)
     check_config(config)
     return config
 
 
-def build(config: Config, grid: Grid, rank: int, transports: Transports, train_lanes=None) -> RankRuntime:
+def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **watchers) -> RankRuntime:
     """One rank of a cell, on the help topics; `train_lanes` for a test that watches the reads."""
-    return build_rank(
+    return prepare_rank(
         config,
         rank,
         grid,
-        epoch=0,
-        transports=transports,
         make_stage=make_llama_stage,
         train_lanes=train_lanes or topic_lanes(config),
         evaluate_lanes=Lanes(Texts(), ByteTokenizer(), config.run.seed + 1, 5),
         device=torch.device("cpu"),
+        **watchers,
     )
+
+
+def build(config: Config, grid: Grid, rank: int, transports: Transports, train_lanes=None) -> RankRuntime:
+    """A rank that has begun, in a world that stays as it is."""
+    runtime = prepare(config, grid, rank, train_lanes)
+    start_rank(runtime, grid, transports)
+    return runtime
 
 
 def topic_lanes(config: Config) -> Lanes:
@@ -127,7 +140,9 @@ class Cell:
     @property
     def reference(self) -> Cell:
         """The same run on one rank, micro-batches of one sequence."""
-        changes = {section: values for section, values in self.changes.items() if section not in ("parallel", "batch")}
+        changes = {
+            name: values for name, values in self.changes.items() if name not in ("parallel", "batch", "elastic")
+        }
         return replace(self, name=f"reference of {self.name}", transport="threads", changes=changes)
 
     @property
@@ -158,13 +173,14 @@ def layout_cell(number: int, row: int) -> Cell:
 
 
 def cell(
-    name: str, *, policy: str = "fp64", drop: float = 0.0, micro: int = 1, transport="threads", **parallel
+    name: str, *, policy: str = "fp64", drop: float = 0.0, micro: int = 1, backups=1, transport="threads", **parallel
 ) -> Cell:
     changes = dict(
         parallel=parallel,
         model=dict(hidden_dropout=drop),
         precision=dict(policy=policy),
         batch=dict(micro_batch_size=micro),
+        elastic=dict(zero_backups=backups),
     )
     return Cell(name=name, transport=transport, changes=changes)
 
@@ -206,6 +222,27 @@ CELLS: list[Cell] = [
         for policy in ("fp32", "bf16")
         for tp, pp, dp in [(1, 1, 4), (2, 2, 2), (1, 4, 2), (4, 1, 1)]
     ),
+    *(
+        cell(f"backups{backups}-{name}", backups=backups, **layout)
+        for backups in (0, 1)
+        for name, layout in [
+            ("dp2", dict(dp_size=2)),
+            ("dp3-pp2", dict(dp_size=3, pp_size=2)),
+            ("cube", CUBE),
+            ("stages-3-1-2", dict(pp_size=3, stage_replicas=[3, 1, 2])),
+        ]
+    ),
+    *(
+        cell(f"zb-h1-{name}", schedule="zb-h1", **layout)
+        for name, layout in [
+            ("pp4", dict(pp_size=4)),
+            ("pp2-dp2", dict(pp_size=2, dp_size=2)),
+            ("cube", CUBE),
+            ("stages-2-1", dict(pp_size=2, stage_replicas=[2, 1])),
+            ("pp4-dropout", dict(pp_size=4, drop=0.2)),
+            ("pp2-tp2-bf16", dict(pp_size=2, tp_size=2, policy="bf16")),
+        ]
+    ),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),
@@ -217,6 +254,8 @@ CELLS: list[Cell] = [
     cell("gloo-dp4-zero0", transport="gloo", dp_size=4, zero_stage=0),
     cell("gloo-pp2-dp2", transport="gloo", pp_size=2, dp_size=2),
     cell("gloo-tp2-dp2-sp", transport="gloo", tp_size=2, dp_size=2, sequence_parallel=True),
+    cell("gloo-pp2-dp2-without-backups", transport="gloo", backups=0, pp_size=2, dp_size=2),
+    cell("gloo-pp2-dp2-zb-h1", transport="gloo", schedule="zb-h1", pp_size=2, dp_size=2),
     cell("gloo-tp2-pp2-dropout", transport="gloo", drop=0.2, tp_size=2, pp_size=2),
     cell("gloo-stages-2-1", transport="gloo", pp_size=2, stage_replicas=[2, 1]),
     cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),
@@ -248,6 +287,15 @@ def load_gloo_cell(folder: Path, cell: Cell) -> LayoutRun:
     return assemble([torch.load(folder / cell.name / f"{rank}.pt", weights_only=False) for rank in ranks])
 
 
+def meet(config: Config, grid: Grid, context: WorkerContext) -> Transports:
+    """Transports of a world whose membership never changes: addresses go through the store, there is no record."""
+    control, network = context.control, SocketNetwork(config, context)
+    control.set(f"address/{context.rank}", json.dumps(network.listen(0)).encode())
+    addresses = {rank: tuple(json.loads(control.get(f"address/{rank}", control.token))) for rank in grid.ranks}
+    record = EpochRecord(epoch=0, grid=grid, previous=None, members=grid.ranks, addresses=addresses)
+    return network.transports(record, control.token)
+
+
 def run_cell_on_processes(folder: Path, cell: Cell) -> int:
     """Runs one cell with a gloo process for each rank; returns the run's exit code."""
     config, directory = cell.config, folder / cell.name
@@ -255,7 +303,7 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
 
     def work(context: WorkerContext) -> int:
         torch.set_num_threads(1)
-        runtime = build(config, grid, context.rank, meet(config, context, context.control.token))
+        runtime = build(config, grid, context.rank, meet(config, grid, context))
         torch.save(run_rank(runtime, cell.steps), directory / f"{context.rank}.pt")
         runtime.close()
         return 0

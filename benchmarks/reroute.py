@@ -1,0 +1,183 @@
+"""How well a damaged pipeline keeps up: simulated, and run by the real executor over real sockets.
+
+`python benchmarks/reroute.py [--unit-ms 20] [--rounds 3]` takes pp4 x dp4 with 32 micro-batches and loses one, two and
+three replicas. A machine with fewer cores than replicas can't compute all stages at once, so here they sleep: a stage's
+forward, and each half of its backward, takes one unit of time. All else is real: the instruction lists, the executor,
+autograd, deferred weight gradients, messages over sockets with their slots. Measured is the time from the first
+instruction of any replica to the last of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.comm.sockets import SocketLinks, open_listener  # noqa: E402
+from parallel3d.comm.tensor_parallel import solo_region  # noqa: E402
+from parallel3d.layers.micro_batch import BatchPlan, MicroBatch  # noqa: E402
+from parallel3d.layers.parameter import ShardedParameter  # noqa: E402
+from parallel3d.pipeline.executor import Executor  # noqa: E402
+from parallel3d.pipeline.partition import StageCosts  # noqa: E402
+from parallel3d.pipeline.planner import Plan, choose_plan, finish_candidates  # noqa: E402
+from parallel3d.pipeline.request import PlanRequest  # noqa: E402
+from parallel3d.sharding import ParamSharding  # noqa: E402
+from parallel3d.topology.grid import Grid  # noqa: E402
+
+STAGES, WIDTH, MICRO_BATCHES, SLOTS = 4, 4, 32, 3
+LOSSES: dict[str, list[tuple[int, int]]] = {
+    "none": [],
+    "1": [(1, 2)],
+    "2, one stage": [(1, 2), (1, 0)],
+    "2, two stages": [(1, 2), (3, 0)],
+    "3, one stage": [(1, 2), (1, 0), (1, 3)],
+    "3, three stages": [(0, 1), (1, 2), (3, 0)],
+}
+HIDDEN = 8
+
+
+class Sleep(Function):
+    """Takes a unit forward, a unit for the input's gradient, and hands a unit of weight work to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, unit_s: float) -> Tensor:
+        ctx.weight, ctx.unit_s = weight, unit_s
+        time.sleep(unit_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        time.sleep(ctx.unit_s)
+        ctx.weight.weight_grads.run(lambda unit_s=ctx.unit_s: time.sleep(unit_s))
+        return grad, None, None
+
+
+class SleepingStage(nn.Module):
+    """A stage that computes nothing and takes its time."""
+
+    def __init__(self, *, is_first: bool, is_last: bool, unit_s: float):
+        super().__init__()
+        self.weight = ShardedParameter(ParamSharding(name="weight", shape=(1,)), tp_size=1, dtype=torch.float32)
+        self.is_first, self.is_last, self.unit_s = is_first, is_last, unit_s
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
+        if self.is_first:
+            x = x.float().unsqueeze(1).expand(-1, HIDDEN).clone().requires_grad_()
+        y = Sleep.apply(x, self.weight, self.unit_s)
+        return y.sum(dtype=torch.float64) if self.is_last else y
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Simulated and measured makespans after losses.")
+    parser.add_argument("--unit-ms", type=float, default=20.0, help="length of a unit of work")
+    parser.add_argument("--rounds", type=int, default=3, help="measured iterations of each grid")
+    options = parser.parse_args()
+    print("| lost | bound | dropping | chosen | 1F1B reroute | measured / simulated | throughput kept | plan |")
+    print("|---|---|---|---|---|---|---|---|")
+    straight = plan_without([]).makespan
+    for name, lost in LOSSES.items():
+        print_row(name, lost, straight, unit_s=options.unit_ms / 1e3, rounds=options.rounds)
+
+
+def print_row(name: str, lost: Sequence[tuple[int, int]], straight: int, *, unit_s: float, rounds: int) -> None:
+    plan = plan_without(lost)
+    measured = statistics.median(run(plan, lost, unit_s) / unit_s for _ in range(rounds))
+    by_name = {candidate.name: candidate for candidate in plan.candidates}
+    dropping = [c.makespan for c in plan.candidates if c.request.routing == "drop" and not c.is_bound]
+    plain = [
+        c.makespan
+        for c in by_name.values()
+        if c.request.routing == "reroute" and not c.request.split_backward and not c.request.extra_in_flight
+    ]
+    chosen = next((c.name for c in plan.candidates if c.request == plan.request), "textbook")
+    print(
+        f"| {name} | {bound(lost)} | {min(dropping, default='-')} | {plan.makespan} | {min(plain, default='-')} | "
+        f"{measured / plan.makespan:.3f} | {straight / plan.makespan:.2f} | {chosen} |",
+        flush=True,
+    )
+
+
+def replicas_without(lost: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(d for d in range(WIDTH) if (p, d) not in lost) for p in range(STAGES))
+
+
+def bound(lost: Sequence[tuple[int, int]]) -> int:
+    """The narrowest stage's share of micro-batches, three units each, and the way of the first and last one."""
+    narrowest = min(map(len, replicas_without(lost)))
+    return ceil(MICRO_BATCHES / narrowest) * 3 + 3 * (STAGES - 1)
+
+
+def plan_without(lost: Sequence[tuple[int, int]]) -> Plan:
+    request = PlanRequest(
+        replicas=replicas_without(lost),
+        num_micro_batches=MICRO_BATCHES,
+        rule="1f1b",
+        costs=StageCosts.equal(STAGES),
+        slots=SLOTS,
+    )
+    return finish_candidates(choose_plan(request, may_split=True, max_extra_in_flight=2))
+
+
+def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
+    """Seconds of one iteration, every replica a thread with its own sockets."""
+    full = Grid.straight(tp_size=1, pp_size=STAGES, dp_size=WIDTH)
+    grid, _ = full.without(full.stages[p][d][0] for p, d in lost)
+    listeners = {rank: open_listener("127.0.0.1") for rank in grid.ranks}
+    addresses = {rank: listener.getsockname() for rank, listener in listeners.items()}
+    ready, ends, token = threading.Barrier(len(grid.ranks) + 1), [], AbortToken()
+    batch = BatchPlan(seed=0, iteration=1, num_micro_batches=MICRO_BATCHES, micro_batch_size=1, sequence_length=4)
+
+    def work(rank: int) -> None:
+        place = grid.coordinates(rank)
+        stage = SleepingStage(is_first=place.pp == 0, is_last=place.pp == STAGES - 1, unit_s=unit_s)
+        links = SocketLinks(
+            rank=rank,
+            epoch=0,
+            listener=listeners[rank],
+            address_of=lambda peer: addresses[peer],
+            slots=SLOTS,
+            token=token,
+            timeout_s=60.0,
+        )
+        executor = Executor(
+            stage=stage,
+            grid=grid,
+            rank=rank,
+            epoch=0,
+            links=links,
+            tp=solo_region(),
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            token=token,
+        )
+        ready.wait(60.0)
+        executor.run(plan.lists[place.replica], batch, lambda micro: (torch.zeros(4).long(), torch.zeros(4).long()))
+        ends.append(time.perf_counter())
+        links.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in grid.ranks]
+    for thread in threads:
+        thread.start()
+    ready.wait(60.0)
+    started = time.perf_counter()
+    for thread in threads:
+        thread.join(600.0)
+    return max(ends) - started
+
+
+if __name__ == "__main__":
+    main()

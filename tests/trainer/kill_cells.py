@@ -1,0 +1,243 @@
+"""The kill matrix on gloo processes: layouts x ranks x phases, a real signal in each; and what runs it.
+
+`python kill_cells.py FOLDER [all]` runs the covering cells (or all), one after the other, and leaves what the surviving
+ranks bring home in FOLDER/<cell>/<rank>.pt. `make kill-matrix` runs all and compares them with the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cells import make_config, prepare
+
+from launch.train import elastic_settings
+from launch.worker import WorkerProbe, train_rank
+from parallel3d.config.schema import Config
+from parallel3d.elastic.faults import STEP_PHASES
+from parallel3d.elastic.membership import EpochRecord
+from parallel3d.elastic.run import run_workers
+from parallel3d.elastic.spawn import WorkerContext
+from parallel3d.monitor.run_folder import METRICS, SUMMARY, RunFolder
+from parallel3d.monitor.sinks import RunReport
+from parallel3d.trainer.build import build_grid
+
+NUM_STEPS = 4
+PHASES = (*STEP_PHASES, "evaluate")
+LAYOUTS = {
+    "pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True),
+    "pp3-dp2": dict(pp_size=3, dp_size=2),
+    "pp2-dp4": dict(pp_size=2, dp_size=4),
+}
+LOSS_TOLERANCE = 1e-5
+"""fp32 on another layout from the loss on: sums in another order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillCell:
+    """One run with faults, each (rank, step, phase, kind).
+
+    `num_changes` are the membership changes it may take; none: it can't be survived.
+    """
+
+    layout: str
+    faults: tuple[tuple[int, int, str, str], ...]
+    num_changes: tuple[int, ...] = (1,)
+
+    @property
+    def name(self) -> str:
+        return "+".join([self.layout, *(f"{kind}-{rank}-{phase}-{step}" for rank, step, phase, kind in self.faults)])
+
+    @property
+    def config(self) -> Config:
+        return kill_config(self.layout, self.faults)
+
+    @property
+    def dead(self) -> set[int]:
+        return {rank for rank, _, _, kind in self.faults if kind != "term"}
+
+    @property
+    def survives(self) -> bool:
+        return bool(self.num_changes)
+
+
+def kill_config(layout: str, faults: tuple[tuple[int, int, str, str], ...] = ()) -> Config:
+    """A tiny Llama in fp32; the undisturbed run without faults."""
+    return make_config(
+        parallel=LAYOUTS[layout],
+        precision=dict(policy="fp32"),
+        batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
+        run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
+        elastic=dict(faults=[dict(rank=r, step=s, phase=p, kind=k) for r, s, p, k in faults]),
+    )
+
+
+def single_kills() -> Iterator[KillCell]:
+    """Every coordinate of every layout in every phase that it enters."""
+    for layout in LAYOUTS:
+        grid = build_grid(kill_config(layout))
+        for rank in grid.ranks:
+            for phase in phases_of(grid.coordinates(rank).pp):
+                yield KillCell(layout=layout, faults=((rank, 2, phase, "kill"),))
+
+
+def phases_of(stage: int) -> tuple[str, ...]:
+    """Only the first stage loads text."""
+    return PHASES if stage == 0 else tuple(phase for phase in PHASES if phase != "load")
+
+
+def covering_cells() -> Iterator[KillCell]:
+    """Every coordinate once, every phase at least twice, and the other ways to go."""
+    for number, layout in enumerate(LAYOUTS):
+        grid = build_grid(kill_config(layout))
+        for rank in grid.ranks:
+            phases = phases_of(grid.coordinates(rank).pp)
+            yield KillCell(layout=layout, faults=((rank, 2, phases[(rank + 8 * (number > 0)) % len(phases)], "kill"),))
+    yield from special_cells()
+
+
+def special_cells() -> Iterator[KillCell]:
+    """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many."""
+    cube, wide = "pp2-dp2-tp2", "pp2-dp4"
+    yield KillCell(layout=cube, faults=((0, 2, "load", "kill"), (1, 2, "load", "kill")), num_changes=(1, 2))
+    yield KillCell(layout=cube, faults=((6, 4, "backward", "stop"),))
+    yield KillCell(layout=wide, faults=((5, 4, "forward", "stop"),))
+    yield KillCell(layout=cube, faults=((3, 2, "forward", "term"),))
+    yield KillCell(layout=wide, faults=((0, 2, "backward", "kill"), (7, 2, "recovery_moves", "kill")))
+    yield KillCell(layout=wide, faults=((6, 2, "update", "kill"), (1, 2, "recovery_confirm", "kill")))
+    yield KillCell(
+        layout=wide, faults=((4, 2, "all_reduce", "kill"), (0, 2, "recovery_groups", "kill")), num_changes=(2,)
+    )
+    yield KillCell(
+        layout=wide,
+        faults=(
+            (0, 1, "forward", "kill"),
+            (1, 2, "backup", "kill"),
+            (3, 3, "all_gather", "kill"),
+            (6, 4, "forward", "kill"),
+        ),
+        num_changes=(3, 4),
+    )
+    yield KillCell(layout=cube, faults=((0, 2, "backward", "kill"), (3, 2, "recovery_report", "kill")), num_changes=())
+
+
+def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
+    """One worker: trains through all faults, and leaves its weights if it has a place at the end."""
+    torch.set_num_threads(1)
+    grid = build_grid(config)
+    context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
+    probe = WorkerProbe(config, context)
+    rank = prepare(config, grid, context.rank, observe=probe.observe, probe=probe.enter_phase)
+
+    def start_watch(record: EpochRecord) -> None:
+        if record.previous is None:
+            context.control.publish({"kind": "round_trip", "seconds": 0.0})
+
+    if train_rank(rank, context, probe, on_epoch=start_watch):
+        weights = {p.sharding.name: p.detach().clone() for b in rank.optimizer.buckets for p in b.parameters}
+        torch.save({"place": str(rank.place), "weights": weights}, directory / f"{context.rank}.pt")
+    return 0
+
+
+def run_kill_cell(folder: Path, name: str, config: Config) -> int:
+    """Runs one cell with a process for each rank; returns the run's exit code."""
+    directory = folder / name
+    return run_workers(
+        lambda context: work_on(config, directory, context),
+        world_size=len(build_grid(config).ranks),
+        logs=directory / "logs",
+        open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title=name),
+        preload=("torch",),
+        elastic=elastic_settings(config),
+    )
+
+
+def losses_of(folder: Path) -> list[float]:
+    """The loss of every step that a run has told, in order, none twice."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1)), "a step is missing, or told twice"
+    return [line["loss"] for line in steps] + [line["loss"] for line in lines if line.get("event") == "evaluation"]
+
+
+def judge(folder: Path, cell: KillCell) -> str:
+    """What is wrong with a cell that has run; "" when nothing is."""
+    directory, undisturbed = folder / cell.name, folder / cell.layout
+    summary = json.loads((directory / SUMMARY).read_text())
+    lines = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
+    changes = [line for line in lines if line.get("event") == "membership"]
+    if not cell.survives:
+        return "" if summary["exit_code"] == 3 and "no replica left" in summary["message"] else f"ended with {summary}"
+    if summary["exit_code"] != 0:
+        return f"exit code {summary['exit_code']}: {summary['message']}"
+    if len(changes) not in cell.num_changes:
+        return f"{len(changes)} membership changes, not {cell.num_changes}"
+    ours, theirs = losses_of(directory), losses_of(undisturbed)
+    if len(ours) != len(theirs):
+        return f"{len(ours)} losses, not {len(theirs)}"
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs))
+    if worst > LOSS_TOLERANCE:
+        return f"losses differ by {worst:.1e}"
+    survivors = {int(path.stem) for path in directory.glob("*.pt")}
+    if survivors & cell.dead or not survivors:
+        return f"survivors {sorted(survivors)}"
+    return _compare_replicas(directory, survivors)
+
+
+def _compare_replicas(directory: Path, survivors: set[int]) -> str:
+    """All ranks of a stage that are left hold the same bits."""
+    seen: dict[tuple[str, str, str], torch.Tensor] = {}
+    for rank in sorted(survivors):
+        home = torch.load(directory / f"{rank}.pt")
+        stage, _, tp = home["place"].split()
+        for name, weight in home["weights"].items():
+            if not torch.equal(seen.setdefault((stage, tp, name), weight), weight):
+                return f"{name} differs on rank {rank}"
+    return ""
+
+
+def run_cells(folder: Path, cells: list[KillCell]) -> None:
+    for layout in LAYOUTS:
+        run_kill_cell(folder, layout, kill_config(layout))
+    for cell in cells:
+        run_kill_cell(folder, cell.name, cell.config)
+
+
+def write_log(path: Path, folder: Path, cells: list[KillCell], seconds: float) -> int:
+    """The verdict on every cell as a table; returns how many are wrong."""
+    verdicts = {cell: judge(folder, cell) for cell in cells}
+    wrong = {cell: verdict for cell, verdict in verdicts.items() if verdict}
+    rows = [
+        f"| {cell.name} | {verdict or ('as undisturbed' if cell.survives else 'stopped, as it must')} |"
+        for cell, verdict in verdicts.items()
+    ]
+    head = [
+        "# The kill matrix on processes",
+        "",
+        f"`make kill-matrix`: {len(cells)} runs with real signals, {len(wrong)} wrong, {seconds:.0f} s. A run is named",
+        "layout+kind-rank-phase-step. It is right when it ends with exit code 0, each step told once, the losses of",
+        f"all steps and evaluations within {LOSS_TOLERANCE:g} of the undisturbed run's (fp32), the number of",
+        "membership changes as expected, and bitwise equal weights on all replicas that are left; or when it must",
+        "stop, and does, with exit code 3 and the lost coordinates.",
+        "",
+        "| run | outcome |",
+        "|---|---|",
+    ]
+    path.write_text("\n".join([*head, *rows]) + "\n")
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1])
+    if sys.argv[2:] == ["all"]:
+        everything = [*single_kills(), *special_cells()]
+        started = time.monotonic()
+        run_cells(results, everything)
+        log = Path(__file__).parents[2] / "docs" / "kill_matrix.md"
+        sys.exit(min(1, write_log(log, results, everything, time.monotonic() - started)))
+    run_cells(results, list(covering_cells()))

@@ -1,0 +1,56 @@
+"""With exact sums the layout does not change a bit: not of an entry, a gradient, a weight, or an evaluation."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import cells
+import pytest
+import torch
+
+# Sizes at which kernels add in another order as soon as addresses, threads or the number of terms differ.
+SHAPE = dict(
+    model=dict(hidden_size=54, intermediate_size=51, num_attention_heads=3, hidden_dropout=0.1),
+    batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=17),
+)
+LAYOUTS = {
+    "pp2": dict(pp_size=2),
+    "pp4-gpipe": dict(pp_size=4, schedule="gpipe"),
+    "dp4": dict(dp_size=4),
+    "dp4-zero0": dict(dp_size=4, zero_stage=0),
+    "dp3-no-backups": dict(dp_size=3),
+    "pp2-dp2-small-buckets": dict(pp_size=2, dp_size=2, bucket_mib=0.001),
+    "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
+    "stages-1-3": dict(pp_size=2, stage_replicas=[1, 3]),
+    "stages-1-3-whole": dict(pp_size=2, stage_replicas=[1, 3], split_backward="never"),
+}
+
+
+@cache
+def run(layout: str | None, policy: str):
+    backups = 0 if layout == "dp3-no-backups" else 1
+    return cells.run_cell_in_threads(
+        **SHAPE,
+        parallel=LAYOUTS[layout] if layout else {},
+        precision=dict(policy=policy, sums="exact"),
+        elastic=dict(zero_backups=backups),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_every_layout_is_the_same_run_bit_for_bit(layout: str, policy: str):
+    ours, one = run(layout, policy), run(None, policy)
+    assert ours.entries == one.entries and ours.evaluation == one.evaluation
+    for name in one.weights:
+        assert torch.equal(ours.gradients[name], one.gradients[name]), name
+        assert torch.equal(ours.weights[name], one.weights[name]), name
+
+
+def test_floats_do_not_do_that():
+    """Else the test above would show nothing."""
+    runs = [
+        cells.run_cell_in_threads(**SHAPE, parallel=parallel, precision=dict(policy="fp32"))
+        for parallel in ({}, dict(dp_size=4))
+    ]
+    assert any(not torch.equal(runs[0].weights[name], runs[1].weights[name]) for name in runs[0].weights)

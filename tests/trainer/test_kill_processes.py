@@ -1,0 +1,41 @@
+"""Real signals to gloo processes, at every coordinate and in every phase: the run goes on as if undisturbed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from kill_cells import PHASES, KillCell, covering_cells, judge, special_cells
+
+pytestmark = pytest.mark.slow
+CELLS = list(covering_cells())
+
+
+@pytest.fixture(scope="module")
+def kill_folder(tmp_path_factory) -> Path:
+    """All covering cells, run once."""
+    folder = tmp_path_factory.mktemp("kills")
+    script = Path(__file__).with_name("kill_cells.py")
+    root = script.parents[2]
+    path = os.pathsep.join(map(str, (root, root / "tests" / "trainer")))
+    with open(folder / "output.txt", "w") as output:
+        command = [sys.executable, str(script), str(folder)]
+        subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path}, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_the_run_goes_on_as_if_undisturbed(kill_folder: Path, cell: KillCell):
+    assert judge(kill_folder, cell) == ""
+
+
+def test_the_cells_cover_every_phase_and_kind():
+    singles = [cell for cell in CELLS if cell not in list(special_cells())]
+    assert len(singles) == 22
+    phases = Counter(cell.faults[0][2] for cell in singles)
+    assert set(phases) == set(PHASES) and min(phases.values()) >= 2
+    assert {fault[3] for cell in CELLS for fault in cell.faults} == {"kill", "stop", "term"}

@@ -1,0 +1,214 @@
+"""One rank's way into the next epoch, at the places that no fault of its own reaches: entries that it lacks, suspicions
+that only it has, the first epoch and the last step.
+
+All runs are compared bit for bit with the undisturbed one.
+"""
+
+import pytest
+from thread_cells import (
+    AFTER_GO,
+    BEFORE_GO,
+    Outcome,
+    assert_same_run,
+    config_of,
+    die,
+    grid_of,
+    outcome_of,
+    run,
+    undisturbed,
+)
+
+from parallel3d.errors import EpochEnded
+from parallel3d.testing.threads import ThreadGroup
+
+
+@pytest.fixture
+def never_hear(monkeypatch):
+    """never_hear(ranks, phase, reports) -> watch: in step 2 these ranks give their part to the all-reduce of that phase,
+    and once never get its result: they wait until the epoch is over, as on a network that is slower for some.
+    `reports[rank]` becomes what each rank held at each of its reports: iteration, evaluation, version of its ranges."""
+    deaf, were_deaf = set(), set()
+    finish = ThreadGroup.finish
+
+    def finish_unless_deaf(self, key, collective, take):
+        me = self.ranks[self.rank]
+        if me in deaf and key[0].endswith("world"):
+            self._world.wait(me, lambda: False, lambda: "for the end of the epoch")
+        finish(self, key, collective, take)
+
+    def arrange(ranks, phase, reports):
+        def watch(rank, runtime):
+            probe = runtime.probe
+
+            def enter(entered):
+                state = runtime.state
+                if entered == "recovery_report":
+                    held = (state.iteration, state.is_evaluated, runtime.optimizer.version)
+                    reports.setdefault(rank, []).append(held)
+                    deaf.discard(rank)
+                elif entered == phase and state.iteration == (1 if phase == "all_reduce" else 2):
+                    deaf.update({rank} & set(ranks) - were_deaf)
+                    were_deaf.add(rank)
+                probe(entered)
+
+            runtime.probe = enter
+
+        return watch
+
+    monkeypatch.setattr(ThreadGroup, "finish", finish_unless_deaf)
+    return arrange
+
+
+# --- entries that a rank lacks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4"])
+@pytest.mark.parametrize("who", ["one", "its group", "all but the dead"])
+@pytest.mark.parametrize("phase", ["update", "all_gather"])
+def test_who_lacks_the_newest_entry_takes_it_from_the_record(never_hear, layout, who, phase):
+    """The dead rank has the entry of step 2, of the others some or all have not. If anybody alive has it, it is taken
+    over and its update made; else the step is made again."""
+    grid = grid_of(layout)
+    dead = grid.dp_ranks(1, 0)[0]
+    deaf = {
+        "one": {grid.dp_ranks(0, 0)[-1]},
+        "its group": set(grid.dp_ranks(1, 0)) - {dead},
+        "all but the dead": set(grid.ranks) - {dead},
+    }[who]
+    reports = {}
+    done = run(config_of(layout), [die(dead, phase)], watch=never_hear(deaf, "all_reduce", reports))
+    assert all(
+        reports[rank][1] == (1, False, 1) for rank in deaf
+    )  # the second report of each: the first begins the run
+    assert all(reports[rank][1] == (2, False, 2) for rank in set(grid.ranks) - deaf - {dead})
+    assert outcome_of(done) == Outcome(frozenset({dead}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp2-dp4"])
+def test_who_lacks_the_newest_evaluation_takes_it_too(never_hear, layout):
+    """All but two ranks wait for it in vain; one of the two goes on to step 3 and dies there."""
+    grid = grid_of(layout)
+    dead, knows = 0, grid.ranks[-1]
+    deaf = set(grid.ranks) - {dead, knows}
+    reports = {}
+    done = run(config_of(layout), [die(dead, "load", step=3)], watch=never_hear(deaf, "evaluate", reports))
+    assert all(reports[rank][1] == (2, False, 2) for rank in deaf) and reports[knows][1] == (2, True, 2)
+    assert outcome_of(done) == Outcome(frozenset({dead}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("recovery", [*BEFORE_GO, AFTER_GO])
+def test_an_entry_outlives_the_recovery_that_brought_it(never_hear, recovery):
+    """Of two who hold the entry one dies, the other dies in the recovery: after the record, all others have it."""
+    dead, second = 4, 1
+    deaf = set(range(8)) - {dead, second}
+    reports = {}
+    faults = [die(dead, "all_gather"), die(second, recovery)]
+    done = run(config_of("pp2-dp4"), faults, watch=never_hear(deaf, "all_reduce", reports))
+    newest = (1, False, 1) if recovery == "recovery_report" else (2, False, 2)
+    assert all(reports[rank][1:] == [(1, False, 1), newest] for rank in deaf)
+    assert outcome_of(done) == Outcome(frozenset({dead, second}), 2 if recovery == AFTER_GO else 1, True)
+    assert_same_run(done, undisturbed("pp2-dp4"))
+
+
+# --- suspicions -------------------------------------------------------------------------------------------------------
+
+
+def leave_once(who, phase, step):
+    """watch(rank, runtime): that rank leaves its epoch in this phase, for a reason that nobody else has seen."""
+
+    def watch(rank, runtime):
+        probe, done = runtime.optimizer._probe, []
+
+        def suspicious(entered):
+            probe(entered)
+            if rank == who and entered == phase and runtime.state.iteration >= step - 1 and not done:
+                done.append(entered)
+                raise EpochEnded("link with rank 9 broke")
+
+        runtime.optimizer._probe = suspicious
+
+    return watch
+
+
+@pytest.mark.parametrize("phase", ["reduce_scatter", "backup", "update", "all_gather"])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_suspicion_is_a_change_with_the_same_members(rank, phase):
+    done = run(config_of("pp2-dp2-tp2"), watch=leave_once(rank, phase, 2))
+    assert outcome_of(done) == Outcome(frozenset(), 1, True)
+    assert_same_run(done, undisturbed("pp2-dp2-tp2"))
+
+
+def test_a_suspicion_that_never_ends_ends_the_run():
+    def watch(rank, runtime):
+        if rank == 3:
+            runtime.optimizer.finish_reduction = lambda: (_ for _ in ()).throw(EpochEnded("no way through"))
+
+    done = run(config_of("pp2-dp2-tp2"), watch=watch)
+    assert done.halted == "8 changes of membership without a step: rank 3: no way through" and not done.dead
+
+
+# --- the first epoch, the last step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp2-dp4"])
+@pytest.mark.parametrize("phase, num_changes", [*((phase, 0) for phase in BEFORE_GO), (AFTER_GO, 1)])
+@pytest.mark.parametrize("ranks", [(0,), (5, 2)], ids=str)
+def test_a_run_may_lose_ranks_before_it_has_begun(layout, phase, num_changes, ranks):
+    """Nobody holds anything yet: even two neighbours may be lost, and all that are left start from the seed."""
+    done = run(config_of(layout), [die(rank, phase, step=1) for rank in ranks])
+    assert set(done.dead) == set(ranks) and not done.halted
+    assert done.num_changes == num_changes if len(ranks) == 1 else num_changes <= done.num_changes <= 2 * num_changes
+    assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("phase", ["backward", "update", "all_gather", "evaluate"])
+@pytest.mark.parametrize("layout, rank", [("pp2-dp2-tp2", 0), ("pp2-dp2-tp2", 7), ("pp3-dp2", 2), ("pp2-dp4", 6)])
+def test_the_last_step_is_made_by_those_who_are_left(layout, rank, phase):
+    """Nobody ends before all have: whoever is done waits, and takes part in the change."""
+    done = run(config_of(layout), [die(rank, phase, step=3)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed(layout), gradients=phase == "backward")
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+def test_the_first_step_may_be_made_by_fewer(rank):
+    done = run(config_of("pp2-dp2-tp2"), [die(rank, "backup", step=1)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed("pp2-dp2-tp2"))
+
+
+# --- who leaves and who stands by -------------------------------------------------------------------------------------
+
+
+def test_a_spare_takes_part_in_every_change_and_ends_with_the_run(never_hear):
+    """Rank 1 loses its place with rank 0; then rank 7 is lost, and rank 1 reports and hands over like all others."""
+    reports = {}
+    faults = [die(0, "forward"), die(7, "backward", step=4)]
+    done = run(config_of("pp2-dp2-tp2", num_steps=5), faults, watch=never_hear((), "", reports))
+    assert outcome_of(done) == Outcome(frozenset({0, 7}), 2, True)
+    assert reports[1] == [(0, False, 0), (1, False, 1), (1, False, 1)]  # it stands still, the others go on
+    assert [iteration for iteration, *_ in reports[2]] == [0, 1, 3]
+    assert_same_run(done, undisturbed("pp2-dp2-tp2", 5))
+
+
+@pytest.mark.parametrize("ranks", [(0, 6), (1, 3), (2, 3)], ids=str)
+def test_two_may_leave_together_and_a_third_may_die(ranks):
+    """Those who leave hand over what they hold: all of a stage's state but the dead one's backup may go with them."""
+    config = config_of("pp2-dp4", num_steps=5)
+    done = run(config, [*(die(rank, "forward", kind="term") for rank in ranks), die(5, "backward", step=4)])
+    assert set(done.dead) == {*ranks, 5} and done.num_changes in (2, 3) and not done.halted
+    assert_same_run(done, undisturbed("pp2-dp4", 5))
+
+
+def test_a_leaver_that_dies_on_its_way_out_was_only_lost():
+    done = run(config_of("pp2-dp4", num_steps=4), [die(6, "forward", kind="term"), die(6, "recovery_moves", step=2)])
+    assert outcome_of(done) == Outcome(frozenset({6}), 1, True)
+    assert_same_run(done, undisturbed("pp2-dp4", 4))
+
+
+def test_without_the_last_replica_of_a_stage_nobody_may_leave():
+    """Rank 3 dies, then rank 2, the stage's last, is asked to leave: it stays, and the run stops and says why."""
+    done = run(config_of("pp3-dp2", num_steps=5), [die(3, "forward"), die(2, "forward", step=4, kind="term")])
+    assert done.halted.startswith("stage 1 has no replica left") and set(done.dead) == {3}

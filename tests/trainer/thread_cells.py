@@ -1,0 +1,129 @@
+"""Runs in threads with faults, and what they are compared with: the undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import cells
+import torch
+
+from parallel3d.config.schema import Config, FaultConfig
+from parallel3d.elastic.survival import survivable
+from parallel3d.topology.grid import Grid
+from parallel3d.trainer.build import RankRuntime, build_grid
+from parallel3d.trainer.verify import ElasticRun, run_elastic_in_threads
+
+LAYOUTS = {
+    "pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2),
+    "pp3-dp2": dict(pp_size=3, dp_size=2),
+    "pp2-dp4": dict(pp_size=2, dp_size=4),
+}
+EARLY = ("load", "forward", "send", "backward", "reduce_scatter", "backup", "all_reduce")
+LATE = ("update", "all_gather", "evaluate")
+MAY_LEAVE_AN_ENTRY = ("all_reduce", *LATE)
+BEFORE_GO = ("recovery_report", "recovery_moves", "recovery_confirm")
+AFTER_GO = "recovery_groups"
+STEP = 2
+"""Faults happen here unless said otherwise; an evaluation follows this step."""
+
+
+def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
+    """Three layers, two sequences of four tokens a replica, evaluations after every second step: a run takes 0.1 s."""
+    return cells.make_config(
+        model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2),
+        parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **LAYOUTS[layout]),
+        batch=dict(global_batch_size=2 * LAYOUTS[layout]["dp_size"], micro_batch_size=1, sequence_length=4),
+        precision=dict(policy="fp64", sums="exact"),
+        run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
+        elastic=dict(zero_backups=zero_backups),
+    )
+
+
+def grid_of(layout: str) -> Grid:
+    return build_grid(config_of(layout))
+
+
+def die(rank: int, phase: str, step: int = STEP, kind: str = "kill") -> FaultConfig:
+    return FaultConfig(rank=rank, phase=phase, step=step, kind=kind)
+
+
+def phases_of(grid: Grid, rank: int) -> list[str]:
+    """What a rank goes through in a step: only the first stage reads tokens."""
+    return [phase for phase in (*EARLY, *LATE) if phase != "load" or grid.coordinates(rank).pp == 0]
+
+
+def run(
+    config: Config,
+    faults: Sequence[FaultConfig] = (),
+    *,
+    watch: Callable[[int, RankRuntime], None] = lambda rank, runtime: None,
+) -> ElasticRun:
+    """The configuration in threads with these faults; `watch` may put its own ear to a rank."""
+    grid = build_grid(config)
+
+    def prepare(rank: int, probe) -> RankRuntime:
+        runtime = cells.prepare(
+            config, grid, rank, observe=lambda step: probe.enter_instruction(step.op.value), probe=probe
+        )
+        watch(rank, runtime)
+        return runtime
+
+    return run_elastic_in_threads(config, prepare, faults)
+
+
+@cache
+def undisturbed(layout: str, num_steps: int = 3) -> ElasticRun:
+    return run(config_of(layout, num_steps=num_steps))
+
+
+def assert_same_run(ours: ElasticRun, theirs: ElasticRun, *, gradients: bool = True) -> None:
+    """Bitwise: every step's record, the last evaluation, gradients and weights (of all replicas: `assemble`).
+
+    `gradients` False for a change after the last step's entry: ranges that have moved are without them.
+    """
+    assert not ours.halted and ours.run is not None and theirs.run is not None
+    assert ours.steps.keys() == theirs.steps.keys()
+    for step, record in theirs.steps.items():
+        for name in ("loss", "grad_norm", "lr", "tokens", "num_updates"):
+            assert ours.steps[step][name] == record[name], f"{name} of step {step}"
+    assert ours.num_tokens == theirs.num_tokens
+    assert ours.run.evaluation == theirs.run.evaluation
+    entries = [[replace(entry, leave=False) for entry in each.run.entries] for each in (ours, theirs)]
+    assert entries[0] == entries[1]
+    for what in ("weights", "gradients") if gradients else ("weights",):
+        mine, yours = getattr(ours.run, what), getattr(theirs.run, what)
+        assert mine.keys() == yours.keys()
+        assert [name for name in yours if not torch.equal(mine[name], yours[name])] == []
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left: the dead, the committed changes, whether it goes on."""
+
+    dead: frozenset[int]
+    num_changes: int
+    goes_on: bool
+
+
+def outcome_of(done: ElasticRun) -> Outcome:
+    return Outcome(frozenset(done.dead), done.num_changes, not done.halted)
+
+
+def after(config: Config, *changes: Collection[int]) -> Outcome:
+    """The outcome of deaths that are dealt with in this order, a set of ranks with each change."""
+    grid, dead = build_grid(config), frozenset[int]()
+    for number, ranks in enumerate(changes):
+        dead |= frozenset(ranks)
+        verdict = survivable(
+            grid,
+            zero_stage=config.parallel.zero_stage,
+            zero_backups=config.elastic.zero_backups,
+            hosts={},
+            dead=ranks,
+        )
+        if not verdict.can_continue:
+            return Outcome(dead, number, False)
+        grid, _ = grid.without(ranks)
+    return Outcome(dead, len(changes), True)
