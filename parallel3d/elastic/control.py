@@ -5,9 +5,11 @@ and cannot push news. One frame:
 
     header length (4 bytes) | payload length (4 bytes) | header: a JSON object | payload: bytes
 
-A worker's frames:  hello, set, get, check, add, publish, error, finish
-A guardian's:       hello, ended, stop
-The coordinator's:  answer, stop, abort, over (to guardians), bye
+A worker's frames:  hello, set, get, check, add, publish, error, leave, finish
+                    suspect, report, confirm, finish_epoch: the membership protocol, see seat_control.py
+A guardian's:       hello, ended, stop, leave
+The coordinator's:  answer, stop, depart, abort, bye; seal, record, go, release
+                    to guardians: welcome, roster, watch, stop, abort, over
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ import json
 import queue
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from parallel3d.comm.abort import POLL_S, AbortToken
+from parallel3d.elastic.membership import Address
+from parallel3d.elastic.seat_control import FRAMES, ControlSeat
 from parallel3d.errors import LaunchError, ProtocolError
-
-Address = tuple[str, int]
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
 CHUNK_BYTES = 2**16
 RETRY_S = 0.1
+VANISHED_S = 8
 GOODBYE_S = 5.0
 
 _LENGTHS = struct.Struct(">II")
@@ -77,7 +82,7 @@ def open_connection(address: Address, hello: dict[str, Any], *, timeout_s: float
     while True:
         try:
             connection = socket.create_connection(address, timeout=max(RETRY_S, deadline - time.monotonic()))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(connection)
             connection.sendall(encode_frame(hello))
             connection.settimeout(None)
             return connection
@@ -90,6 +95,20 @@ def open_connection(address: Address, hello: dict[str, Any], *, timeout_s: float
             time.sleep(RETRY_S)
 
 
+def set_options(connection: socket.socket) -> None:
+    """No delay for small frames; a host that has vanished without a word is noticed within `VANISHED_S`."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 2),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, VANISHED_S - 2),
+            (socket.TCP_USER_TIMEOUT, VANISHED_S * 1000),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 @dataclass
 class _Answer:
     arrived: threading.Event = field(default_factory=threading.Event)
@@ -97,17 +116,35 @@ class _Answer:
     payload: bytes = b""
 
 
+Reconnect = Callable[[dict[str, Any]], socket.socket | None]
+"""Given what this worker knows of membership, a connection to the coordinator's successor; None: there is none."""
+
+
 class Control:
     """A worker's end of the channel. All methods may be called from any thread; only the store's calls wait."""
 
-    def __init__(self, connection: socket.socket, *, rank: int, world_size: int):
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        rank: int,
+        world_size: int,
+        reconnect: Reconnect = lambda standing: None,
+    ):
         self.rank = rank
         self.world_size = world_size
         self.token = AbortToken()
         """Aborted when the coordinator ends the run, or the connection to it breaks."""
+        self.seat = ControlSeat(rank=rank, send=self._send, run_token=self.token)
+        """This worker's part in changes of membership."""
         self._connection = connection
+        self._reconnect = reconnect
+        self._replaced = threading.Condition()
+        """Guards `_connection`; notified when that is another one, or none any more."""
         self._stop = threading.Event()
+        self._depart = threading.Event()
         self._goodbye = threading.Event()
+        self._leaving = self._closed = False
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._answers: dict[int, _Answer] = {}
         self._ids = itertools.count()
@@ -119,6 +156,15 @@ class Control:
         """A person or a cluster asks for a stop: finish the step and leave. Ranks may see it at different steps."""
         return self._stop.is_set()
 
+    @property
+    def leave_requested(self) -> bool:
+        """This worker is to leave, and the run can go on without it: ask for a change at the next step boundary."""
+        return self._depart.is_set()
+
+    def ask_to_leave(self) -> None:
+        """Announces that this worker will have to go soon; safe within a signal handler."""
+        self._send({"op": "leave"})
+
     def set(self, key: str, value: bytes) -> None:
         """Stores `value` under `key` for every worker."""
         self._send({"op": "set", "key": key}, value)
@@ -126,6 +172,12 @@ class Control:
     def get(self, key: str, token: AbortToken) -> bytes:
         """The value of `key`, waiting until some worker has set it; raises EpochEnded when `token` is aborted."""
         return self._ask({"op": "get", "key": key}, token).payload
+
+    def get_all(self, keys: list[str], token: AbortToken) -> list[bytes]:
+        """The values of all `keys` in one exchange, waiting until each is set."""
+        answer = self._ask({"op": "get_all", "keys": keys}, token)
+        ends = list(accumulate(answer.header["sizes"]))
+        return [answer.payload[end - size : end] for size, end in zip(answer.header["sizes"], ends)]
 
     def check(self, keys: list[str], token: AbortToken) -> bool:
         """Whether all `keys` are set."""
@@ -145,6 +197,7 @@ class Control:
 
     def finish(self, exit_code: int) -> None:
         """Says goodbye; returns when the coordinator has read everything said before, at the latest after 5 s."""
+        self._leaving = True
         self._send({"op": "finish", "exit_code": exit_code})
         self._goodbye.wait(GOODBYE_S)
         self._close("this worker has finished")
@@ -155,6 +208,7 @@ class Control:
     def _ask(self, header: dict[str, Any], token: AbortToken) -> _Answer:
         number, answer = next(self._ids), _Answer()
         self._answers[number] = answer
+        self.token.note_wait(True)
         try:
             self._send({**header, "id": number})
             while not answer.arrived.wait(POLL_S):
@@ -162,24 +216,61 @@ class Control:
                 self.token.check()
             return answer
         finally:
+            self.token.note_wait(False)
             del self._answers[number]
 
     def _write_until_closed(self) -> None:
-        try:
-            while True:
-                self._connection.sendall(self._outbox.get())  # bounded: a daemon thread that nobody waits for
-        except OSError as error:
-            self._close(f"the connection to the coordinator broke ({error})")
+        while self._write(self._outbox.get()):  # bounded: a daemon thread that nobody waits for
+            pass
+
+    def _write(self, frame: bytes) -> bool:
+        """Sends a frame, by the next connection if this one breaks; False when there is none."""
+        while not self._closed:
+            connection = self._connection
+            try:
+                connection.sendall(frame)
+                return True
+            except OSError:
+                _shut(connection)  # so that the reader knows
+                self._await_replacement(connection)
+        return False
+
+    def _await_replacement(self, connection: socket.socket) -> None:
+        with self._replaced:
+            self._replaced.wait_for(  # bounded: the reader finds another one, or closes
+                lambda: self._closed or self._connection is not connection
+            )
 
     def _read_until_closed(self) -> None:
+        while not self._closed:
+            reason = self._read(self._connection)
+            if not self._find_successor(reason):
+                self._close(reason)
+
+    def _read(self, connection: socket.socket) -> str:
+        """Heeds what comes through a connection until it ends; returns why it did."""
         reader = FrameReader()
         try:
-            while data := self._connection.recv(CHUNK_BYTES):  # bounded: ends when the connection does
+            while data := connection.recv(CHUNK_BYTES):  # bounded: ends when the connection does
                 for header, payload in reader.feed(data):
                     self._heed(header, payload)
-            self._close("the coordinator is gone")
         except (OSError, ProtocolError) as error:
-            self._close(f"the connection to the coordinator broke ({error})")
+            return f"the connection to the coordinator broke ({error})"
+        return "the coordinator is gone"
+
+    def _find_successor(self, reason: str) -> bool:
+        """The epoch is over, since nobody can say what becomes of it; another coordinator may begin the next one."""
+        if self._leaving or self.token.aborted:
+            return False
+        self.seat.leave_epoch(reason)
+        connection = self._reconnect(self.seat.standing())
+        if connection is None:
+            return False
+        with self._replaced:
+            self._connection.close()
+            self._connection = connection
+            self._replaced.notify_all()
+        return True
 
     def _heed(self, header: dict[str, Any], payload: bytes) -> None:
         match header.get("op"):
@@ -189,16 +280,28 @@ class Control:
                     answer.arrived.set()
             case "stop":
                 self._stop.set()
+            case "depart":
+                self._depart.set()
             case "abort":
                 self.token.abort(header["reason"])
             case "bye":
                 self._goodbye.set()
+            case op if op in FRAMES:
+                self.seat.heed(header)
             case op:
                 raise ProtocolError(f"the coordinator sent {op!r}")
 
     def _close(self, reason: str) -> None:
         self._goodbye.set()
         self.token.abort(reason)
-        with contextlib.suppress(OSError):  # close() alone would leave the other thread in its system call
-            self._connection.shutdown(socket.SHUT_RDWR)
+        with self._replaced:
+            self._closed = True
+            self._replaced.notify_all()
+        _shut(self._connection)
         self._connection.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection for both threads: close() alone would leave the other one in its system call."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -36,6 +36,7 @@ class FaultInjector:
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        self._was_sending = False
 
     def __call__(self, phase: str) -> None:
         if not self._faults:

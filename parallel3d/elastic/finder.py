@@ -1,19 +1,21 @@
-"""How workers and guardians find the coordinator.
+"""How workers and guardians find the coordinator, and its successor.
 
 this process has it         its own listener's port
 torchrun                    rank 0 leaves the address in torchrun's TCPStore, under `parallel3d/coordinator`. Only
                             workers import torch, so each tells its guardian through a pipe
 a launcher without a store  the coordinator itself listens at the master's address
+it is lost                  guardians find the successor, and each tells its worker through a second pipe
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from datetime import timedelta
 
-from parallel3d.elastic.control import Address
 from parallel3d.elastic.launcher_env import LauncherEnv
+from parallel3d.elastic.membership import Address
 from parallel3d.errors import LaunchError
 
 STORE_KEY = "parallel3d/coordinator"
@@ -27,6 +29,7 @@ class Finder:
         self._listener = listener
         self._timeout_s = timeout_s
         self.pipe, self._writing_end = os.pipe()
+        self._redirections, self._redirecting_end = os.pipe()
         self.own_address: Address | None = ("127.0.0.1", listener.getsockname()[1]) if listener else None
         """Known at once where this process is the coordinator's."""
 
@@ -51,18 +54,32 @@ class Finder:
         """Lets the guardian know where its worker has reached the coordinator."""
         os.write(self._writing_end, "{} {}\n".format(*address).encode())
 
+    def await_redirection(self) -> Address | None:
+        """Where the coordinator's successor is; None: there is none. Waits for the guardian's word."""
+        if self._env is None:  # the coordinator was in the guardian's own process
+            return None
+        line = b""
+        while not line.endswith(b"\n"):
+            line += os.read(self._redirections, 1)
+        return _address_of(line)
+
     def forked(self) -> None:
         """Keeps the workers as the pipe's only writers, so that it ends with them."""
         os.close(self._writing_end)
+        os.close(self._redirections)
+
+    def redirect(self, address: Address | None) -> None:
+        """Tells the worker where the successor is, or that there is none."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            os.write(self._redirecting_end, "{} {}\n".format(*address).encode() if address else b"\n")
 
     def close(self) -> None:
         os.close(self.pipe)
+        os.close(self._redirecting_end)
 
     def read_answer(self) -> Address | None:
         """What a worker has found; None when all have ended without."""
-        line = os.read(self.pipe, 4096).decode().partition("\n")[0]
-        host, _, port = line.rpartition(" ")
-        return (host, int(port)) if line else None
+        return _address_of(os.read(self.pipe, 4096))
 
     def _look_up(self, env: LauncherEnv) -> Address:
         from torch.distributed import TCPStore  # a guardian never gets here
@@ -83,9 +100,17 @@ class Finder:
         return host, int(port)
 
 
+def _address_of(message: bytes) -> Address | None:
+    host, _, port = message.decode().partition("\n")[0].rpartition(" ")
+    return (host, int(port)) if host else None
+
+
 def _reachable_host(env: LauncherEnv) -> str:
     """This host's address as other hosts reach it: that of its route to the master, or the master's own name."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((env.master_addr, env.master_port))  # sends nothing, picks a route
-        host = probe.getsockname()[0]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((env.master_addr, env.master_port))  # sends nothing, picks a route
+            host = probe.getsockname()[0]
+    except OSError:  # the connection to the master will say so in better words
+        return socket.gethostname()
     return env.master_addr if host.startswith("127.") else host

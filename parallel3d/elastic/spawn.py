@@ -1,7 +1,7 @@
 """A worker process: forked from its guardian, bound to it, with its own log, and a control channel.
 
-A worker can't outlive its guardian (PR_SET_PDEATHSIG), and ignores SIGINT and SIGTERM: a terminal sends Ctrl-C to the
-whole process group, and it is the guardian that decides what follows.
+A worker can't outlive its guardian (PR_SET_PDEATHSIG). It ignores SIGINT: a terminal sends Ctrl-C to the whole process
+group, and it is the guardian that decides what follows. At SIGTERM it announces that it has to go.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parallel3d.elastic.control import Control, open_connection
 from parallel3d.elastic.coordinator import Limits
 from parallel3d.elastic.finder import Finder
 from parallel3d.elastic.guardian import STOP_SIGNALS
+from parallel3d.elastic.pulse import Pulse, Slot
 from parallel3d.elastic.verdict import describe_error
-from parallel3d.errors import UserError
+from parallel3d.errors import LaunchError, UserError
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD = -1
@@ -38,6 +40,7 @@ class WorkerPlace:
     world_size: int
     local_rank: int
     local_world_size: int
+    host: str
     log: Path
 
 
@@ -54,24 +57,28 @@ class WorkerContext:
     address: str
     """The host's address as the other workers reach it."""
     control: Control
+    pulse: Pulse
 
 
 WorkerMain = Callable[[WorkerContext], int]
 
 
-def fork_worker(place: WorkerPlace, worker_main: WorkerMain, *, finder: Finder, limits: Limits) -> int:
-    """The pid of a new worker, which calls `worker_main` once it is connected to the coordinator."""
+def fork_worker(place: WorkerPlace, worker_main: WorkerMain, *, finder: Finder, slot: Slot, limits: Limits) -> int:
+    """The pid of a new worker, which calls `worker_main` once it is connected to the coordinator.
+
+    It gives its signs of life in `slot`.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     guardian = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # none may reach the child before it ignores them
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # none may reach the child before it knows what to do
     try:
         pid = os.fork()
         if pid == 0:
             exit_code = 1
             try:
                 _bind_to(guardian)
-                exit_code = _live(place, worker_main, finder, limits)
+                exit_code = _live(place, worker_main, finder, Pulse(slot), limits)
             except Exception:
                 traceback.print_exc()
             finally:
@@ -88,10 +95,8 @@ def _bind_to(guardian: int) -> None:
     if os.getppid() != guardian:  # it died between the fork and here
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _keep_freed_memory(libc)
 
 
@@ -102,9 +107,8 @@ def _keep_freed_memory(libc: ctypes.CDLL) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
 
 
-def _live(place: WorkerPlace, worker_main: WorkerMain, finder: Finder, limits: Limits) -> int:
-    host = socket.gethostname()
-    hello = {"op": "hello", "role": "worker", "ranks": [place.rank], "host": host, "log": str(place.log)}
+def _live(place: WorkerPlace, worker_main: WorkerMain, finder: Finder, pulse: Pulse, limits: Limits) -> int:
+    hello = {"op": "hello", "role": "worker", "ranks": [place.rank], "host": place.host, "log": str(place.log)}
     try:
         address = finder.find()
         connection = open_connection(address, hello, timeout_s=limits.connect_s)
@@ -112,15 +116,30 @@ def _live(place: WorkerPlace, worker_main: WorkerMain, finder: Finder, limits: L
     except UserError as error:
         print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    control = Control(connection, rank=place.rank, world_size=place.world_size)
+
+    def reconnect(standing: dict[str, Any]) -> socket.socket | None:
+        successor = finder.await_redirection()
+        if successor is None:
+            return None
+        try:
+            return open_connection(successor, {**hello, "standing": standing}, timeout_s=limits.connect_s)
+        except LaunchError:
+            return None
+
+    control = Control(connection, rank=place.rank, world_size=place.world_size, reconnect=reconnect)
+    control.token.note_wait = pulse.note_wait
+    pulse.start()
+    signal.signal(signal.SIGTERM, lambda number, frame: control.ask_to_leave())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     context = WorkerContext(
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
         local_world_size=place.local_world_size,
-        host=host,
+        host=place.host,
         address=finder.host_address(),
         control=control,
+        pulse=pulse,
     )
     exit_code = _run(place.log, worker_main, context)
     for stream in (sys.stdout, sys.stderr):

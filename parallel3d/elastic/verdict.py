@@ -1,17 +1,20 @@
 """How a run ended and why: folds what workers and guardians tell into one outcome and one message.
 
 Pure. When a worker dies, its peers fail too, and their complaints may arrive first: the cause is the earliest failure
-that is not a mere consequence of another rank's.
+that is not a mere consequence of another rank's. A loss that the run survives is no failure; it is part of one when the
+run halts later.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.errors import EXIT_WORKER_LOST, EpochEnded
+from parallel3d.elastic.membership import Loss
+from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, EpochEnded, RunEnded
+from parallel3d.topology.grid import Grid
 
 EXIT_BY_SIGNAL = 128
 
@@ -22,7 +25,8 @@ LOST_PEER_PHRASES = ("Connection closed by peer", "Connection reset by peer", "B
 class Failure:
     """One worker's failure: the exit code that it asks for, its one message, and whether another rank caused it."""
 
-    rank: int
+    rank: int | None
+    """None: no single worker's."""
     exit_code: int
     message: str
     consequence: bool = False
@@ -45,6 +49,10 @@ class WorkerState:
     coordinates: str = ""
     step: int | None = None
     ended: bool = False
+    done: bool = False
+    """It has come to the run's end, or left when it was let go."""
+    loss: Loss | None = None
+    """How it was lost, where the run went on."""
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
@@ -53,7 +61,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return {
         "text": f"{type(error).__name__}: {error}",
         "exit_code": getattr(error, "exit_code", 1),
-        "consequence": lost_peer or isinstance(error, (EpochEnded, ConnectionError)),
+        "consequence": lost_peer or isinstance(error, (EpochEnded, RunEnded, ConnectionError)),
     }
 
 
@@ -70,11 +78,16 @@ class RunBook:
         self.failures: list[Failure] = []
         self.last_step: int | None = None
         self.stop_signal: int | None = None
-        self._failed: set[int] = set()
+        self._failed: set[int | None] = set()
 
     @property
     def over(self) -> bool:
         return all(worker.ended for worker in self.workers.values())
+
+    def note_grid(self, grid: Grid) -> None:
+        """Knows where every worker stands before it says so itself."""
+        for rank in grid.ranks:
+            self.workers[rank].coordinates = str(grid.coordinates(rank))
 
     def note_hello(self, rank: int, *, host: str, log: str) -> None:
         self.workers[rank].host, self.workers[rank].log = host, log
@@ -89,10 +102,30 @@ class RunBook:
             case {"kind": "step", "step": int(step)}:
                 self.last_step = step
 
+    def note_done(self, ranks: Iterable[int]) -> None:
+        """These workers may end with exit code 0."""
+        for rank in ranks:
+            self.workers[rank].done = True
+
     def note_error(self, rank: int, error: dict[str, Any]) -> None:
         """An exception that the worker reports before it ends."""
         message = f"{self.name(rank)}, {self._step(rank)}: {error['text']}{self._log(rank)}"
         self._fail(rank, error["exit_code"], message, consequence=error["consequence"])
+
+    def note_taken_over(self, hosts: Mapping[int, str], last_step: int) -> None:
+        """What was known when another coordinator was lost."""
+        self.last_step = last_step or None
+        for rank, host in hosts.items():
+            self.workers[rank].host = self.workers[rank].host or host
+
+    def note_gone(self, ranks: Iterable[int]) -> None:
+        """Workers of which nothing more is expected."""
+        for rank in ranks:
+            self.workers[rank].ended = self.workers[rank].done = True
+
+    def is_needed(self, rank: int) -> bool:
+        """Whether this worker may not end yet: the run is neither over for it nor being stopped."""
+        return not self.workers[rank].done and self.stop_signal is None
 
     def note_end(self, rank: int, *, exit_code: int, by_guardian: bool) -> None:
         """A guardian's waitpid: `exit_code` as in subprocess, minus the signal's number for a death by signal."""
@@ -100,20 +133,44 @@ class RunBook:
         if by_guardian or exit_code == 0:
             return
         if exit_code < 0:
-            message = f"{self.name(rank)} was killed by {signal_name(-exit_code)} {self._where(rank)}{self._log(rank)}"
-            self._fail(rank, EXIT_WORKER_LOST, message)
+            self.note_fatal_loss(self.death_by_signal(rank, -exit_code))
         else:
             message = f"{self.name(rank)} ended with exit code {exit_code} {self._where(rank)}{self._log(rank)}"
             self._fail(rank, exit_code, message)
 
-    def note_lost_guardian(self, ranks: Iterable[int]) -> None:
+    def note_early_end(self, rank: int) -> None:
+        """A worker that ended with exit code 0 while the others still needed it."""
+        self.workers[rank].ended = True
+        message = f"{self.name(rank)} ended with exit code 0 {self._where(rank)}, before the run was over"
+        self._fail(rank, EXIT_WORKER_LOST, message + self._log(rank))
+
+    def death_by_signal(self, rank: int, signal_number: int, *, because: str = "") -> Loss:
+        """`because`: why a guardian has killed it."""
+        return Loss(rank=rank, why=f"{because or f'killed by {signal_name(signal_number)}'} {self._where(rank)}")
+
+    def death_with_guardian(self, rank: int) -> Loss:
         """The connection to a guardian broke: its workers die with it."""
-        for rank in ranks:
-            if not self.workers[rank].ended:
-                self.workers[rank].ended = True
-                host = self.workers[rank].host or "its host"
-                message = f"{self.name(rank)} was lost {self._where(rank)}: its guardian on {host} is gone"
-                self._fail(rank, EXIT_WORKER_LOST, message)
+        host = self.workers[rank].host or "its host"
+        return Loss(rank=rank, why=f"lost {self._where(rank)}: its guardian on {host} is gone")
+
+    def note_survived_loss(self, loss: Loss) -> None:
+        """The run goes on without this worker, as far as is known."""
+        self.workers[loss.rank].ended, self.workers[loss.rank].loss = True, loss
+
+    def note_fatal_loss(self, loss: Loss) -> None:
+        """The run ends with this worker."""
+        self.workers[loss.rank].ended = True
+        self._fail(loss.rank, EXIT_WORKER_LOST, self._told(loss))
+
+    def note_halt(self, reason: str) -> None:
+        """The run can't go on, after losses that it might have survived one by one."""
+        lost = [worker.loss for worker in self.workers.values() if worker.loss is not None]
+        message = "\n".join([f"the run can't go on: {reason}", *(self._told(loss) for loss in lost)])
+        self._fail(None, EXIT_WORKER_LOST, message)
+
+    def note_lost_quorum(self, reason: str) -> None:
+        """Too many hosts are out of reach: they may go on without this one, so it must not."""
+        self._fail(None, EXIT_COORDINATOR_LOST, f"the run can't go on here: {reason}")
 
     def note_never_came(self, ranks: Iterable[int], *, timeout_s: float) -> None:
         """Workers that have not said hello in time."""
@@ -133,13 +190,15 @@ class RunBook:
         if self.stop_signal is not None:
             at = "before the first step" if self.last_step is None else f"after step {self.last_step}"
             return Outcome(exit_code=EXIT_BY_SIGNAL + self.stop_signal, message=f"stopped {at}")
+        if self.over and all(worker.loss for worker in self.workers.values()):
+            return Outcome(exit_code=EXIT_WORKER_LOST, message="no worker has come to the run's end")
         return Outcome(exit_code=0)
 
     def name(self, rank: int) -> str:
         coordinates = self.workers[rank].coordinates
         return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
-    def _fail(self, rank: int, exit_code: int, message: str, *, consequence: bool = False) -> None:
+    def _fail(self, rank: int | None, exit_code: int, message: str, *, consequence: bool = False) -> None:
         if rank not in self._failed:  # the exit code that follows a reported exception says nothing new
             self._failed.add(rank)
             failure = Failure(rank=rank, exit_code=exit_code, message=message, consequence=consequence)
@@ -155,6 +214,9 @@ class RunBook:
     def _where(self, rank: int) -> str:
         step = self._step(rank)
         return f"in {step}" if step.startswith("step") else step
+
+    def _told(self, loss: Loss) -> str:
+        return f"{self.name(loss.rank)} was {loss.why}{self._log(loss.rank)}"
 
     def _log(self, rank: int) -> str:
         worker = self.workers[rank]

@@ -12,16 +12,24 @@ from matplotlib.ticker import MaxNLocator
 
 SMOOTHING_SHARE = 0.02
 RAW, SMOOTH, EVALUATED, REFERENCE, TEXT = "#9db8d9", "#1f4e8c", "#d1495b", "#8a7f72", "#333333"
+CHANGED = "#e09f3e"
 
 Points = Sequence[tuple[float, float]]
 
 
 def draw_loss(
-    path: Path, *, title: str, training: Points, evaluations: Points = (), unigram_entropy: float | None = None
+    path: Path,
+    *,
+    title: str,
+    training: Points,
+    evaluations: Points = (),
+    membership_changes: Sequence[float] = (),
+    unigram_entropy: float | None = None,
 ) -> None:
     """Writes a PNG of the training loss (step, nats a token): raw, smoothed, with evaluations and a reference line.
 
-    The unigram entropy is the loss of a model that knows only how frequent each token is.
+    The unigram entropy is the loss of a model that knows only how frequent each token is. A thin vertical line marks
+    each step in which the membership changed.
     """
     training = [point for point in training if math.isfinite(point[1])]
     figure = Figure(figsize=(8, 4.8), dpi=144, layout="constrained")
@@ -34,6 +42,9 @@ def draw_loss(
     if evaluations:
         marks = [point for point in evaluations if math.isfinite(point[1])]
         axes.plot(*zip(*marks), "o-", color=EVALUATED, markersize=5, linewidth=1, label="evaluation loss")
+    for number, step in enumerate(membership_changes):
+        label = "change of membership" if number == 0 else None
+        axes.axvline(step, color=CHANGED, linewidth=1, zorder=1, label=label)
     if unigram_entropy is not None:
         label = f"unigram entropy ({unigram_entropy:.2f})"
         axes.axhline(unigram_entropy, color=REFERENCE, linestyle="--", linewidth=1.2, label=label)

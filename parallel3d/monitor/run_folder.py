@@ -15,6 +15,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
 CHART, LOGS, LOCK = "loss.png", "logs", ".lock"
+LOCK_WAIT_S = 2.0
+LOCK_RETRY_S = 0.05
 
 
 class RunFolder:
@@ -60,6 +63,47 @@ class RunFolder:
     def close(self) -> None:
         self._metrics.close()
         self._lock.close()
+
+
+class ContinuedFolder(RunFolder):
+    """The folder of a run that another process has begun and this one goes on with.
+
+    Where it can't be opened, each attempt to write raises the OSError that says why.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.moved_to = path, None
+        self._refusal: OSError | None = None
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not self._open() and time.monotonic() < deadline:
+            time.sleep(LOCK_RETRY_S)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        self._check()
+        super().append_metrics(line)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self._check()
+        super().write_summary(summary)
+
+    def close(self) -> None:
+        if self._refusal is None:
+            super().close()
+
+    def _open(self) -> bool:
+        """False while the lock is held: it ends with the process that is lost."""
+        try:
+            self._lock = (self.path / LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._metrics = (self.path / METRICS).open("a", buffering=1)
+            self._refusal = None
+        except OSError as error:
+            self._refusal = error
+        return not isinstance(self._refusal, BlockingIOError)
+
+    def _check(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,9 @@ A record is a dict with "kind" (or "event"):
     step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   a line of metrics.jsonl
     evaluation  step, loss        total       num_steps: the length of the bar
     notice      text              summary     the run's figures, once, at its end
+    membership  text, live, spare, lost: who takes part from now on
+
+Records with "event" go to metrics.jsonl as they are.
 """
 
 from __future__ import annotations
@@ -106,9 +109,16 @@ class RunReport:
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="run-report", daemon=True)
         self._total: int | None = None
-        self._last_step: dict[str, Any] = {}
+        self._workers = ""
+        """Who is left, once somebody is lost."""
+        self._last_step = self._told_before()
         self._summary: dict[str, Any] = {}
         self._disk_works = True
+
+    @property
+    def last_step(self) -> int:
+        """The last step of which this run has been told; 0 before the first."""
+        return self._last_step.get("step", 0)
 
     def start(self) -> None:
         """Starts its thread; call it after the forks."""
@@ -146,13 +156,17 @@ class RunReport:
                 self._last_step = fields
                 self._keep(self._folder.append_metrics, fields)
                 step_s = record.get("step_s", 0.0)
-                self._progress.show(record["step"], self._total, _step_text(record), step_s)
+                text = "  ".join(part for part in (_step_text(record), self._workers) if part)
+                self._progress.show(record["step"], self._total, text, step_s)
             case "evaluation":
                 self._progress.note(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
                 self._keep_event("evaluation", fields)
             case "notice":
                 self._progress.note(record["text"])
                 self._keep_event("notice", fields)
+            case "membership":
+                self._progress.note(record["text"])
+                self._workers = _workers_text(record)
             case "total":
                 self._total = record["num_steps"]
             case "summary":
@@ -176,12 +190,20 @@ class RunReport:
         lines = read_metrics(self._folder.path / METRICS)
         training = [(line["step"], float(line["loss"])) for line in lines if "event" not in line and "loss" in line]
         evaluations = [(line["step"], float(line["loss"])) for line in lines if line.get("event") == "evaluation"]
+        changes = [line["step"] for line in lines if line.get("event") == "membership"]
         if len(training) > 1:
             from parallel3d.monitor.charts import draw_loss  # matplotlib takes most of a second to import
 
             entropy = self._summary.get("unigram_entropy")
             path = self._folder.path / CHART
-            draw_loss(path, title=self._title, training=training, evaluations=evaluations, unigram_entropy=entropy)
+            draw_loss(
+                path,
+                title=self._title,
+                training=training,
+                evaluations=evaluations,
+                membership_changes=changes,
+                unigram_entropy=entropy,
+            )
 
     def _closing_words(self) -> str:
         figures = dict(self._summary)
@@ -194,6 +216,14 @@ class RunReport:
         files = [name for name in (METRICS, SUMMARY, CHART, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
+    def _told_before(self) -> dict[str, Any]:
+        """The last step in the folder: there is one when this report goes on with another process' run."""
+        try:
+            lines = read_metrics(self._folder.path / METRICS)
+        except OSError:
+            return {}
+        return next((line for line in reversed(lines) if "event" not in line), {})
+
     def _exists(self, name: str) -> bool:
         return (self._folder.path / name).exists()
 
@@ -202,6 +232,11 @@ def _step_text(record: dict[str, Any]) -> str:
     loss, speed = record.get("loss"), record.get("tokens_per_s")
     parts = [f"loss {loss:.4f}" if loss is not None else "", f"{speed:,.0f} tokens/s" if speed is not None else ""]
     return "  ".join(part for part in parts if part)
+
+
+def _workers_text(record: dict[str, Any]) -> str:
+    live, spare, lost = (record[name] for name in ("live", "spare", "lost"))
+    return f"live {live} spare {spare} lost {lost}" if spare or lost else ""
 
 
 def _eta(step: int, total: int | None, step_s: float) -> str:

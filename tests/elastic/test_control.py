@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.elastic.control import Control, FrameReader, encode_frame, open_connection
-from parallel3d.elastic.coordinator import Coordinator, Limits, open_listener
+from parallel3d.elastic.membership import EpochRecord
 from parallel3d.errors import EpochEnded, LaunchError, ProtocolError
+from parallel3d.topology.grid import Grid
 
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
 
@@ -34,29 +35,6 @@ def test_frames_survive_any_chunking(frames, cuts):
 def test_what_is_no_frame_is_refused(data):
     with pytest.raises(ProtocolError):
         list(FrameReader().feed(data))
-
-
-@pytest.fixture
-def world():
-    """A coordinator of two workers and a guardian's bare connection: (connect, guardian, records)."""
-    records: list[dict] = []
-    listener = open_listener("127.0.0.1", 0)
-    address = ("127.0.0.1", listener.getsockname()[1])
-    coordinator = Coordinator(listener, world_size=2, emit=records.append, limits=Limits())
-    coordinator.start()
-    guardian = open_connection(address, {"op": "hello", "role": "guardian", "ranks": [0, 1]}, timeout_s=5)
-
-    def connect(rank: int) -> Control:
-        hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}
-        controls.append(Control(open_connection(address, hello, timeout_s=5), rank=rank, world_size=2))
-        return controls[-1]
-
-    controls: list[Control] = []
-    yield address, connect, guardian, records
-    for control in controls:
-        control.finish(0)
-    guardian.close()
-    coordinator.join(5)
 
 
 def tell(guardian: socket.socket, **header) -> None:
@@ -113,7 +91,8 @@ def test_a_lost_worker_aborts_the_other_with_the_reason(world):
     _, connect, guardian, _ = world
     control = connect(0)
     assert not control.check(["x"], AbortToken())  # it is greeted, so the news has to be pushed
-    tell(guardian, op="ended", rank=1, exit_code=-9, by_guardian=False)
+    end = {"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01}
+    tell(guardian, op="ended", ends=[end])
     with pytest.raises(EpochEnded, match="rank 1 was killed by SIGKILL"):
         control.token.sleep(5)
 
@@ -143,6 +122,42 @@ def test_a_broken_connection_aborts_the_worker():
     ours, theirs = socket.socketpair()
     control = Control(ours, rank=0, world_size=1)
     theirs.close()
+    with pytest.raises(EpochEnded):
+        control.token.sleep(5)
+
+
+def test_a_worker_goes_on_with_the_coordinators_successor():
+    ours, first = socket.socketpair()
+    next_ours, successor = socket.socketpair()
+    asked: list[dict] = []
+    found = threading.Event()
+
+    def reconnect(standing: dict) -> socket.socket | None:
+        asked.append(standing)
+        if len(asked) > 1 or not found.wait(5):
+            return None
+        return next_ours
+
+    control = Control(ours, rank=0, world_size=1, reconnect=reconnect)
+    record = EpochRecord(epoch=3, grid=Grid.straight(tp_size=1, pp_size=1, dp_size=1), previous=None, members=(0,))
+    for frame in ({"op": "record", "record": record.to_json()}, {"op": "go", "epoch": 3}):
+        first.sendall(encode_frame(frame))
+    deadline = time.monotonic() + 5
+    while control.seat.committed < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.close()
+    for number in range(100):
+        control.publish({"number": number})  # while there is nobody to hear it
+    found.set()
+    reader, heard = FrameReader(), []
+    while not heard or heard[-1][0].get("record") != {"number": 99}:
+        heard += reader.feed(successor.recv(10_000))
+    numbers = [header["record"]["number"] for header, _ in heard if header["op"] == "publish"]
+    assert numbers == list(range(100)) and not control.token.aborted
+    assert asked == [{"announced": 0, "committed": record.to_json()}]
+    assert control.seat._opening.token.aborted  # the epoch itself is over
+    successor.close()
     with pytest.raises(EpochEnded):
         control.token.sleep(5)
 

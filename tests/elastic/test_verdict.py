@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from parallel3d.elastic.verdict import Failure, Outcome, RunBook, describe_error, root_cause
 from parallel3d.errors import DataError, EpochEnded
+from parallel3d.topology.grid import Grid
 
 
 def book_of_two() -> RunBook:
@@ -70,12 +71,45 @@ def test_what_the_guardian_kills_after_a_stop_is_no_failure():
     assert book.outcome() == Outcome(exit_code=143, message="stopped after step 9")
 
 
-def test_a_lost_guardian_takes_only_workers_that_had_not_ended():
+def test_losses_that_the_run_survives_are_part_of_the_message_when_it_halts():
+    book = RunBook(4)
+    book.note_grid(Grid.straight(tp_size=1, pp_size=2, dp_size=2))
+    book.note_hello(3, host="there", log="logs/rank-3.log")
+    book.note_record(0, {"kind": "step", "step": 4})
+    book.note_survived_loss(book.death_by_signal(2, 9))
+    assert not book.failures
+    book.note_record(0, {"kind": "step", "step": 5})
+    book.note_survived_loss(book.death_with_guardian(3))
+    book.note_halt("stage 1 has no replica left")
+    for rank in (0, 1):
+        book.note_end(rank, exit_code=1, by_guardian=False)
+    assert book.outcome() == Outcome(
+        exit_code=3,
+        message="the run can't go on: stage 1 has no replica left\n"
+        "rank 2 (pp1 dp0 tp0) was killed by SIGKILL in step 5\n"
+        "rank 3 (pp1 dp1 tp0) was lost in step 6: its guardian on there is gone\n"
+        "  log: logs/rank-3.log",
+    )
+
+
+def test_a_run_that_everybody_was_lost_of_is_no_success():
     book = book_of_two()
-    book.note_end(0, exit_code=0, by_guardian=False)
-    book.note_lost_guardian([0, 1])
-    assert book.over and [failure.rank for failure in book.failures] == [1]
+    for rank in (0, 1):
+        book.note_survived_loss(book.death_by_signal(rank, 9))
+    assert book.over and book.outcome().exit_code == 3
+
+
+def test_a_worker_may_end_only_when_it_is_not_needed():
+    book = book_of_two()
+    assert book.is_needed(0) and book.is_needed(1)
+    book.note_done([0])
+    assert not book.is_needed(0) and book.is_needed(1)
+    book.note_early_end(1)
     assert book.outcome().exit_code == 3
+    assert "rank 1 (pp1 dp0 tp0) ended with exit code 0 before the first step, before the" in book.outcome().message
+    book = book_of_two()
+    book.note_stop(15)
+    assert not book.is_needed(0)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6))

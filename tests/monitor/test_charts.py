@@ -5,7 +5,7 @@ import math
 import pytest
 from matplotlib.image import imread
 
-from parallel3d.monitor.charts import EVALUATED, REFERENCE, draw_loss, smooth
+from parallel3d.monitor.charts import CHANGED, EVALUATED, REFERENCE, draw_loss, smooth
 
 
 def colours(path) -> set[str]:
@@ -16,9 +16,17 @@ def colours(path) -> set[str]:
 def test_the_chart_shows_what_it_is_given(tmp_path):
     training = [(step, 8.0 * math.exp(-step / 50)) for step in range(100)] + [(100, math.nan)]
     draw_loss(tmp_path / "plain.png", title="plain", training=training)
-    draw_loss(tmp_path / "all.png", title="all", training=training, evaluations=[(50, 3.0)], unigram_entropy=5.0)
+    draw_loss(
+        tmp_path / "all.png",
+        title="all",
+        training=training,
+        evaluations=[(50, 3.0)],
+        membership_changes=[20, 70],
+        unigram_entropy=5.0,
+    )
     plain, everything = colours(tmp_path / "plain.png"), colours(tmp_path / "all.png")
-    assert not plain & {EVALUATED, REFERENCE} and everything >= {EVALUATED, REFERENCE}
+    extras = {EVALUATED, REFERENCE, CHANGED}
+    assert not plain & extras and everything >= extras
 
 
 def test_smoothing_keeps_a_constant_and_calms_noise():

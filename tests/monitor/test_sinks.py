@@ -30,7 +30,7 @@ def test_a_whole_run(tmp_path):
         {"kind": "hello", "coordinates": "pp0"},
         *(step(number) for number in (1, 2, 3, 4)),
         {"kind": "evaluation", "step": 4, "loss": 2.5},
-        {"event": "membership", "epoch": 1},
+        {"event": "membership", "epoch": 1, "step": 4},
         {"kind": "summary", "final_loss": 2.0, "unigram_entropy": 5.0, "state_bytes": 2**20, "tokens": 4096},
     ):
         report.publish(record)
@@ -65,6 +65,22 @@ def test_the_bar_on_a_terminal(tmp_path):
     report.close("", exit_code=0)
     assert "step 5/10 |" in out.getvalue() and "loss 1.6000  1,234 tokens/s  ETA 0:10" in out.getvalue()
     assert "hear\n" in out.getvalue()
+
+
+def test_the_bar_says_who_is_left_once_somebody_is_lost(tmp_path):
+    report, _ = report_of(tmp_path, out := Terminal())
+    report.start()
+    report.publish({"kind": "total", "num_steps": 10})
+    report.publish({"kind": "membership", "text": "epoch 1: as before", "live": 8, "spare": 0, "lost": 0})
+    report.publish(step(5))
+    report.publish({"kind": "membership", "text": "epoch 2: lost rank 3", "live": 6, "spare": 1, "lost": 1})
+    report.publish(step(6))
+    report.close("", exit_code=0)
+    fifth, sixth = out.getvalue().split("epoch 2: lost rank 3\n")
+    assert "epoch 1: as before\n" in fifth and "live" not in fifth
+    assert "loss 1.3333  1,234 tokens/s  live 6 spare 1 lost 1  ETA 0:08" in sixth
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2  # the account of a change is a record of its own
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):

@@ -1,0 +1,211 @@
+"""Signs of life: a page that workers write and their guardian reads, and the judgement on what stands there.
+
+The page is an anonymous shared mapping made before the forks, one slot for each child: no system call, no thread of the
+guardian, nothing that a full network could delay. A worker's own thread writes the time of its last beat there; its
+main thread counts instructions. Three cases are told apart:
+
+    silent and stopped    no beat, and the kernel says that the process is stopped: given up after `silence_s`
+    silent but runnable   no beat, because the machine is busy: starved, it gets four times as long
+    stuck                 beats, but the main thread does not get on, though it waits for nobody: after `stuck_s`
+
+Both times follow the network's measured round trip, and are ten times as long while a worker evaluates, saves, or does
+its first steps. Nothing is watched before a worker says that it runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import TypeAlias
+
+from parallel3d.config.schema import TimeoutConfig
+
+BEAT_S = 0.05
+SLOT_BYTES = 64
+STARVED_FACTOR = 4.0
+SUSPENDED_FACTOR = 10.0
+LATE_LOOKS = 3.0
+
+Slot: TypeAlias = "memoryview[float]"
+
+_FIELDS = SLOT_BYTES // 8  # doubles: they hold whole numbers up to 2**53, and eight aligned bytes are written at once
+_BEAT, _COUNT, _MOVED, _MODE, _WAITING = range(5)
+
+
+class Mode(IntEnum):
+    """What a worker is doing, as far as patience goes."""
+
+    STARTING = 0
+    """Not watched."""
+    RUNNING = 1
+    SUSPENDED = 2
+    """Something that takes long and counts no instructions: watched with ten times the patience."""
+
+
+class PulsePage:
+    """The shared page; make it before the forks. Slots are numbered in the order of the children."""
+
+    def __init__(self, num_slots: int):
+        self._slots = memoryview(mmap.mmap(-1, num_slots * SLOT_BYTES)).cast("d")
+
+    def slot(self, number: int) -> Slot:
+        return self._slots[number * _FIELDS : (number + 1) * _FIELDS]
+
+
+class Pulse:
+    """A worker's hand on its slot."""
+
+    def __init__(self, slot: Slot):
+        self._slot = slot
+        self._num_waits = 0
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begins to beat, on a thread of its own."""
+        self._slot[_BEAT] = self._slot[_MOVED] = time.monotonic()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def tick(self) -> None:
+        """The main thread gets on: call it for every instruction."""
+        slot = self._slot
+        slot[_COUNT] += 1.0
+        slot[_MOVED] = time.monotonic()
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(int(self._slot[_MODE]))
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self.tick()
+        self._slot[_MODE] = mode
+
+    def note_wait(self, is_waiting: bool) -> None:
+        """A thread begins or ends to wait for a peer: meanwhile it is no fault of its own not to get on."""
+        self.tick()
+        with self._lock:
+            self._num_waits += 1 if is_waiting else -1
+            self._slot[_WAITING] = self._num_waits
+
+    def _beat(self) -> None:
+        while True:
+            self._slot[_BEAT] = time.monotonic()
+            time.sleep(BEAT_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vitals:
+    """What stands in a slot."""
+
+    beat_s: float
+    """Time of the last beat, by the monotonic clock, which all processes of a host share."""
+    moved_s: float
+    """Time of the last instruction."""
+    num_instructions: int
+    mode: Mode
+    waiting: bool
+
+    @property
+    def last_sign_s(self) -> float:
+        return max(self.beat_s, self.moved_s)
+
+
+def read_vitals(slot: Slot) -> Vitals:
+    return Vitals(
+        beat_s=slot[_BEAT],
+        moved_s=slot[_MOVED],
+        num_instructions=int(slot[_COUNT]),
+        mode=Mode(int(slot[_MODE])),
+        waiting=bool(slot[_WAITING]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a worker may be silent, and how long stuck; in seconds."""
+
+    silence_s: float
+    stuck_s: float
+
+
+def plan_patience(silence: TimeoutConfig, stuck: TimeoutConfig, round_trip_s: float) -> Patience:
+    """Multiples of the network's measured round trip, each held between its two bounds."""
+
+    def clamp(rule: TimeoutConfig) -> float:
+        return min(max(rule.multiplier * round_trip_s, rule.min_s), rule.max_s)
+
+    return Patience(silence_s=clamp(silence), stuck_s=clamp(stuck))
+
+
+def diagnose(vitals: Vitals, patience: Patience, *, now_s: float, since_s: float, stopped: bool | None) -> str:
+    """Why a worker must be given up; "" while there is hope.
+
+    Times before `since_s` are not held against it. `stopped`: what the kernel says; None where it can't be asked.
+    """
+    if vitals.mode is Mode.STARTING:
+        return ""
+    factor = SUSPENDED_FACTOR if vitals.mode is Mode.SUSPENDED else 1.0
+    silent_s = now_s - max(vitals.beat_s, since_s)
+    if silent_s > factor * patience.silence_s * (1.0 if stopped else STARVED_FACTOR):
+        return f"silent for {silent_s:.1f} s" + (" (stopped)" if stopped else "")
+    still_s = now_s - max(vitals.moved_s, since_s)
+    if not vitals.waiting and still_s > factor * patience.stuck_s:
+        return f"stuck for {still_s:.0f} s at instruction {vitals.num_instructions}"
+    return ""
+
+
+class Watch:
+    """A guardian's look at the slots of its children (by pid), every `BEAT_S` once it has been told its patience."""
+
+    def __init__(self, slots: Mapping[int, Slot], clock: Callable[[], float] = time.monotonic):
+        self._slots = dict(slots)
+        self._clock = clock
+        self._patience: Patience | None = None
+        self._since_s = self._last_look_s = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self._patience is not None
+
+    def begin(self, patience: Patience) -> None:
+        self._patience = patience
+        self._since_s = self._last_look_s = self._clock()
+
+    def look(self, pids: Iterable[int]) -> dict[int, str]:
+        """The children that must be given up, and why. A look that comes late blames nobody for the time before."""
+        if self._patience is None:
+            return {}
+        now_s = self._clock()
+        if now_s - self._last_look_s > LATE_LOOKS * BEAT_S:
+            self._since_s = now_s
+        self._last_look_s = now_s
+        given_up = {}
+        for pid in pids:
+            vitals = read_vitals(self._slots[pid])
+            silent = now_s - vitals.beat_s > self._patience.silence_s
+            stopped = is_stopped(pid) if silent else False
+            if why := diagnose(vitals, self._patience, now_s=now_s, since_s=self._since_s, stopped=stopped):
+                given_up[pid] = why
+        return given_up
+
+    def silent_s(self, pid: int) -> float | None:
+        """Seconds since a child's last sign of life; None when it has given none."""
+        last_s = read_vitals(self._slots[pid]).last_sign_s
+        return self._clock() - last_s if last_s else None
+
+
+def is_stopped(pid: int) -> bool | None:
+    """Whether the kernel has stopped a process (SIGSTOP, a debugger); None where there is no /proc to ask."""
+    if sys.platform != "linux":
+        return None
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

@@ -1,0 +1,55 @@
+"""A coordinator of two workers within the test's own process."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel3d.config.schema import TimeoutConfig
+from parallel3d.elastic.control import Control, open_connection
+from parallel3d.elastic.coordinator import Coordinator, ElasticSettings, Limits, open_listener
+from parallel3d.topology.grid import Grid
+
+
+@pytest.fixture
+def elastic_settings():
+    """Settings of a run on a grid: half a second of silence, a minute of standstill."""
+
+    def settings(grid: Grid) -> ElasticSettings:
+        return ElasticSettings(
+            grid=grid,
+            zero_stage=1,
+            zero_backups=1,
+            silence=TimeoutConfig(multiplier=1000.0, min_s=0.5, max_s=5.0),
+            stuck=TimeoutConfig(multiplier=1.0, min_s=60.0, max_s=600.0),
+        )
+
+    return settings
+
+
+@pytest.fixture
+def elastic():
+    """What the world's coordinator knows of its members; None: a loss ends the run."""
+    return None
+
+
+@pytest.fixture
+def world(elastic):
+    """A coordinator of two workers and a guardian's bare connection: (address, connect, guardian, records)."""
+    records: list[dict] = []
+    listener = open_listener("127.0.0.1", 0)
+    address = ("127.0.0.1", listener.getsockname()[1])
+    coordinator = Coordinator(listener, world_size=2, emit=records.append, limits=Limits(), elastic=elastic)
+    coordinator.start()
+    guardian = open_connection(address, {"op": "hello", "role": "guardian", "ranks": [0, 1]}, timeout_s=5)
+
+    def connect(rank: int) -> Control:
+        hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}
+        controls.append(Control(open_connection(address, hello, timeout_s=5), rank=rank, world_size=2))
+        return controls[-1]
+
+    controls: list[Control] = []
+    yield address, connect, guardian, records
+    for control in controls:
+        control.finish(0)
+    guardian.close()
+    coordinator.join(5)

@@ -1,0 +1,228 @@
+"""Worlds of real processes whose members change: `python members.py RUN_DIRECTORY SPEC` is the launcher of one.
+
+A member takes part in the protocol as a trainer does, but what it trains is nothing: a step is a round of messages
+through the store, which ends when all of the grid have contributed. SPEC is JSON:
+
+    faults   [[rank, point, number, what], ...]: what happens to it when it comes to that point of that number
+             point: step, finish (number 0), and in the epoch of that number report, moves, confirm, go
+             what: kill, stop, term, exit, hang, dawdle, suspect
+    layout   [pp_size, dp_size, tp_size]
+    hosts    the name of each rank's host, where every rank has a launcher's process of its own
+    num_steps, zero_stage, zero_backups, witness
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parallel3d.comm.abort import AbortToken
+from parallel3d.config.schema import TimeoutConfig
+from parallel3d.elastic.coordinator import ElasticSettings, Limits
+from parallel3d.elastic.launcher_env import read_launcher_env
+from parallel3d.elastic.membership import NOTHING, EpochRecord, Position, Report
+from parallel3d.elastic.pulse import Mode
+from parallel3d.elastic.run import run_workers
+from parallel3d.elastic.spawn import WorkerContext
+from parallel3d.errors import EpochEnded, UserError
+from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder
+from parallel3d.monitor.sinks import RunReport
+from parallel3d.topology.grid import Grid
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+BYTES_MOVED = 2**19
+STEP_S = 0.01
+
+
+def start(directory: Path, *, variables: dict[str, str] | None = None, **spec: Any) -> subprocess.Popen[str]:
+    """The launcher's process of a world, its output piped."""
+    return subprocess.Popen(
+        [sys.executable, __file__, str(directory), json.dumps(spec)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **(variables or {})},
+        start_new_session=True,
+    )
+
+
+def start_on_hosts(directory: Path, hosts: list[str], **spec: Any) -> list[subprocess.Popen[str]]:
+    """As a launcher without a store of its own does: a process for each rank, `hosts` saying where it thinks it is."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        start(
+            directory,
+            variables={
+                **{name: str(value) for name, value in world.items()},
+                "RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            },
+            **{"hosts": hosts, "layout": (1, len(hosts), 1), **spec},
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+@dataclass
+class Member:
+    """One worker: `state` is the number of steps it has made, which all must agree on."""
+
+    context: WorkerContext
+    faults: list[tuple[int, str, int, str]]
+    num_steps: int
+    state: int = 0
+    record: EpochRecord | None = None
+    token: AbortToken = field(default_factory=AbortToken)
+    suspicion: str = ""
+
+    def run(self) -> int:
+        seat = self.context.control.seat
+        while (opening := seat.enter(self.report, suspicion=self.suspicion)) is not None:
+            self.token = opening.token
+            try:
+                self.join(opening.record)
+                if self.context.rank in opening.record.leavers:
+                    return 0
+                self.suspicion = ""
+                if opening.record.grid.holds(self.context.rank):
+                    self.train(opening.record)
+                    self.come_to("finish", 0)
+                    seat.finish()
+                    print("done")
+                    return 0
+            except EpochEnded as error:
+                self.suspicion = str(error)
+                print(f"left: {error}")
+                if seat.committed > (self.record.epoch if self.record else NOTHING):
+                    self.record = opening.record
+        return 0
+
+    def report(self, epoch: int) -> Report:
+        self.come_to("report", epoch)
+        return Report(
+            rank=self.context.rank,
+            epoch=epoch,
+            cut_epoch=self.record.epoch if self.record else NOTHING,
+            position=Position(iteration=self.state),
+            entries=({"iteration": self.state},),
+            version=self.state,
+            host=self.context.host,
+            address=("127.0.0.1", 1),
+        )
+
+    def join(self, record: EpochRecord) -> None:
+        rank, control = self.context.rank, self.context.control
+        if record.previous and record.previous.holds(rank):
+            self.state = record.entries[-1]["iteration"]
+        self.come_to("moves", record.epoch)
+        has_place = record.grid.holds(rank)
+        self.come_to("confirm", record.epoch)
+        started = time.monotonic()
+        control.seat.confirm(record.epoch, digest="same" if has_place else "", moved_bytes=BYTES_MOVED)
+        self.record = record
+        print(f"epoch {record.epoch}: {list(record.grid.ranks)} from step {record.position.iteration}")
+        self.come_to("go", record.epoch)
+        if rank == record.grid.ranks[0]:
+            if record.previous is None:
+                control.publish({"kind": "total", "num_steps": self.num_steps})
+                control.publish({"kind": "round_trip", "seconds": 0.0003})
+            else:
+                regroup_s = time.monotonic() - started
+                resumed = {"epoch": record.epoch, "regroup_s": regroup_s, "plan": "as planned", "direction": "back"}
+                control.publish({"kind": "resumed", **resumed})
+            for step in range(record.last_told + 1, self.state + 1):  # the last leader may not have told
+                control.publish({"kind": "step", "step": step, "loss": 8.0 / step, "step_s": STEP_S})
+        self.context.pulse.mode = Mode.RUNNING
+
+    def train(self, record: EpochRecord) -> None:
+        while self.state < self.num_steps:
+            step, started = self.state + 1, time.monotonic()
+            self.context.control.publish({"kind": "progress", "step": step})
+            self.come_to("step", step)
+            self.token.sleep(STEP_S)
+            words = self.gather(record, f"step{step}")
+            self.state = step
+            if self.context.rank == record.grid.ranks[0]:
+                step_s = time.monotonic() - started
+                self.context.control.publish({"kind": "step", "step": step, "loss": 8.0 / step, "step_s": step_s})
+            if b"stop" in words:
+                return
+            if b"leave" in words:
+                raise EpochEnded("somebody leaves")
+
+    def gather(self, record: EpochRecord, what: str) -> list[bytes]:
+        """The contributions of all ranks of the grid: their wishes."""
+        control, key = self.context.control, f"epoch{record.epoch}/{what}"
+        wish = b"stop" if control.stop_requested else b"leave" if control.leave_requested else b""
+        control.set(f"{key}/{self.context.rank}", wish)
+        return [control.get(f"{key}/{rank}", self.token) for rank in record.grid.ranks]
+
+    def come_to(self, point: str, number: int) -> None:
+        """Does whatever shall go wrong here; once."""
+        self.context.pulse.tick()
+        for fault in [fault for fault in self.faults if fault[1:3] == (point, number)]:
+            self.faults.remove(fault)
+            what = fault[3]
+            self.context.control.check([""], self.context.control.token)  # all that was said before has been heard
+            if what == "exit":
+                os._exit(0)
+            if what == "suspect":
+                raise EpochEnded("something only I have seen")
+            if what == "hang":
+                time.sleep(60)  # its heart goes on beating
+            if what == "dawdle":
+                Path(sys.argv[1], f"dawdling-{self.context.rank}").touch()
+                time.sleep(0.5)
+                return
+            os.kill(os.getpid(), SIGNALS[what])
+
+
+def member(spec: dict[str, Any], context: WorkerContext) -> int:
+    Path(sys.argv[1], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
+    faults = [(rank, point, number, what) for rank, point, number, what in spec.get("faults", ())]
+    mine = [fault for fault in faults if fault[0] == context.rank]
+    return Member(context=context, faults=mine, num_steps=spec.get("num_steps", 20)).run()
+
+
+def main() -> int:
+    directory, spec = Path(sys.argv[1]), json.loads(sys.argv[2])
+    pp_size, dp_size, tp_size = spec.get("layout", (2, 2, 1))
+    grid = Grid.straight(pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
+    env = read_launcher_env(os.environ)
+    try:
+        return run_workers(
+            partial(member, spec),
+            world_size=len(grid.ranks),
+            logs=directory / "logs",
+            open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title="members"),
+            reopen_report=lambda: RunReport(ContinuedFolder(directory), title="members"),
+            env=env,
+            host=spec["hosts"][env.rank] if env else None,
+            limits=Limits(start_s=20.0, connect_s=1.5, muster_s=1.0, abort_grace_s=1.0, stop_grace_s=3.0),
+            elastic=ElasticSettings(
+                grid=grid,
+                zero_stage=spec.get("zero_stage", 1),
+                zero_backups=spec.get("zero_backups", 1),
+                silence=TimeoutConfig(multiplier=1.0, min_s=0.3, max_s=5.0),
+                stuck=TimeoutConfig(multiplier=1.0, min_s=1.5, max_s=60.0),
+                witness=spec.get("witness"),
+            ),
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

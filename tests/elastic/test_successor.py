@@ -1,0 +1,176 @@
+"""A coordinator that takes over, in one process: what it learns in the muster, and what it tells whom first."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from parallel3d.elastic.control import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.coordinator import Limits, open_listener
+from parallel3d.elastic.membership import EpochRecord, Loss, Position, Report
+from parallel3d.elastic.succession import GuardianPlace, Roster, Witness
+from parallel3d.elastic.successor import Successor
+from parallel3d.topology.grid import Grid
+
+GRID = Grid.straight(tp_size=1, pp_size=1, dp_size=4)
+HOSTS = {rank: host for rank, host in enumerate("abcd")}
+
+
+def record(epoch: int, *lost: int) -> EpochRecord:
+    return EpochRecord(
+        epoch=epoch,
+        grid=GRID.without(lost)[0],
+        previous=GRID,
+        members=tuple(rank for rank in GRID.ranks if rank not in lost),
+        evicted=tuple(Loss(rank=rank, why="killed") for rank in lost),
+        position=Position(iteration=3),
+        hosts=HOSTS,
+        last_told=3,
+    )
+
+
+class FakeReport:
+    """As far as a coordinator knows one."""
+
+    last_step = 5
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.publish = self.records.append
+
+
+class World:
+    """The successor of a coordinator on host a, and the bare connections of whoever finds it."""
+
+    def __init__(self, elastic_settings, *, muster_s: float = 5.0):
+        listener = open_listener("127.0.0.1", 0)
+        self.address = ("127.0.0.1", listener.getsockname()[1])
+        self.report = FakeReport()
+        self.opened = False
+        self.readers: dict[socket.socket, FrameReader] = {}
+        places = tuple(GuardianPlace(ranks=(rank,), host=host, address=self.address) for rank, host in HOSTS.items())
+        self.successor = Successor(
+            listener,
+            roster=Roster(coordinator=places[0], guardians=places, hosts=tuple("abcd")),
+            witness=Witness(None),
+            open_report=self._open,
+            world_size=4,
+            limits=Limits(muster_s=muster_s),
+            elastic=elastic_settings(GRID),
+            own=places[1],
+        )
+        self.successor.start()
+
+    def _open(self) -> FakeReport:
+        self.opened = True
+        return self.report
+
+    def connect(self, **hello: Any) -> socket.socket:
+        connection = open_connection(self.address, {"op": "hello", **hello}, timeout_s=5)
+        connection.settimeout(5)
+        self.readers[connection] = FrameReader()
+        return connection
+
+    def guardian(self, rank: int, *ends: dict[str, Any]) -> socket.socket:
+        connection = self.connect(role="guardian", ranks=[rank], host=HOSTS[rank], address=self.address)
+        if ends:
+            connection.sendall(encode_frame({"op": "ended", "ends": list(ends)}))
+        return connection
+
+    def worker(self, rank: int, committed: EpochRecord, announced: int) -> socket.socket:
+        standing = {"announced": announced, "committed": committed.to_json()}
+        return self.connect(role="worker", ranks=[rank], host=HOSTS[rank], log="", standing=standing)
+
+    def hear(self, connection: socket.socket, until: str) -> list[dict[str, Any]]:
+        """What a connection is told up to the first frame of a kind."""
+        heard: list[dict[str, Any]] = []
+        while not any(header["op"] == until for header in heard):
+            heard += [header for header, _ in self.readers[connection].feed(connection.recv(100_000))]
+        return heard
+
+
+def end_of(rank: int, exit_code: int) -> dict[str, Any]:
+    return {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None}
+
+
+@pytest.fixture
+def world(elastic_settings):
+    world = World(elastic_settings)
+    yield world
+    for connection in world.readers:
+        connection.close()
+    world.successor.join(5)
+
+
+def test_an_epoch_that_one_worker_knows_to_be_committed_is_committed_for_all(world):
+    """Rank 1 has been told, rank 2 has only confirmed; rank 3 has heard of an attempt after it."""
+    guardians = [world.guardian(rank) for rank in (1, 2, 3)]
+    told, untold, ahead = world.worker(1, record(4), 4), world.worker(2, record(2), 4), world.worker(3, record(4), 6)
+    assert [frame["op"] for frame in world.hear(untold, "seal")] == ["go", "seal"]
+    (seal,) = world.hear(told, "seal")
+    assert seal == {"op": "seal", "epoch": 7, "reason": seal["reason"]}  # behind every number that anybody has heard
+    assert "lost rank 0: lost in step 6: its guardian on a is gone" in seal["reason"]
+    assert [frame["op"] for frame in world.hear(ahead, "seal")] == ["seal"]
+    for rank, worker in ((1, told), (2, untold), (3, ahead)):
+        report = Report(rank=rank, epoch=7, cut_epoch=4, position=Position(iteration=5), host=HOSTS[rank])
+        worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
+    opened = EpochRecord.from_json(world.hear(told, "record")[-1]["record"])
+    assert (opened.members, opened.last_told, opened.previous) == ((1, 2, 3), 5, GRID)
+    assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from epoch 4"
+    assert [frame["op"] for frame in world.hear(guardians[0], "welcome")][0] == "welcome"
+
+
+def test_words_that_were_said_to_the_old_coordinator_are_heard_after_the_muster(world):
+    """Rank 2 was killed meanwhile; rank 1 still speaks of the old epoch."""
+    for rank in (1, 3):
+        world.guardian(rank)
+    first = world.worker(1, record(4), 4)
+    first.sendall(encode_frame({"op": "suspect", "epoch": 4, "reason": "a link broke"}))
+    first.sendall(encode_frame({"op": "publish", "record": {"kind": "step", "step": 5}}))
+    first.sendall(encode_frame({"op": "publish", "record": {"kind": "step", "step": 6}}))
+    world.worker(3, record(4), 4)
+    world.guardian(2, end_of(2, -9))
+    seals = world.hear(first, "seal")
+    seals += world.hear(first, "seal") if len(seals) < 2 else []
+    assert [seal["epoch"] for seal in seals] == [5, 6]
+    first.sendall(encode_frame({"op": "check", "id": 1, "keys": ["x"]}))
+    world.hear(first, "answer")
+    assert "lost rank 0" in seals[0]["reason"] and "lost rank 2: killed by SIGKILL" in seals[1]["reason"]
+    assert [r["step"] for r in world.report.records if r.get("kind") == "step"] == [6]  # the folder had 5
+
+
+def test_a_run_that_had_been_released_is_over(world):
+    for rank in (2, 3):
+        world.guardian(rank)
+    world.guardian(1, end_of(1, 0))
+    waiting = [world.worker(rank, record(4), 4) for rank in (2, 3)]
+    for worker in waiting:
+        assert [frame["op"] for frame in world.hear(worker, "release")] == ["release"]
+
+
+def test_without_a_quorum_nothing_is_opened(elastic_settings):
+    world = World(elastic_settings, muster_s=0.3)
+    guardian = world.guardian(1)
+    worker = world.worker(1, record(4), 4)
+    (abort,) = world.hear(worker, "abort")
+    assert "this side reaches 1 of 4 hosts" in abort["reason"] and not world.opened
+    assert world.hear(guardian, "over")[-1]["exit_code"] == 4
+    for connection in world.readers:
+        connection.close()
+    assert world.successor.join(5).exit_code == 4
+
+
+def test_whoever_comes_after_the_muster_has_been_evicted(elastic_settings):
+    world = World(elastic_settings, muster_s=0.3)
+    for rank in (1, 2, 3):
+        world.guardian(rank)
+    workers = [world.worker(rank, record(4), 4) for rank in (1, 2, 3)]
+    world.hear(workers[0], "seal")
+    assert world.hear(world.guardian(0), "over")[-1] == {"op": "over", "exit_code": 4}
+    late = world.worker(0, record(4), 4)
+    assert late.recv(1) == b""  # shown the door
+    for connection in world.readers:
+        connection.close()
+    world.successor.join(5)
