@@ -27,7 +27,7 @@ from parallel3d.elastic.membership import Address, EpochRecord
 from parallel3d.elastic.pulse import Mode
 from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
-from parallel3d.errors import ConfigError, EpochStuckError, Problem
+from parallel3d.errors import ConfigError, Problem
 from parallel3d.pipeline.instructions import Instruction
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
 from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
@@ -88,12 +88,7 @@ def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **
         on_phase=probe.begin,
         **watchers,
     )
-    try:
-        is_here = trainer.run()
-    except EpochStuckError as error:
-        print(f"{error}: this worker takes itself out", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise
+    is_here = trainer.run()
     if is_here:
         rank.close()
     return is_here

@@ -65,10 +65,6 @@ class EpochEnded(Parallel3dError):
     """This membership epoch is over: raised out of every blocking wait once its abort token is set."""
 
 
-class EpochStuckError(Parallel3dError):
-    """This rank can't let go of an epoch that is over: it must not go on, the others may."""
-
-
 class ProtocolError(Parallel3dError):
     """A message that is not the one the schedule promised."""
 

@@ -3,15 +3,14 @@ of objects and nothing else.
 
 A wait sleeps until gloo's future calls back or the abort token does. gloo has no abort of its own: `abandon` lets a
 receive that nobody will answer time out after 1 ms, upon which gloo fails every pair of the group and closes its
-sockets, here and, by the closed sockets, at the peers. `drain` then waits until all that was under way has failed, so
-that nothing late is written into tensors that the next epoch uses.
+sockets, here and, by the closed sockets, at the peers. That takes some 10 ms a peer, and nobody waits for it: while
+something is under way (`is_busy`) its tensors may still be written, so that whoever owns them goes on with others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,10 +22,9 @@ from torch import Tensor
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.aside import run_aside
 from parallel3d.comm.group import Group, Work
-from parallel3d.errors import EpochEnded, EpochStuckError
+from parallel3d.errors import EpochEnded
 
 _LINGER_S = 0.25  # for the coordinator's word on why a connection broke
-_DRAIN_S = 5.0  # it takes some 40 ms
 _UNUSED_TAG = 0x7FFF
 
 
@@ -81,11 +79,9 @@ class GlooGroup(Group):
     def abandon(self) -> None:
         threading.Thread(target=_fail_all_pairs, args=(self._pg,), daemon=True, name=f"abandon-{self.name}").start()
 
-    def drain(self) -> None:
-        deadline = time.monotonic() + _DRAIN_S
-        for work in list(self._running):
-            if not work.finished.wait(max(0.0, deadline - time.monotonic())):
-                raise EpochStuckError(f"group {self.name}: an abandoned collective is under way after {_DRAIN_S:g} s")
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
 
     def close(self) -> None:
         """gloo takes some 10 ms a peer to close: another thread waits for it."""

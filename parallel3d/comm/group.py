@@ -61,8 +61,10 @@ class Group(ABC):
     def abandon(self) -> None:  # noqa: B027 - nothing is under way by default
         """Begins to end whatever is under way, without waiting: the membership epoch is over."""
 
-    def drain(self) -> None:  # noqa: B027
-        """Waits until nothing of an abandoned group writes into anybody's tensors any more."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that was begun may still write into tensors that it was given."""
+        return False
 
     def close(self) -> None:  # noqa: B027 - nothing to close is a fine default
         """Gives the group's resources back. The group must not be used again."""

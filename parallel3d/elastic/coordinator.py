@@ -186,6 +186,7 @@ class Coordinator:
             self._board.send(peer, {"op": "welcome"})
             if gone:
                 self._board.send(peer, {"op": "over", "exit_code": EXIT_COORDINATOR_LOST})
+                return
         else:
             (peer.rank,) = ranks
             self._book.note_hello(peer.rank, host=header["host"], log=header["log"])

@@ -95,6 +95,7 @@ class ContinuedFolder(RunFolder):
         try:
             self._lock = (self.path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _drop_cut_line(self.path / METRICS)
             self._metrics = (self.path / METRICS).open("a", buffering=1)
             self._refusal = None
         except OSError as error:
@@ -110,6 +111,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line that a crash has cut is left out."""
     lines = path.read_text().split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Takes away a last line that a crash has cut, so that another can follow."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _move_aside(path: Path) -> Path | None:

@@ -113,13 +113,11 @@ class Bucket:
         self._grads = torch.zeros(capacity, dtype=policy.grad, device=device)
         self._totals = self._grads if fixed is None else torch.zeros(capacity, dtype=torch.int64, device=device)
         for parameter, place in zip(parameters, plan.places):
-            span = slice(place.offset, place.offset + place.length)
-            initial_state[span] = initial(parameter).reshape(-1)
-            parameter.data = self._weights[span].view(place.shape)
-            parameter.main_grad = self._grads[span].view(place.shape)
+            initial_state[place.offset : place.offset + place.length] = initial(parameter).reshape(-1)
         self._weights.copy_(initial_state)
         self._initial: Tensor | None = initial_state
-        self._use_ranges(1)
+        self._num_ranges = 1
+        self._show_buffers()
 
     @property
     def owned(self) -> Shard:
@@ -210,12 +208,29 @@ class Bucket:
         """Puts a cut in force; no shards: this rank holds nothing from now on."""
         self.shards = shards
         self._initial = None
-        self._use_ranges(num_ranges)
-        if shards and num_ranges == 1:  # reduced in place
-            self.owned.sums = self.totals
-            self.owned.grads = self.grads if self.fixed is None else self.owned.grads
+        self._num_ranges = num_ranges
+        self._show_buffers()
         self.publish_masters()
 
-    def _use_ranges(self, num_ranges: int) -> None:
-        length = self.plan.length(num_ranges)
+    def renew_buffers(self) -> None:
+        """Goes on with copies of weights and gradients: an abandoned collective may still write into the old ones."""
+        self._weights = self._weights.clone()
+        is_exact = self._totals is not self._grads
+        self._grads = torch.zeros_like(self._grads)
+        self._totals = torch.zeros_like(self._totals) if is_exact else self._grads
+        self._show_buffers()
+
+    def _show_buffers(self) -> None:
+        """Makes everything that looks into the buffers look at those that there are, cut to length."""
+        length = self.plan.length(self._num_ranges)
         self.weights, self.grads, self.totals = self._weights[:length], self._grads[:length], self._totals[:length]
+        for parameter, place in zip(self.parameters, self.plan.places):
+            span = slice(place.offset, place.offset + place.length)
+            parameter.data = self._weights[span].view(place.shape)
+            parameter.main_grad = self._grads[span].view(place.shape)
+        for shard in self.shards:
+            if not self._policy.has_master:
+                shard.master = self._weights[shard.span]
+        if self.shards and self._num_ranges == 1:  # reduced in place
+            self.owned.sums = self.totals
+            self.owned.grads = self.grads if self.fixed is None else self.owned.grads

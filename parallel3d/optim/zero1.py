@@ -242,6 +242,11 @@ class ShardedOptimizer:
         """Forgets ranges that were not put in force."""
         self._pending = None
 
+    def renew_buffers(self) -> None:
+        """Lets go of buffers into which an abandoned collective may still write; gradients are lost with them."""
+        for bucket in self.buckets:
+            bucket.renew_buffers()
+
     def join(self, epoch: int, tp: Group, dp: Group, links: Links) -> None:
         """Takes the groups of a new epoch."""
         self._epoch, self._tp, self._dp, self._links = epoch, tp, dp, links

@@ -15,7 +15,8 @@ from parallel3d.topology.grid import Grid
 class Closable(Protocol):
     def abandon(self) -> None: ...
 
-    def drain(self) -> None: ...
+    @property
+    def is_busy(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -33,13 +34,14 @@ class Groups(Generic[G]):
     world: G
 
     def abandon(self) -> None:
-        """Begins to end whatever is under way in any of them; `drain` waits for that."""
+        """Begins to end whatever is under way in any of them."""
         for group in (self.tp, self.dp, self.world):
             group.abandon()
 
-    def drain(self) -> None:
-        for group in (self.tp, self.dp, self.world):
-            group.drain()
+    @property
+    def is_busy(self) -> bool:
+        """Whether something under way may still write into weights or gradients: the world's group never does."""
+        return self.tp.is_busy or self.dp.is_busy
 
     def close(self) -> None:
         for group in (self.tp, self.dp, self.world):

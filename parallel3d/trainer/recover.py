@@ -173,8 +173,9 @@ class Member:
             self.rank.optimizer.bring_to(self.rank.state.iteration, self.rank.update_step())
 
     def _commit(self, record: EpochRecord) -> None:
+        if any(groups.is_busy for groups in self._abandoned):
+            self.rank.optimizer.renew_buffers()
         for groups in self._abandoned:
-            groups.drain()
             groups.close()
         self._abandoned = []
         self.rank.optimizer.commit()

@@ -209,7 +209,7 @@ def main() -> int:
             reopen_report=lambda: RunReport(ContinuedFolder(directory), title="members"),
             env=env,
             host=spec["hosts"][env.rank] if env else None,
-            limits=Limits(start_s=20.0, connect_s=1.5, muster_s=1.0, abort_grace_s=1.0, stop_grace_s=3.0),
+            limits=Limits(start_s=20.0, connect_s=1.5, muster_s=2.0, abort_grace_s=1.0, stop_grace_s=3.0),
             elastic=ElasticSettings(
                 grid=grid,
                 zero_stage=spec.get("zero_stage", 1),

@@ -37,7 +37,7 @@ def test_a_further_loss_belongs_to_the_same_change():
     chronicle = Chronicle(GRID)
     assert chronicle.begin(100.0, detect_s=[0.25]) == []
     chronicle.note_report(0, BEHIND)
-    chronicle.note_confirm(7, 10**12)  # of an attempt that comes to nothing
+    chronicle.note_confirm(4, 10**12)  # it is lost before the others have confirmed
     assert chronicle.begin(101.0, detect_s=[0.5, 0.125]) == []
     change(chronicle, record(2, 3, 4), at_s=101.0)
     (line,) = chronicle.note_resumed(2, regroup_s=0.5, plan="a plan")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from members import BYTES_MOVED, start
-from test_run import DEADLINE_S, alive, pids, wait_for
+from test_run import alive, pids, read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ class Ended:
 
 def end(process: subprocess.Popen[str], directory: Path) -> Ended:
     """Waits for a world to end; nobody of it may be left."""
-    out, err = process.communicate(timeout=DEADLINE_S)
+    out, err = read_to_the_end(process)
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return Ended(

@@ -44,9 +44,18 @@ def wait_for_step(directory: Path) -> None:
     wait_for(lambda: len(list(directory.glob("pid-*"))) == 2 and metrics.exists() and metrics.stat().st_size, "a step")
 
 
+def read_to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a world has written. One that does not end is a failure, but is ended."""
+    try:
+        return process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
 def end(process: subprocess.Popen[str], directory: Path) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a world that is about to end; nobody of it may be left."""
-    out, err = process.communicate(timeout=DEADLINE_S)
+    out, err = read_to_the_end(process)
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
     return process.returncode, out, err
 

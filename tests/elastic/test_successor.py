@@ -141,6 +141,20 @@ def test_words_that_were_said_to_the_old_coordinator_are_heard_after_the_muster(
     assert [r["step"] for r in world.report.records if r.get("kind") == "step"] == [6]  # the folder had 5
 
 
+def test_what_the_old_coordinator_knew_is_not_told_as_news(world):
+    """Rank 3 was lost long ago; its guardian tells every coordinator."""
+    world.guardian(3, end_of(3, -9))
+    for rank in (1, 2):
+        world.guardian(rank)
+    waiting = [world.worker(rank, record(4, 3), 4) for rank in (1, 2)]
+    (seal,) = world.hear(waiting[0], "seal")
+    assert "lost rank 0" in seal["reason"] and "rank 3" not in seal["reason"]
+    waiting[0].sendall(encode_frame({"op": "error", "error": {"text": "E", "exit_code": 1, "consequence": False}}))
+    world.hear(waiting[1], "abort")
+    assert world.successor.join(0.0).message.startswith("rank 1 (pp0 dp1 tp0), step 6: E")
+    assert world.successor._book.workers[3].loss is None
+
+
 def test_a_run_that_had_been_released_is_over(world):
     for rank in (2, 3):
         world.guardian(rank)
@@ -162,8 +176,7 @@ def test_without_a_quorum_nothing_is_opened(elastic_settings):
     assert world.successor.join(5).exit_code == 4
 
 
-def test_whoever_comes_after_the_muster_has_been_evicted(elastic_settings):
-    world = World(elastic_settings, muster_s=0.3)
+def test_whoever_comes_after_the_muster_has_been_evicted(world):
     for rank in (1, 2, 3):
         world.guardian(rank)
     workers = [world.worker(rank, record(4), 4) for rank in (1, 2, 3)]
@@ -171,6 +184,3 @@ def test_whoever_comes_after_the_muster_has_been_evicted(elastic_settings):
     assert world.hear(world.guardian(0), "over")[-1] == {"op": "over", "exit_code": 4}
     late = world.worker(0, record(4), 4)
     assert late.recv(1) == b""  # shown the door
-    for connection in world.readers:
-        connection.close()
-    world.successor.join(5)

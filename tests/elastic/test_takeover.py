@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from members import start_on_hosts
 from test_members import wait_for_step
-from test_run import DEADLINE_S, alive, pids, wait_for
+from test_run import alive, pids, read_to_the_end, wait_for
 
 from parallel3d.elastic.succession import Witness
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def end_all(processes: list[subprocess.Popen[str]], directory: Path) -> tuple[list[int], list[str], list[str]]:
     """(exit code, stdout, stderr) of each; nobody of the world may be left."""
-    told = [process.communicate(timeout=DEADLINE_S) for process in processes]
+    told = [read_to_the_end(process) for process in processes]
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
     return [process.returncode for process in processes], [out for out, _ in told], [err for _, err in told]
 
@@ -158,9 +158,22 @@ def test_the_coordinator_is_lost_while_a_worker_is_replaced(tmp_path):
     assert sorted(gone["rank"] for gone in changes[0]["who"]) == [0, 2]
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_host_that_is_told_to_go_hands_over(tmp_path, number):
+    """Its guardian stays to the end: it may be the coordinator's, and its exit code is the run's."""
+    processes = start_on_hosts(tmp_path, ["a", "b", "c"], num_steps=200)
+    wait_for_step(tmp_path, 5)
+    processes[number].send_signal(signal.SIGTERM)
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0] and errs == ["", "", ""]
+    steps, changes = metrics(tmp_path)
+    assert steps == list(range(1, 201)) and len(changes) == 1
+    assert f"rank {number} (pp0 dp{number} tp0) has left; 2 live" in outs[0]
+
+
 def test_a_witness_that_somebody_holds_is_refused_at_the_start(tmp_path):
     holder = Witness(str(tmp_path / "witness"))
     assert holder.take() == "" == holder.take()
     (process,) = start_on_hosts(tmp_path / "run", ["a"], witness=str(tmp_path / "witness"))
-    _, err = process.communicate(timeout=DEADLINE_S)
+    _, err = read_to_the_end(process)
     assert process.returncode == 2 and "witness is held by another side: set elastic.witness" in err

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.monitor.run_folder import RunFolder, read_metrics
+from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder, read_metrics
 
 
 def open_folder(path) -> RunFolder:
@@ -67,3 +68,29 @@ def test_a_folder_that_can_not_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="can't write the run folder .*set run.directory"):
         open_folder(tmp_path / "file" / "run")
+
+
+def test_another_process_goes_on_with_a_folder(tmp_path):
+    first = open_folder(tmp_path)
+    first.append_metrics({"step": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # the crash came in the middle
+    threading.Timer(0.2, first.close).start()  # its lock ends a little after that
+    second = ContinuedFolder(tmp_path)
+    second.append_metrics({"step": 2})
+    second.write_summary({"exit_code": 0})
+    second.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert second.moved_to is None and (tmp_path / "config.json").read_text() == '{"a": 1}\n'
+    open_folder(tmp_path).close()  # the lock is free again
+
+
+def test_a_folder_that_can_not_be_gone_on_with_says_so_at_each_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallel3d.monitor.run_folder.LOCK_WAIT_S", 0.1)
+    first = open_folder(tmp_path)
+    for folder, why in ((ContinuedFolder(tmp_path / "no"), FileNotFoundError), (ContinuedFolder(tmp_path), OSError)):
+        for write in (folder.append_metrics, folder.write_summary):
+            with pytest.raises(why):
+                write({"step": 1})
+        folder.close()
+    first.close()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import json
 
-from parallel3d.monitor.run_folder import RunFolder
+from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder
 from parallel3d.monitor.sinks import PlainProgress, RunReport
 
 
@@ -81,6 +81,23 @@ def test_the_bar_says_who_is_left_once_somebody_is_lost(tmp_path):
     assert "loss 1.3333  1,234 tokens/s  live 6 spare 1 lost 1  ETA 0:08" in sixth
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2  # the account of a change is a record of its own
+
+
+def test_a_report_that_goes_on_knows_what_was_told(tmp_path):
+    first, _ = report_of(tmp_path, io.StringIO())
+    first.start()
+    assert first.last_step == 0
+    first.publish(step(1))
+    first.publish(step(2))
+    first.publish({"event": "membership", "step": 3})
+    first.close("", exit_code=4)
+    second = RunReport(ContinuedFolder(tmp_path), title="small", out=io.StringIO(), err=io.StringIO())
+    assert second.last_step == 2
+    second.start()
+    second.publish(step(3))
+    second.close("", exit_code=0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_code"], summary["last_step"]) == (0, 3)
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.messages import Header, Kind
 from parallel3d.errors import EpochEnded, ProtocolError
 from parallel3d.testing.threads import DeadlockError, RankDied, ThreadWorld, run_threads
@@ -266,3 +267,101 @@ def test_the_first_real_error_is_raised_and_no_thread_stays():
     with pytest.raises(ValueError, match="a defect"):
         run_threads(3, body)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+
+
+# --- membership epochs ------------------------------------------------------------------------------------------------
+
+
+def test_a_world_with_a_coordinator_survives_a_death():
+    """Nobody's token is aborted by the world: whoever watches over it has been told. The dead rank's result is None."""
+    world = ThreadWorld(3)
+    world.survives = True
+
+    def body(rank, world):
+        if rank == 1:
+            raise RankDied("rank 1 dies")
+        return world.make_group(rank)("pair", (0, 2)).all_reduce(torch.ones(1)).item()
+
+    assert run_threads(3, body, world=world) == [2.0, None, 2.0]
+    assert not any(token.aborted for token in world.tokens)
+
+
+def test_even_there_a_defect_is_everybodys():
+    world = ThreadWorld(2)
+    world.survives = True
+
+    def body(rank, world):
+        if rank == 1:
+            raise ValueError("a defect")
+        group_of_all(rank, world).all_reduce(torch.ones(1))
+
+    with pytest.raises(ValueError, match="a defect"):
+        run_threads(2, body, world=world)
+
+
+def test_a_rank_that_has_died_is_no_longer_waited_for():
+    """Without it nobody can move: a hang after a death is a deadlock, told at once."""
+    world = ThreadWorld(2)
+    world.survives = True
+
+    def body(rank, world):
+        if rank == 1:
+            raise RankDied("rank 1 dies")
+        group_of_all(rank, world).all_reduce(torch.ones(1))
+
+    assert_deadlock(2, body, ("rank 0", "not there: ranks [1]"), world=world)
+
+
+def test_each_epoch_has_its_own_token():
+    def body(rank, world):
+        if rank == 1:
+            time.sleep(0.1)
+            first.abort("epoch 0 is over")
+            return None
+        with pytest.raises(EpochEnded, match="epoch 0 is over"):
+            group_of_all(rank, world).all_reduce(torch.ones(1))
+        world.begin_epoch(0, AbortToken())
+        return world.make_group(0)("alone", (0,)).all_reduce(torch.ones(1)).item()
+
+    world, first = ThreadWorld(2), AbortToken()
+    world.begin_epoch(0, first)
+    assert run_threads(2, body, world=world)[0] == 1.0
+
+
+def test_messages_of_one_epoch_never_meet_those_of_another():
+    """What an aborted epoch left in the slots stays there."""
+
+    def body(rank, world):
+        if rank == 0:
+            world.links(0, 0).send(1, header(0), torch.zeros(2))
+            world.links(0, 1).send(1, header(0, epoch=1), torch.ones(2))
+            return None
+        return world.links(1, 1).receive(0, header(0, epoch=1)).tolist()
+
+    assert run_threads(2, body)[1] == [1.0, 1.0]
+
+
+def test_unbounded_sends_take_no_notice_of_slots():
+    def body(rank, world):
+        links = world.links(rank)
+        for number in range(4):
+            links.send(1 - rank, header(number), torch.full((2,), float(number)), bounded=False)
+        return [links.receive(1 - rank, header(number)).tolist() for number in range(4)]
+
+    assert run_threads(2, body, world=ThreadWorld(2, slots=1)) == [[[float(n)] * 2 for n in range(4)]] * 2
+
+
+def test_a_wait_may_have_a_token_of_its_own():
+    """Who waits for the coordinator goes on waiting when its epoch is over."""
+    world = ThreadWorld(2)
+    done = []
+
+    def body(rank, world):
+        if rank == 0:
+            world.tokens[0].abort("the epoch is over")
+            world.wait(0, lambda: bool(done), lambda: "for the coordinator", token=AbortToken())
+            return "heard"
+        time.sleep(0.05)
+        world.change(lambda: done.append(1))
+
+    assert run_threads(2, body, world=world)[0] == "heard"

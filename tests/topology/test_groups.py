@@ -11,9 +11,6 @@ class FakeGroup:
     def abandon(self):
         self.calls.append("abandon")
 
-    def drain(self):
-        self.calls.append("drain")
-
     def close(self):
         self.calls.append("close")
 
@@ -67,6 +64,13 @@ def test_replicas_that_stay_keep_their_own_ranks_after_a_loss():
 def test_what_is_asked_of_the_groups_is_asked_of_each():
     groups, made = build(Grid.straight(tp_size=2, pp_size=1, dp_size=2), 0)
     groups.abandon()
-    groups.drain()
     groups.close()
-    assert [group.calls for group in made] == [["abandon", "drain", "close"]] * 3
+    assert [group.calls for group in made] == [["abandon", "close"]] * 3
+
+
+def test_what_the_world_does_touches_neither_weights_nor_gradients():
+    groups, _ = build(Grid.straight(tp_size=2, pp_size=1, dp_size=2), 0)
+    groups.tp.is_busy, groups.dp.is_busy, groups.world.is_busy = False, False, True
+    assert not groups.is_busy
+    groups.dp.is_busy = True
+    assert groups.is_busy

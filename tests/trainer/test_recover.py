@@ -24,7 +24,7 @@ from parallel3d.testing.threads import ThreadGroup
 
 @pytest.fixture
 def never_hear(monkeypatch):
-    """never_hear(ranks, phase, reports) -> watch: in step 2 these ranks give their part to the all-reduce of that phase,
+    """never_hear(ranks, phase, reports) -> watch: in step 2 these ranks give their part to the all-reduce of `phase`,
     and once never get its result: they wait until the epoch is over, as on a network that is slower for some.
     `reports[rank]` becomes what each rank held at each of its reports: iteration, evaluation, version of its ranges."""
     deaf, were_deaf = set(), set()
@@ -100,14 +100,16 @@ def test_who_lacks_the_newest_evaluation_takes_it_too(never_hear, layout):
 
 @pytest.mark.parametrize("recovery", [*BEFORE_GO, AFTER_GO])
 def test_an_entry_outlives_the_recovery_that_brought_it(never_hear, recovery):
-    """Of two who hold the entry one dies, the other dies in the recovery: after the record, all others have it."""
+    """Of two who hold the entry one dies, the other dies in the recovery. With its report the entry is gone, after the
+    go everybody has it; in between it is with those who were fast enough to read the record."""
     dead, second = 4, 1
     deaf = set(range(8)) - {dead, second}
     reports = {}
     faults = [die(dead, "all_gather"), die(second, recovery)]
     done = run(config_of("pp2-dp4"), faults, watch=never_hear(deaf, "all_reduce", reports))
-    newest = (1, False, 1) if recovery == "recovery_report" else (2, False, 2)
-    assert all(reports[rank][1:] == [(1, False, 1), newest] for rank in deaf)
+    behind, newest = (1, False, 1), (2, False, 2)
+    possible = {"recovery_report": {behind}, AFTER_GO: {newest}}.get(recovery, {behind, newest})
+    assert all(reports[rank][1] == behind and reports[rank][-1] in possible for rank in deaf)
     assert outcome_of(done) == Outcome(frozenset({dead, second}), 2 if recovery == AFTER_GO else 1, True)
     assert_same_run(done, undisturbed("pp2-dp4"))
 

@@ -1,0 +1,50 @@
+"""Buffers into which an abandoned collective may still write are left behind: nothing goes on that looks at them."""
+
+import pytest
+import torch
+from replicas import NUM_STEPS, Rank, update_step
+
+from parallel3d.testing.threads import run_threads
+
+
+def train(dp_size, policy, zero_stage, *, renew, dies=None):
+    """Weights and state after all steps; before the third, `dies` is lost and the buffers may be renewed."""
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=dp_size, zero_stage=zero_stage, zero_backups=1, policy=policy)
+        for step in range(NUM_STEPS):
+            if step == 2:
+                live = [other for other in rank.grid.ranks if other != dies]
+                if number == dies:
+                    return None
+                previous = rank.grid
+                rank.optimizer.finish_gather()
+                rank.optimizer.leave()
+                rank.move(1, previous, live)
+                old = [(bucket._weights, bucket._grads) for bucket in rank.buckets]
+                if renew:
+                    rank.optimizer.renew_buffers()
+                rank.regroup(1, previous, live)
+                if renew:  # what comes late
+                    for weights, grads in old:
+                        weights.fill_(float("nan"))
+                        grads.fill_(float("nan"))
+            rank.reduce(step)
+            rank.optimizer.update(step + 1, update_step(step))
+        rank.optimizer.finish_gather()
+        state = [tensor for b in rank.buckets for s in b.shards for tensor in (s.master.clone(), s.moments.clone())]
+        return [module() for module in rank.stage], state
+
+    return run_threads(dp_size, body)
+
+
+@pytest.mark.parametrize("dies", [None, 1], ids=["the same members", "one less"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dp_size", "zero_stage"), [(2, 1), (3, 1), (3, 0)])
+def test_late_writes_reach_nobody(dp_size, zero_stage, policy, dies):
+    plain = train(dp_size, policy, zero_stage, renew=False, dies=dies)
+    renewed = train(dp_size, policy, zero_stage, renew=True, dies=dies)
+    for ours, theirs in zip(renewed, plain):
+        if theirs is not None:
+            for mine, other in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1])):
+                assert torch.equal(mine, other)
