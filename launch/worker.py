@@ -226,6 +226,8 @@ def measure_round_trip(rank: RankRuntime) -> float:
 
 def tell_epoch(record: EpochRecord, rank: RankRuntime, corpus: Corpus, control: Control) -> None:
     """At the start of the run what it is; at each further epoch a line in this rank's log."""
+    if rank.is_leader:  # again in each epoch: the coordinator may be a new one
+        control.publish({"kind": "total", "num_steps": rank.config.run.num_steps})
     if record.previous is None:
         tell_start(rank, corpus, control)
     else:
@@ -240,7 +242,6 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
     round_trip_s = measure_round_trip(rank)
     if not rank.is_leader:
         return
-    control.publish({"kind": "total", "num_steps": rank.config.run.num_steps})
     held = " ".join(f"{size / 2**20:.1f}" for size in state.tolist())
     lines = [
         f"model: {num_parameters(rank.config.model):,} parameters, {rank.config.precision.policy}",

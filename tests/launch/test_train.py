@@ -95,6 +95,13 @@ def wait_for_step(run, step, timeout=60):
     pytest.fail(f"step {step} never came")
 
 
+def wait_for_change(run, number, timeout=60):
+    deadline = time.monotonic() + timeout
+    while (run / "metrics.jsonl").read_text().count('"event": "membership"') < number:
+        assert time.monotonic() < deadline, f"change {number} never came"
+        time.sleep(0.05)
+
+
 def workers_of(launcher_pid):
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher_pid)], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split()]
@@ -136,8 +143,26 @@ def test_the_same_file_under_torchrun(config_file, tmp_path):
     assert out.count("final loss") == 1
 
 
-def test_a_killed_worker_is_named_and_nobody_hangs(config_file, tmp_path):
+def test_a_killed_worker_is_lost_and_the_run_goes_on(config_file, tmp_path):
     process = start("--config", config_file, "run.num_steps=100000")
+    wait_for_step(tmp_path / "run", 3)
+    workers = workers_of(process.pid)
+    os.kill(workers[0], signal.SIGKILL)  # the leader
+    wait_for_change(tmp_path / "run", 1)
+    wait_for_step(tmp_path / "run", metrics(tmp_path / "run")[-1]["step"] + 3)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process, timeout=30)
+    assert code == 130 and "Traceback" not in out + err
+    assert re.search(
+        r"epoch 1: lost rank 0 \(pp0 dp0 tp0\): killed by SIGKILL in step \d+; 3 live, 0 spare, 1 lost", out
+    )
+    steps = [line["step"] for line in metrics(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_without_elasticity_a_killed_worker_is_named_and_nobody_hangs(config_file, tmp_path):
+    process = start("--config", config_file, "run.num_steps=100000", "elastic.enabled=false")
     wait_for_step(tmp_path / "run", 3)
     workers = workers_of(process.pid)
     assert len(workers) == 4
