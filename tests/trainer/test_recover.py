@@ -8,6 +8,7 @@ import pytest
 from thread_cells import (
     AFTER_GO,
     BEFORE_GO,
+    SPARES,
     Outcome,
     assert_same_run,
     config_of,
@@ -193,6 +194,14 @@ def test_a_spare_takes_part_in_every_change_and_ends_with_the_run(never_hear):
     assert reports[1] == [(0, False, 0), (1, False, 1), (1, False, 1)]  # it stands still, the others go on
     assert [iteration for iteration, *_ in reports[2]] == [0, 1, 3]
     assert_same_run(done, undisturbed("pp2-dp2-tp2", 5))
+
+
+@pytest.mark.parametrize("recovery", BEFORE_GO)
+def test_a_spare_may_be_the_only_one_with_some_state(recovery):
+    """Ranks 2 and 5 of three replicas of two: of tp 1, range 1 was held by 3 and 5, and 3 has lost its place with 2."""
+    done = run(config_of(SPARES), [die(2, "backward"), die(5, recovery)])
+    assert outcome_of(done) == Outcome(frozenset({2, 5}), 1, True) and done.run is not None
+    assert_same_run(done, undisturbed(SPARES))
 
 
 @pytest.mark.parametrize("ranks", [(0, 6), (1, 3), (2, 3)], ids=str)

@@ -29,12 +29,17 @@ STEP = 2
 """Faults happen here unless said otherwise; an evaluation follows this step."""
 
 
+SPARES = "dp3-tp2"
+"""A layout in which two deaths can leave a range of state to a spare alone."""
+
+
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
     """Three layers, two sequences of four tokens a replica, evaluations after every second step: a run takes 0.1 s."""
+    sizes = {**LAYOUTS, SPARES: dict(dp_size=3, tp_size=2)}[layout]
     return cells.make_config(
         model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2),
-        parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **LAYOUTS[layout]),
-        batch=dict(global_batch_size=2 * LAYOUTS[layout]["dp_size"], micro_batch_size=1, sequence_length=4),
+        parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
+        batch=dict(global_batch_size=2 * sizes["dp_size"], micro_batch_size=1, sequence_length=4),
         precision=dict(policy="fp64", sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
