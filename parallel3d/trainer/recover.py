@@ -57,7 +57,6 @@ class Member:
         self._publish = publish
         self._token = AbortToken()
         self._pending: EpochRecord | None = None
-        self._transports: Transports | None = None
         self._abandoned: list[Groups[Group]] = []
 
     def enter_epoch(self, suspicion: str = "") -> bool:
