@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from models.llama import make_llama_stage
+from models.make import make_stage
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.gloo import GlooGroup
 from parallel3d.comm.group import Group, SoloGroup
@@ -35,7 +35,6 @@ from parallel3d.trainer.recover import Member, Network
 
 WARMUP_STEPS = 2
 NUM_ROUND_TRIPS = 20
-MODELS = {"llama": make_llama_stage}
 
 
 def run_worker(config: Config, context: WorkerContext) -> int:
@@ -56,7 +55,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
         config,
         context.rank,
         grid,
-        make_stage=MODELS[config.model.architecture],
+        make_stage=make_stage,
         train_lanes=prefetcher,
         evaluate_lanes=evaluation_lanes(config, corpus),
         device=device,

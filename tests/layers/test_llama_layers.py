@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain_llama import plain_loss
 
-from models.llama import LlamaStage
+from models.make import make_decoder
 from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.init import initial_value
@@ -34,7 +34,7 @@ def model_config(**changes):
 
 def build(config, tp, policy="fp64"):
     on = Placement(tp=tp, policy=POLICIES[policy])
-    stage = LlamaStage(config, range(config.num_hidden_layers), num_positions=SEQ, on=on)
+    stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on)
     for p in parameters_of(stage):
         value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)
         if p.sharding.is_norm_or_bias:
@@ -211,7 +211,7 @@ def test_initial_std_of_the_last_layer(scaling, factor):
     config = model_config(
         hidden_size=768, intermediate_size=652, num_hidden_layers=12, initializer_depth_scaling=scaling
     )
-    stage = LlamaStage(config, range(11, 12), num_positions=SEQ, on=solo("fp32"))
+    stage = make_decoder(config, range(11, 12), num_positions=SEQ, on=solo("fp32"))
     down: ShardedParameter = stage.layers[0].mlp.down.weight
     value = initial_value(down.sharding, seed=1, tp_rank=0, tp_size=1)
     assert value.std().item() == pytest.approx(0.2 * factor, rel=0.02)
@@ -222,7 +222,7 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
     config = model_config()
     inputs, targets = tokens(config.vocab_size)
     full = build(config, solo_region())
-    parts = [LlamaStage(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
+    parts = [make_decoder(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
     values = {p.sharding.name: p.data for p in parameters_of(full)}
     for part in parts:
         for p in parameters_of(part):
@@ -230,7 +230,8 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
     assert not values
     hidden = parts[0](inputs, micro_batch())
     assert parts[1](hidden, micro_batch(), targets).item() == full(inputs, micro_batch(), targets).item()
-    assert not [name for name, _ in full.named_buffers()] and full.table.cos.shape == (SEQ, 4)
+    assert not [name for name, _ in full.named_buffers()]
+    assert full.layers[0].table is full.layers[1].table and full.layers[0].table.cos.shape == (SEQ, 4)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
 def test_parameter_counts_of_hlat(sizes, count):
     config = ModelConfig(**{"vocab_size": 32000, "num_key_value_heads": 32, **sizes})
     layers = range(config.num_hidden_layers)
-    stage = LlamaStage(config, layers, num_positions=8, on=solo("bf16", "meta"))
+    stage = make_decoder(config, layers, num_positions=8, on=solo("bf16", "meta"))
     assert sum(p.numel() for p in stage.parameters()) == count
 
 

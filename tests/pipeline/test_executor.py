@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from models.llama import LlamaStage
+from models.make import make_decoder
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.init import initial_value
@@ -56,7 +56,7 @@ def load(micro_batch):
 
 def make_stage(pp, num_stages, tp):
     layers = [range(0, 3)] if num_stages == 1 else [range(0, 1), range(1, 2), range(2, 3)]
-    stage = LlamaStage(MODEL, layers[pp], num_positions=SEQ, on=Placement(tp=tp, policy=POLICIES["fp64"]))
+    stage = make_decoder(MODEL, layers[pp], num_positions=SEQ, on=Placement(tp=tp, policy=POLICIES["fp64"]))
     for p in parameters_of(stage):
         p.data.copy_(initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size))
     return stage

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from launch.worker import SocketNetwork
-from models.llama import make_llama_stage
+from models.make import make_stage
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
@@ -98,7 +98,7 @@ def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **watchers)
         config,
         rank,
         grid,
-        make_stage=make_llama_stage,
+        make_stage=make_stage,
         train_lanes=train_lanes or topic_lanes(config),
         evaluate_lanes=Lanes(Texts(), ByteTokenizer(), config.run.seed + 1, 5),
         device=torch.device("cpu"),

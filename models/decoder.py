@@ -1,0 +1,59 @@
+"""A decoder over a range of layers, whatever its family: embedding, layers, final norm, head.
+
+A stage that holds the first layer has the embedding, one that holds the last has the final norm and the head. Between
+the stages travels one tensor (tokens_local, hidden). A family says what its layers and norms are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.layers.cross_entropy import LinearCrossEntropy
+from parallel3d.layers.dropout import dropout
+from parallel3d.layers.embedding import VocabParallelEmbedding
+from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.layers.placement import Placement
+
+
+class Family(ABC):
+    """What sets one family of decoders apart from another."""
+
+    @abstractmethod
+    def layer(self, index: int) -> nn.Module:
+        """The 0-based layer: called with (x (tokens_local, hidden), micro_batch), gives the same shape."""
+
+    @abstractmethod
+    def norm(self, name: str) -> nn.Module:
+        """A norm like those of the layers, for the end: (tokens_local, hidden) -> the same."""
+
+
+class DecoderStage(nn.Module):
+    """Layers `layers` of the model. Input: token ids (tokens,) on the first stage, else (tokens_local, hidden).
+
+    Output: (tokens_local, hidden), or on the last stage the sum of the token losses (float64 scalar), for which it
+    needs the targets (tokens,).
+    """
+
+    def __init__(self, config: ModelConfig, layers: range, family: Family, *, on: Placement):
+        super().__init__()
+        self.tp, self.drop = on.tp, config.hidden_dropout
+        sizes, std = (config.vocab_size, config.hidden_size), config.initializer_range
+        is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
+        self.embedding = VocabParallelEmbedding("embedding.weight", *sizes, init_std=std, on=on) if is_first else None
+        self.layers = nn.ModuleList(family.layer(index) for index in layers)
+        self.final_norm = family.norm("final_norm") if is_last else None
+        self.head = LinearCrossEntropy("head.weight", *sizes, init_std=std, on=on) if is_last else None
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+            x = dropout(x, self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
+        for layer in self.layers:
+            x = layer(x, micro_batch)
+        if self.head is None or self.final_norm is None:
+            return x
+        assert targets is not None
+        return self.head(self.final_norm(x), targets)

@@ -1,0 +1,26 @@
+"""From a configuration to the modules of one stage."""
+
+from __future__ import annotations
+
+import torch
+
+from models.decoder import DecoderStage
+from models.llama import Llama
+from parallel3d.comm.tensor_parallel import TensorParallel
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.layers.placement import Placement
+from parallel3d.precision.policy import POLICIES
+
+FAMILIES = {"llama": Llama}
+
+
+def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
+    """The model's constructor as the trainer asks for it."""
+    on = Placement(tp=tp, policy=POLICIES[config.precision.policy], device=device)
+    return make_decoder(config.model, layers, num_positions=config.batch.sequence_length, on=on)
+
+
+def make_decoder(config: ModelConfig, layers: range, *, num_positions: int, on: Placement) -> DecoderStage:
+    """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
+    family = FAMILIES[config.architecture](config, num_positions=num_positions, on=on)
+    return DecoderStage(config, layers, family, on=on)
