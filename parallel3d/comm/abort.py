@@ -7,7 +7,8 @@ that wakes it (`on_abort`). Aborting is idempotent; the first reason stays.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from parallel3d.errors import EpochEnded
 
@@ -57,6 +58,15 @@ class AbortToken:
         """Takes a callback back, so that a closed socket is not kept alive by its token."""
         with self._lock:
             self._callbacks = [kept for kept in self._callbacks if kept != callback]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What happens within is a wait for peers."""
+        self.note_wait(True)
+        try:
+            yield
+        finally:
+            self.note_wait(False)
 
     def sleep(self, seconds: float) -> None:
         """Sleeps, but wakes and raises EpochEnded as soon as the token is aborted."""

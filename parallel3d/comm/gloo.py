@@ -84,10 +84,12 @@ class GlooGroup(Group):
         return bool(self._running)
 
     def close(self) -> None:
-        """gloo takes some 10 ms a peer to close: another thread waits for it."""
+        """gloo takes some 10 ms a peer to close, and as long as its timeout where a collective hangs: another thread
+        waits for it."""
         self.token.forget(self._wake_all)
-        pg, self._pg = self._pg, None
-        threading.Thread(target=_drop, args=([pg],), daemon=True, name=f"close-{self.name}").start()
+        only = [self._pg]  # a second reference, in this frame, might be the last: then gloo would close on this thread
+        self._pg = None
+        threading.Thread(target=_drop, args=(only,), daemon=True, name=f"close-{self.name}").start()
 
     def _track(self, work: dist.Work, tensors: tuple[Tensor, ...], *, then: Callable[[], None] | None = None) -> Work:
         return _GlooWork(work, tensors, self, then or _nothing)
@@ -113,12 +115,9 @@ class _GlooWork:
     def wait(self) -> None:
         group = self._group
         group.token.check()
-        group.token.note_wait(True)
-        try:
+        with group.token.waiting():
             if not self.woken.wait(group.timeout_s):
                 raise EpochEnded(f"group {group.name}: no answer from a peer in {group.timeout_s:.0f} s")
-        finally:
-            group.token.note_wait(False)
         group.token.check()
         try:
             self._work.wait()  # bounded: it has finished, well or badly

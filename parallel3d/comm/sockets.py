@@ -95,11 +95,8 @@ class SocketLinks(Links):
         """Waits, with the lock held, until ready; raises EpochEnded on abort, a broken link or silence."""
         if ready() and not self._token.aborted:
             return
-        self._token.note_wait(True)
-        try:
+        with self._token.waiting():
             self._wait_for_peer(ready, peer, what)
-        finally:
-            self._token.note_wait(False)
 
     def _wait_for_peer(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         self._changed.wait_for(lambda: ready() or self._token.aborted or peer in self._broken, timeout=self._timeout_s)

@@ -208,15 +208,14 @@ class Control:
     def _ask(self, header: dict[str, Any], token: AbortToken) -> _Answer:
         number, answer = next(self._ids), _Answer()
         self._answers[number] = answer
-        self.token.note_wait(True)
         try:
-            self._send({**header, "id": number})
-            while not answer.arrived.wait(POLL_S):
-                token.check()
-                self.token.check()
+            with self.token.waiting():
+                self._send({**header, "id": number})
+                while not answer.arrived.wait(POLL_S):
+                    token.check()
+                    self.token.check()
             return answer
         finally:
-            self.token.note_wait(False)
             del self._answers[number]
 
     def _write_until_closed(self) -> None:

@@ -27,11 +27,6 @@ class Seat(ABC):
 
     rank: int
 
-    @property
-    @abstractmethod
-    def committed(self) -> int:
-        """The newest epoch of which this worker has been told that it is committed; -1 before the first."""
-
     @abstractmethod
     def enter(self, make_report: Callable[[int], Report], *, suspicion: str = "") -> Opening | None:
         """Reports to the newest change of membership and waits for its record; None: the run is done, leave.

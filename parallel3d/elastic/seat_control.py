@@ -38,10 +38,6 @@ class ControlSeat(Seat):
         self._released = False
         run_token.on_abort(self._end)
 
-    @property
-    def committed(self) -> int:
-        return self._committed
-
     def enter(self, make_report: Callable[[int], Report], *, suspicion: str = "") -> Opening | None:
         with self._changed:
             nothing_new = self._announced == self._reported
@@ -112,10 +108,8 @@ class ControlSeat(Seat):
         return self._opening.record.epoch if self._opening else NOTHING
 
     def _await(self, ready: Callable[[], bool]) -> None:
-        self._run_token.note_wait(True)
-        with self._changed:
+        with self._run_token.waiting(), self._changed:
             self._changed.wait_for(lambda: ready() or self._run_token.aborted)
-        self._run_token.note_wait(False)
         if not ready():
             raise RunEnded(self._run_token.reason)
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.aside import run_aside
 from parallel3d.comm.group import Group
+from parallel3d.comm.messages import Links
 from parallel3d.elastic.membership import NOTHING, Address, EpochRecord, Position, Report
 from parallel3d.elastic.seat import Opening, Seat
 from parallel3d.errors import EpochEnded
@@ -56,7 +58,6 @@ class Member:
         self._host = host
         self._publish = publish
         self._token = AbortToken()
-        self._pending: EpochRecord | None = None
         self._abandoned: list[Groups[Group]] = []
 
     def enter_epoch(self, suspicion: str = "") -> bool:
@@ -82,9 +83,6 @@ class Member:
         if (groups := self.rank.leave()) is not None:
             groups.abandon()
             self._abandoned.append(groups)
-        if self._pending is not None and self._seat.committed >= self._pending.epoch:
-            self._commit(self._pending)  # the word came, but the next loss was faster than this thread
-        self._pending = None
         self.rank.optimizer.discard()
         if self.rank.state.entries:
             self.rank.optimizer.bring_to(self.rank.state.iteration, self.rank.update_step())
@@ -128,24 +126,16 @@ class Member:
             lambda: build_groups(record.grid, rank.rank, record.epoch, transports.make_group) if has_place else None,
             "build-groups",
         )
-        rank.probe("recovery_moves")
-        moved_bytes = rank.optimizer.recut(
-            CutChange(
-                epoch=record.epoch,
-                old=None if record.previous is None else rank.cut_on(record.previous, record.hosts),
-                new=rank.cut_on(record.grid, record.hosts),
-                live=record.members,
-                weights_whole=record.weights_whole,
-            ),
-            transports.links,
-        )
         plans = Plans(rank.config, record.grid)
-        rank.probe("recovery_confirm")
-        self._pending = record
-        self._seat.confirm(record.epoch, digest=plans.train.digest if has_place else "", moved_bytes=moved_bytes)
+        try:
+            self._move_state(record, transports.links, digest=lambda: plans.train.digest if has_place else "")
+        except EpochEnded:
+            building.add_done_callback(_close_unused)
+            raise
         started = time.perf_counter()
         self._commit(record)
-        groups = building.result()  # bounded: it ends with the epoch
+        with self._token.waiting():
+            groups = building.result()  # bounded: it ends with the epoch
         if groups is None:
             return False
         rank.probe("recovery_groups")
@@ -158,6 +148,23 @@ class Member:
                 {"kind": "resumed", "epoch": record.epoch, "regroup_s": regroup_s, "plan": plans.train.reason}
             )
         return True
+
+    def _move_state(self, record: EpochRecord, links: Links, *, digest: Callable[[], str]) -> None:
+        """Builds the new cut's ranges beside the old ones; returns when everybody has, raises EpochEnded when not."""
+        rank = self.rank
+        rank.probe("recovery_moves")
+        moved_bytes = rank.optimizer.recut(
+            CutChange(
+                epoch=record.epoch,
+                old=None if record.previous is None else rank.cut_on(record.previous, record.hosts),
+                new=rank.cut_on(record.grid, record.hosts),
+                live=record.members,
+                weights_whole=record.weights_whole,
+            ),
+            links,
+        )
+        rank.probe("recovery_confirm")
+        self._seat.confirm(record.epoch, digest=digest(), moved_bytes=moved_bytes)
 
     def _resolve(self, record: EpochRecord) -> None:
         """Takes the newest entry that anybody holds. Its gradients are here: who holds it proves that all had them.
@@ -178,4 +185,10 @@ class Member:
             groups.close()
         self._abandoned = []
         self.rank.optimizer.commit()
-        self.record, self._pending = record, None
+        self.record = record
+
+
+def _close_unused(building: Future[Groups[Group] | None]) -> None:
+    """Gives groups back that were built for an epoch which never came into force."""
+    if building.exception() is None and (groups := building.result()) is not None:  # bounded: it is done
+        groups.close()

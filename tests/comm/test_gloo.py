@@ -259,3 +259,25 @@ def test_an_epoch_may_end_while_its_groups_are_built(tmp_path):
     first, second, _ = run_processes(end_while_building, tmp_path, with_folder=True)
     for error, left_s in (first, second):
         assert error == "rank 12 was killed" and left_s < 1.0
+
+
+def test_closing_leaves_the_work_to_another_thread(monkeypatch):
+    """gloo's own closing joins its threads, which may hang as long as a collective does: never on a rank's thread."""
+    closed_on = []
+
+    class Closing:
+        def __del__(self):
+            closed_on.append(threading.current_thread().name)
+
+    class Eager(threading.Thread):
+        """Is done before the caller goes on: the worst case for a reference that the caller still has."""
+
+        def start(self):
+            super().start()
+            self.join(timeout=10)
+
+    group = object.__new__(GlooGroup)
+    group.name, group.token, group._pg = "world", AbortToken(), Closing()
+    monkeypatch.setattr(module.threading, "Thread", Eager)
+    group.close()
+    assert closed_on == ["close-world"]

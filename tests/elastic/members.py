@@ -104,8 +104,6 @@ class Member:
             except EpochEnded as error:
                 self.suspicion = str(error)
                 print(f"left: {error}")
-                if seat.committed > (self.record.epoch if self.record else NOTHING):
-                    self.record = opening.record
         return 0
 
     def report(self, epoch: int) -> Report:
