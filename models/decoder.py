@@ -21,6 +21,10 @@ from parallel3d.layers.placement import Placement
 class Family(ABC):
     """What sets one family of decoders apart from another."""
 
+    def positions(self) -> nn.Module | None:
+        """What adds positions to the embedded tokens: (x (tokens_local, hidden), micro_batch) -> the same shape."""
+        return None
+
     @abstractmethod
     def layer(self, index: int) -> nn.Module:
         """The 0-based layer: called with (x (tokens_local, hidden), micro_batch), gives the same shape."""
@@ -43,6 +47,7 @@ class DecoderStage(nn.Module):
         sizes, std = (config.vocab_size, config.hidden_size), config.initializer_range
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         self.embedding = VocabParallelEmbedding("embedding.weight", *sizes, init_std=std, on=on) if is_first else None
+        self.positions = family.positions() if is_first else None
         self.layers = nn.ModuleList(family.layer(index) for index in layers)
         self.final_norm = family.norm("final_norm") if is_last else None
         self.head = LinearCrossEntropy("head.weight", *sizes, init_std=std, on=on) if is_last else None
@@ -50,6 +55,7 @@ class DecoderStage(nn.Module):
     def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
+            x = x if self.positions is None else self.positions(x, micro_batch)
             x = dropout(x, self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
         for layer in self.layers:
             x = layer(x, micro_batch)

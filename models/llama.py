@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from models.decoder import Family
-from parallel3d.config.derived import head_size, num_key_value_heads
+from parallel3d.config.derived import has_qkv_bias, head_size, num_key_value_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.dropout import dropout
@@ -33,6 +33,7 @@ class LlamaLayer(nn.Module):
             num_kv_heads=num_key_value_heads(config),
             init_std=std,
             output_init_std=std * scale,
+            qkv_bias=has_qkv_bias(config),
             on=on,
         )
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm.weight", hidden_size, eps=config.rms_norm_eps, on=on)

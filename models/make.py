@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from models.decoder import DecoderStage
+from models.gpt2 import Gpt2
 from models.llama import Llama
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.layers.placement import Placement
 from parallel3d.precision.policy import POLICIES
 
-FAMILIES = {"llama": Llama}
+FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
 
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:

@@ -49,7 +49,7 @@ class ParamSharding:
     chunks: tuple[Chunk, ...] = ()
     padded: bool = False
     partial_grad: bool = False
-    init_std: float | None = None  # None: ones (a norm's weight)
+    init_std: float | None = None  # None: ones (a norm's weight); 0: zeros (a bias)
     is_norm_or_bias: bool = False
 
     def __post_init__(self) -> None:

@@ -38,6 +38,10 @@ class TensorParallel:
         """Rows of this rank's activations outside of the region."""
         return num_tokens // self.group.size if self.cuts_tokens else num_tokens
 
+    def first_local_token(self, num_local: int) -> int:
+        """Where this rank's `num_local` rows begin among the micro-batch's tokens."""
+        return num_local * self.group.rank if self.cuts_tokens else 0
+
     def gather_async(self, x: Tensor) -> tuple[Tensor, Work]:
         """(tokens_local, n) -> (tokens, n) when tokens are cut, else x itself."""
         if not self.cuts_tokens:

@@ -18,20 +18,56 @@ def head_size(model: ModelConfig) -> int:
     return model.hidden_size // model.num_attention_heads
 
 
+def key_value_size(model: ModelConfig) -> int:
+    """Width of all keys, and of all values, of one token."""
+    return num_key_value_heads(model) * head_size(model)
+
+
+def has_qkv_bias(model: ModelConfig) -> bool:
+    """Whether the query, key and value projections have biases."""
+    return model.architecture == "gpt2" if model.qkv_bias is None else model.qkv_bias
+
+
+def activation_function(model: ModelConfig) -> str:
+    """The activation of gpt2's MLP."""
+    return model.activation_function or "gelu_new"
+
+
+def num_mlp_matrices(model: ModelConfig) -> int:
+    """Weights of hidden_size x intermediate_size in a layer's MLP: up and down, and llama's gate."""
+    return {"llama": 3, "gpt2": 2}[model.architecture]
+
+
 def num_parameters(model: ModelConfig) -> int:
-    """All parameters: linear weights, the embedding, and two norms a layer plus the last one."""
+    """All parameters: linear weights, embeddings, norms and biases; gpt2 needs max_position_embeddings resolved."""
     embedding = model.vocab_size * model.hidden_size
-    norms = (2 * model.num_hidden_layers + 1) * model.hidden_size
-    return num_matmul_parameters(model) + embedding + norms
+    return num_matmul_parameters(model) + embedding + _num_positions(model) + _num_norm_and_bias_parameters(model)
 
 
 def num_matmul_parameters(model: ModelConfig) -> int:
     """Weights that multiply every token: attention, MLP and output head, without the embedding's lookup and norms."""
-    key_value_size = num_key_value_heads(model) * head_size(model)
-    attention = 2 * model.hidden_size * (model.hidden_size + key_value_size)  # q and o, k and v
-    mlp = 3 * model.hidden_size * model.intermediate_size  # gate, up and down
+    attention = 2 * model.hidden_size * (model.hidden_size + key_value_size(model))  # q and o, k and v
+    mlp = num_mlp_matrices(model) * model.hidden_size * model.intermediate_size
     head = model.vocab_size * model.hidden_size
     return model.num_hidden_layers * (attention + mlp) + head
+
+
+def _num_positions(model: ModelConfig) -> int:
+    """Parameters of the learned positions."""
+    if model.architecture == "llama":
+        return 0
+    assert model.max_position_embeddings is not None, "needs a resolved configuration"
+    return model.max_position_embeddings * model.hidden_size
+
+
+def _num_norm_and_bias_parameters(model: ModelConfig) -> int:
+    """Two norms a layer and the last one, with LayerNorm's biases; the biases of the linear layers."""
+    num_norms = 2 * model.num_hidden_layers + 1
+    qkv = (model.hidden_size + 2 * key_value_size(model)) * has_qkv_bias(model)
+    if model.architecture == "llama":
+        return num_norms * model.hidden_size + model.num_hidden_layers * qkv
+    others = 2 * model.hidden_size + model.intermediate_size  # attention's output, down, up
+    return num_norms * 2 * model.hidden_size + model.num_hidden_layers * (qkv + others)
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:

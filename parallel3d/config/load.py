@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
-from parallel3d.config.schema import Config, Section
+from parallel3d.config.schema import Config, ModelConfig, Section
 from parallel3d.errors import ConfigError, Problem
 
 CACHE_DIRECTORY = "~/.cache/parallel3d"
@@ -66,6 +66,10 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
     sizes = derived.batch_sizes(config.batch)
     batch["global_batch_size"], batch["micro_batch_size"], batch["num_micro_batches"] = sizes
     model["num_key_value_heads"] = derived.num_key_value_heads(config.model)
+    model["qkv_bias"] = derived.has_qkv_bias(config.model)
+    model["max_position_embeddings"] = config.model.max_position_embeddings or config.batch.sequence_length
+    if config.model.architecture == "gpt2":
+        model["activation_function"] = derived.activation_function(config.model)
     if parallel["stage_replicas"] is None:
         parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
     schedule["decay_steps"] = schedule["decay_steps"] or max(run["num_steps"], schedule["warmup_steps"])
@@ -277,12 +281,45 @@ def _value(config: Config, field: str) -> Any:
 
 def _check_head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     size, rest = divmod(config.model.hidden_size, config.model.num_attention_heads)
-    if rest == 0 and size % 2:
+    if config.model.architecture == "llama" and rest == 0 and size % 2:
         yield Problem(
             field="model.hidden_size",
             value=config.model.hidden_size,
             rule=f"makes heads of odd width {size}, and rotary positions turn pairs",
             fix="Change it, or model.num_attention_heads, so that their ratio is even",
+        )
+
+
+_ONLY_FOR = {
+    "rms_norm_eps": "llama",
+    "rope_theta": "llama",
+    "layer_norm_eps": "gpt2",
+    "activation_function": "gpt2",
+}
+"""Fields of the model that only one architecture reads."""
+
+
+def _check_architecture(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Settings that would be ignored; what stands there by default is none."""
+    for name, architecture in _ONLY_FOR.items():
+        value = getattr(config.model, name)
+        if config.model.architecture != architecture and value != ModelConfig.model_fields[name].default:
+            yield Problem(
+                field=f"model.{name}",
+                value=value,
+                rule=f"belongs to {architecture}; model.architecture is {config.model.architecture}",
+                fix=f"Leave it out, or use model.architecture {architecture}",
+            )
+
+
+def _check_positions(config: Config, world_size: int | None) -> Iterator[Problem]:
+    positions, length = config.model.max_position_embeddings, config.batch.sequence_length
+    if positions is not None and length > positions:
+        yield Problem(
+            field="batch.sequence_length",
+            value=length,
+            rule=f"is longer than model.max_position_embeddings = {positions}",
+            fix=f"Take at most {positions}, or raise model.max_position_embeddings",
         )
 
 
@@ -461,7 +498,9 @@ def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
-    (_check_head_size, ("model.hidden_size", "model.num_attention_heads")),
+    (_check_head_size, ("model.architecture", "model.hidden_size", "model.num_attention_heads")),
+    (_check_architecture, ("model.architecture", *(f"model.{name}" for name in _ONLY_FOR))),
+    (_check_positions, ("model.max_position_embeddings", "batch.sequence_length")),
     (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),
     (_check_stages, ("parallel.pp_size", "model.num_hidden_layers")),
     (_check_layers_per_stage, ("parallel.layers_per_stage", "parallel.pp_size", "model.num_hidden_layers")),

@@ -51,13 +51,14 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The decoder's shape; fields are named as in Hugging Face configurations."""
 
-    architecture: Literal["llama"] = "llama"
-    """Family of the model: pre-norm RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, untied."""
+    architecture: Literal["llama", "gpt2"] = "llama"
+    """Family of the model. llama: RMSNorm, rotary positions, SwiGLU, no biases. gpt2: LayerNorm, learned positions, an
+    MLP with GELU, biases. Both normalise before each block and know grouped-query attention."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the output head, padded where parallel.tp_size does not divide it; at least
     data.tokenizer.vocab_size."""
     hidden_size: PositiveInt
-    """Width of the residual stream; num_attention_heads times an even head size."""
+    """Width of the residual stream; num_attention_heads times the head size, which llama wants even."""
     intermediate_size: PositiveInt
     """Inner width of the MLP; a multiple of parallel.tp_size."""
     num_hidden_layers: PositiveInt
@@ -67,10 +68,18 @@ class ModelConfig(Section):
     num_key_value_heads: PositiveInt | None = None
     """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size. Null: one per query
     head."""
+    qkv_bias: bool | None = None
+    """Biases on the query, key and value projections. Null: true for gpt2, false for llama."""
+    max_position_embeddings: PositiveInt | None = None
+    """The longest sequence; gpt2 learns so many positions. Null: batch.sequence_length."""
     rms_norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square inside RMSNorm."""
+    """Added to the mean square inside llama's RMSNorm."""
     rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
+    """Base of llama's rotary frequencies."""
+    layer_norm_eps: PositiveFloat = 1e-5
+    """Added to the variance inside gpt2's LayerNorm."""
+    activation_function: Literal["gelu_new", "gelu"] | None = None
+    """Of gpt2's MLP: GELU in the form with tanh (gelu_new) or the exact one (gelu). Null: gelu_new."""
     hidden_dropout: Fraction = 0.0
     """Probability of dropping an element after the embedding, the attention output and the MLP output."""
     initializer_range: PositiveFloat = 0.02

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.placement import Placement
-from parallel3d.layers.rotary import HeadLayout, RotaryTable, split_and_rotate
+from parallel3d.layers.rotary import HeadLayout, RotaryTable, split_and_rotate, split_heads
 from parallel3d.sharding import Chunk
 
 
@@ -27,6 +27,8 @@ class CausalSelfAttention(nn.Module):
         num_kv_heads: int,
         init_std: float,
         output_init_std: float,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
         on: Placement,
     ):
         super().__init__()
@@ -38,17 +40,23 @@ class CausalSelfAttention(nn.Module):
             head_size=head_size,
         )
         chunks = (Chunk(name="q", size=hidden_size), Chunk(name="k", size=kv_size), Chunk(name="v", size=kv_size))
-        self.qkv = ColumnParallelLinear(f"{name}.qkv.weight", hidden_size, chunks, init_std=init_std, on=on)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", hidden_size, chunks, init_std=init_std, bias=qkv_bias, on=on)
         self.output = RowParallelLinear(
-            f"{name}.output.weight",
+            f"{name}.output",
             hidden_size,
             hidden_size,
             init_std=output_init_std,
+            bias=output_bias,
             on=on,
         )
 
-    def forward(self, x: Tensor, table: RotaryTable, batch_size: int) -> Tensor:
-        q, k, v = split_and_rotate(self.qkv(x), table, self.heads, batch_size)
+    def forward(self, x: Tensor, table: RotaryTable | None, batch_size: int) -> Tensor:
+        """`table` None: nothing is rotated."""
+        qkv = self.qkv(x)
+        if table is None:
+            q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
+        else:
+            q, k, v = split_and_rotate(qkv, table, self.heads, batch_size)
         mixed = scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -43,14 +43,10 @@ def dropout(
 def _mask(x: Tensor, probability: float, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel) -> Tensor:
     """The mask of this rank's tokens: row r of a sequence uses the counters r * hidden .. (r + 1) * hidden - 1."""
     num_local, hidden = x.shape
-    seq = micro_batch.sequence_length
-    begin = num_local * tp.group.rank if tp.cuts_tokens else 0
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     columns = torch.arange(hidden, device=x.device)
-    for number, slot in enumerate(micro_batch.slots):
-        first, last = max(begin, number * seq), min(begin + num_local, (number + 1) * seq)
-        if first < last:
-            rows = torch.arange(first - number * seq, last - number * seq, device=x.device)
-            key = key_of("dropout", micro_batch.seed, micro_batch.iteration, slot, layer, site)
-            keep[first - begin : last - begin] = keep_mask(key, rows[:, None] * hidden + columns, probability)
+    for piece in micro_batch.pieces(tp.first_local_token(num_local), num_local):
+        rows = torch.arange(piece.positions.start, piece.positions.stop, device=x.device)
+        key = key_of("dropout", micro_batch.seed, micro_batch.iteration, piece.slot, layer, site)
+        keep[piece.rows] = keep_mask(key, rows[:, None] * hidden + columns, probability)
     return keep

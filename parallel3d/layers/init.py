@@ -25,10 +25,13 @@ def depth_scale(scaling: DepthScaling, *, layer: int, num_layers: int) -> float:
 
 @torch.no_grad()
 def initial_value(sharding: ParamSharding, *, seed: int, tp_rank: int, tp_size: int) -> Tensor:
-    """This rank's share of the initial parameter, float32: normal numbers, ones for a norm, zeros for padding."""
+    """This rank's share of the initial parameter, float32: normal numbers, ones for a norm, zeros for biases and
+    padding."""
     if sharding.init_std is None:
         return torch.ones(sharding.local_shape(tp_size))
     value = torch.zeros(sharding.local_shape(tp_size))
+    if sharding.init_std == 0:
+        return value
     key = key_of("init", seed, sharding.name)
     dim = sharding.dim or 0
     for run in sharding.runs(tp_rank, tp_size):

@@ -1,9 +1,12 @@
-"""Column- and row-parallel matrix products (Megatron-LM: Shoeybi et al., section 3), without biases.
+"""Column- and row-parallel matrix products (Megatron-LM: Shoeybi et al., section 3), with or without biases.
 
 A column-parallel weight is cut along its output, a row-parallel one along its input, so that a pair of them needs one
 sum forward and one backward. The gradient of the weight goes straight into its main gradient; while it is computed the
 sum of the input's gradient travels. When a split backward puts it off, the whole input is kept for it: under sequence
 parallelism the gathered one, so that the later half needs nobody.
+
+A column-parallel bias is cut like its output. A row-parallel one is added once, after the sum, by every rank to the
+tokens that it has: when tokens are cut its gradient is partial, as a norm's.
 """
 
 from __future__ import annotations
@@ -24,20 +27,25 @@ class _ColumnParallel(Function):
     """All-gather (or nothing), GEMM forward; GEMM, reduce-scatter (or all-reduce) beside the weight's GEMM backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, tp: TensorParallel
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.tp = weight, tp
-        return matmul(tp.gather(x), weight.t())
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        product = matmul(tp.gather(x), weight.t())
+        return product if bias is None else product.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         whole, gathering = ctx.tp.gather_async(x)
         input_grad, summing = ctx.tp.sum_async(matmul(grad, ctx.weight))
+        if ctx.bias is not None:
+            add_bias_grad(ctx.bias, grad)
         gathering.wait()
         add_matrix_grad(ctx.weight, grad, whole)
         summing.wait()
-        return input_grad, None, None
+        return input_grad, None, None, None
 
 
 class _Linear(Function):
@@ -57,8 +65,22 @@ class _Linear(Function):
         return input_grad, None
 
 
+class _AddBias(Function):
+    """x + bias; the bias' gradient is that of the tokens that this rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: ShardedParameter) -> Tensor:
+        ctx.bias = bias
+        return x + bias.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        add_bias_grad(ctx.bias, grad)
+        return grad, None
+
+
 class ColumnParallelLinear(nn.Module):
-    """(tokens, in) -> (tokens, out_local). The weight (out_local, in) is cut inside each of its chunks."""
+    """(tokens, in) -> (tokens, out_local). Weight (out_local, in) and bias are cut inside each of their chunks."""
 
     def __init__(
         self,
@@ -67,16 +89,22 @@ class ColumnParallelLinear(nn.Module):
         chunks: tuple[Chunk, ...],
         *,
         init_std: float,
+        bias: bool = False,
         on: Placement,
     ):
         super().__init__()
         self.tp = on.tp
-        shape = (sum(chunk.size for chunk in chunks), in_features)
-        sharding = ParamSharding(name=name, shape=shape, dim=0, chunks=chunks, init_std=init_std)
-        self.weight = on.parameter(sharding)
+        out_features = sum(chunk.size for chunk in chunks)
+        weight = ParamSharding(
+            name=f"{name}.weight", shape=(out_features, in_features), dim=0, chunks=chunks, init_std=init_std
+        )
+        self.weight = on.parameter(weight)
+        self.bias: ShardedParameter | None = None
+        if bias:
+            self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, dim=0, chunks=chunks))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _ColumnParallel.apply(x, self.weight, self.tp)
+        return _ColumnParallel.apply(x, self.weight, self.bias, self.tp)
 
 
 class RowParallelLinear(nn.Module):
@@ -89,12 +117,39 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         *,
         init_std: float,
+        bias: bool = False,
         on: Placement,
     ):
         super().__init__()
         self.tp = on.tp
-        sharding = ParamSharding(name=name, shape=(out_features, in_features), dim=1, init_std=init_std)
-        self.weight = on.parameter(sharding)
+        weight = ParamSharding(name=f"{name}.weight", shape=(out_features, in_features), dim=1, init_std=init_std)
+        self.weight = on.parameter(weight)
+        self.bias: ShardedParameter | None = None
+        if bias:
+            self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, partial_grad=on.tp.cuts_tokens))
 
     def forward(self, x: Tensor) -> Tensor:
-        return leave_region(_Linear.apply(x, self.weight), self.tp)
+        product = leave_region(_Linear.apply(x, self.weight), self.tp)
+        return product if self.bias is None else _AddBias.apply(product, self.bias)
+
+
+def bias_sharding(
+    name: str, size: int, *, dim: int | None = None, chunks: tuple[Chunk, ...] = (), partial_grad: bool = False
+) -> ParamSharding:
+    """A bias (size,): zeros at first."""
+    return ParamSharding(
+        name=name,
+        shape=(size,),
+        dim=dim,
+        chunks=chunks,
+        partial_grad=partial_grad,
+        init_std=0.0,
+        is_norm_or_bias=True,
+    )
+
+
+def add_bias_grad(bias: ShardedParameter, grad: Tensor) -> None:
+    """bias.main_grad += sum over tokens of grad (tokens, out)."""
+    buffer = bias.grad_buffer()
+    buffer.add_(grad.sum(0, dtype=buffer.dtype))
+    bias.grad_added()

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Consecutive tokens of one sequence, as far as a rank has them."""
+
+    slot: int
+    positions: range
+    """Where they stand in the sequence."""
+    rows: slice
+    """Where they stand among the rank's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +34,15 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.slots) * self.sequence_length
+
+    def pieces(self, begin: int, num_local: int) -> Iterator[Piece]:
+        """Tokens `begin` to `begin + num_local - 1` of the micro-batch, sequence by sequence."""
+        seq = self.sequence_length
+        for number, slot in enumerate(self.slots):
+            first, last = max(begin, number * seq), min(begin + num_local, (number + 1) * seq)
+            if first < last:
+                positions = range(first - number * seq, last - number * seq)
+                yield Piece(slot=slot, positions=positions, rows=slice(first - begin, last - begin))
 
 
 @dataclass(frozen=True, kw_only=True)

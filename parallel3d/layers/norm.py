@@ -1,4 +1,8 @@
-"""RMSNorm (Zhang and Sennrich 2019): y = w * x / sqrt(mean(x^2) + eps), computed in the policy's sensitive format."""
+"""Norms, computed in the policy's sensitive format; their weights' gradients are partial where tokens are cut.
+
+RMSNorm (Zhang and Sennrich 2019): y = w * x / sqrt(mean(x^2) + eps).
+LayerNorm (Ba et al. 2016): y = w * (x - mean(x)) / sqrt(var(x) + eps) + b.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,32 @@ class _RmsNorm(Function):
         return input_grad.to(x.dtype), None, None, None
 
 
+class _LayerNorm(Function):
+    """Saves x, mean and 1/std (tokens, 1); gradients of weight and bias are added to their main gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter, eps: float, sensitive: torch.dtype
+    ) -> Tensor:
+        wide_weight, wide_bias = weight.detach().to(sensitive), bias.detach().to(sensitive)
+        y, mean, scale = torch.native_layer_norm(x.to(sensitive), x.shape[-1:], wide_weight, wide_bias, eps)
+        ctx.save_for_backward(x, mean, scale)
+        ctx.weight, ctx.bias = weight, bias
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        x, mean, scale = ctx.saved_tensors
+        weight, bias = (parameter.detach().to(scale.dtype) for parameter in (ctx.weight, ctx.bias))
+        input_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(
+            grad.to(scale.dtype), x.to(scale.dtype), x.shape[-1:], mean, scale, weight, bias, [True, True, True]
+        )
+        for parameter, parameter_grad in ((ctx.weight, weight_grad), (ctx.bias, bias_grad)):
+            parameter.grad_buffer().add_(parameter_grad)
+            parameter.grad_added()
+        return input_grad.to(x.dtype), None, None, None, None
+
+
 class RMSNorm(nn.Module):
     """(tokens_local, hidden) -> the same. Every tensor-parallel rank holds the whole weight."""
 
@@ -62,3 +92,26 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _RmsNorm.apply(x, self.weight, self.eps, self.sensitive)
+
+
+class LayerNorm(nn.Module):
+    """(tokens_local, hidden) -> the same. Every tensor-parallel rank holds all of weight and bias."""
+
+    def __init__(self, name: str, hidden_size: int, *, eps: float, on: Placement):
+        super().__init__()
+        self.eps = eps
+        self.sensitive = on.policy.sensitive
+        weight, bias = (
+            ParamSharding(
+                name=f"{name}.{part}",
+                shape=(hidden_size,),
+                partial_grad=on.tp.cuts_tokens,
+                init_std=init_std,
+                is_norm_or_bias=True,
+            )
+            for part, init_std in (("weight", None), ("bias", 0.0))
+        )
+        self.weight, self.bias = on.parameter(weight), on.parameter(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.sensitive)

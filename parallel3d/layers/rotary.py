@@ -45,6 +45,16 @@ class HeadLayout:
         return self.num_kv_heads * self.head_size
 
 
+def split_heads(qkv: Tensor, heads: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, seq, q + k + v) -> views q (batch, seq, query heads, size), k and v (.., kv heads, size)."""
+    q, k, v = qkv.split([heads.query_size, heads.kv_size, heads.kv_size], dim=-1)
+    return (
+        q.unflatten(-1, (heads.num_query_heads, heads.head_size)),
+        k.unflatten(-1, (heads.num_kv_heads, heads.head_size)),
+        v.unflatten(-1, (heads.num_kv_heads, heads.head_size)),
+    )
+
+
 class _SplitRotate(Function):
     @staticmethod
     def forward(
@@ -54,14 +64,14 @@ class _SplitRotate(Function):
         seq = qkv.shape[0] // batch_size
         cos, sin = table.cos[:seq, None], table.sin[:seq, None]  # (seq, 1, head size / 2)
         ctx.save_for_backward(cos, sin)
-        q, k, v = _views(qkv.view(batch_size, seq, -1), heads)
+        q, k, v = split_heads(qkv.view(batch_size, seq, -1), heads)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v.clone()
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         grad = dq.new_empty((dq.shape[0], dq.shape[1], ctx.shape[-1]))
-        gq, gk, gv = _views(grad, ctx.heads)
+        gq, gk, gv = split_heads(grad, ctx.heads)
         _rotate(dq, cos, -sin, out=gq)
         _rotate(dk, cos, -sin, out=gk)
         gv.copy_(dv)
@@ -73,15 +83,6 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(batch * seq, q + k + v) -> rotated q (batch, seq, query heads, size), rotated k and v (.., kv heads, size)."""
     return _SplitRotate.apply(qkv, table, heads, batch_size)
-
-
-def _views(qkv: Tensor, heads: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv.split([heads.query_size, heads.kv_size, heads.kv_size], dim=-1)
-    return (
-        q.unflatten(-1, (heads.num_query_heads, heads.head_size)),
-        k.unflatten(-1, (heads.num_kv_heads, heads.head_size)),
-        v.unflatten(-1, (heads.num_kv_heads, heads.head_size)),
-    )
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:

@@ -53,9 +53,9 @@ class SwiGLU(nn.Module):
     ):
         super().__init__()
         chunks = (Chunk(name="gate", size=intermediate_size), Chunk(name="up", size=intermediate_size))
-        self.gate_up = ColumnParallelLinear(f"{name}.gate_up.weight", hidden_size, chunks, init_std=init_std, on=on)
+        self.gate_up = ColumnParallelLinear(f"{name}.gate_up", hidden_size, chunks, init_std=init_std, on=on)
         self.down = RowParallelLinear(
-            f"{name}.down.weight",
+            f"{name}.down",
             intermediate_size,
             hidden_size,
             init_std=output_init_std,

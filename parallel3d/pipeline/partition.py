@@ -71,15 +71,18 @@ def model_costs(
     num_key_value_heads: int,
     vocab_size: int,
     sequence_length: int,
+    num_mlp_matrices: int = 3,
 ) -> ModelCosts:
-    """Costs of a Llama-like model: 2 operations per weight of each matrix product, and the attention itself.
+    """Costs of a decoder: 2 operations per weight of each matrix product, and the attention itself.
+
+    `num_mlp_matrices` of hidden_size x intermediate_size: gate, up and down, or two of them without a gate.
 
     The embedding is a look-up. Attention scores and their product with the values count 4 * sequence_length *
     hidden_size: not halved for the causal mask, as in PaLM's and Megatron-LM's formulas.
     """
     key_value_size = hidden_size // num_attention_heads * num_key_value_heads
     attention_weights = hidden_size * (2 * hidden_size + 2 * key_value_size)
-    mlp_weights = 3 * hidden_size * intermediate_size
+    mlp_weights = num_mlp_matrices * hidden_size * intermediate_size
     return ModelCosts(
         embedding=0,
         layer=2 * (attention_weights + mlp_weights) + 4 * sequence_length * hidden_size,

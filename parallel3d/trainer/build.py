@@ -18,7 +18,7 @@ from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.group import AbsentGroup, Group
 from parallel3d.comm.messages import Links
 from parallel3d.comm.tensor_parallel import TensorParallel
-from parallel3d.config.derived import num_key_value_heads, stage_replicas
+from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
@@ -259,6 +259,7 @@ def costs_of(config: Config) -> ModelCosts:
         num_key_value_heads=num_key_value_heads(model),
         vocab_size=model.vocab_size,
         sequence_length=config.batch.sequence_length,
+        num_mlp_matrices=num_mlp_matrices(model),
     )
 
 

@@ -54,6 +54,25 @@ def test_counts_by_hand():
     assert derived.num_key_value_heads(HLAT_7B) == 32
 
 
+def test_counts_of_gpt2_by_hand():
+    model = ModelConfig(
+        architecture="gpt2",
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=7,
+    )
+    weights = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 2 * 8 * 12  # q k v o, up down
+    norms_and_biases = 2 * 2 * 8 + (8 + 4 + 4) + 8 + 12 + 8  # two norms, q k v, o, up, down
+    assert derived.num_matmul_parameters(model) == 3 * weights + 10 * 8
+    assert derived.num_parameters(model) == 3 * (weights + norms_and_biases) + (2 * 10 + 7) * 8 + 2 * 8
+    without = model.model_copy(update={"qkv_bias": False})
+    assert derived.num_parameters(model) - derived.num_parameters(without) == 3 * (8 + 4 + 4)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -133,6 +133,12 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["model.num_key_value_heads=3"], {"model.num_attention_heads"}),
         (["parallel.tp_size=8"], {"model.num_attention_heads"}),
         (["parallel.tp_size=4", "model.num_key_value_heads=2"], {"model.num_key_value_heads"}),
+        (["model.architecture=gpt2", "model.rope_theta=5e5"], {"model.rope_theta"}),
+        (["model.architecture=gpt2", "model.rms_norm_eps=1e-6"], {"model.rms_norm_eps"}),
+        (["model.layer_norm_eps=1e-6"], {"model.layer_norm_eps"}),
+        (["model.activation_function=gelu"], {"model.activation_function"}),
+        (["model.max_position_embeddings=7"], {"batch.sequence_length"}),
+        (["model.architecture=gpt2", "model.max_position_embeddings=7"], {"batch.sequence_length"}),
         (["parallel.tp_size=2", "model.intermediate_size=33"], {"model.intermediate_size"}),
         (
             ["parallel.tp_size=2", "parallel.sequence_parallel=true", "batch.sequence_length=9"],
@@ -172,6 +178,7 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["parallel.sequence_parallel=true", "batch.sequence_length=9"],
         ["parallel.pp_size=2", "parallel.layers_per_stage=[3,1]", "parallel.stage_replicas=[4,1]"],
         ["parallel.tp_size=2", "model.vocab_size=65"],
+        ["model.architecture=gpt2", "model.hidden_size=20", "model.rope_theta=1e4", "model.layer_norm_eps=1e-6"],
         ["batch.num_micro_batches=4"],
         ["schedule.kind=constant", "schedule.warmup_steps=11"],
         ["schedule.warmup_steps=11", "schedule.decay_steps=11"],
@@ -244,10 +251,16 @@ def test_resolve_fills_what_can_be_derived(tiny: Path, monkeypatch: pytest.Monke
     config = resolve(load_config(tiny), config_path=tiny)
     assert (config.batch.num_micro_batches, config.model.num_key_value_heads) == (4, 4)
     assert (config.parallel.dp_size, derived.world_size(config)) == (1, 1)
+    assert (config.model.qkv_bias, config.model.max_position_embeddings) == (False, 16)
     assert config.schedule.decay_steps == 10
     assert config.data.tokenizer.vocab_size == 64
     assert config.run.directory == "runs/tiny"
     assert config.data.cache_directory == "/home/somebody/.cache/parallel3d"
+
+
+def test_resolve_knows_the_architecture(tiny: Path):
+    model = resolve(load_config(tiny, ["model.architecture=gpt2"]), config_path=tiny).model
+    assert (model.qkv_bias, model.max_position_embeddings, model.activation_function) == (True, 16, "gelu_new")
 
 
 @settings(max_examples=50, deadline=None)

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from models.make import make_decoder
+from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.config import derived
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config, json_schema
+from parallel3d.layers.placement import Placement
+from parallel3d.precision.policy import POLICIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.glob("*.json") if path.name != "schema.json")
@@ -26,6 +30,15 @@ def test_loads_and_says_what_it_is(path: Path):
     assert config.source
     assert derived.warnings(config) == []
     assert path.name in (CONFIGS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_builds_with_as_many_parameters_as_it_says(path: Path):
+    config = shipped(path.name)
+    on = Placement(tp=solo_region(), policy=POLICIES[config.precision.policy], device="meta")
+    layers = range(config.model.num_hidden_layers)
+    stage = make_decoder(config.model, layers, num_positions=8, on=on)
+    assert sum(p.numel() for p in stage.parameters()) == derived.num_parameters(config.model)
 
 
 def test_schema_is_current():
@@ -64,3 +77,11 @@ def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tupl
     assert (config.schedule.min_ratio, config.schedule.decay_form) == (0.1, "clamp")
     assert config.precision.policy == "bf16"
     assert (config.model.initializer_range, config.model.initializer_depth_scaling) == (0.02, "num_layers")
+
+
+def test_gpt2_163m():
+    config = shipped("gpt2_163m.json")
+    assert derived.num_parameters(config.model) == 163_009_536
+    assert derived.tokens_per_step(config) * config.run.num_steps == 3_260_268_544  # 20 tokens a parameter, rounded up
+    assert derived.world_size(config) == 8
+    assert config.model.max_position_embeddings == config.batch.sequence_length == 1024

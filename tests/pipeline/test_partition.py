@@ -77,6 +77,9 @@ def test_costs_are_a_third_of_the_flops_of_training():
     model = ModelConfig(**sizes, num_hidden_layers=80)
     assert 3 * (costs.embedding + 80 * costs.layer + costs.head) == flops_per_token(model, 4096)
     assert costs.head == 2 * 8192 * 32000
+    costs = model_costs(**sizes, sequence_length=4096, num_mlp_matrices=2)
+    model = ModelConfig(**sizes, num_hidden_layers=80, architecture="gpt2")
+    assert 3 * (costs.embedding + 80 * costs.layer + costs.head) == flops_per_token(model, 4096)
 
 
 def test_equal_stages_without_attention_cost_what_the_textbook_says():

@@ -173,11 +173,22 @@ def layout_cell(number: int, row: int) -> Cell:
 
 
 def cell(
-    name: str, *, policy: str = "fp64", drop: float = 0.0, micro: int = 1, backups=1, transport="threads", **parallel
+    name: str,
+    *,
+    policy: str = "fp64",
+    drop: float = 0.0,
+    micro: int = 1,
+    backups=1,
+    transport="threads",
+    architecture="llama",
+    **parallel,
 ) -> Cell:
+    """The eps of GPT-2's cells keeps AdamW from making steps of rounding: biases of keys have no gradient at all, as
+    they move all scores of a query alike."""
     changes = dict(
         parallel=parallel,
-        model=dict(hidden_dropout=drop),
+        model=dict(hidden_dropout=drop, architecture=architecture),
+        optimizer=dict(eps=1e-8 if architecture == "llama" else 1e-5),
         precision=dict(policy=policy),
         batch=dict(micro_batch_size=micro),
         elastic=dict(zero_backups=backups),
@@ -243,6 +254,21 @@ CELLS: list[Cell] = [
             ("pp2-tp2-bf16", dict(pp_size=2, tp_size=2, policy="bf16")),
         ]
     ),
+    *(
+        cell(f"gpt2-{name}", architecture="gpt2", **layout)
+        for name, layout in [
+            ("tp2", dict(tp_size=2)),
+            ("tp4-sp", dict(tp_size=4, sequence_parallel=True)),
+            ("pp4-zb-h1", dict(pp_size=4, schedule="zb-h1")),
+            ("tp2-dp4-zero0-sp", dict(tp_size=2, dp_size=4, zero_stage=0, sequence_parallel=True)),
+            ("cube", CUBE),
+            ("cube-fp32", dict(policy="fp32", **CUBE)),
+            ("tp2-pp2-dropout", dict(tp_size=2, pp_size=2, drop=0.2)),
+            ("tp4-pp2-micro2-dropout-sp", dict(tp_size=4, pp_size=2, drop=0.2, micro=2, sequence_parallel=True)),
+            ("cube-dropout", dict(drop=0.2, **CUBE)),
+            ("stages-2-1-tp2", dict(tp_size=2, pp_size=2, stage_replicas=[2, 1])),
+        ]
+    ),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),
@@ -259,6 +285,7 @@ CELLS: list[Cell] = [
     cell("gloo-tp2-pp2-dropout", transport="gloo", drop=0.2, tp_size=2, pp_size=2),
     cell("gloo-stages-2-1", transport="gloo", pp_size=2, stage_replicas=[2, 1]),
     cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),
+    cell("gloo-cube-gpt2", transport="gloo", architecture="gpt2", drop=0.2, **CUBE),
     cell("gloo-cube-fp32", transport="gloo", policy="fp32", **CUBE),
     cell("gloo-tp2-dp2-bf16", transport="gloo", policy="bf16", tp_size=2, dp_size=2, sequence_parallel=True),
     Cell(

@@ -1,19 +1,23 @@
 """One process against a training loop of nothing but torch: what all layouts are compared with is itself right."""
 
 import cells
+import plain_gpt2
+import plain_llama
 import pytest
 import torch
-from plain_llama import plain_loss
 
 from parallel3d.data.lanes import Cursor
 from parallel3d.trainer.verify import largest_difference
+
+PLAIN_LOSS = {"llama": plain_llama.plain_loss, "gpt2": plain_gpt2.plain_loss}
 
 
 def plain_run(config, initial, num_steps):
     """Losses, gradient norms before clipping and final weights of the loop that everybody would write."""
     weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    decayed = [weight for name, weight in weights.items() if "norm" not in name]
-    others = [weight for name, weight in weights.items() if "norm" in name]
+    small = ("norm.weight", "bias")
+    decayed = [weight for name, weight in weights.items() if not name.endswith(small)]
+    others = [weight for name, weight in weights.items() if name.endswith(small)]
     groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
     lanes, seq = cells.topic_lanes(config), config.batch.sequence_length
@@ -22,7 +26,8 @@ def plain_run(config, initial, num_steps):
     losses, norms = [], []
     for step in range(num_steps):
         rows = torch.tensor([stream[step * seq : (step + 1) * seq + 1].tolist() for stream in streams])
-        loss = plain_loss(config.model, weights, rows[:, :-1], rows[:, 1:]) / (len(slots) * seq)
+        loss_sum = PLAIN_LOSS[config.model.architecture](config.model, weights, rows[:, :-1], rows[:, 1:])
+        loss = loss_sum / (len(slots) * seq)
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), config.optimizer.max_grad_norm).item())
@@ -33,13 +38,14 @@ def plain_run(config, initial, num_steps):
     return losses, norms, {name: weight.detach() for name, weight in weights.items()}
 
 
+@pytest.mark.parametrize("architecture", PLAIN_LOSS)
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e9])
 @pytest.mark.parametrize("parallel", [{}, dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)])
-def test_three_steps_of_a_plain_loop(parallel, max_grad_norm):
+def test_three_steps_of_a_plain_loop(parallel, max_grad_norm, architecture):
     """fp64, 1e-9: the same arithmetic in another order; both clip with 1e-6 in the divisor."""
     changes = dict(
         parallel=parallel,
-        model=dict(num_key_value_heads=2),
+        model=dict(architecture=architecture, num_key_value_heads=2, qkv_bias=False),
         optimizer=dict(learning_rate=1e-2, max_grad_norm=max_grad_norm),
     )
     ours = cells.run_cell_in_threads(**changes)

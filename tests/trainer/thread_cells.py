@@ -33,11 +33,21 @@ SPARES = "dp3-tp2"
 """A layout in which two deaths can leave a range of state to a spare alone."""
 
 
+MODELS = {
+    "gpt2-pp2-dp2-tp2": (
+        dict(architecture="gpt2", hidden_dropout=0.1),
+        dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True),
+    ),
+}
+"""Other models, each with a layout."""
+
+
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
     """Three layers, two sequences of four tokens a replica, evaluations after every second step: a run takes 0.1 s."""
-    sizes = {**LAYOUTS, SPARES: dict(dp_size=3, tp_size=2)}[layout]
+    layouts = {**LAYOUTS, SPARES: dict(dp_size=3, tp_size=2)}
+    model, sizes = MODELS[layout] if layout in MODELS else ({}, layouts[layout])
     return cells.make_config(
-        model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2),
+        model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2) | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
         batch=dict(global_batch_size=2 * sizes["dp_size"], micro_batch_size=1, sequence_length=4),
         precision=dict(policy="fp64", sums="exact"),

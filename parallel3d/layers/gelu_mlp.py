@@ -1,0 +1,47 @@
+"""GPT-2's feed-forward block: down(gelu(up(x))), with biases (Hendrycks and Gimpel 2016; Radford et al. 2019).
+
+"gelu_new" is x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), "gelu" the exact x Phi(x).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.placement import Placement
+from parallel3d.sharding import Chunk
+
+APPROXIMATION = {"gelu_new": "tanh", "gelu": "none"}
+"""torch's name for each activation function."""
+
+
+class GeluMlp(nn.Module):
+    """(tokens_local, hidden) -> (tokens_local, hidden)."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        activation_function: str,
+        init_std: float,
+        output_init_std: float,
+        on: Placement,
+    ):
+        super().__init__()
+        chunks = (Chunk(name="up", size=intermediate_size),)
+        self.approximation = APPROXIMATION[activation_function]
+        self.up = ColumnParallelLinear(f"{name}.up", hidden_size, chunks, init_std=init_std, bias=True, on=on)
+        self.down = RowParallelLinear(
+            f"{name}.down",
+            intermediate_size,
+            hidden_size,
+            init_std=output_init_std,
+            bias=True,
+            on=on,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x), approximate=self.approximation))
