@@ -2,7 +2,7 @@
 
 Started plainly, it runs one worker process per rank on this machine; under torchrun or DeepSpeed's launcher, this
 process guards the worker of its rank. Exit codes: 0 done, 2 a mistake in what it was given, 3 lost too many workers to
-go on, 4 lost the coordinator, 130/143 stopped.
+go on, 4 lost the coordinator, 5 copies that must be the same bits are not, 130/143 stopped.
 """
 
 from __future__ import annotations

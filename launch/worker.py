@@ -21,6 +21,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.prefetch import Prefetcher
+from parallel3d.debug.trace import NoTrace, make_trace
 from parallel3d.elastic.control import Control
 from parallel3d.elastic.faults import FaultInjector, plan_faults
 from parallel3d.elastic.membership import Address, EpochRecord
@@ -50,7 +51,9 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     corpus = open_text(config, control, token)
     lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
     prefetcher = Prefetcher(lanes, config.data.prefetch, token)
-    probe = WorkerProbe(config, context)
+    directory = Path(str(config.run.directory))
+    trace = make_trace(config.debug.profile, rank=context.rank, directory=directory, device=device)
+    probe = WorkerProbe(config, context, trace)
     rank = prepare_rank(
         config,
         context.rank,
@@ -61,6 +64,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
         device=device,
         observe=probe.observe,
         probe=probe.enter_phase,
+        label=trace.label,
     )
     train_rank(
         rank,
@@ -70,6 +74,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=lambda: describe_run(rank, corpus),
     )
+    trace.close()
     prefetcher.close()
     return 0
 
@@ -94,12 +99,13 @@ def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **
 
 
 class WorkerProbe:
-    """Watches one rank at work: a sign of life with every instruction, and the faults that it shall have."""
+    """Watches one rank at work: signs of life with every instruction, the faults that it shall have, traces."""
 
-    def __init__(self, config: Config, context: WorkerContext):
+    def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None):
         faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=config.run.num_steps)
         self._injector = FaultInjector(faults, context.rank, fail_for_real)
         self._pulse = context.pulse
+        self._trace = trace or NoTrace()
         self._num_steps = 0
 
     def observe(self, instruction: Instruction) -> None:
@@ -113,6 +119,8 @@ class WorkerProbe:
     def begin(self, phase: Phase, step: int) -> None:
         """Evaluation counts few instructions. The first steps are slow in ways that tell nothing: memory is touched for
         the first time, kernels are made."""
+        if phase is Phase.STEP:
+            self._trace.begin_step(step)
         self._num_steps += phase is Phase.STEP
         is_usual = phase is Phase.STEP and self._num_steps > WARMUP_STEPS
         self._pulse.mode = Mode.RUNNING if is_usual else Mode.SUSPENDED

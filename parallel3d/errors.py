@@ -14,6 +14,9 @@ EXIT_WORKER_LOST = 3
 EXIT_COORDINATOR_LOST = 4
 """A run's exit code when its coordinator is gone and nobody may take over."""
 
+EXIT_REPLICAS_DIFFER = 5
+"""A run's exit code when copies that must be the same bits are not."""
+
 
 class Parallel3dError(Exception):
     """Root of this project's exceptions."""
@@ -67,6 +70,12 @@ class EpochEnded(Parallel3dError):
 
 class ProtocolError(Parallel3dError):
     """A message that is not the one the schedule promised."""
+
+
+class ReplicasDiffer(Parallel3dError):
+    """Copies of weights or optimizer state that must be the same bits are not; the message names them."""
+
+    exit_code = EXIT_REPLICAS_DIFFER
 
 
 class RunEnded(Parallel3dError):

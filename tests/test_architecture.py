@@ -40,6 +40,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.pipeline": 4,
     "parallel3d.optim": 5,
     "parallel3d.checkpoint": 6,
+    "parallel3d.debug": 6,
     "parallel3d.monitor": 6,
     "parallel3d.elastic": 7,
     "parallel3d.trainer": 8,
@@ -60,6 +61,7 @@ PURE: tuple[str, ...] = (
     ),
     "parallel3d.pipeline.route_map",
     *(f"parallel3d.optim.{name}" for name in ("buckets", "cut")),
+    "parallel3d.debug.replicas",
     *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
 )
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")

@@ -485,7 +485,7 @@ def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]
 
 
 def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
-    num_ranks = sum(derived.stage_replicas(config)) * config.parallel.tp_size if world_size is None else world_size
+    num_ranks = _num_ranks(config, world_size)
     for number, fault in enumerate(config.elastic.faults):
         for name, value, last in (
             ("rank", fault.rank, num_ranks - 1),
@@ -495,6 +495,21 @@ def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
                 rule = f"there is no such {name}: the last is {last}"
                 fix = "Name one that there is, or take the fault out"
                 yield Problem(field=f"elastic.faults.{number}.{name}", value=value, rule=rule, fix=fix)
+
+
+def _check_profile(config: Config, world_size: int | None) -> Iterator[Problem]:
+    steps, ranks = config.debug.profile.steps, config.debug.profile.ranks
+    if steps and (len(steps) != 2 or steps[0] > steps[1] or steps[1] > config.run.num_steps):
+        rule = f"must be the first and the last step to record, the last at most run.num_steps = {config.run.num_steps}"
+        yield Problem(field="debug.profile.steps", value=steps, rule=rule, fix="Give two steps, such as [10, 12]")
+    last = _num_ranks(config, world_size) - 1
+    if ranks and max(ranks) > last:
+        rule = f"there is no such rank: the last is {last}"
+        yield Problem(field="debug.profile.ranks", value=ranks, rule=rule, fix="Name ranks that there are")
+
+
+def _num_ranks(config: Config, world_size: int | None) -> int:
+    return sum(derived.stage_replicas(config)) * config.parallel.tp_size if world_size is None else world_size
 
 
 _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
@@ -513,5 +528,6 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
+    (_check_profile, ("debug.profile.steps", "debug.profile.ranks", "run.num_steps", *_LAYOUT)),
 )
 """Each rule with the fields that it reads."""

@@ -326,6 +326,27 @@ class RunConfig(Section):
     """Longest wait for a peer, in seconds."""
 
 
+class ProfileConfig(Section):
+    """Traces by torch's profiler."""
+
+    steps: list[PositiveInt] = []
+    """First and last step to record: one trace for all of them. Empty: none."""
+    ranks: list[NonNegativeInt] = [0]
+    """Ranks that record; each writes profile/rank-N.json into the run's folder, for chrome://tracing or Perfetto."""
+
+
+class DebugConfig(Section):
+    """Aids for the case that something is wrong."""
+
+    replica_check_every: PositiveInt | None = None
+    """Steps between two checks that all copies are the same bits: weights of a stage's replicas, weights that all
+    tensor-parallel ranks hold, optimizer state of an owner and its backup. Null: never."""
+    replica_check_action: Literal["stop", "warn"] = "stop"
+    """What a copy that differs leads to: stop ends the run with exit code 5, warn says so at every check."""
+    profile: ProfileConfig = ProfileConfig()
+    """Traces by torch's profiler."""
+
+
 class Config(Section):
     """A training run: model, layout, batch, optimizer, data."""
 
@@ -349,6 +370,8 @@ class Config(Section):
     """The text to train on."""
     elastic: ElasticConfig = ElasticConfig()
     """What happens when workers die."""
+    debug: DebugConfig = DebugConfig()
+    """Aids for the case that something is wrong; all that cost anything are off."""
     run: RunConfig
     """Length, seed, folder and devices of the run."""
 

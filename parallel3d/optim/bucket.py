@@ -120,6 +120,11 @@ class Bucket:
         self._show_buffers()
 
     @property
+    def has_master(self) -> bool:
+        """Whether master weights are copies of their own."""
+        return self._policy.has_master
+
+    @property
     def owned(self) -> Shard:
         return self.shards[0]
 

@@ -199,6 +199,11 @@ class ShardedOptimizer:
         return sum(bucket.state_bytes() for bucket in self.buckets)
 
     @property
+    def cut(self) -> Cut:
+        """The cut in force."""
+        return self._cut
+
+    @property
     def is_whole(self) -> bool:
         """Whether all weights are known to be those of `version`, the ranges that others own included."""
         return not self._stale

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,11 @@ class Observer(Protocol):
 
     def __call__(self, instruction: Instruction) -> None: ...
 
+
+Label = Callable[[Instruction], AbstractContextManager[object]]
+"""A name for what runs within it, in a profiler's trace."""
+
+NO_LABEL: AbstractContextManager[object] = nullcontext()
 
 Loader = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Inputs and targets of a micro-batch, (tokens,) int64 each."""
@@ -68,6 +74,7 @@ class Executor:
     device: torch.device
     token: AbortToken
     observe: Observer = lambda instruction: None
+    label: Label = lambda instruction: NO_LABEL
     after_compute: Callable[[], None] = lambda: None
     """Called after each instruction that may have added to main gradients."""
     _weight_grads: WeightGrads = field(default_factory=WeightGrads, init=False)
@@ -86,7 +93,8 @@ class Executor:
             self.token.check()
             self.observe(instruction)
             try:
-                _ACTIONS[instruction.op](self, scratch, instruction)
+                with self.label(instruction):
+                    _ACTIONS[instruction.op](self, scratch, instruction)
             except EpochEnded as error:
                 raise EpochEnded(f"{error} (at: {instruction})") from None
         losses = {micro_batch: loss.item() for micro_batch, loss in scratch.losses.items()}  # the one wait for a device

@@ -25,7 +25,7 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.optim.bucket import AdamWSettings, UpdateStep
 from parallel3d.optim.cut import Cut, plan_cut
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
-from parallel3d.pipeline.executor import Executor, Observer
+from parallel3d.pipeline.executor import NO_LABEL, Executor, Label, Observer
 from parallel3d.pipeline.partition import (
     ModelCosts,
     model_costs,
@@ -110,6 +110,7 @@ class RankRuntime:
     state: TrainState
     observe: Observer
     probe: Probe
+    label: Label = lambda instruction: NO_LABEL
     parts: EpochParts | None = None
 
     @property
@@ -184,6 +185,7 @@ class RankRuntime:
             device=self.device,
             token=transports.token,
             observe=self.observe,
+            label=self.label,
             after_compute=self.optimizer.close_term,
         )
         self.parts = EpochParts(
@@ -274,6 +276,7 @@ def prepare_rank(
     device: torch.device,
     observe: Observer = lambda instruction: None,
     probe: Probe = lambda phase: None,
+    label: Label = lambda instruction: NO_LABEL,
 ) -> RankRuntime:
     """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders."""
     parallel, place, policy = config.parallel, grid.coordinates(rank), POLICIES[config.precision.policy]
@@ -324,6 +327,7 @@ def prepare_rank(
         state=TrainState.start(batch.num_slots),
         observe=observe,
         probe=probe,
+        label=label,
     )
 
 

@@ -10,16 +10,18 @@ iteration's scratch changes before its entry is held, and folding an entry twice
     stop, leave            every rank that was asked to stop the run, or to leave it
     cursors                the first stage of each micro-batch's route, tensor-parallel rank 0, for its slots
     audit                  each (stage, micro-batch): the replica that ran its backward pass, so that it must be 1
+    replica check          where one is due: every rank, to the words of its stage (debug/replicas.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from typing import Any
 
 from parallel3d.data.lanes import Cursor
+from parallel3d.debug.replicas import NUM_WORDS, differ
 from parallel3d.errors import ProtocolError
 from parallel3d.precision.fixed_point import NUM_SLOTS, ExactSum
 
@@ -41,6 +43,8 @@ class Contribution:
     leave: bool = False
     cursors: Mapping[int, Cursor] = field(default_factory=dict)
     audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    check: tuple[int, Sequence[int]] | None = None
+    """Stage and words of the replica check; None where none is due, on all ranks alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class Entry:
     leave: bool
     """Somebody departs: the membership changes after this iteration."""
     cursors: tuple[Cursor, ...]
+    differing_stages: tuple[int, ...] = ()
+    """Stages where the replica check has found copies that differ."""
 
     @property
     def loss(self) -> float:
@@ -81,7 +87,8 @@ class Entry:
     @staticmethod
     def from_json(data: Json) -> Entry:
         fields = {key: value for key, value in data.items() if key != "kind"}
-        return Entry(**{**fields, "cursors": tuple(Cursor.from_ints(ints) for ints in data["cursors"])})
+        cursors = tuple(Cursor.from_ints(ints) for ints in data["cursors"])
+        return Entry(**{**fields, "cursors": cursors, "differing_stages": tuple(data["differing_stages"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +121,7 @@ class EntryLayout:
 
     @property
     def size(self) -> int:
+        """Without the replica check, which is not in every vector."""
         return self._cursor(0) + self.num_slots * Cursor.NUM_INTS + self.num_stages * self.num_micro_batches
 
     def pack(self, part: Contribution) -> list[float]:
@@ -133,6 +141,11 @@ class EntryLayout:
             vector[start : start + Cursor.NUM_INTS] = map(float, cursor.to_ints())
         for (stage, micro_batch), count in part.audit.items():
             vector[self._audit(stage, micro_batch)] = float(count)
+        if part.check is not None:
+            stage, words = part.check
+            checks = [0.0] * (self.num_stages * NUM_WORDS)
+            checks[stage * NUM_WORDS : (stage + 1) * NUM_WORDS] = map(float, words)
+            vector += checks
         return vector
 
     def unpack(self, iteration: int, total: list[float]) -> Entry:
@@ -161,7 +174,13 @@ class EntryLayout:
                 Cursor.from_ints([int(x) for x in total[self._cursor(s) : self._cursor(s) + Cursor.NUM_INTS]])
                 for s in range(self.num_slots)
             ),
+            differing_stages=tuple(stage for stage, words in enumerate(self._checks(total)) if differ(words)),
         )
+
+    def _checks(self, total: list[float]) -> list[list[float]]:
+        """The words of the replica check by stage, if one was due."""
+        words = total[self.size :]
+        return [words[start : start + NUM_WORDS] for start in range(0, len(words), NUM_WORDS)]
 
     def _cursor(self, slot: int) -> int:
         return len(_SUMS) * NUM_SLOTS + len(_SCALARS) + slot * Cursor.NUM_INTS

@@ -121,6 +121,8 @@ class Trainer:
         self._training_s += report.step_s
         self._num_timed += 1
         self._losses[step] = report.entry.loss
+        if report.warning and self.rank.is_leader:
+            self.publish({"kind": "notice", "text": f"warning: {report.warning}"})
         self._tell(report.entry, report, self.data_wait_s() - waited)
 
     def _evaluate(self) -> None:

@@ -12,6 +12,7 @@ from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.build import RankRuntime
 from parallel3d.trainer.entry import Contribution, Entry, EvaluationEntry
+from parallel3d.trainer.replicas import is_due, replica_words, settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class StepReport:
     learning_rate: float
     step_s: float
     busy_s: float
+    warning: str = ""
+    """What the replica check has found, where the run goes on."""
 
 
 def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) -> StepReport:
@@ -37,6 +40,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
     result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
     entry = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave))
+    warning = settle(rank, batch.iteration) if entry.differing_stages else ""
     rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
     rank.optimizer.update(rank.state.iteration, rank.update_step())
     return StepReport(
@@ -44,6 +48,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
         learning_rate=rank.learning_rate.at(rank.state.num_updates),
         step_s=time.perf_counter() - started,
         busy_s=result.busy_s,
+        warning=warning,
     )
 
 
@@ -56,6 +61,8 @@ def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: b
         part.num_target_tokens = result.num_target_tokens
         part.cursors = rank.train_loader.advanced
         part.audit = {(rank.place.pp, m): count for m, count in result.backwarded.items()}
+    if is_due(rank, rank.state.iteration + 1):
+        part.check = (rank.place.pp, replica_words(rank, rank.state.iteration + 1))
     return part
 
 

@@ -165,6 +165,11 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
             {"optimizer.learning_rate", "model.hidden_size"},
         ),
         (["optimizer.learning_rate=NaN"], {"optimizer.learning_rate"}),
+        (["debug.profile.steps=[3]"], {"debug.profile.steps"}),
+        (["debug.profile.steps=[3,2]"], {"debug.profile.steps"}),
+        (["debug.profile.steps=[3,11]"], {"debug.profile.steps"}),
+        (["debug.profile.ranks=[1]"], {"debug.profile.ranks"}),
+        (["debug.replica_check_every=0"], {"debug.replica_check_every"}),
     ],
 )
 def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
