@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.derived import key_value_size, num_mlp_matrices  # noqa: E402
+from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
@@ -172,15 +172,18 @@ def estimate_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes
 
     A layer keeps for its backward, a token: the inputs of both norms and what they make (4 hidden, split over the
     tensor ranks under sequence parallelism), and split over the tensor ranks q, k, v, the attention's result
-    (2 hidden + 2 key-value), gate and up, and the input of the down projection (3 intermediate; 2 without a gate).
+    (2 hidden + 2 key-value, of which a rank has one head at least), gate and up, and the input of the down projection
+    (3 intermediate; 2 without a gate).
     """
     model, parallel, batch = config.model, config.parallel, config.batch
     assert batch.micro_batch_size is not None
     num_tokens = batch.micro_batch_size * batch.sequence_length
     width = POLICIES[config.precision.policy].compute.itemsize
     shards = parallel.tp_size if parallel.sequence_parallel else 1
-    split = 2 * model.hidden_size + 2 * key_value_size(model) + num_mlp_matrices(model) * model.intermediate_size
-    layer_bytes = num_tokens * width * (4 * model.hidden_size // shards + split // parallel.tp_size)
+    split = 2 * model.hidden_size + num_mlp_matrices(model) * model.intermediate_size
+    key_value_local = max(key_value_size(model) // parallel.tp_size, head_size(model))
+    local = 4 * model.hidden_size // shards + split // parallel.tp_size + 2 * key_value_local
+    layer_bytes = num_tokens * width * local
     return MessageSizes(
         activation_bytes=num_tokens * width * model.hidden_size // shards,
         targets_bytes=num_tokens * 8,

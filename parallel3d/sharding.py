@@ -7,6 +7,12 @@ its part of each, so that a rank owns whole heads::
     global rows   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
     rank 1 of 2   |       q2 q3 |       k2 k3 |       v2 v3 |   -> local rows  q2 q3 k2 k3 v2 v3
 
+A chunk that can't be cut so far (fewer key heads than ranks) is cut as far as it can, and neighbouring ranks hold the
+same part, which belongs to the first of them::
+
+    global rows   | q0 q1 q2 q3 | k0 k1 | v0 v1 |            (heads)
+    rank 1 of 4   |    q1       | k0    | v0    |   -> k0 and v0 are copies of those of rank 0
+
 A padded parameter (the vocabulary) gives each rank ceil(size / tp_size) rows; the last ranks have rows that stand for
 nothing. Padding has no global index, is never stored, and never seen by the softmax.
 """
@@ -23,6 +29,14 @@ class Chunk:
 
     name: str
     size: int
+    max_parts: int | None = None
+    """The most parts that it may be cut into; more ranks share them. None: any number."""
+
+    def copies(self, tp_size: int) -> int:
+        """How many neighbouring ranks hold the same part."""
+        num_parts = min(tp_size, self.max_parts or tp_size)
+        assert tp_size % num_parts == 0, f"{tp_size} ranks can't share {num_parts} parts of {self.name}"
+        return tp_size // num_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +46,8 @@ class Run:
     global_start: int
     local_start: int
     length: int
+    copies: int = 1
+    """How many neighbouring ranks hold these indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +80,33 @@ class ParamSharding:
         """The shape that each rank allocates, padding included."""
         if self.dim is None:
             return self.shape
-        size = sum(self._part(chunk.size, tp_size) for chunk in self._chunks())
+        size = sum(self._part(chunk, tp_size) for chunk in self._chunks())
         return self.shape[: self.dim] + (size,) + self.shape[self.dim + 1 :]
 
     def runs(self, tp_rank: int, tp_size: int) -> tuple[Run, ...]:
         """What `tp_rank` holds along the sharded dimension, without padding. Empty when all of it is padding."""
         if self.dim is None:
-            return (Run(global_start=0, local_start=0, length=self.shape[0]),)
+            return (Run(global_start=0, local_start=0, length=self.shape[0], copies=tp_size),)
         runs, offset, local = [], 0, 0
         for chunk in self._chunks():
-            part = self._part(chunk.size, tp_size)
-            start = min(part * tp_rank, chunk.size)
+            part, copies = self._part(chunk, tp_size), chunk.copies(tp_size)
+            start = min(part * (tp_rank // copies), chunk.size)
             length = min(part, chunk.size - start)
             if length:
-                runs.append(Run(global_start=offset + start, local_start=local, length=length))
+                runs.append(Run(global_start=offset + start, local_start=local, length=length, copies=copies))
             offset += chunk.size
             local += part
         return tuple(runs)
+
+    def copies(self, tp_size: int) -> int:
+        """How many ranks hold the parts of those chunks that can't be cut over all ranks; 1: there are none."""
+        return max((chunk.copies(tp_size) for chunk in self.chunks), default=1)
 
     def _chunks(self) -> tuple[Chunk, ...]:
         assert self.dim is not None
         return self.chunks or (Chunk(name="", size=self.shape[self.dim]),)
 
-    def _part(self, size: int, tp_size: int) -> int:
-        assert self.padded or size % tp_size == 0, f"{self.name}: {size} over {tp_size}"
-        return ceil(size / tp_size)
+    def _part(self, chunk: Chunk, tp_size: int) -> int:
+        num_parts = tp_size // chunk.copies(tp_size)
+        assert self.padded or chunk.size % num_parts == 0, f"{self.name}: {chunk.size} over {num_parts}"
+        return ceil(chunk.size / num_parts)

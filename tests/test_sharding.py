@@ -1,5 +1,6 @@
 """Cuts over the tensor-parallel ranks: every element on one rank, whole heads, padding at the end."""
 
+from collections import Counter
 from math import ceil, prod
 
 import pytest
@@ -12,22 +13,28 @@ from parallel3d.sharding import Chunk, ParamSharding, Run
 
 @st.composite
 def cuts(draw):
-    """A sharding and a size that it can be cut over."""
+    """A sharding, (size, copies) of its chunks, and a number of ranks that it can be cut over."""
     tp_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     padded = draw(st.booleans())
     parts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    sizes = parts if padded else [part * tp_size for part in parts]
     dim = draw(st.integers(0, 1))
     other = draw(st.integers(1, 3))
-    named = len(sizes) > 1 or draw(st.booleans())
+    named = len(parts) > 1 or draw(st.booleans())
+    divisors = [n for n in range(1, tp_size + 1) if tp_size % n == 0]
+    copies = [draw(st.sampled_from(divisors)) if named and not padded else 1 for _ in parts]
+    sizes = parts if padded else [part * tp_size // n for part, n in zip(parts, copies)]
+    chunks = [
+        Chunk(name=f"chunk{i}", size=size, max_parts=tp_size // n if n > 1 else None)
+        for i, (size, n) in enumerate(zip(sizes, copies))
+    ]
     sharding = ParamSharding(
         name="w",
         shape=(sum(sizes), other) if dim == 0 else (other, sum(sizes)),
         dim=dim,
-        chunks=tuple(Chunk(name=f"chunk{i}", size=size) for i, size in enumerate(sizes)) if named else (),
+        chunks=tuple(chunks) if named else (),
         padded=padded,
     )
-    return sharding, sizes, tp_size
+    return sharding, list(zip(sizes, copies)), tp_size
 
 
 def split(sharding, whole, tp_size):
@@ -53,39 +60,61 @@ def join(sharding, parts):
 
 
 @given(cuts())
-def test_the_ranks_partition_every_index(cut):
-    sharding, sizes, tp_size = cut
-    held = [
-        index
+def test_every_index_is_on_as_many_ranks_as_there_are_copies(cut):
+    sharding, chunks, tp_size = cut
+    held = Counter(
+        (index, run.copies)
         for rank in range(tp_size)
         for run in sharding.runs(rank, tp_size)
         for index in range(run.global_start, run.global_start + run.length)
+    )
+    copies = [n for size, n in chunks for _ in range(size)]
+    assert held == {(index, n): n for index, n in enumerate(copies)}
+    assert sharding.copies(tp_size) == max(copies)
+
+
+@given(cuts())
+def test_the_first_of_the_ranks_that_share_indices_has_a_number_that_copies_divide(cut):
+    """So `rank % copies == 0` names one owner of each index."""
+    sharding, chunks, tp_size = cut
+    owned = [
+        index
+        for rank in range(tp_size)
+        for run in sharding.runs(rank, tp_size)
+        if rank % run.copies == 0
+        for index in range(run.global_start, run.global_start + run.length)
     ]
-    assert sorted(held) == list(range(sum(sizes)))
+    assert sorted(owned) == list(range(sum(size for size, _ in chunks)))
 
 
 @given(cuts())
 def test_join_undoes_split(cut):
-    sharding, _, tp_size = cut
+    sharding, chunks, tp_size = cut
     whole = torch.arange(prod(sharding.shape)).view(sharding.shape)
     parts = split(sharding, whole, tp_size)
     assert torch.equal(join(sharding, parts), whole)
     num_padding = sum(int((part == -1).sum()) for part in parts)
-    assert num_padding == sum(part.numel() for part in parts) - sharding.num_elements
+    row = sharding.num_elements // sharding.shape[sharding.dim]
+    assert num_padding == sum(part.numel() for part in parts) - row * sum(size * n for size, n in chunks)
     assert sharding.padded or num_padding == 0
 
 
 @given(cuts())
 def test_every_rank_has_its_part_of_every_chunk_in_the_same_place(cut):
-    sharding, sizes, tp_size = cut
-    parts = [ceil(size / tp_size) for size in sizes]
+    sharding, chunks, tp_size = cut
+    parts = [ceil(size * n / tp_size) for size, n in chunks]
     assert sharding.local_shape(tp_size)[sharding.dim] == sum(parts)
-    starts = [(sum(sizes[:i]), sum(parts[:i])) for i in range(len(sizes))]
+    starts = [(sum(size for size, _ in chunks[:i]), sum(parts[:i])) for i in range(len(chunks))]
     for rank in range(tp_size):
         expected = [
-            Run(global_start=start + part * rank, local_start=local, length=min(part, size - part * rank))
-            for (start, local), size, part in zip(starts, sizes, parts)
-            if part * rank < size
+            Run(
+                global_start=start + part * (rank // n),
+                local_start=local,
+                length=min(part, size - part * (rank // n)),
+                copies=n,
+            )
+            for (start, local), (size, n), part in zip(starts, chunks, parts)
+            if part * (rank // n) < size
         ]
         assert list(sharding.runs(rank, tp_size)) == expected
 
@@ -128,7 +157,26 @@ def test_fused_qkv_gives_each_rank_whole_heads():
 def test_a_replicated_parameter_is_whole_on_every_rank():
     sharding = ParamSharding(name="norm.weight", shape=(48,))
     assert sharding.local_shape(4) == (48,)
-    assert {sharding.runs(rank, 4) for rank in range(4)} == {(Run(global_start=0, local_start=0, length=48),)}
+    assert {sharding.runs(rank, 4) for rank in range(4)} == {(Run(global_start=0, local_start=0, length=48, copies=4),)}
+
+
+def test_key_heads_on_more_ranks_than_there_are():
+    """The picture in the module's docstring, and HLAT-70B's: 8 key heads on 32 ranks of two query heads each."""
+    for num_heads, num_kv_heads, tp_size in ((4, 2, 4), (64, 8, 32)):
+        chunks = (
+            Chunk(name="q", size=num_heads),
+            Chunk(name="k", size=num_kv_heads, max_parts=num_kv_heads),
+            Chunk(name="v", size=num_kv_heads, max_parts=num_kv_heads),
+        )
+        sharding = ParamSharding(name="qkv", shape=(num_heads + 2 * num_kv_heads, 2), dim=0, chunks=chunks)
+        assert sharding.copies(tp_size) == tp_size // num_kv_heads and sharding.copies(num_kv_heads) == 1
+        for rank in range(tp_size):
+            q, k, v = sharding.runs(rank, tp_size)
+            wanted = {head * num_kv_heads // num_heads for head in range(q.global_start, q.global_start + q.length)}
+            assert {k.global_start - num_heads} == {v.global_start - num_heads - num_kv_heads} == wanted
+            assert k.length == v.length == 1
+    with pytest.raises(AssertionError, match="6 ranks can't share 4 parts of k"):
+        Chunk(name="k", size=4, max_parts=4).copies(6)
 
 
 def test_what_does_not_divide_must_be_padded():

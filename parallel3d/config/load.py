@@ -254,11 +254,6 @@ _MULTIPLES: tuple[tuple[str, str, str], ...] = (
     ("model.hidden_size", "model.num_attention_heads", "heads have one width"),
     ("model.num_attention_heads", "model.num_key_value_heads", "each key-value head serves as many query heads"),
     ("model.num_attention_heads", "parallel.tp_size", "a tensor-parallel rank holds whole heads"),
-    (
-        "model.num_key_value_heads",
-        "parallel.tp_size",
-        "a tensor-parallel rank holds whole heads, and heads cannot be replicated yet",
-    ),
     ("model.intermediate_size", "parallel.tp_size", "tensor-parallel ranks hold equal shares"),
 )
 """(field, divisor, why): the first is a multiple of the second; a null takes part in no such rule."""
@@ -297,6 +292,18 @@ _ONLY_FOR = {
     "activation_function": "gpt2",
 }
 """Fields of the model that only one architecture reads."""
+
+
+def _check_key_value_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    heads, ranks = config.model.num_key_value_heads, config.parallel.tp_size
+    if heads is not None and heads % ranks and ranks % heads:
+        yield Problem(
+            field="model.num_key_value_heads",
+            value=heads,
+            rule=f"must be a multiple or a divisor of parallel.tp_size = {ranks}: a tensor-parallel rank holds whole"
+            " heads, or a copy of one",
+            fix="Change either",
+        )
 
 
 def _check_architecture(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -514,6 +521,7 @@ def _num_ranks(config: Config, world_size: int | None) -> int:
 
 _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
     (_check_head_size, ("model.architecture", "model.hidden_size", "model.num_attention_heads")),
+    (_check_key_value_heads, ("model.num_key_value_heads", "parallel.tp_size")),
     (_check_architecture, ("model.architecture", *(f"model.{name}" for name in _ONLY_FOR))),
     (_check_positions, ("model.max_position_embeddings", "batch.sequence_length")),
     (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),

@@ -66,8 +66,8 @@ class ModelConfig(Section):
     num_attention_heads: PositiveInt
     """Query heads; divides hidden_size; a multiple of parallel.tp_size and of num_key_value_heads."""
     num_key_value_heads: PositiveInt | None = None
-    """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size. Null: one per query
-    head."""
+    """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size, or a divisor: then
+    several ranks hold copies of a head. Null: one per query head."""
     qkv_bias: bool | None = None
     """Biases on the query, key and value projections. Null: true for gpt2, false for llama."""
     max_position_embeddings: PositiveInt | None = None
@@ -93,7 +93,7 @@ class ParallelConfig(Section):
     """How the model, its layers and the batch are spread over ranks."""
 
     tp_size: PositiveInt = 1
-    """Ranks that share each layer (tensor parallel); divides heads, key-value heads, intermediate_size."""
+    """Ranks that share each layer (tensor parallel); divides heads and intermediate_size."""
     pp_size: PositiveInt = 1
     """Pipeline stages; at most model.num_hidden_layers."""
     dp_size: PositiveInt | None = None

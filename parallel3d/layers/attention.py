@@ -1,7 +1,8 @@
 """Causal self-attention over fused QKV: column-parallel projection, whole heads on each rank, row-parallel output.
 
 The masked half is not computed and no mask tensor exists: torch's SDPA with is_causal. With fewer key/value heads than
-query heads (GQA, Ainslie et al. 2023) each rank holds whole groups.
+query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer than ranks, a copy of the one head that
+its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ class CausalSelfAttention(nn.Module):
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
             num_query_heads=num_heads // on.tp.group.size,
-            num_kv_heads=num_kv_heads // on.tp.group.size,
+            num_kv_heads=max(1, num_kv_heads // on.tp.group.size),
             head_size=head_size,
         )
-        chunks = (Chunk(name="q", size=hidden_size), Chunk(name="k", size=kv_size), Chunk(name="v", size=kv_size))
+        chunks = (
+            Chunk(name="q", size=hidden_size),
+            Chunk(name="k", size=kv_size, max_parts=num_kv_heads),
+            Chunk(name="v", size=kv_size, max_parts=num_kv_heads),
+        )
         self.qkv = ColumnParallelLinear(f"{name}.qkv", hidden_size, chunks, init_std=init_std, bias=qkv_bias, on=on)
         self.output = RowParallelLinear(
             f"{name}.output",

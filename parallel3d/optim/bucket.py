@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from parallel3d.comm.group import Group
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.buckets import BucketPlan
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
@@ -152,11 +153,30 @@ class Bucket:
         if self.fixed is not None:
             write_floats(self.owned.grads, self.owned.sums, self.fixed)
 
-    def squared_norm(self) -> ExactSum:
-        """Of the owned gradients."""
+    def squared_norm(self, tp_rank: int) -> ExactSum:
+        """Of the owned gradients that rank `tp_rank` counts."""
+        start = self.owned.span.start
+        counted = self.plan.counted(range(start, self.owned.span.stop), tp_rank)
+        parts = [slice(part.start - start, part.stop - start) for part in counted]
         if self.fixed is not None:
-            return sum_of_squares(self.owned.sums, self.fixed)
-        return ExactSum.of([torch.linalg.vector_norm(self.owned.grads).double().square().item()])
+            return sum((sum_of_squares(self.owned.sums[part], self.fixed) for part in parts), start=ExactSum())
+        norms = [torch.linalg.vector_norm(self.owned.grads[part]).double() for part in parts]
+        return ExactSum.of(norm.square().item() for norm in norms)
+
+    def sum_copies(self, tp: Group) -> None:
+        """Adds up the gradients of the elements that several ranks hold, over those ranks.
+
+        All add the same parts in the same order, so that the copies' gradients, and with them the copies, stay the same
+        to the last bit.
+        """
+        spans, copies = self.plan.shared, self.plan.key.copies
+        mine = torch.cat([self.totals[span.start : span.stop] for span in spans])
+        everybody = tp.all_gather(mine.new_empty(tp.size * len(mine)), mine).view(tp.size, -1)
+        total, *others = everybody[tp.rank // copies * copies :][:copies]
+        for part in others:
+            total += part
+        for span, part in zip(spans, total.split([len(span) for span in spans])):
+            self.totals[span.start : span.stop] = part
 
     def update(self, step: UpdateStep) -> None:
         """One AdamW step on every range held, with its gradients times the step's factor."""

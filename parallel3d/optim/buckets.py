@@ -1,9 +1,10 @@
 """Which parameters share a bucket, and where they stand in it. Pure.
 
 A bucket is one flat buffer that is reduced, normed, clipped, updated and gathered in one piece. Everything in it is
-treated alike, so its key is what decides the treatment: weight decay or not, cut over the tensor-parallel ranks or
-held by all of them. Parameters come in the order in which the backward pass finishes them, so that the first bucket is
-full, and on its way, while the rest of the backward pass still runs.
+treated alike, so its key is what decides the treatment: weight decay or not, cut over the tensor-parallel ranks, held
+by all of them, or cut with some rows on several (key heads of which there are fewer than ranks). Parameters come in the
+order in which the backward pass finishes them, so that the first bucket is full, and on its way, while the rest of the
+backward pass still runs.
 
 Where n ranks share the optimizer state the length is padded to a multiple of n x 64 elements: each owns an aligned
 range of equal length. n changes when replicas are lost; the places of the parameters never do.
@@ -29,6 +30,8 @@ class BucketKey:
     decay: bool
     tp_replicated: bool
     partial_grad: bool
+    copies: int = 1
+    """So many neighbouring ranks hold the same `shared` elements, and each a part of their gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class Place:
     name: str
     offset: int
     shape: tuple[int, ...]
+    shared: tuple[range, ...] = ()
+    """Elements of the bucket that several ranks hold."""
 
     @property
     def length(self) -> int:
@@ -65,6 +70,20 @@ class BucketPlan:
         """The longest that the bucket gets with 1 to `max_ranges` ranges: at most max_ranges x 64 elements more."""
         return max(self.length(num_ranges) for num_ranges in range(1, max_ranges + 1))
 
+    @property
+    def shared(self) -> tuple[range, ...]:
+        """The elements that `key.copies` ranks hold."""
+        return tuple(span for place in self.places for span in place.shared)
+
+    def counted(self, span: range, tp_rank: int) -> tuple[range, ...]:
+        """The parts of `span` that rank `tp_rank` counts in sums over the model: what several ranks hold, the first
+        of them counts."""
+        if self.key.tp_replicated:
+            return (span,) if tp_rank == 0 else ()
+        if tp_rank % self.key.copies == 0:
+            return (span,)
+        return _without(span, self.shared)
+
     def range_of(self, number: int, num_ranges: int) -> range:
         """The elements of range `number` of `num_ranges`."""
         size = self.length(num_ranges) // num_ranges
@@ -86,11 +105,35 @@ def plan_buckets(
             decay=decay_norms_and_biases or not sharding.is_norm_or_bias,
             tp_replicated=sharding.dim is None,
             partial_grad=sharding.partial_grad,
+            copies=sharding.copies(tp_size),
         )
         places = open_places.setdefault(key, [])
         end = places[-1].offset + places[-1].length if places else 0
         offset = -(-end // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
-        places.append(Place(name=sharding.name, offset=offset, shape=sharding.local_shape(tp_size)))
+        shape, shared = sharding.local_shape(tp_size), _shared_elements(sharding, tp_size, offset)
+        places.append(Place(name=sharding.name, offset=offset, shape=shape, shared=shared))
         if offset + places[-1].length >= bucket_elements:
             full.append(BucketPlan(key=key, places=tuple(open_places.pop(key))))
     return (*full, *(BucketPlan(key=key, places=tuple(places)) for key, places in open_places.items()))
+
+
+def _shared_elements(sharding: ParamSharding, tp_size: int, offset: int) -> tuple[range, ...]:
+    """The elements, from `offset` on, of the rows that several ranks hold; the same on every rank."""
+    if sharding.copies(tp_size) == 1:
+        return ()
+    assert sharding.dim == 0, sharding.name
+    row = prod(sharding.shape[1:])
+    return tuple(
+        range(offset + run.local_start * row, offset + (run.local_start + run.length) * row)
+        for run in sharding.runs(0, tp_size)
+        if run.copies > 1
+    )
+
+
+def _without(span: range, holes: Sequence[range]) -> tuple[range, ...]:
+    """What is left of `span` without the holes, which are in order."""
+    parts, start = [], span.start
+    for hole in holes:
+        parts.append(range(start, min(hole.start, span.stop)))
+        start = max(start, hole.stop)
+    return tuple(part for part in (*parts, range(start, span.stop)) if part)

@@ -156,7 +156,9 @@ class ShardedOptimizer:
 
     def squared_norm(self) -> ExactSum:
         """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
-        return sum((bucket.squared_norm() for bucket in self.buckets if self._counts(bucket)), start=ExactSum())
+        if not self._is_sharded and self._dp.rank != 0:
+            return ExactSum()
+        return sum((bucket.squared_norm(self._tp.rank) for bucket in self.buckets), start=ExactSum())
 
     def update(self, version: int, step: UpdateStep | None) -> None:
         """Brings every range held to `version`, and starts the gathers. None: the iteration updates nothing."""
@@ -320,9 +322,6 @@ class ShardedOptimizer:
             dtype=grads.dtype,
         )
 
-    def _counts(self, bucket: Bucket) -> bool:
-        return (self._tp.rank == 0 or not bucket.plan.key.tp_replicated) and (self._is_sharded or self._dp.rank == 0)
-
     def _watch_gradients(self) -> None:
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
@@ -340,6 +339,8 @@ class ShardedOptimizer:
         bucket = self.buckets[len(self._reducing)]
         if bucket.plan.key.partial_grad:
             self._tp.all_reduce(bucket.totals)
+        if bucket.plan.key.copies > 1:
+            bucket.sum_copies(self._tp)
         self._reducing.append(
             self._dp.reduce_scatter_async(bucket.owned.sums, bucket.totals)
             if self._is_sharded

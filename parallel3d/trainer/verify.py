@@ -265,6 +265,9 @@ def _join(local: Mapping[tuple[int, str], Tensor], runs: Sequence[RankRun], tp_s
         for t in range(tp_size):
             for run in sharding.runs(t, tp_size):
                 part = local[t, name].narrow(sharding.dim, run.local_start, run.length)
-                whole.narrow(sharding.dim, run.global_start, run.length).copy_(part)
+                place = whole.narrow(sharding.dim, run.global_start, run.length)
+                is_copy = t % run.copies > 0
+                assert not is_copy or torch.equal(place, part), f"{name} differs between copies (tp {t})"
+                place.copy_(part)
         joined[name] = whole
     return joined

@@ -132,7 +132,13 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["model.hidden_size=20"], {"model.hidden_size"}),  # heads of width 5
         (["model.num_key_value_heads=3"], {"model.num_attention_heads"}),
         (["parallel.tp_size=8"], {"model.num_attention_heads"}),
-        (["parallel.tp_size=4", "model.num_key_value_heads=2"], {"model.num_key_value_heads"}),
+        (
+            [
+                *("model.num_attention_heads=12", "model.hidden_size=24", "model.intermediate_size=48"),
+                *("parallel.tp_size=6", "model.num_key_value_heads=4"),
+            ],
+            {"model.num_key_value_heads"},
+        ),
         (["model.architecture=gpt2", "model.rope_theta=5e5"], {"model.rope_theta"}),
         (["model.architecture=gpt2", "model.rms_norm_eps=1e-6"], {"model.rms_norm_eps"}),
         (["model.layer_norm_eps=1e-6"], {"model.layer_norm_eps"}),
@@ -183,6 +189,8 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["parallel.sequence_parallel=true", "batch.sequence_length=9"],
         ["parallel.pp_size=2", "parallel.layers_per_stage=[3,1]", "parallel.stage_replicas=[4,1]"],
         ["parallel.tp_size=2", "model.vocab_size=65"],
+        ["parallel.tp_size=4", "model.num_key_value_heads=2"],
+        ["parallel.tp_size=4", "model.num_key_value_heads=1"],
         ["model.architecture=gpt2", "model.hidden_size=20", "model.rope_theta=1e4", "model.layer_norm_eps=1e-6"],
         ["batch.num_micro_batches=4"],
         ["schedule.kind=constant", "schedule.warmup_steps=11"],

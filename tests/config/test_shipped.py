@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_schema_explains_every_field():
     ("name", "num_parameters", "learning_rate", "layout"),
     [
         ("hlat_7b.json", 6_738_415_616, 3e-4, (8, 1, 256)),
-        ("hlat_70b.json", 68_976_648_192, 1.5e-4, (8, 8, 32)),
+        ("hlat_70b.json", 68_976_648_192, 1.5e-4, (32, 8, 32)),
     ],
 )
 def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tuple[int, int, int]):
@@ -69,7 +70,7 @@ def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tupl
     assert derived.num_parameters(config.model) == num_parameters
     assert derived.tokens_per_step(config) == 4_194_304
     assert (config.parallel.tp_size, config.parallel.pp_size, config.parallel.dp_size) == layout
-    assert derived.world_size(config) == 2048
+    assert derived.world_size(config) == prod(layout)  # NeuronCores: 64 and 256 nodes of 32
     assert config.batch.num_micro_batches // max(derived.stage_replicas(config)) == {1: 4, 8: 32}[layout[1]]
     assert (config.optimizer.learning_rate, config.optimizer.beta2) == (learning_rate, 0.95)
     assert (config.optimizer.weight_decay, config.optimizer.decay_norms_and_biases) == (0.1, True)

@@ -27,10 +27,16 @@ LEARNING_RATES = (1e-2, 3e-2, 0.0, 5e-3)
 GRAD_SCALES = (1.0, 0.25, 1.0, 0.5)
 NUM_STEPS = len(LEARNING_RATES)
 QKV = (Chunk(name="q", size=24), Chunk(name="k", size=8), Chunk(name="v", size=8))
+ONE_KV_HEAD = (
+    Chunk(name="q", size=24),
+    Chunk(name="k", size=8, max_parts=1),
+    Chunk(name="v", size=8, max_parts=1),
+)
 SHARDINGS = [
     ParamSharding(name="embedding", shape=(37, 12), dim=0, padded=True, init_std=0.5),
     ParamSharding(name="norm", shape=(12,), partial_grad=True, is_norm_or_bias=True),
     ParamSharding(name="qkv", shape=(40, 12), dim=0, chunks=QKV, init_std=0.5),
+    ParamSharding(name="one_kv_head", shape=(40, 12), dim=0, chunks=ONE_KV_HEAD, init_std=0.5),
     ParamSharding(name="output", shape=(12, 24), dim=1, init_std=0.5),
     ParamSharding(name="router", shape=(5, 12), init_std=0.5),
     ParamSharding(name="last_norm", shape=(12,), is_norm_or_bias=True),
@@ -71,12 +77,17 @@ def cut_local(sharding: ParamSharding, whole: Tensor, tp_rank: int, tp_size: int
 
 
 def local_gradient(sharding: ParamSharding, part: int, step: int, tp_rank: int, tp_size: int) -> Tensor:
-    """What the backward pass of one rank adds up: a partial gradient is its tokens' part only."""
-    whole = gradient(sharding, part, step)
+    """What the backward pass of one rank adds up: a partial gradient is its tokens' part only, that of a row which
+    several ranks hold its own query heads' part."""
+    whole, tp_share = gradient(sharding, part, step), 0.25 if tp_rank == 0 else 0.75 / max(1, tp_size - 1)
     if sharding.partial_grad and tp_size > 1:
-        share = 0.25 if tp_rank == 0 else 0.75 / (tp_size - 1)
-        return share * whole
-    return cut_local(sharding, whole, tp_rank, tp_size)
+        return tp_share * whole
+    local = cut_local(sharding, whole, tp_rank, tp_size)
+    for run in sharding.runs(tp_rank, tp_size):
+        if sharding.dim is not None and run.copies > 1:
+            assert run.copies == tp_size
+            local.narrow(sharding.dim, run.local_start, run.length).mul_(tp_share)
+    return local
 
 
 def backward(stage: nn.Module, part: int, step: int, place: Coordinates, tp_size: int) -> None:

@@ -1,12 +1,14 @@
 """Buckets: every parameter in one place, like with like, ranges that are equal and aligned."""
 
+from itertools import product
 from math import prod
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.optim.buckets import ALIGNMENT, PLACE_ALIGNMENT, BucketKey, plan_buckets
-from parallel3d.sharding import ParamSharding
+from parallel3d.sharding import Chunk, ParamSharding
 
 
 @st.composite
@@ -14,7 +16,7 @@ def models(draw):
     """Shardings in forward order, of every kind that layers declare."""
     shardings = []
     for number in range(draw(st.integers(1, 25))):
-        kind = draw(st.sampled_from(["column", "row", "norm", "bias", "vocabulary"]))
+        kind = draw(st.sampled_from(["column", "row", "norm", "bias", "vocabulary", "qkv", "qkv_bias"]))
         width = draw(st.integers(1, 40))
         shape, dim = {
             "column": ((8 * width, 16), 0),
@@ -22,15 +24,20 @@ def models(draw):
             "norm": ((width,), None),
             "bias": ((8 * width,), 0),
             "vocabulary": ((width, 16), 0),
+            "qkv": ((12 * width, 16), 0),
+            "qkv_bias": ((12 * width,), 0),
         }[kind]
+        max_parts = draw(st.sampled_from([1, 2, 4]))
+        chunks = (Chunk(name="q", size=8 * width), Chunk(name="kv", size=4 * width, max_parts=max_parts))
         shardings.append(
             ParamSharding(
                 name=f"{number}.{kind}",
                 shape=shape,
                 dim=dim,
                 padded=kind == "vocabulary",
+                chunks=chunks if "qkv" in kind else (),
                 partial_grad=kind == "norm" and draw(st.booleans()),
-                is_norm_or_bias=kind in ("norm", "bias"),
+                is_norm_or_bias=kind in ("norm", "bias", "qkv_bias"),
             )
         )
     return shardings
@@ -70,7 +77,30 @@ def test_a_bucket_holds_only_what_is_treated_alike(shardings, settings):
                 decay=settings["decay_norms_and_biases"] or not sharding.is_norm_or_bias,
                 tp_replicated=sharding.dim is None,
                 partial_grad=sharding.partial_grad,
+                copies=sharding.copies(settings["tp_size"]),
             )
+
+
+@given(models(), SETTINGS, st.integers(1, 3))
+def test_every_element_of_the_model_is_counted_once(shardings, settings, num_ranges):
+    """Over the ranks of a tensor-parallel group and the ranges of their optimizer states."""
+    tp_size, by_name = settings["tp_size"], {sharding.name: sharding for sharding in shardings}
+    counts = {sharding.name: torch.zeros(sharding.shape, dtype=torch.int64) for sharding in shardings}
+    for plan, tp_rank in product(plan_buckets(shardings, **settings), range(tp_size)):
+        flat = torch.zeros(plan.length(num_ranges), dtype=torch.int64)
+        for number in range(num_ranges):
+            span = plan.range_of(number, num_ranges)
+            for part in plan.counted(span, tp_rank):
+                assert span.start <= part.start < part.stop <= span.stop
+                flat[part.start : part.stop] += 1
+        for place in plan.places:
+            sharding = by_name[place.name]
+            local = flat[place.offset : place.offset + place.length].view(place.shape)
+            for run in sharding.runs(tp_rank, tp_size):
+                part = local.narrow(sharding.dim or 0, run.local_start, run.length)
+                counts[place.name].narrow(sharding.dim or 0, run.global_start, run.length).add_(part)
+    for name, count in counts.items():
+        assert (count == 1).all(), name
 
 
 @given(models(), SETTINGS, st.integers(1, 6))

@@ -12,7 +12,7 @@ from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.bucket import UpdateStep
 from parallel3d.testing.threads import run_threads
 
-LAYOUTS = [(tp, dp, zero) for tp, dp, zero in itertools.product((1, 2), (1, 2, 4), (0, 1))]
+LAYOUTS = [*itertools.product((1, 2), (1, 2, 4), (0, 1)), (4, 2, 1)]
 
 
 def train(tp_size, dp_size, zero_stage, **settings):

@@ -164,7 +164,7 @@ SWITCHES = [
 def layout_cell(number: int, row: int) -> Cell:
     tp, pp, dp = SIZES[number]
     switches = dict(SWITCHES[(row * 2 + number) % len(SWITCHES)])
-    kv = max(switches.pop("kv"), tp)
+    kv = switches.pop("kv")
     sp = "-sp" if switches["sequence_parallel"] else ""
     return Cell(
         name=f"tp{tp}-pp{pp}-dp{dp}{sp}-{switches['schedule']}-zero{switches['zero_stage']}-kv{kv}-row{row}",
@@ -181,13 +181,14 @@ def cell(
     backups=1,
     transport="threads",
     architecture="llama",
+    kv: int | None = None,
     **parallel,
 ) -> Cell:
     """The eps of GPT-2's cells keeps AdamW from making steps of rounding: biases of keys have no gradient at all, as
     they move all scores of a query alike."""
     changes = dict(
         parallel=parallel,
-        model=dict(hidden_dropout=drop, architecture=architecture),
+        model=dict(hidden_dropout=drop, architecture=architecture, num_key_value_heads=kv),
         optimizer=dict(eps=1e-8 if architecture == "llama" else 1e-5),
         precision=dict(policy=policy),
         batch=dict(micro_batch_size=micro),
@@ -269,6 +270,19 @@ CELLS: list[Cell] = [
             ("stages-2-1-tp2", dict(tp_size=2, pp_size=2, stage_replicas=[2, 1])),
         ]
     ),
+    *(
+        cell(f"copied-heads-{name}", **layout)
+        for name, layout in [
+            ("tp2-kv1", dict(tp_size=2, kv=1)),
+            ("tp4-kv1-sp-zero0", dict(tp_size=4, kv=1, zero_stage=0, sequence_parallel=True)),
+            ("tp4-kv2-pp2-sp", dict(tp_size=4, kv=2, pp_size=2, sequence_parallel=True)),
+            ("tp4-kv2-dp2-no-backups", dict(tp_size=4, kv=2, dp_size=2, backups=0)),
+            ("tp2-kv1-pp2-zb-h1", dict(tp_size=2, kv=1, pp_size=2, schedule="zb-h1")),
+            ("cube-kv1-gpt2-dropout", dict(kv=1, architecture="gpt2", drop=0.2, **CUBE)),
+            ("tp4-kv2-dp2-fp32", dict(tp_size=4, kv=2, dp_size=2, policy="fp32")),
+            ("tp4-kv1-dp2-bf16", dict(tp_size=4, kv=1, dp_size=2, policy="bf16")),
+        ]
+    ),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),
@@ -286,6 +300,7 @@ CELLS: list[Cell] = [
     cell("gloo-stages-2-1", transport="gloo", pp_size=2, stage_replicas=[2, 1]),
     cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),
     cell("gloo-cube-gpt2", transport="gloo", architecture="gpt2", drop=0.2, **CUBE),
+    cell("gloo-tp4-dp2-kv2-sp", transport="gloo", tp_size=4, dp_size=2, kv=2, sequence_parallel=True),
     cell("gloo-cube-fp32", transport="gloo", policy="fp32", **CUBE),
     cell("gloo-tp2-dp2-bf16", transport="gloo", policy="bf16", tp_size=2, dp_size=2, sequence_parallel=True),
     Cell(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cells import CELLS, load_gloo_cell, run_cell
 
+from parallel3d.optim.bucket import Bucket
 from parallel3d.trainer.verify import largest_difference
 
 # fp64: sums of a few thousand terms in another order differ by some 1e-15 a step; AdamW divides by sqrt(v), which
@@ -62,3 +63,11 @@ def test_norms_and_biases_decay_only_on_request(run_layout):
     )
     changed = {name for name in plain.weights if not torch.equal(plain.weights[name], decayed.weights[name])}
     assert changed == {name for name in plain.weights if "norm" in name}
+
+
+def test_forgetting_to_sum_the_gradients_of_copies_is_seen(monkeypatch):
+    """Each rank would train its copy of the head with its own query heads' part of the gradient."""
+    monkeypatch.setattr(Bucket, "sum_copies", lambda bucket, tp: None)
+    forgetful = next(cell for cell in CELLS if cell.name == "copied-heads-tp2-kv1")
+    with pytest.raises(AssertionError, match="qkv.weight differs between copies"):
+        run_cell(forgetful)
