@@ -335,8 +335,23 @@ class ProfileConfig(Section):
     """Ranks that record; each writes profile/rank-N.json into the run's folder, for chrome://tracing or Perfetto."""
 
 
+class DumpConfig(Section):
+    """Tensors of single steps as files."""
+
+    steps: list[PositiveInt] = []
+    """Steps to dump: weights, activations, their gradients, gradients of parameters. Empty: none."""
+    names: Annotated[list[str], Field(min_length=1)] = ["*"]
+    """Globs of what to dump, such as "layers.3.*" or "*.grad": NAME.input and NAME.output of every module, each with
+    its .grad, head.logits, and parameters by their names. Each rank holds what it dumps until the step's end."""
+    directory: str | None = None
+    """Folder of the dumps. Null: dumps in the run's folder."""
+
+
 class DebugConfig(Section):
     """Aids for the case that something is wrong."""
+
+    dump_tensors: DumpConfig = DumpConfig()
+    """Tensors of single steps as files, for launch/compare_dumps.py."""
 
     replica_check_every: PositiveInt | None = None
     """Steps between two checks that all copies are the same bits: weights of a stage's replicas, weights that all
