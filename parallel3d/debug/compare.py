@@ -105,7 +105,10 @@ def _join(name: str, held: Sequence[tuple[Slab, Tensor]]) -> Whole:
         values, index = tensor.reshape(-1).double(), slab.index(tensor.numel())
         values, index = values[index >= 0], index[index >= 0]
         again = covered[index]
-        spread = max(spread, _largest(values[again], flat[index[again]])[0])
+        if slab.adds_up:
+            flat[index[again]] += values[again]
+        else:
+            spread = max(spread, _largest(values[again], flat[index[again]])[0])
         flat[index[~again]] = values[~again]
         covered[index] = True
     return Whole(

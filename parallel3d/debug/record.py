@@ -125,7 +125,9 @@ class Recorder:
         if self.wants(name):
             self._keep(slab, value)
         if value.requires_grad and self.wants(f"{name}.grad"):
-            value.register_hook(lambda grad: self._keep(replace(slab, name=f"{name}.grad"), grad))
+            adds_up = any(run.copies > 1 for run in slab.columns)  # key heads that neighbouring ranks share
+            of_grad = replace(slab, name=f"{name}.grad", adds_up=adds_up)
+            value.register_hook(lambda grad: self._keep(of_grad, grad))
 
     def _slab(self, name: str, depth: int, value: Tensor, columns: Columns | None) -> Slab:
         """Of activations (rows, ...): all tokens of the micro-batch, or where they are cut this rank's."""

