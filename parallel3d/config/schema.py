@@ -150,8 +150,10 @@ class PrecisionConfig(Section):
     sums: Literal["float", "exact"] = "float"
     """exact: gradients, losses and squares of micro-batches are added as 64-bit integers, in any order with the same
     bits, so that neither the layout nor a failure changes the run. 8 bytes a parameter more, and slower."""
-    policy: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """fp32, fp64 (for tests), or bf16: bf16 compute with fp32 main gradients, master weights and moments."""
+    policy: Literal["fp32", "fp64", "bf16", "bf16_sr", "bf16_pure"] = "fp32"
+    """fp32; fp64 (for tests); bf16: bf16 compute with fp32 main gradients, master weights and moments; bf16_sr:
+    weights, gradients and moments in bf16, updates rounded stochastically; bf16_pure: the same, rounded to the nearest,
+    which loses small updates (for comparisons)."""
 
 
 class OptimizerConfig(Section):
