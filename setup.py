@@ -20,7 +20,7 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "transformers"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
         "peers": ["transformers", "deepspeed"],
     },
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     grid = build_grid(config)
     control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
 
-    corpus = open_text(config, control, token)
+    corpus = open_text(config, token, lambda text: control.publish({"kind": "notice", "text": text}))
     lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
     prefetcher = Prefetcher(lanes, config.data.prefetch, token)
     directory = Path(str(config.run.directory))
@@ -153,8 +154,8 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def open_text(config: Config, control: Control, token: AbortToken) -> Corpus:
-    """The corpus; built by one rank of each host on first use."""
+def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) -> Corpus:
+    """The corpus; built by one rank of each host on first use, which gives `notice` of it."""
     data = config.data
     assert data.tokenizer.vocab_size is not None and data.cache_directory is not None
     return open_corpus(
@@ -167,7 +168,7 @@ def open_text(config: Config, control: Control, token: AbortToken) -> Corpus:
         tokenizer_path=data.tokenizer.path,
         cache_directory=Path(data.cache_directory),
         token=token,
-        notice=lambda text: control.publish({"kind": "notice", "text": text}),
+        notice=notice,
     )
 
 

@@ -273,7 +273,11 @@ class ThreadLinks(Links):
 
 
 def run_threads(
-    num_ranks: int, function: Callable[[int, ThreadWorld], T], *, world: ThreadWorld | None = None
+    num_ranks: int,
+    function: Callable[[int, ThreadWorld], T],
+    *,
+    world: ThreadWorld | None = None,
+    timeout_s: float = 300.0,
 ) -> list[T]:
     """The results of `function(rank, world)` by rank, None for the dead; the first real error of any rank is raised."""
     world = world or ThreadWorld(num_ranks)
@@ -296,7 +300,7 @@ def run_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300.0)
+        thread.join(timeout=timeout_s)
     if errors:
         raise errors[0][1]
     return results  # type: ignore[return-value]

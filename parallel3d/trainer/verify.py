@@ -1,11 +1,13 @@
 """Runs a configuration for a few steps and takes it apart into global tensors, so that layouts can be compared.
 
 `run_rank` is one rank's part, whatever its transports; `assemble` puts the ranks' parts together: the gradient of every
-parameter from the owned ranges, the weights from every replica (which must agree bit for bit).
+parameter from the owned ranges, the weights from every replica (which must agree bit for bit). trainer/compare.py says
+how near two runs must be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,14 @@ from parallel3d.trainer.step import evaluate, train_step
 
 BuildRank = Callable[[int, Transports], RankRuntime]
 
+GradPiece = tuple[str, int, Tensor]
+"""(parameter, first local element, values) of the gradient sums over an iteration."""
+
+TINY = 1e-30
+
+LONGEST_RUN_S = 86_400.0
+"""Deadlocks of threads are found at once, not by waiting."""
+
 
 @dataclass(kw_only=True)
 class RankRun:
@@ -39,8 +49,10 @@ class RankRun:
     place: Coordinates
     shardings: dict[str, ParamSharding]
     entries: list[Entry] = field(default_factory=list)
-    grad_pieces: list[tuple[str, int, Tensor]] = field(default_factory=list)
-    """(parameter, first local element, values) of the last step's gradient sums, as far as owned."""
+    grad_pieces: list[GradPiece] = field(default_factory=list)
+    """Of the last step, as far as owned."""
+    first_grad_pieces: list[GradPiece] = field(default_factory=list)
+    """The same of the first step."""
     initial: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float | None = None
@@ -48,19 +60,22 @@ class RankRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRun:
-    """A run in global terms; gradients are those of the last step's mean loss, before clipping."""
+    """A run in global terms; gradients are those of a step's mean loss, before clipping."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     entries: tuple[Entry, ...]
     gradients: Mapping[str, Tensor]
+    """Of the last step."""
+    first_gradients: Mapping[str, Tensor]
+    """Of the first step, made with the initial weights; empty for an elastic run."""
     initial: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
     evaluation: float | None
 
 
-def run_rank(rank: RankRuntime, num_steps: int) -> RankRun:
-    """Runs `num_steps` iterations from the start and one evaluation."""
+def run_rank(rank: RankRuntime, num_steps: int, on_step: Callable[[int], None] = lambda step: None) -> RankRun:
+    """Runs `num_steps` iterations from the start and one evaluation; `on_step` is told of each step that is done."""
     run = RankRun(
         place=rank.place,
         shardings={p.sharding.name: p.sharding for b in rank.optimizer.buckets for p in b.parameters},
@@ -68,22 +83,33 @@ def run_rank(rank: RankRuntime, num_steps: int) -> RankRun:
     )
     for _ in range(num_steps):
         run.entries.append(train_step(rank).entry)
+        if len(run.entries) == 1:
+            run.first_grad_pieces = _grad_pieces(rank)
+        on_step(len(run.entries))
     run.evaluation = evaluate(rank).loss
     run.weights = _weights(rank)
-    run.grad_pieces = [piece for bucket in rank.optimizer.buckets for piece in _owned_pieces(bucket)]
+    run.grad_pieces = _grad_pieces(rank)
     return run
 
 
-def run_in_threads(grid: Grid, build: BuildRank, num_steps: int, *, slots: int = 3) -> LayoutRun:
-    """Every rank of the grid as a thread."""
+def run_in_threads(
+    grid: Grid,
+    build: BuildRank,
+    num_steps: int,
+    *,
+    slots: int = 3,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> LayoutRun:
+    """Every rank of the grid as a thread; `on_step` hears of the first rank's steps."""
 
     def body(rank: int, world: ThreadWorld) -> RankRun:
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
         runtime = build(rank, transports)
         runtime.executor.observe = lambda step: world.doing(rank, str(step))
-        return run_rank(runtime, num_steps)
+        return run_rank(runtime, num_steps, on_step if rank == grid.ranks[0] else lambda step: None)
 
-    return assemble(run_threads(len(grid.ranks), body, world=ThreadWorld(len(grid.ranks), slots=slots)))
+    world = ThreadWorld(len(grid.ranks), slots=slots)
+    return assemble(run_threads(len(grid.ranks), body, world=world, timeout_s=LONGEST_RUN_S))
 
 
 @dataclass(kw_only=True)
@@ -169,7 +195,7 @@ def run_elastic_in_threads(
             evaluation=runtime.state.evaluations[-1].loss if runtime.state.evaluations else None,
             initial=initial,
             weights={p.sharding.name: p.detach().clone() for b in runtime.optimizer.buckets for p in b.parameters},
-            grad_pieces=[piece for bucket in runtime.optimizer.buckets for piece in _owned_pieces(bucket)],
+            grad_pieces=_grad_pieces(runtime),
         )
 
     runs = [run for run in run_threads(len(grid.ranks), body, world=world) if run is not None]
@@ -190,12 +216,12 @@ def assemble(runs: Sequence[RankRun]) -> LayoutRun:
     assert all(run.entries == first.entries for run in runs), "ranks hold different entries"
     assert all(run.evaluation == first.evaluation for run in runs), "ranks hold different evaluations"
     tp_size = 1 + max(run.place.tp for run in runs)
-    scale = 1.0 / first.entries[-1].num_target_tokens
     return LayoutRun(
         losses=tuple(entry.loss for entry in first.entries),
         grad_norms=tuple(entry.grad_norm for entry in first.entries),
         entries=tuple(first.entries),
-        gradients={name: grad * scale for name, grad in _join(_gradients(runs, tp_size), runs, tp_size).items()},
+        gradients=_gradients(runs, tp_size, lambda run: run.grad_pieces, first.entries[-1]),
+        first_gradients=_gradients(runs, tp_size, lambda run: run.first_grad_pieces, first.entries[0]),
         initial=_join(_agreed([(run.place, run.initial) for run in runs]), runs, tp_size),
         weights=_join(_agreed([(run.place, run.weights) for run in runs]), runs, tp_size),
         evaluation=first.evaluation,
@@ -203,13 +229,15 @@ def assemble(runs: Sequence[RankRun]) -> LayoutRun:
 
 
 def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
-    """max |a - b| / max |b| over the tensors, and the tensor where it is."""
+    """The largest |a - b| / |b| of a tensor (Euclidean norms; infinite where something is not finite), and its name."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    differences = [
-        ((ours[name] - theirs[name]).abs().max().item() / max(theirs[name].abs().max().item(), 1e-30), name)
-        for name in theirs
-    ]
-    return max(differences)
+    return max((relative_difference(ours[name], theirs[name]), name) for name in theirs)
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """|a - b| / |b|; infinite where something is not finite."""
+    distance, size = (torch.linalg.vector_norm(x, dtype=torch.float64).item() for x in (ours - theirs, theirs))
+    return distance / max(size, TINY) if math.isfinite(distance) else math.inf
 
 
 def _weights(rank: RankRuntime) -> dict[str, Tensor]:
@@ -217,7 +245,11 @@ def _weights(rank: RankRuntime) -> dict[str, Tensor]:
     return {p.sharding.name: p.detach().clone() for b in rank.optimizer.buckets for p in b.parameters}
 
 
-def _owned_pieces(bucket: Bucket) -> list[tuple[str, int, Tensor]]:
+def _grad_pieces(rank: RankRuntime) -> list[GradPiece]:
+    return [piece for bucket in rank.optimizer.buckets for piece in _owned_pieces(bucket)]
+
+
+def _owned_pieces(bucket: Bucket) -> list[GradPiece]:
     pieces = []
     for place in bucket.plan.places:
         span = bucket.owned.span
@@ -229,16 +261,19 @@ def _owned_pieces(bucket: Bucket) -> list[tuple[str, int, Tensor]]:
     return pieces
 
 
-def _gradients(runs: Sequence[RankRun], tp_size: int) -> dict[tuple[int, str], Tensor]:
-    """Local gradients by (tp rank, parameter), every element set by its owner."""
+def _gradients(
+    runs: Sequence[RankRun], tp_size: int, pieces_of: Callable[[RankRun], list[GradPiece]], entry: Entry
+) -> dict[str, Tensor]:
+    """Global gradients of the step's mean loss, every element set by its owner; none where no rank has kept any."""
     local: dict[tuple[int, str], Tensor] = {}
     for run in runs:
-        for name, start, values in run.grad_pieces:
+        for name, start, values in pieces_of(run):
             shape = run.shardings[name].local_shape(tp_size)
             flat = local.setdefault((run.place.tp, name), torch.full(shape, float("nan"), dtype=values.dtype))
             flat.view(-1)[start : start + len(values)] = values
-    assert not any(tensor.isnan().any() for tensor in local.values()), "some gradient has no owner"
-    return local
+    if not local:
+        return {}
+    return {name: grad / entry.num_target_tokens for name, grad in _join(local, runs, tp_size).items()}
 
 
 def _agreed(parts: Sequence[tuple[Coordinates, dict[str, Tensor]]]) -> dict[tuple[int, str], Tensor]:

@@ -45,20 +45,16 @@ MODELS = {
 }
 """Other models, each with a layout."""
 
-PRECISIONS = {f"{policy}-{layout}": (policy, layout) for policy in ("bf16", "bf16_sr") for layout in LAYOUTS}
-"""Other formats than fp64: what a range is made of differs, and where noise comes in."""
-
 
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
     """Three layers, two sequences of four tokens a replica, evaluations after every second step: a run takes 0.1 s."""
-    policy, layout = PRECISIONS.get(layout, ("fp64", layout))
     layouts = {**LAYOUTS, SPARES: dict(dp_size=3, tp_size=2)}
     model, sizes = MODELS[layout] if layout in MODELS else ({}, layouts[layout])
     return cells.make_config(
         model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2) | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
         batch=dict(global_batch_size=2 * sizes["dp_size"], micro_batch_size=1, sequence_length=4),
-        precision=dict(policy=policy, sums="exact"),
+        precision=dict(policy="fp64", sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
     )

@@ -1,0 +1,354 @@
+"""Proves a configuration equal to one process: `python launch/verify.py --config FILE [section.field=value ...]`.
+
+Runs the first steps of the very run that the file describes, its own text included, on one process and on several
+layouts, each rank a thread of this process, and compares losses, gradients and weights. Whatever is not on the command
+line is the file's. Exit codes: 0 all layouts are within tolerance, 1 one is not, 2 a mistake in what it was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+from launch.plan import estimate_sizes  # noqa: E402
+from launch.worker import choose_num_threads, evaluation_lanes, open_text  # noqa: E402
+from models.make import make_stage  # noqa: E402
+from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.config.derived import num_parameters, stage_replicas, world_size  # noqa: E402
+from parallel3d.config.layouts import HELP, Layout, layout_of, parse_layout, parse_layouts, usual_layouts  # noqa: E402
+from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.data.corpus import Corpus  # noqa: E402
+from parallel3d.data.lanes import Lanes  # noqa: E402
+from parallel3d.errors import ConfigError, UserError  # noqa: E402
+from parallel3d.pipeline.check import check_plan  # noqa: E402
+from parallel3d.precision.policy import POLICIES  # noqa: E402
+from parallel3d.trainer.build import (  # noqa: E402
+    RankRuntime,
+    Transports,
+    build_grid,
+    plan_batch,
+    plan_schedule,
+    prepare_rank,
+    split_layers,
+    start_rank,
+)
+from parallel3d.trainer.compare import Comparison, compare_runs, tolerance_of  # noqa: E402
+from parallel3d.trainer.verify import LayoutRun, run_in_threads  # noqa: E402
+
+ONE_PROCESS = "tp1.pp1.dp1"
+MAX_USUAL_RANKS = 8
+MAX_STEPS_TOLD = 10
+KINDS = ("loss", "first_gradients", "gradients", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layout to look at, with the configuration that it leads to."""
+
+    name: str
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a layout did; without a comparison it could not be run, for the reason `error`."""
+
+    case: Case
+    comparison: Comparison | None
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.comparison is not None and self.comparison.is_equal
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What is wrong, in sentences; none when it is equal."""
+        return self.comparison.findings if self.comparison else (self.error,)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        one, cases = plan_cases(options)
+        changes = list_changes(options)
+        for line in describe_start(options, one, cases, changes):
+            tell(line)
+        check_memory([one, *cases], may_exceed=options.yes)
+        outcomes = verify(one, cases, options.steps)
+    except UserError as error:
+        tell(str(error))
+        return error.exit_code
+    print(to_json(options, one, outcomes, changes) if options.json else "\n".join(draw_table(outcomes)))
+    return 0 if all(outcome.is_equal for outcome in outcomes) else 1
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare layouts of one JSON file's run with one process.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument("--layouts", metavar="LIST", help=f"as in tp2.pp2.dp2,pp4.gpipe: {HELP}")
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to run (3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument("--yes", action="store_true", help="go on where the memory will hardly do")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
+    options = parser.parse_intermixed_args(arguments)
+    if wrong := [override for override in options.overrides if "=" not in override]:
+        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    return options
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def tell(text: str) -> None:
+    """What goes on, for a person: standard output is for the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- what to run ------------------------------------------------------------------------------------------------------
+
+
+def plan_cases(options: argparse.Namespace) -> tuple[Case, list[Case]]:
+    """One process, and the layouts to compare with it; raises UserError for one that does not fit."""
+
+    def case(layout: Layout) -> Case:
+        try:
+            config = load_config(options.config, [*options.overrides, *layout.overrides])
+            return Case(name=layout.name, config=resolve(config, config_path=options.config))
+        except ConfigError as error:
+            raise UserError(f"layout {layout.name}: {error}" if layout.overrides else str(error)) from error
+
+    def fits(layout: Layout) -> bool:
+        try:
+            return world_size(case(layout).config) <= MAX_USUAL_RANKS
+        except UserError:
+            return False
+
+    if options.layouts:
+        layouts = parse_layouts(options.layouts)
+        return case(parse_layout(ONE_PROCESS)), [case(layout) for layout in layouts]
+    own = case(Layout(name="", fields={})).config
+    if world_size(own) > MAX_USUAL_RANKS:
+        tell(f"the file's own layout has {world_size(own)} ranks, more than {MAX_USUAL_RANKS}: not without --layouts")
+    cases = [case(layout) for layout in (layout_of(own), *usual_layouts(fits))]
+    known: list[Case] = []
+    for each in cases:
+        if 1 < world_size(each.config) <= MAX_USUAL_RANKS and each.config not in [other.config for other in known]:
+            known.append(each)
+    if not known:
+        raise UserError(f"no usual layout of up to {MAX_USUAL_RANKS} ranks fits this configuration: give --layouts")
+    return case(parse_layout(ONE_PROCESS)), known
+
+
+def list_changes(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line changes of the file, {field: [file's value, new value]}."""
+    raw = json.loads(Path(options.config).read_text(encoding="utf-8"))
+    changes = {}
+    for override in options.overrides:
+        field, _, text = override.partition("=")
+        node = raw
+        for name in field.split("."):
+            node = node.get(name, "(not in the file)") if isinstance(node, dict) else "(not in the file)"
+        changes[field] = [node, text]
+    return changes
+
+
+def describe_start(
+    options: argparse.Namespace, one: Case, cases: Sequence[Case], changes: dict[str, Any]
+) -> Iterator[str]:
+    config = one.config
+    model = f"{num_parameters(config.model):,} parameters, {config.precision.policy}"
+    yield f"{options.config}: {model}, {options.steps} steps of {config.batch.global_batch_size} sequences"
+    yield "changed on the command line: " + (
+        ", ".join(f"{field} {before} -> {after}" for field, (before, after) in changes.items()) or "nothing"
+    )
+    yield f"to compare with one process: {', '.join(each.name for each in cases)}; ranks are threads here, on the CPU"
+    if config.elastic.faults or config.elastic.random_faults.probability:
+        yield "injected faults are left out"
+    if config.precision.policy != "fp64":
+        yield "precision.policy=fp64 would show the mathematics alone, without rounding"
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def check_memory(cases: Sequence[Case], *, may_exceed: bool) -> None:
+    """Says what the largest case will take, and raises UserError where the machine has less."""
+    needed, name = max((estimate_bytes(case.config), case.name) for case in cases)
+    available = available_bytes()
+    have = f"{available / 2**30:.1f} GiB are free" if available else "how much is free is not known"
+    tell(f"memory: about {needed / 2**30:.1f} GiB, for {name}; {have}")
+    if available and needed > available and not may_exceed:
+        raise UserError(
+            f"{name} needs about {needed / 2**30:.1f} GiB, since all ranks live in this process, and {have}. Make the "
+            "model smaller on the command line (model.num_hidden_layers=2 model.hidden_size=256 ...), name smaller "
+            "--layouts, or go on all the same with --yes"
+        )
+
+
+def estimate_bytes(config: Config) -> int:
+    """All ranks' weights, gradients, optimizer states and activations, and what is kept for the comparison."""
+    policy, replicas = POLICIES[config.precision.policy], stage_replicas(config)
+    weight, grad, state = policy.compute.itemsize, policy.grad.itemsize, policy.state.itemsize
+    num_holders = len(replicas) * (1 + config.elastic.zero_backups)
+    if config.parallel.zero_stage == 0:
+        num_holders = sum(replicas)
+    everywhere = 3 * weight + grad + 8 * (config.precision.sums == "exact")  # a rank keeps its weights twice more
+    where_held = 2 * state + state * policy.has_master + grad
+    for_comparison = 2 * (2 * weight + 2 * grad)  # weights and gradients, early and late, of this run and one process
+    mean = [count / len(replicas) for count in (sum(replicas), min(num_holders, sum(replicas)))]
+    per_parameter = mean[0] * everywhere + mean[1] * where_held + 2 * grad + for_comparison
+    return int(num_parameters(config.model) * per_parameter) + activation_bytes(config)
+
+
+def activation_bytes(config: Config) -> int:
+    """Peak of what all ranks hold for their backward passes."""
+    grid = build_grid(config)
+    plan = plan_schedule(config, grid, config.parallel.schedule, plan_batch(config, 0).num_micro_batches)
+    report = check_plan(plan, config.parallel.p2p_slots, estimate_sizes(config, split_layers(config)))
+    return sum(report.peak_bytes.values()) * grid.tp_size
+
+
+def available_bytes() -> int | None:
+    """Memory that this machine can still give to this process; None where it does not say."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def verify(one: Case, cases: Sequence[Case], num_steps: int) -> list[Outcome]:
+    """Runs one process, then every case; a case that fails is an outcome like another."""
+    corpus = open_text(one.config, AbortToken(), tell)
+    width = max(len(case.name) for case in cases)
+    theirs = run_case(one, corpus, num_steps, title="one process".ljust(width))
+    outcomes = []
+    for case in cases:
+        try:
+            ours = run_case(case, corpus, num_steps, title=case.name.ljust(width))
+            outcome = Outcome(case=case, comparison=compare_runs(ours, theirs, tolerance_of(case.config)))
+        except UserError:
+            raise
+        except Exception as error:  # a layout that does not run, or whose ranks disagree, is not equal
+            traceback.print_exc()
+            outcome = Outcome(case=case, comparison=None, error=f"{type(error).__name__}: {error}")
+        outcomes.append(outcome)
+    return outcomes
+
+
+def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> LayoutRun:
+    """The case's first steps, every rank a thread; says how it gets on."""
+    config, started = case.config, time.monotonic()
+    grid = build_grid(config)
+    lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
+    torch.set_num_threads(choose_num_threads(config, len(grid.ranks)))  # of every thread that begins after this
+
+    def build(rank: int, transports: Transports) -> RankRuntime:
+        torch.set_flush_denormal(True)
+        runtime = prepare_rank(
+            config,
+            rank,
+            grid,
+            make_stage=make_stage,
+            train_lanes=lanes,
+            evaluate_lanes=evaluation_lanes(config, corpus),
+            device=torch.device("cpu"),
+        )
+        start_rank(runtime, grid, transports)
+        return runtime
+
+    def say(step: int) -> None:
+        if step % -(-num_steps // MAX_STEPS_TOLD) == 0 or step == num_steps:
+            tell(f"{title}  step {step} of {num_steps}  {time.monotonic() - started:6.1f} s")
+
+    tell(f"{title}  {len(grid.ranks)} rank{'s' * (len(grid.ranks) > 1)}")
+    return run_in_threads(grid, build, num_steps, slots=config.parallel.p2p_slots, on_step=say)
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def draw_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A row a layout with its largest differences, the findings below it, and what is allowed and why."""
+    tolerances = list(dict.fromkeys(tolerance_of(outcome.case.config) for outcome in outcomes))
+    rows = [
+        ["layout", "ranks", "loss", "gradients of step 1", "gradients of the last step", "weights", ""],
+        *(describe_outcome(outcome) for outcome in outcomes),
+        *(["allowed", "", *(f"{getattr(each, kind):g}" for kind in KINDS), ""] for each in tolerances),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield "largest relative differences from one process; of tensors |a - b| / |b|, and which tensor"
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    for tolerance in tolerances:
+        yield f"allowed because: {tolerance.why}"
+    for outcome in outcomes:
+        for finding in outcome.findings:
+            yield f"{outcome.case.name}: {finding}"
+    wrong = [outcome for outcome in outcomes if not outcome.is_equal]
+    yield f"{len(outcomes) - len(wrong)} of {len(outcomes)} layouts train like one process"
+
+
+def describe_outcome(outcome: Outcome) -> list[str]:
+    """The cells of a row."""
+    name, ranks, comparison = outcome.case.name, str(world_size(outcome.case.config)), outcome.comparison
+    if comparison is None:
+        return [name, ranks, "", "", "", "", "FAILED"]
+    loss, *tensors = (getattr(comparison, kind) for kind in KINDS)
+    cells = [f"{each.value:.1e} {each.where}" if each.value else "0" for each in tensors]
+    return [name, ranks, f"{loss.value:.1e}", *cells, "ok" if comparison.is_equal else "BEYOND"]
+
+
+def to_json(options: argparse.Namespace, one: Case, outcomes: Sequence[Outcome], changes: dict[str, Any]) -> str:
+    """Everything that the table says, as one object."""
+    result = {
+        "config": options.config,
+        "changed": changes,
+        "steps": options.steps,
+        "policy": one.config.precision.policy,
+        "layouts": [outcome_as_json(outcome) for outcome in outcomes],
+        "is_equal": all(outcome.is_equal for outcome in outcomes),
+    }
+    return json.dumps(result, indent=2)
+
+
+def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
+    case, comparison = outcome.case, outcome.comparison
+    return {
+        "layout": case.name,
+        "ranks": world_size(case.config),
+        "parallel": case.config.parallel.model_dump(),
+        "tolerance": asdict(tolerance_of(case.config)),
+        **{kind: asdict(getattr(comparison, kind)) if comparison else None for kind in KINDS},
+        "findings": outcome.findings,
+        "is_equal": outcome.is_equal,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

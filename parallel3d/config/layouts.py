@@ -1,0 +1,100 @@
+"""Layouts as short strings, `tp2.pp2.dp2.sp.zero0.gpipe`, and the overrides of section `parallel` that they stand for.
+
+A layout says the whole grid: a size that it leaves out is 1, replicas that differ by stage are `dp2/1`, and layers are
+cut by cost. What else it leaves out stays as the configuration has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from parallel3d.config.derived import stage_replicas
+from parallel3d.config.schema import Config, ParallelConfig
+from parallel3d.errors import UserError
+
+WHOLE_GRID: dict[str, Any] = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "stage_replicas": None,
+    "layers_per_stage": None,
+}
+"""What a layout sets in section `parallel` whether it says so or not."""
+
+SCHEDULES = get_args(ParallelConfig.model_fields["schedule"].annotation)
+SWITCHES: dict[str, tuple[str, Any]] = {
+    "sp": ("sequence_parallel", True),
+    "zero0": ("zero_stage", 0),
+    "zero1": ("zero_stage", 1),
+    **{name: ("schedule", name) for name in SCHEDULES},
+}
+"""Parts without a number: the field of section `parallel` and its value."""
+
+HELP = f"parts joined by dots: tpN ppN dpN (dpN/N where stages differ) {' '.join(SWITCHES)}"
+
+USUAL = (("tp2.sp", "tp2"), ("pp2",), ("dp2",), ("tp2.pp2.dp2.sp", "tp2.pp2.dp2", "pp2.dp2", "tp2.pp2", "tp2.dp2"))
+"""What is worth a look by default: of each tuple the first that fits a configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A name and the fields of section `parallel` that it sets."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """For `load_config`."""
+        return tuple(f"parallel.{name}={json.dumps(value)}" for name, value in self.fields.items())
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that `text` names; UserError says which part of it is none."""
+    fields = dict(WHOLE_GRID)
+    seen: set[str] = set()
+    for part in text.strip().split("."):
+        name, value = _parse_part(part, text)
+        if name in seen:
+            raise UserError(f"layout {text!r} says twice what parallel.{name} is")
+        seen.add(name)
+        fields[name] = value
+    if isinstance(fields["dp_size"], list):
+        fields["stage_replicas"], fields["dp_size"] = fields["dp_size"], None
+    return Layout(name=text.strip(), fields=fields)
+
+
+def parse_layouts(text: str) -> tuple[Layout, ...]:
+    """The layouts of a list with commas."""
+    return tuple(parse_layout(part) for part in text.split(","))
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that a resolved configuration has already, under its short name: nothing to override."""
+    replicas = stage_replicas(config)
+    widths = replicas[:1] if len(set(replicas)) == 1 else replicas
+    parallel = config.parallel
+    name = f"tp{parallel.tp_size}.pp{parallel.pp_size}.dp{'/'.join(map(str, widths))}"
+    return Layout(name=name, fields={})
+
+
+def usual_layouts(fits: Callable[[Layout], bool]) -> Iterator[Layout]:
+    """A few layouts that between them use every axis, as far as they fit."""
+    for alternatives in USUAL:
+        yield from [layout for layout in map(parse_layout, alternatives) if fits(layout)][:1]
+
+
+def _parse_part(part: str, text: str) -> tuple[str, Any]:
+    """The field of section `parallel` and its value."""
+    if part in SWITCHES:
+        return SWITCHES[part]
+    if match := re.fullmatch(r"(tp|pp)([1-9]\d*)", part):
+        return f"{match[1]}_size", int(match[2])
+    if match := re.fullmatch(r"dp([1-9]\d*(?:/[1-9]\d*)*)", part):
+        counts = [int(count) for count in match[1].split("/")]
+        return "dp_size", counts[0] if len(counts) == 1 else counts
+    raise UserError(f"layout {text!r}: {part!r} is no part of one. A layout is made of {HELP}")
