@@ -148,7 +148,8 @@ def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, re
             f"{num_bytes / 2**20:,.1f} MiB"
         )
     head = costs.head / costs.layer
-    yield f"(the head costs {head:.2f} layers; bytes are an estimate and leave the head's logits out)"
+    recomputed = "" if config.parallel.recompute == "none" else " and what the layer at work recomputes"
+    yield f"(the head costs {head:.2f} layers; bytes are an estimate and leave the head's logits{recomputed} out)"
 
 
 def describe_routes(plan: Plan) -> Iterator[str]:
@@ -170,24 +171,31 @@ def describe_routes(plan: Plan) -> Iterator[str]:
 def estimate_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes:
     """Bytes of one micro-batch on one rank.
 
-    A layer keeps for its backward, a token: the inputs of both norms and what they make (4 hidden, split over the
-    tensor ranks under sequence parallelism), and split over the tensor ranks q, k, v, the attention's result
-    (2 hidden + 2 key-value, of which a rank has one head at least), gate and up, and the input of the down projection
-    (3 intermediate; 2 without a gate).
+    A layer's weight products have inputs and results, a token: of the hidden size outside of the tensor-parallel region
+    (norms' results; cut under sequence parallelism) and cut inside of it: q, k, v (of which a rank has one key-value
+    head at least), the attention's result, the MLP's intermediate results. parallel3d/recompute.py says which of them
+    are kept. A split backward pass keeps all between its halves.
     """
     model, parallel, batch = config.model, config.parallel, config.batch
     assert batch.micro_batch_size is not None
     num_tokens = batch.micro_batch_size * batch.sequence_length
     width = POLICIES[config.precision.policy].compute.itemsize
-    shards = parallel.tp_size if parallel.sequence_parallel else 1
-    split = 2 * model.hidden_size + num_mlp_matrices(model) * model.intermediate_size
-    key_value_local = max(key_value_size(model) // parallel.tp_size, head_size(model))
-    local = 4 * model.hidden_size // shards + split // parallel.tp_size + 2 * key_value_local
-    layer_bytes = num_tokens * width * local
+    hidden = model.hidden_size // (parallel.tp_size if parallel.sequence_parallel else 1)
+    attention = 2 * (model.hidden_size // parallel.tp_size)
+    attention += 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
+    mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
+    mlp_input = model.intermediate_size // parallel.tp_size
+    kept = {
+        "none": 4 * hidden + attention + mlp,
+        "selective": 2 * hidden + attention + mlp - mlp_input,
+        "full": hidden,
+    }
+    token_bytes = num_tokens * width
     return MessageSizes(
-        activation_bytes=num_tokens * width * model.hidden_size // shards,
+        activation_bytes=token_bytes * hidden,
         targets_bytes=num_tokens * 8,
-        stash_bytes=tuple(layer_bytes * len(layers) for layers in partition),
+        stash_bytes=tuple(token_bytes * kept[parallel.recompute] * len(layers) for layers in partition),
+        put_off_bytes=tuple(token_bytes * kept["none"] * len(layers) for layers in partition),
     )
 
 

@@ -16,6 +16,7 @@ from parallel3d.layers.dropout import dropout
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
+from parallel3d.recompute import Recompute, run_layer
 
 
 class Family(ABC):
@@ -41,9 +42,11 @@ class DecoderStage(nn.Module):
     needs the targets (tokens,).
     """
 
-    def __init__(self, config: ModelConfig, layers: range, family: Family, *, on: Placement):
+    def __init__(
+        self, config: ModelConfig, layers: range, family: Family, *, on: Placement, recompute: Recompute = "none"
+    ):
         super().__init__()
-        self.tp, self.drop = on.tp, config.hidden_dropout
+        self.tp, self.drop, self.recompute = on.tp, config.hidden_dropout, recompute
         sizes, std = (config.vocab_size, config.hidden_size), config.initializer_range
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         self.embedding = VocabParallelEmbedding("embedding.weight", *sizes, init_std=std, on=on) if is_first else None
@@ -58,7 +61,7 @@ class DecoderStage(nn.Module):
             x = x if self.positions is None else self.positions(x, micro_batch)
             x = dropout(x, self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
         for layer in self.layers:
-            x = layer(x, micro_batch)
+            x = run_layer(layer, x, micro_batch, recompute=self.recompute, products=self.tp.products)
         if self.head is None or self.final_norm is None:
             return x
         assert targets is not None

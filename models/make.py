@@ -11,6 +11,7 @@ from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.layers.placement import Placement
 from parallel3d.precision.policy import POLICIES
+from parallel3d.recompute import Recompute
 
 FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
@@ -18,10 +19,13 @@ FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
     """The model's constructor as the trainer asks for it."""
     on = Placement(tp=tp, policy=POLICIES[config.precision.policy], device=device)
-    return make_decoder(config.model, layers, num_positions=config.batch.sequence_length, on=on)
+    num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
+    return make_decoder(config.model, layers, num_positions=num_positions, on=on, recompute=recompute)
 
 
-def make_decoder(config: ModelConfig, layers: range, *, num_positions: int, on: Placement) -> DecoderStage:
+def make_decoder(
+    config: ModelConfig, layers: range, *, num_positions: int, on: Placement, recompute: Recompute = "none"
+) -> DecoderStage:
     """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
     family = FAMILIES[config.architecture](config, num_positions=num_positions, on=on)
-    return DecoderStage(config, layers, family, on=on)
+    return DecoderStage(config, layers, family, on=on, recompute=recompute)

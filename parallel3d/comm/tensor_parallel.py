@@ -11,13 +11,14 @@ recomputation in large transformer models", section 4.2.2)::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 from parallel3d.comm.group import DoneWork, Group, SoloGroup, Work
+from parallel3d.comm.products import Products
 
 
 @dataclass(kw_only=True, eq=False)
@@ -29,6 +30,8 @@ class TensorParallel:
 
     group: Group
     sequence_parallel: bool = False
+    products: Products = field(default_factory=Products)
+    """Runs the products of the layers inside of the region."""
 
     @property
     def cuts_tokens(self) -> bool:

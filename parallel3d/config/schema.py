@@ -126,6 +126,9 @@ class ParallelConfig(Section):
     """Gather the updated parameters while the next forward pass already runs. Without effect at zero_stage 0."""
     bucket_mib: PositiveFloat = 16.0
     """Size of a gradient bucket, in MiB of main gradients."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What a layer recomputes in the backward pass to keep less until then: selective keeps its matrix products and
+    attention, full only its input. Neither changes a number."""
     p2p_slots: PositiveInt = 3
     """Messages in flight between two stages' replicas, per ordered pair."""
 

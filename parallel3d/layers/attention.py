@@ -62,11 +62,12 @@ class CausalSelfAttention(nn.Module):
             q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
         else:
             q, k, v = split_and_rotate(qkv, table, self.heads, batch_size)
-        mixed = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.heads.num_kv_heads != self.heads.num_query_heads,
-        )
+        with self.qkv.tp.products.attention():
+            mixed = scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=self.heads.num_kv_heads != self.heads.num_query_heads,
+            )
         return self.output(mixed.transpose(1, 2).reshape(-1, self.heads.query_size))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.comm.tensor_parallel import TensorParallel, leave_region
+from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.gemm import matmul
 from parallel3d.layers.parameter import ShardedParameter, add_matrix_grad
 from parallel3d.layers.placement import Placement
@@ -32,8 +32,12 @@ class _ColumnParallel(Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        product = matmul(tp.gather(x), weight.t())
-        return product if bias is None else product.add_(bias)
+
+        def product() -> Tensor:
+            result = matmul(tp.gather(x), weight.t())
+            return result if bias is None else result.add_(bias)
+
+        return tp.products.run(product)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -48,21 +52,22 @@ class _ColumnParallel(Function):
         return input_grad, None, None, None
 
 
-class _Linear(Function):
-    """y = x W^T whose weight gradient is added to the main gradient."""
+class _RowParallel(Function):
+    """GEMM, all-reduce (or reduce-scatter) forward; nothing (or all-gather), GEMM backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
-        return matmul(x, weight.t())
+        ctx.weight, ctx.tp = weight, tp
+        return tp.products.run(lambda: tp.sum(matmul(x, weight.t())))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
+        grad = ctx.tp.gather(grad)
         input_grad = matmul(grad, ctx.weight)
         add_matrix_grad(ctx.weight, grad, x)
-        return input_grad, None
+        return input_grad, None, None
 
 
 class _AddBias(Function):
@@ -129,7 +134,7 @@ class RowParallelLinear(nn.Module):
             self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, partial_grad=on.tp.cuts_tokens))
 
     def forward(self, x: Tensor) -> Tensor:
-        product = leave_region(_Linear.apply(x, self.weight), self.tp)
+        product = _RowParallel.apply(x, self.weight, self.tp)
         return product if self.bias is None else _AddBias.apply(product, self.bias)
 
 

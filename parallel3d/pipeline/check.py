@@ -34,8 +34,10 @@ class MessageSizes:
     """An activation or a gradient between stages."""
     targets_bytes: int
     stash_bytes: tuple[int, ...]
-    """What each stage keeps from forward to backward; of a split one to the end of its second half, which needs the
-    inputs of all products and their results' gradients: about as much."""
+    """What each stage keeps from forward to backward."""
+    put_off_bytes: tuple[int, ...]
+    """What each stage keeps between the halves of a split backward: the inputs of all products and their results'
+    gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ class _Run:
         self.read_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
         self.ops_sent: dict[tuple[ReplicaId, ReplicaId], list[Op]] = defaultdict(list)
         self.stashes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)  # (time, +1 or -1)
+        self.put_off: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
         todo = list(plan.lists)
         while todo:
             todo += self._advance(todo.pop())
@@ -165,8 +168,10 @@ class _Run:
             self.stashes[replica].append((self.clock[replica], +1))
         if op in self.costs:
             self.clock[replica] += self.costs[op][replica[0]]
-        if op in _ENDS_STASH:
+        if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             self.stashes[replica].append((self.clock[replica], -1))
+        if op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            self.put_off[replica].append((self.clock[replica], +1 if op is Op.BACKWARD_INPUT else -1))
 
     def _raise_if_stuck(self) -> None:
         stuck = []
@@ -196,9 +201,10 @@ def _peak_bytes(plan: Plan, run: _Run, sizes: MessageSizes) -> dict[ReplicaId, i
 def _byte_changes(plan: Plan, run: _Run, sizes: MessageSizes) -> Iterator[tuple[ReplicaId, int, int]]:
     """(replica, time, bytes more or less)"""
     if plan.request.trains:
-        for replica, stashes in run.stashes.items():
-            for time, sign in stashes:
-                yield replica, time, sign * sizes.stash_bytes[replica[0]]
+        for changes, by_stage in ((run.stashes, sizes.stash_bytes), (run.put_off, sizes.put_off_bytes)):
+            for replica, times in changes.items():
+                for time, sign in times:
+                    yield replica, time, sign * by_stage[replica[0]]
     for pair, ops in run.ops_sent.items():
         for op, made, sent, read in zip(ops, run.made_at[pair], run.sent_at[pair], run.read_at[pair]):
             num_bytes = sizes.targets_bytes if op is Op.SEND_TARGETS else sizes.activation_bytes

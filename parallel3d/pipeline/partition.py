@@ -27,6 +27,8 @@ class ModelCosts:
     attention: int
     """The part of a layer that has no weights: its backward pass has no weight gradients, but twice its own cost."""
     head: int
+    last_product: int = 0
+    """The part of a layer that is not repeated where layers are recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ def model_costs(
         layer=2 * (attention_weights + mlp_weights) + 4 * sequence_length * hidden_size,
         attention=4 * sequence_length * hidden_size,
         head=2 * hidden_size * vocab_size,
+        last_product=2 * hidden_size * intermediate_size,
     )
 
 
@@ -126,17 +129,19 @@ def stage_costs(
     return tuple(costs)
 
 
-def schedule_costs(partition: Sequence[range], costs: ModelCosts) -> StageCosts:
+def schedule_costs(partition: Sequence[range], costs: ModelCosts, *, recomputes: bool = False) -> StageCosts:
     """What each stage's passes cost, in small integers: the planner's measure of time.
 
     The head computes its gradients in the forward pass, so that all three products of it count there. A layer's
     backward costs its products once for the inputs and once for the weights, its attention twice for the inputs.
+    A layer that is recomputed, all but its last product, is so before its inputs' gradients.
     """
+    recomputed = costs.layer - costs.last_product if recomputes else 0
     num_layers = [len(layers) for layers in partition]
     heads = [0] * (len(partition) - 1) + [costs.head]
     embeddings = [costs.embedding] + [0] * (len(partition) - 1)
     forward = [n * costs.layer + e + 3 * h for n, e, h in zip(num_layers, embeddings, heads)]
-    backward_input = [n * (costs.layer + costs.attention) + e for n, e in zip(num_layers, embeddings)]
+    backward_input = [n * (costs.layer + costs.attention + recomputed) + e for n, e in zip(num_layers, embeddings)]
     backward_weight = [n * (costs.layer - costs.attention) for n in num_layers]
     return _in_small_units(forward, backward_input, backward_weight)
 

@@ -232,7 +232,7 @@ def plan_schedule(config: Config, grid: Grid, rule: Rule, num_micro_batches: int
         replicas=grid.replicas,
         num_micro_batches=num_micro_batches,
         rule=rule,
-        costs=schedule_costs(split_layers(config), costs_of(config)),
+        costs=schedule_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
         slots=config.parallel.p2p_slots,
     )
     return choose_plan(

@@ -30,9 +30,9 @@ def model_config(**changes):
     return ModelConfig(**{**sizes, **changes})
 
 
-def build(config, tp, policy="fp64"):
+def build(config, tp, policy="fp64", recompute="none"):
     on = Placement(tp=tp, policy=POLICIES[policy])
-    stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on)
+    stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on, recompute=recompute)
     for p in parameters_of(stage):
         value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)
         if p.sharding.is_norm_or_bias:
@@ -88,9 +88,9 @@ def relative(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-def backward_twice(config, tp, split, policy="fp32"):
+def backward_twice(config, tp, split, policy="fp32", recompute="none"):
     """Main gradients after two micro-batches, and after each half how often every parameter said it had one."""
-    stage = build(config, tp, policy)
+    stage = build(config, tp, policy, recompute)
     parameters = parameters_of(stage)
     counts, after, weight_grads = Counter(), [], WeightGrads()
     for p in parameters:

@@ -167,7 +167,7 @@ def test_slots_are_part_of_the_plan():
 
 
 def test_1f1b_holds_fewer_micro_batches_on_later_stages():
-    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(100, 10, 1, 1000))
+    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(100, 10, 1, 1000), put_off_bytes=(0,) * 4)
     report = check_plan(make_plan(((0,),) * 4, 16), 3, sizes)
     assert report.peak_in_flight == {(0, 0): 4, (1, 0): 3, (2, 0): 2, (3, 0): 1}
     assert report.peak_bytes == {(0, 0): 400, (1, 0): 30, (2, 0): 2, (3, 0): 1000}
@@ -175,16 +175,26 @@ def test_1f1b_holds_fewer_micro_batches_on_later_stages():
     assert set(check_plan(make_plan(((0,),) * 4, 16, rule="gpipe"), 3).peak_in_flight.values()) == {16}
 
 
+def test_what_a_split_backward_puts_off_is_charged_between_its_halves():
+    """One stage: forward and both halves in turn. On the last of four some weights' halves wait, at a smaller price."""
+    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(10,) * 4, put_off_bytes=(1,) * 4)
+    report = check_plan(make_plan(((0,),), 4, rule="zb-h1"), 3, sizes)
+    assert report.peak_bytes == {(0, 0): 10}
+    report = check_plan(make_plan(((0,),) * 4, 16, rule="zb-h1"), 3, sizes)
+    assert set(report.peak_in_flight.values()) == {4}
+    assert report.peak_bytes[3, 0] % 10 > 0 and max(report.peak_bytes.values()) <= 40
+
+
 def test_messages_are_charged_to_both_ends_and_waiting_ones_to_their_sender():
     """A slow second stage: targets 1, activation 1 and targets 2 fill the slots, activation 2 waits for one."""
-    sizes = MessageSizes(activation_bytes=100, targets_bytes=1, stash_bytes=(0, 0))
+    sizes = MessageSizes(activation_bytes=100, targets_bytes=1, stash_bytes=(0, 0), put_off_bytes=(0, 0))
     report = check_plan(make_plan(((0,),) * 2, 8, rule="forward", forward_costs=(1, 50)), 3, sizes)
     assert report.peak_bytes == {(0, 0): 202, (1, 0): 102}
     assert report.makespan == 1 + 8 * 50
 
 
 def test_fewer_slots_hold_fewer_bytes():
-    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0))
+    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0), put_off_bytes=(0, 0, 0))
     plan = make_plan(((0,),) * 3, 8, rule="forward", slots=10, forward_costs=(1, 50, 1))
     many, one = check_plan(plan, 10, sizes), check_plan(plan, 1, sizes)
     assert (many.peak_bytes[1, 0], one.peak_bytes[1, 0]) == (700, 100)

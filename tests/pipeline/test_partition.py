@@ -95,6 +95,13 @@ def test_the_schedule_weighs_head_and_attention():
     assert scheduled.backward == (10, 7) and scheduled.total == (15, 13)
 
 
+def test_the_schedule_weighs_recomputed_layers():
+    """All but the last product of each layer, before the gradients of its input."""
+    costs = ModelCosts(embedding=0, layer=6, attention=0, head=0, last_product=3)
+    scheduled = schedule_costs((range(0, 3), range(3, 6)), costs, recomputes=True)
+    assert scheduled == StageCosts(forward=(2, 2), backward_input=(3, 3), backward_weight=(2, 2))
+
+
 @given(st.integers(1, 10**12), st.integers(0, 10**12), st.integers(0, 10**12), st.integers(1, 8))
 def test_schedule_costs_are_small_and_near(layer, attention, head, num_stages):
     costs = ModelCosts(embedding=0, layer=layer, attention=min(attention, layer), head=head)

@@ -288,6 +288,18 @@ CELLS: list[Cell] = [
             ("tp4-kv1-dp2-bf16", dict(tp_size=4, kv=1, dp_size=2, policy="bf16")),
         ]
     ),
+    *(
+        cell(f"recompute-{mode}-{name}", recompute=mode, **layout)
+        for name, layout in [
+            ("one", dict(micro=2)),
+            ("cube-dropout", dict(drop=0.2, **CUBE)),
+            ("pp4-zb-h1-dropout", dict(pp_size=4, schedule="zb-h1", drop=0.2)),
+            ("pp2-tp2-zb-h1", dict(pp_size=2, tp_size=2, schedule="zb-h1")),
+            ("stages-2-1-tp2", dict(pp_size=2, tp_size=2, stage_replicas=[2, 1])),
+            ("tp4-sp-bf16", dict(tp_size=4, sequence_parallel=True, policy="bf16")),
+        ]
+        for mode in ("selective", "full")
+    ),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),
@@ -301,6 +313,8 @@ CELLS: list[Cell] = [
     cell("gloo-tp2-dp2-sp", transport="gloo", tp_size=2, dp_size=2, sequence_parallel=True),
     cell("gloo-pp2-dp2-without-backups", transport="gloo", backups=0, pp_size=2, dp_size=2),
     cell("gloo-pp2-dp2-zb-h1", transport="gloo", schedule="zb-h1", pp_size=2, dp_size=2),
+    cell("gloo-cube-recompute-full", transport="gloo", recompute="full", **CUBE),
+    cell("gloo-tp2-dp2-recompute-selective", transport="gloo", recompute="selective", tp_size=2, dp_size=2),
     cell("gloo-tp2-pp2-dropout", transport="gloo", drop=0.2, tp_size=2, pp_size=2),
     cell("gloo-stages-2-1", transport="gloo", pp_size=2, stage_replicas=[2, 1]),
     cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),

@@ -29,6 +29,7 @@ from thread_cells import (
     LAYOUTS,
     MAY_LEAVE_AN_ENTRY,
     MODELS,
+    RECOMPUTED,
     STEP,
     Outcome,
     after,
@@ -63,6 +64,14 @@ def test_one_death(layout, rank, phase):
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce_scatter", "backup", "all_reduce", "update"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in MODELS for rank in (0, 3, 6)])
 def test_one_death_with_another_model(layout, rank, phase):
+    done = run(config_of(layout), [die(rank, phase)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in RECOMPUTED for rank in (0, 6)])
+def test_one_death_with_recomputed_layers(layout, rank, phase):
     done = run(config_of(layout), [die(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))

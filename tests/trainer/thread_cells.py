@@ -46,10 +46,18 @@ MODELS = {
 """Other models, each with a layout."""
 
 
+RECOMPUTED = {
+    "recompute-full": dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True, recompute="full"),
+    "recompute-selective": dict(pp_size=2, dp_size=2, tp_size=2, schedule="zb-h1", recompute="selective"),
+}
+"""Layouts that recompute layers, with dropout."""
+
+
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
     """Three layers, two sequences of four tokens a replica, evaluations after every second step: a run takes 0.1 s."""
     layouts = {**LAYOUTS, SPARES: dict(dp_size=3, tp_size=2)}
-    model, sizes = MODELS[layout] if layout in MODELS else ({}, layouts[layout])
+    others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
+    model, sizes = others[layout] if layout in others else ({}, layouts[layout])
     return cells.make_config(
         model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2) | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),

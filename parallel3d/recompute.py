@@ -1,0 +1,68 @@
+"""Recomputing layers in the backward pass instead of keeping what they computed (Chen et al. 2016, "Training deep nets
+with sublinear memory cost"; Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
+
+What is kept of a layer between its forward and its backward pass, for a gated MLP of width f::
+
+    none        everything that a backward pass reads           8 h + 3 f   numbers a token
+    selective   the layer's input, the results of its products
+                and of attention                                6 h + 2 f
+    full        the layer's input                               h
+
+Attention is kept by torch's selective checkpoint policy, since its backward pass belongs to torch. The results of the
+products are kept by `comm/products.py`, together with their collectives: a policy sees the single operators of a
+product, but not the sum over the ranks that follows it, and would keep the summands, which are larger under sequence
+parallelism and are written over by the sum. A policy also costs time for every operator that it is asked about, so that
+it stands around attention alone.
+
+In all modes the layer's last product, and the sum that belongs to it, are not repeated: nobody reads their result.
+Dropout needs no random state: its masks are functions of what they are for (layers/dropout.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parallel3d.comm.products import Contexts, Products, Record
+
+Recompute = Literal["none", "selective", "full"]
+
+_aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+"""Fused attention on all devices. Without a fused kernel the scores (tokens x tokens) exist, and are recomputed."""
+
+
+def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, products: Products) -> Tensor:
+    """`layer(*args)`; of what its backward pass will need, that is kept which `recompute` says.
+
+    The second run is part of the backward pass of the layer, on the thread that runs that. It repeats the forward
+    collectives that come before the last product (selective: none), in their order: the same on all ranks of a replica.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return layer(*args)
+    return checkpoint(
+        layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=partial(_contexts, recompute, products)
+    )
+
+
+def _contexts(recompute: Recompute, products: Products) -> Contexts:
+    """Those of one layer and one micro-batch."""
+    keeps = recompute == "selective"
+    record = Record(keeps=keeps, attention=create_selective_checkpoint_contexts(_keep_attention) if keeps else None)
+    return products.recorded(record), products.replayed(record)
+
+
+def _keep_attention(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
