@@ -153,7 +153,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
             timeout_s=60.0,
         )
         executor = Executor(
-            stage=stage,
+            chunks=[stage],
             grid=grid,
             rank=rank,
             epoch=0,

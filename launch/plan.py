@@ -133,20 +133,24 @@ def describe_candidates(plan: Plan) -> Iterator[str]:
 
 
 def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, report: CheckReport) -> Iterator[str]:
-    """One line a stage: layers, cost in layers, most micro-batches held, most bytes held."""
+    """One line a stage: layers, cost in layers, most micro-batches held (of one chunk each), most bytes held."""
     model = config.model
     costs = costs_of(config)
-    by_stage = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
-    yield "stage  replicas  layers            cost (layers)  in flight  peak activations and messages, per rank"
-    for stage, (layers, cost) in enumerate(zip(partition, by_stage)):
+    by_chunk = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
+    num_stages = plan.request.num_stages
+    rows = []
+    for stage in range(num_stages):
+        cost, chunks = sum(by_chunk[stage::num_stages]), partition[stage::num_stages]
         mine = [replica for replica in plan.lists if replica[0] == stage]
         held = max(report.peak_in_flight[replica] for replica in mine)
         num_bytes = max(report.peak_bytes[replica] for replica in mine)
-        span = f"{layers.start}-{layers.stop - 1} ({len(layers)})"
-        yield (
-            f"{stage:<5}  {len(mine):<8}  {span:<16}  {cost / costs.layer:<13.2f}  {held:<9}  "
-            f"{num_bytes / 2**20:,.1f} MiB"
-        )
+        spans = " ".join(f"{layers.start}-{layers.stop - 1}" for layers in chunks)
+        layers = f"{spans} ({sum(map(len, chunks))})"
+        rows.append((stage, len(mine), layers, cost / costs.layer, held, num_bytes / 2**20))
+    width = max(16, *(len(layers) for _, _, layers, *_ in rows))
+    yield f"stage  replicas  {'layers':<{width}}  cost (layers)  in flight  peak activations and messages, per rank"
+    for stage, count, layers, cost, held, mebibytes in rows:
+        yield f"{stage:<5}  {count:<8}  {layers:<{width}}  {cost:<13.2f}  {held:<9}  {mebibytes:,.1f} MiB"
     head = costs.head / costs.layer
     recomputed = "" if config.parallel.recompute == "none" else " and what the layer at work recomputes"
     yield f"(the head costs {head:.2f} layers; bytes are an estimate and leave the head's logits{recomputed} out)"

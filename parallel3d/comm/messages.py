@@ -31,8 +31,8 @@ class Kind(IntEnum):
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-_FORMAT = struct.Struct("<4sIQIIII4Q")
-_MAGIC = b"p3d1"
+_FORMAT = struct.Struct("<4sIQIIIII4Q")
+_MAGIC = b"p3d2"
 HEADER_BYTES = _FORMAT.size
 
 
@@ -44,12 +44,15 @@ class Header:
     iteration: int
     kind: Kind
     micro_batch: int
+    stage: int = 0
+    """The virtual stage that reads it: with chunks a micro-batch passes the same pair several times."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        what = f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, iteration {self.iteration}"
-        return f"{what}, epoch {self.epoch}, {tuple(self.shape)} {self.dtype}"
+        reader = f" for stage {self.stage}" if self.stage else ""
+        what = f"{self.kind.name.lower()} of micro-batch {self.micro_batch}{reader}"
+        return f"{what}, iteration {self.iteration}, epoch {self.epoch}, {tuple(self.shape)} {self.dtype}"
 
     @property
     def num_bytes(self) -> int:
@@ -58,13 +61,12 @@ class Header:
     def pack(self) -> bytes:
         dims = tuple(self.shape) + (0,) * (4 - len(self.shape))
         code = _DTYPES.index(self.dtype)
-        return _FORMAT.pack(
-            _MAGIC, self.epoch, self.iteration, self.kind, self.micro_batch, code, len(self.shape), *dims
-        )
+        whose = (self.epoch, self.iteration, self.kind, self.micro_batch, self.stage)
+        return _FORMAT.pack(_MAGIC, *whose, code, len(self.shape), *dims)
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        magic, epoch, iteration, kind, micro_batch, code, ndim, *dims = _FORMAT.unpack(data)
+        magic, epoch, iteration, kind, micro_batch, stage, code, ndim, *dims = _FORMAT.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"a message begins with {magic!r}, not with {_MAGIC!r}")
         return Header(
@@ -72,6 +74,7 @@ class Header:
             iteration=iteration,
             kind=Kind(kind),
             micro_batch=micro_batch,
+            stage=stage,
             shape=tuple(dims[:ndim]),
             dtype=_DTYPES[code],
         )

@@ -120,7 +120,8 @@ def warnings(config: Config) -> list[str]:
     parallel, replicas = config.parallel, stage_replicas(config)
     num_micro_batches = batch_sizes(config.batch)[2]
     decay_steps = config.schedule.decay_steps or config.run.num_steps
-    bubble = (parallel.pp_size - 1) / (num_micro_batches / max(replicas) + parallel.pp_size - 1)
+    slices = num_micro_batches / max(replicas) * parallel.virtual_stages
+    bubble = (parallel.pp_size - 1) / (slices + parallel.pp_size - 1)
     uneven = sorted({count for count in replicas if num_micro_batches % count})
     checks = (
         (

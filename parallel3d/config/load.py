@@ -338,24 +338,47 @@ def _check_sequence_shards(config: Config, world_size: int | None) -> Iterator[P
 
 
 def _check_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
-    stages, layers = config.parallel.pp_size, config.model.num_hidden_layers
-    if stages > layers:
+    parallel, layers = config.parallel, config.model.num_hidden_layers
+    if parallel.pp_size * parallel.virtual_stages > layers:
+        chunks = f" for each of its parallel.virtual_stages = {parallel.virtual_stages} chunks"
+        has_chunks = parallel.virtual_stages > 1
         yield Problem(
             field="parallel.pp_size",
-            value=stages,
-            rule=f"every stage needs a layer, and model.num_hidden_layers is {layers}",
-            fix=f"Use at most {layers} stages",
+            value=parallel.pp_size,
+            rule=f"every stage needs a layer{chunks * has_chunks}, and model.num_hidden_layers is {layers}",
+            fix="Use fewer stages or fewer chunks" if has_chunks else f"Use at most {layers} stages",
+        )
+
+
+def _check_virtual_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    parallel = config.parallel
+    if (parallel.schedule == "interleaved") != (parallel.virtual_stages > 1):
+        wanted = "at least 2" if parallel.schedule == "interleaved" else "1"
+        yield Problem(
+            field="parallel.virtual_stages",
+            value=parallel.virtual_stages,
+            rule=f"parallel.schedule {parallel.schedule} needs {wanted}",
+            fix="Change either: schedule interleaved goes with 2 virtual stages or more, the others with 1",
+        )
+    if parallel.schedule == "interleaved" and parallel.pp_size == 1:
+        yield Problem(
+            field="parallel.schedule",
+            value=parallel.schedule,
+            rule="chunks of several stages are interleaved, and parallel.pp_size is 1",
+            fix="Take 1f1b, or raise parallel.pp_size",
         )
 
 
 def _check_layers_per_stage(config: Config, world_size: int | None) -> Iterator[Problem]:
     layers = config.parallel.layers_per_stage
-    wanted = (config.parallel.pp_size, config.model.num_hidden_layers)
+    chunks = config.parallel.virtual_stages
+    wanted = (config.parallel.pp_size * chunks, config.model.num_hidden_layers)
+    count = "parallel.pp_size * parallel.virtual_stages" if chunks > 1 else "parallel.pp_size"
     if layers is not None and (len(layers), sum(layers)) != wanted:
         yield Problem(
             field="parallel.layers_per_stage",
             value=layers,
-            rule=f"needs {wanted[0]} numbers (parallel.pp_size) with the sum {wanted[1]} (model.num_hidden_layers), has"
+            rule=f"needs {wanted[0]} numbers ({count}) with the sum {wanted[1]} (model.num_hidden_layers), has"
             f" {len(layers)} with the sum {sum(layers)}",
             fix="Correct it, or leave it out to have the layers balanced",
         )
@@ -480,6 +503,7 @@ def _expand(path: str) -> str:
 
 
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
+_STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
 _LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
 
 
@@ -525,8 +549,9 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_architecture, ("model.architecture", *(f"model.{name}" for name in _ONLY_FOR))),
     (_check_positions, ("model.max_position_embeddings", "batch.sequence_length")),
     (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),
-    (_check_stages, ("parallel.pp_size", "model.num_hidden_layers")),
-    (_check_layers_per_stage, ("parallel.layers_per_stage", "parallel.pp_size", "model.num_hidden_layers")),
+    (_check_stages, _STAGES),
+    (_check_virtual_stages, ("parallel.schedule", *_STAGES)),
+    (_check_layers_per_stage, ("parallel.layers_per_stage", *_STAGES)),
     (_check_stage_replicas, _LAYOUT),
     (_check_world, _LAYOUT),
     (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),

@@ -18,7 +18,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share in [0, 1)."""
 
 CountPerStage = Annotated[list[PositiveInt], Field(min_length=1)]
-"""One number for each pipeline stage."""
+"""One number for each pipeline stage, or virtual stage."""
 
 
 FaultPhase = Literal[
@@ -107,17 +107,23 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Norms and dropout work on sequence shards over the tensor-parallel ranks; batch.sequence_length becomes a
     multiple of tp_size. Without effect at tp_size 1."""
-    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] = "1f1b"
     """Order of the micro-batches in a pipeline: 1f1b (PipeDream-flush) holds the activations of at most pp_size, gpipe
-    of all; zb-h1 (zero bubble) holds pp_size on every stage and splits the backward pass: a third of 1f1b's bubble."""
+    of all; zb-h1 (zero bubble) holds pp_size on every stage and splits the backward pass: a third of 1f1b's bubble.
+    interleaved gives each stage virtual_stages chunks of layers: 1f1b's bubble by that number, for as many more
+    messages and some more activations; best where pp_size divides the micro-batches of a replica."""
+    virtual_stages: PositiveInt = 1
+    """Chunks of layers on each stage: at least 2 for schedule interleaved, 1 for the others. pp_size * virtual_stages
+    is at most model.num_hidden_layers. Chunk c of stage p is the (c * pp_size + p)-th in the order of layers."""
     split_backward: Literal["auto", "never"] = "auto"
     """auto: where replicas were lost the backward pass is split, gradients of inputs first, if that makes the iteration
     shorter. never: only schedule zb-h1 splits it."""
     max_extra_in_flight: NonNegativeInt = 2
     """Micro-batches that a replica may hold above its schedule's limit where replicas were lost: that many more
-    activations of its stage. Without effect on gpipe."""
+    activations of its stage (or chunk). Without effect on gpipe."""
     layers_per_stage: CountPerStage | None = None
-    """Layers of each stage, summing to model.num_hidden_layers. Null: cut so that the costliest stage is cheapest."""
+    """Layers of each stage, summing to model.num_hidden_layers; with virtual stages pp_size * virtual_stages numbers,
+    in the order of layers. Null: cut so that the costliest stage is cheapest."""
     zero_stage: Literal[0, 1] = 1
     """1 shards the optimizer's state over the replicas of a stage (ZeRO-1); 0 keeps all of it on each."""
     overlap_grad_reduce: bool = True

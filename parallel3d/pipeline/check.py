@@ -1,14 +1,15 @@
 """Proves a plan before it runs: the right steps in order, messages that match, an end, and the memory it takes.
 
-1. *Steps*: each micro-batch passes exactly one replica of each stage, and what that replica does for it is exactly what
-   `instructions_for` says, in that order. So every forward stands after its receive, every backward after its forward,
-   every send after the compute that makes the value, and nothing is done twice or left out.
+1. *Steps*: each micro-batch passes exactly one replica of each stage, and what that replica does for it with each
+   chunk is exactly what `instructions_for` says, in that order. So every forward stands after its receive, every
+   backward after its forward, every send after the compute that makes the value; nothing is done twice or left out.
 2. *Pairs*: on each ordered pair of replicas the messages are received in the order sent, each exactly once. Some
    transports have no tags, so the order is all that tells two messages apart.
 3. *End*: the lists are run with the given number of slots. What one replica does next never depends on timing, so if
    one run ends every run ends, and if one gets stuck all do.
-4. *Memory*: in that run, timed with the plan's costs, the peak of stashed + unsent + unread bytes of each replica. A
-   message in a slot is charged to both its ends: nobody knows how far the transfer has got.
+4. *Memory*: in that run, timed with the plan's costs, the peak of stashed + unsent + unused bytes of each replica. A
+   message in a slot is charged to both its ends: nobody knows how far the transfer has got. One that was read early is
+   charged to its reader until it is used.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate, product, zip_longest
 
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.planner import Plan, costs_by_op
 
+_Slice = tuple[int, int]
+"""(micro-batch, chunk)"""
+_Pair = tuple[ReplicaId, ReplicaId]
+_Received = tuple[Op, int, int]
+"""(receive, micro-batch, virtual stage that reads it)"""
 _ENDS_STASH = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
 
@@ -34,10 +40,10 @@ class MessageSizes:
     """An activation or a gradient between stages."""
     targets_bytes: int
     stash_bytes: tuple[int, ...]
-    """What each stage keeps from forward to backward."""
+    """What each virtual stage keeps from forward to backward."""
     put_off_bytes: tuple[int, ...]
-    """What each stage keeps between the halves of a split backward: the inputs of all products and their results'
-    gradients."""
+    """What each virtual stage keeps between the halves of a split backward: the inputs of all products and their
+    results' gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +53,9 @@ class CheckReport:
     makespan: int
     """Of the lists run as soon as possible, with the plan's costs and these slots."""
     peak_in_flight: dict[ReplicaId, int]
-    """Micro-batches forwarded (or at it) and not yet backwarded, both halves, at most."""
+    """Micro-batches forwarded (or at it) and not yet backwarded, both halves, at most; each chunk counts."""
     peak_bytes: dict[ReplicaId, int]
-    """Stashed + unsent + unread; empty without sizes."""
+    """Stashed + unsent + received and not used yet; empty without sizes."""
 
 
 def check_plan(plan: Plan, slots: int, sizes: MessageSizes | None = None) -> CheckReport:
@@ -68,17 +74,25 @@ def _check_steps(plan: Plan) -> None:
     live = {(stage, replica) for stage, ids in enumerate(plan.request.replicas) for replica in ids}
     if odd := live ^ set(plan.lists):
         raise ScheduleError(f"the plan's lists and the live replicas differ in {sorted(odd)}")
-    expected: dict[ReplicaId, dict[int, tuple[Instruction, ...]]] = {replica: {} for replica in live}
+    expected: dict[ReplicaId, dict[_Slice, tuple[Instruction, ...]]] = {replica: {} for replica in live}
+    request = plan.request
     for micro_batch, route in enumerate(plan.routes):
-        for stage, replica in enumerate(route):
-            steps = instructions_for(route, micro_batch, stage, backward=plan.request.trains, split=plan.request.splits)
-            expected[stage, replica][micro_batch] = steps
+        for (stage, replica), chunk in product(enumerate(route), range(request.virtual_stages)):
+            expected[stage, replica][micro_batch, chunk] = instructions_for(
+                route,
+                micro_batch,
+                stage,
+                chunk,
+                virtual_stages=request.virtual_stages,
+                backward=request.trains,
+                split=request.splits,
+            )
     for place, wanted in expected.items():
-        found: dict[int, list[Instruction]] = defaultdict(list)
+        found: dict[_Slice, list[Instruction]] = defaultdict(list)
         for step in plan.lists[place]:
-            found[step.micro_batch].append(step)
-        for micro_batch in sorted(wanted.keys() | found.keys()):
-            _compare_steps(place, micro_batch, wanted.get(micro_batch, ()), found[micro_batch])
+            found[step.micro_batch, step.chunk].append(step)
+        for key in sorted(wanted.keys() | found.keys()):
+            _compare_steps(place, key[0], wanted.get(key, ()), found[key])
 
 
 def _compare_steps(
@@ -95,40 +109,52 @@ def _compare_steps(
 
 
 def _check_pairs(plan: Plan) -> None:
-    sent: dict[tuple[ReplicaId, ReplicaId], list[tuple[Op, int]]] = defaultdict(list)
-    received: dict[tuple[ReplicaId, ReplicaId], list[tuple[Op, int]]] = defaultdict(list)
+    num_stages = plan.request.num_stages
+    sent: dict[_Pair, list[_Received]] = defaultdict(list)
+    received: dict[_Pair, list[_Received]] = defaultdict(list)
     for replica, steps in plan.lists.items():
         for step in steps:
             if step.peer is None:
                 continue
+            read_at = step.read_at(replica[0], num_stages)
             if step.op in RECEIVE_OF:
-                sent[replica, step.peer].append((RECEIVE_OF[step.op], step.micro_batch))
+                sent[replica, step.peer].append((RECEIVE_OF[step.op], step.micro_batch, read_at))
             else:
-                received[step.peer, replica].append((step.op, step.micro_batch))
+                received[step.peer, replica].append((step.op, step.micro_batch, read_at))
     for pair in sorted(sent.keys() | received.keys()):
         for number, (has, wants) in enumerate(zip_longest(sent[pair], received[pair])):
             if has != wants:
-                sends = f"'{_SEND_OF[has[0]].value} {has[1]}'" if has else "nothing"
-                takes = f"'{wants[0].value} {wants[1]}'" if wants else "no receive"
+                sends = f"'{_SEND_OF[has[0]].value} {_name(has, num_stages)}'" if has else "nothing"
+                takes = f"'{wants[0].value} {_name(wants, num_stages)}'" if wants else "no receive"
                 raise ScheduleError(
                     f"message {number} from {pair[0]} to {pair[1]}: {pair[0]} has {sends} where {pair[1]} has {takes}"
                 )
+
+
+def _name(message: _Received, num_stages: int) -> str:
+    _, micro_batch, read_at = message
+    chunk = read_at // num_stages
+    return f"{micro_batch} for chunk {chunk}" if chunk else str(micro_batch)
 
 
 class _Run:
     """Runs the lists as soon as possible; `clock` is when each replica ends; messages and stashes have times."""
 
     def __init__(self, plan: Plan, slots: int):
-        self.lists, self.slots = plan.lists, slots
+        self.lists, self.slots, self.num_stages = plan.lists, slots, plan.request.num_stages
         self.costs = costs_by_op(plan.request)
         self.clock = dict.fromkeys(plan.lists, 0)
         self.next_step = dict.fromkeys(plan.lists, 0)
-        self.made_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
-        self.sent_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
-        self.read_at: dict[tuple[ReplicaId, ReplicaId], list[int]] = defaultdict(list)
-        self.ops_sent: dict[tuple[ReplicaId, ReplicaId], list[Op]] = defaultdict(list)
-        self.stashes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)  # (time, +1 or -1)
-        self.put_off: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
+        self.made_at: dict[_Pair, list[int]] = defaultdict(list)
+        self.sent_at: dict[_Pair, list[int]] = defaultdict(list)
+        self.read_at: dict[_Pair, list[int]] = defaultdict(list)
+        self.ops_sent: dict[_Pair, list[Op]] = defaultdict(list)
+        self.used_at: dict[_Pair, list[int]] = defaultdict(list)
+        """When what was read goes into a compute: at once, or later."""
+        self.in_hand: dict[tuple[ReplicaId, _Slice], list[tuple[_Pair, int]]] = defaultdict(list)
+        """Messages read and not used yet, by who needs them: (pair, place in its order)."""
+        self.stashes: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)  # (time, virtual stage, +1 or -1)
+        self.put_off: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)
         todo = list(plan.lists)
         while todo:
             todo += self._advance(todo.pop())
@@ -147,7 +173,7 @@ class _Run:
     def _try(self, replica: ReplicaId, step: Instruction) -> bool:
         """Whether the step could be done; then it is."""
         if step.peer is None:
-            self._compute(replica, step.op)
+            self._compute(replica, step)
             return True
         is_send = step.op in RECEIVE_OF
         pair = (replica, step.peer) if is_send else (step.peer, replica)
@@ -158,20 +184,27 @@ class _Run:
         if is_send:
             self.made_at[pair].append(self.clock[replica])
             self.ops_sent[pair].append(step.op)
+        else:
+            self.in_hand[replica, (step.micro_batch, step.chunk)].append((pair, len(done[pair])))
+            self.used_at[pair].append(-1)
         if awaited >= 0:
             self.clock[replica] = max(self.clock[replica], others[pair][awaited])
         done[pair].append(self.clock[replica])
         return True
 
-    def _compute(self, replica: ReplicaId, op: Op) -> None:
-        if op is Op.FORWARD:
-            self.stashes[replica].append((self.clock[replica], +1))
-        if op in self.costs:
-            self.clock[replica] += self.costs[op][replica[0]]
-        if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            self.stashes[replica].append((self.clock[replica], -1))
-        if op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
-            self.put_off[replica].append((self.clock[replica], +1 if op is Op.BACKWARD_INPUT else -1))
+    def _compute(self, replica: ReplicaId, step: Instruction) -> None:
+        virtual_stage = step.chunk * self.num_stages + replica[0]
+        for pair, number in self.in_hand.pop((replica, (step.micro_batch, step.chunk)), ()):
+            self.used_at[pair][number] = self.clock[replica]
+        if step.op is Op.FORWARD:
+            self.stashes[replica].append((self.clock[replica], virtual_stage, +1))
+        if step.op in self.costs:
+            self.clock[replica] += self.costs[step.op][virtual_stage]
+        if step.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            self.stashes[replica].append((self.clock[replica], virtual_stage, -1))
+        if step.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            sign = +1 if step.op is Op.BACKWARD_INPUT else -1
+            self.put_off[replica].append((self.clock[replica], virtual_stage, sign))
 
     def _raise_if_stuck(self) -> None:
         stuck = []
@@ -203,12 +236,13 @@ def _byte_changes(plan: Plan, run: _Run, sizes: MessageSizes) -> Iterator[tuple[
     if plan.request.trains:
         for changes, by_stage in ((run.stashes, sizes.stash_bytes), (run.put_off, sizes.put_off_bytes)):
             for replica, times in changes.items():
-                for time, sign in times:
-                    yield replica, time, sign * by_stage[replica[0]]
+                for time, virtual_stage, sign in times:
+                    yield replica, time, sign * by_stage[virtual_stage]
     for pair, ops in run.ops_sent.items():
-        for op, made, sent, read in zip(ops, run.made_at[pair], run.sent_at[pair], run.read_at[pair]):
+        moments = (run.made_at[pair], run.sent_at[pair], run.read_at[pair], run.used_at[pair])
+        for op, made, sent, read, used in zip(ops, *moments):
             num_bytes = sizes.targets_bytes if op is Op.SEND_TARGETS else sizes.activation_bytes
             yield pair[0], made, num_bytes
             yield pair[0], read, -num_bytes
             yield pair[1], sent, num_bytes
-            yield pair[1], read, -num_bytes
+            yield pair[1], used, -num_bytes

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -43,6 +44,10 @@ Loader = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """Inputs and targets of a micro-batch, (tokens,) int64 each."""
 
 
+Slice = tuple[int, int]
+"""(micro-batch, chunk)"""
+
+
 @dataclass
 class StageResult:
     """What one replica knows after its list: its part of the loss and what it did."""
@@ -50,20 +55,23 @@ class StageResult:
     losses: dict[int, float] = field(default_factory=dict)
     """Of the micro-batches that ended here: the sum of the token losses of each, in nats."""
     num_target_tokens: int = 0
-    forwarded: Counter[int] = field(default_factory=Counter)
-    backwarded: Counter[int] = field(default_factory=Counter)
+    forwarded: Counter[Slice] = field(default_factory=Counter)
+    backwarded: Counter[Slice] = field(default_factory=Counter)
     busy_s: float = 0.0
+    """Seconds of computing."""
+    run_s: float = 0.0
+    """Seconds from the list's first instruction to its last."""
 
 
 @dataclass(kw_only=True)
 class Executor:
     """Runs instruction lists for the rank `rank` of `grid`, in one membership epoch.
 
-    `stage(x, micro_batch, targets)` is this rank's part of the model; `hidden_size` and `dtype` describe what stages
-    send each other.
+    `chunks[c](x, micro_batch, targets)` is chunk c of this rank's part of the model; `hidden_size` and `dtype` describe
+    what stages send each other.
     """
 
-    stage: nn.Module
+    chunks: Sequence[nn.Module]
     grid: Grid
     rank: int
     epoch: int
@@ -80,7 +88,7 @@ class Executor:
     _weight_grads: WeightGrads = field(default_factory=WeightGrads, init=False)
 
     def __post_init__(self) -> None:
-        for parameter in parameters_of(self.stage):
+        for parameter in chain.from_iterable(map(parameters_of, self.chunks)):
             parameter.weight_grads = self._weight_grads
 
     def run(self, instructions: Sequence[Instruction], batch: BatchPlan, load: Loader) -> StageResult:
@@ -89,6 +97,7 @@ class Executor:
         Raises EpochEnded when a peer is lost, with the instruction at which this rank stood.
         """
         scratch = _Scratch(batch, load)
+        started = time.perf_counter()
         for instruction in instructions:
             self.token.check()
             self.observe(instruction)
@@ -99,70 +108,71 @@ class Executor:
                 raise EpochEnded(f"{error} (at: {instruction})") from None
         losses = {micro_batch: loss.item() for micro_batch, loss in scratch.losses.items()}  # the one wait for a device
         scratch.result.losses = losses
+        scratch.result.run_s = time.perf_counter() - started
         return scratch.result
 
     # --- one method for each op -----------------------------------------------------------------------------------
 
     def _load(self, scratch: _Scratch, step: Instruction) -> None:
         inputs, targets = scratch.load(scratch.batch.micro_batch(step.micro_batch))
-        scratch.inputs[step.micro_batch] = inputs
+        scratch.inputs[_slice(step)] = inputs
         scratch.targets[step.micro_batch] = targets
 
     def _forward(self, scratch: _Scratch, step: Instruction) -> None:
-        m = step.micro_batch
+        key, micro_batch = _slice(step), scratch.batch.micro_batch(step.micro_batch)
         started = time.perf_counter()
-        inputs = scratch.inputs.pop(m)
-        is_last = self._place.pp == self.grid.pp_size - 1
-        targets = scratch.targets.pop(m) if is_last else None
-        output = self.stage(inputs, scratch.batch.micro_batch(m), targets)
+        inputs = scratch.inputs.pop(key)
+        is_last = self._place.pp == self.grid.pp_size - 1 and step.chunk == len(self.chunks) - 1
+        targets = scratch.targets.pop(step.micro_batch) if is_last else None
+        output = self.chunks[step.chunk](inputs, micro_batch, targets)
         if is_last:
-            scratch.losses[m] = output.detach()
-            scratch.result.num_target_tokens += scratch.batch.micro_batch(m).num_tokens
+            scratch.losses[step.micro_batch] = output.detach()
+            scratch.result.num_target_tokens += micro_batch.num_tokens
         else:
-            scratch.outgoing[m] = output.detach()
+            scratch.outgoing[key] = output.detach()
         if scratch.batch.training:
-            scratch.live[m] = (inputs, output)
-        scratch.result.forwarded[m] += 1
+            scratch.live[key] = (inputs, output)
+        scratch.result.forwarded[key] += 1
         scratch.result.busy_s += time.perf_counter() - started
         if is_last and scratch.batch.training:  # the head's gradients
             self.after_compute()
 
     def _backward(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
-        self._differentiate(scratch, step.micro_batch)
-        scratch.result.backwarded[step.micro_batch] += 1
+        self._differentiate(scratch, _slice(step))
+        scratch.result.backwarded[_slice(step)] += 1
         scratch.result.busy_s += time.perf_counter() - started
         self.after_compute()
 
     def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
         with self._weight_grads.kept() as work:
-            self._differentiate(scratch, step.micro_batch)
-        scratch.weight_work[step.micro_batch] = work
+            self._differentiate(scratch, _slice(step))
+        scratch.weight_work[_slice(step)] = work
         scratch.result.busy_s += time.perf_counter() - started
         self.after_compute()
 
     def _backward_weight(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
-        run_kept(scratch.weight_work.pop(step.micro_batch))
-        scratch.result.backwarded[step.micro_batch] += 1
+        run_kept(scratch.weight_work.pop(_slice(step)))
+        scratch.result.backwarded[_slice(step)] += 1
         scratch.result.busy_s += time.perf_counter() - started
         self.after_compute()
 
     @staticmethod
-    def _differentiate(scratch: _Scratch, micro_batch: int) -> None:
-        """Runs the autograd graph of a micro-batch; the gradient of its input is what is sent next."""
-        inputs, output = scratch.live.pop(micro_batch)
-        torch.autograd.backward(output, scratch.gradients.pop(micro_batch, None))
+    def _differentiate(scratch: _Scratch, key: Slice) -> None:
+        """Runs the autograd graph of a slice; the gradient of its input is what is sent next."""
+        inputs, output = scratch.live.pop(key)
+        torch.autograd.backward(output, scratch.gradients.pop(key, None))
         if inputs.grad is not None:
-            scratch.outgoing[micro_batch], inputs.grad = inputs.grad, None
+            scratch.outgoing[key], inputs.grad = inputs.grad, None
 
     def _send_targets(self, scratch: _Scratch, step: Instruction) -> None:
         self._send(scratch, step, Kind.TARGETS, scratch.targets.pop(step.micro_batch))
 
     def _send_tensor(self, scratch: _Scratch, step: Instruction) -> None:
         kind = Kind.ACTIVATION if step.op is Op.SEND_ACTIVATION else Kind.GRADIENT
-        self._send(scratch, step, kind, scratch.outgoing.pop(step.micro_batch))
+        self._send(scratch, step, kind, scratch.outgoing.pop(_slice(step)))
 
     def _receive_targets(self, scratch: _Scratch, step: Instruction) -> None:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
@@ -170,11 +180,11 @@ class Executor:
 
     def _receive_activation(self, scratch: _Scratch, step: Instruction) -> None:
         received = self._receive(scratch, step, Kind.ACTIVATION, self._hidden_shape(scratch, step), self.dtype)
-        scratch.inputs[step.micro_batch] = received.requires_grad_(scratch.batch.training)
+        scratch.inputs[_slice(step)] = received.requires_grad_(scratch.batch.training)
 
     def _receive_gradient(self, scratch: _Scratch, step: Instruction) -> None:
         shape = self._hidden_shape(scratch, step)
-        scratch.gradients[step.micro_batch] = self._receive(scratch, step, Kind.GRADIENT, shape, self.dtype)
+        scratch.gradients[_slice(step)] = self._receive(scratch, step, Kind.GRADIENT, shape, self.dtype)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -196,6 +206,7 @@ class Executor:
             iteration=scratch.batch.iteration,
             kind=kind,
             micro_batch=step.micro_batch,
+            stage=step.read_at(self._place.pp, self.grid.pp_size),
             shape=shape,
             dtype=dtype,
         )
@@ -217,18 +228,22 @@ class Executor:
 
 @dataclass
 class _Scratch:
-    """What one run of a list holds between its instructions, by micro-batch."""
+    """What one run of a list holds between its instructions: by slice, targets and losses by micro-batch."""
 
     batch: BatchPlan
     load: Loader
-    inputs: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[Slice, Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
-    live: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    outgoing: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    weight_work: dict[int, deque[WeightWork]] = field(default_factory=dict)
+    live: dict[Slice, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    outgoing: dict[Slice, Tensor] = field(default_factory=dict)
+    gradients: dict[Slice, Tensor] = field(default_factory=dict)
+    weight_work: dict[Slice, deque[WeightWork]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     result: StageResult = field(default_factory=StageResult)
+
+
+def _slice(step: Instruction) -> Slice:
+    return step.micro_batch, step.chunk
 
 
 _ACTIONS = {

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
 from parallel3d.pipeline.routes import Component, plan_routes, split_components
-from parallel3d.pipeline.simulation import Run, Step, least_makespan, simulate
+from parallel3d.pipeline.simulation import Run, Slice, Step, least_makespan, simulate
 
 
 class Event(NamedTuple):
@@ -36,6 +36,7 @@ class Event(NamedTuple):
     micro_batch: int
     start: int
     end: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +75,37 @@ class Plan:
     @cached_property
     def busy(self) -> dict[ReplicaId, int]:
         """Time units spent computing."""
-        costs, request = self.request.costs, self.request
-        work = costs.total if request.trains else costs.forward
+        work = self.request.work
         counts = Counter(replica for route in self.routes for replica in enumerate(route))
         return {replica: counts[replica] * work[replica[0]] for replica in self.lists}
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """All computes by start and replica."""
-        cost_of = costs_by_op(self.request)
+        cost_of, num_stages = costs_by_op(self.request), self.request.num_stages
         events = [
-            Event(place, op, component.micro_batches[number], start, start + cost_of[op][place[0]])
+            Event(
+                place,
+                op,
+                component.micro_batches[micro_batch],
+                start,
+                start + cost_of[op][chunk * num_stages + place[0]],
+                chunk,
+            )
             for component, run in self.runs
             for place, steps in zip(component.replicas, run.steps)
             for op, number, start in steps
             if op in cost_of
+            for micro_batch, chunk in [run.slices[number]]
         ]
         return tuple(sorted(events, key=lambda event: (event.start, event.replica)))
 
     @property
     def bubble(self) -> float:
-        """Share of the makespan in which the replicas with the most work are idle; (p-1)/(m+p-1) on a straight grid."""
+        """Share of the makespan in which the replicas with the most work are idle.
+
+        On a straight grid of P stages and V chunks (P - 1) / (V m + P - 1), m micro-batches a replica.
+        """
         return 1 - max(self.busy.values()) / self.makespan
 
     @cached_property
@@ -113,9 +124,11 @@ class Plan:
         grid = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
         rerouted = sum(len(set(route)) > 1 for route in self.routes)
         busiest = max(self.busy, key=lambda replica: self.busy[replica])
+        work = self.busy[busiest]
+        chunks = f" of {request.virtual_stages} chunks" if request.virtual_stages > 1 else ""
         what = (
-            f"{request.rule} on {len(counts)} stages x {grid} replicas, {len(self.routes)} micro-batches, {rerouted} "
-            f"rerouted: {self.makespan} units, of which {self.busy[busiest]} are work of the busiest replica {busiest}"
+            f"{request.rule} on {len(counts)} stages{chunks} x {grid} replicas, {len(self.routes)} micro-batches, "
+            f"{rerouted} rerouted: {self.makespan} units, of which {work} are work of the busiest replica {busiest}"
         )
         return f"{what}; {self._choice()}" if self.candidates else what
 
@@ -166,7 +179,7 @@ def plan_pipeline(request: PlanRequest) -> Plan:
 
 
 def costs_by_op(request: PlanRequest) -> dict[Op, tuple[int, ...]]:
-    """What each compute costs at each stage."""
+    """What each compute costs at each virtual stage."""
     costs = request.costs
     return {
         Op.FORWARD: costs.forward,
@@ -260,14 +273,17 @@ class _Lists(Mapping[ReplicaId, tuple[Instruction, ...]]):
     def __init__(self, request: PlanRequest, runs: list[tuple[Component, Run]]):
         self._made: dict[ReplicaId, tuple[Instruction, ...]] = {}
         self._live = [(stage, replica) for stage, ids in enumerate(request.replicas) for replica in sorted(ids)]
+        self._request = request
         self._steps = {
-            place: (component, steps) for component, run in runs for place, steps in zip(component.replicas, run.steps)
+            place: (component, run.slices, steps)
+            for component, run in runs
+            for place, steps in zip(component.replicas, run.steps)
         }
 
     def __getitem__(self, place: ReplicaId) -> tuple[Instruction, ...]:
         if place not in self._made:
             if place in self._steps:
-                self._made[place] = tuple(_with_messages(place[0], *self._steps[place]))
+                self._made[place] = tuple(_with_messages(self._request, place[0], *self._steps[place]))
             elif place in self._live:
                 self._made[place] = ()
         return self._made[place]
@@ -279,33 +295,36 @@ class _Lists(Mapping[ReplicaId, tuple[Instruction, ...]]):
         return len(self._live)
 
 
-def _with_messages(stage: int, component: Component, steps: list[Step]) -> Iterator[Instruction]:
+def _with_messages(
+    request: PlanRequest, stage: int, component: Component, slices: list[Slice], steps: list[Step]
+) -> Iterator[Instruction]:
     """One replica's list: each compute between the receives that it needs and the send of its result."""
-    last = len(component.shape[0]) - 1
-    read_early = set()
+    last, last_chunk = request.num_stages - 1, request.virtual_stages - 1
+    source = {Op.RECV_TARGETS: 0, Op.RECV_ACTIVATION: stage - 1, Op.RECV_GRADIENT: (stage + 1) % request.num_stages}
+    in_hand: set[tuple[Op, int]] = set()
     for op, number, _ in steps:
-        micro_batch = component.micro_batches[number]
-        way = [component.replicas[position] for position in component.shape[number]]
-        if op is Op.RECV_TARGETS:
-            read_early.add(micro_batch)
-            yield Instruction(op, micro_batch, way[0])
-        elif op is Op.FORWARD:
-            if stage == 0:
-                yield Instruction(Op.LOAD, micro_batch)
-                if last:
-                    yield Instruction(Op.SEND_TARGETS, micro_batch, way[last])
-            else:
-                if stage == last and micro_batch not in read_early:
-                    yield Instruction(Op.RECV_TARGETS, micro_batch, way[0])
-                yield Instruction(Op.RECV_ACTIVATION, micro_batch, way[stage - 1])
-            yield Instruction(op, micro_batch)
-            if stage < last:
-                yield Instruction(Op.SEND_ACTIVATION, micro_batch, way[stage + 1])
-        elif op is Op.BACKWARD_WEIGHT:
-            yield Instruction(op, micro_batch)
-        else:
-            if stage < last:
-                yield Instruction(Op.RECV_GRADIENT, micro_batch, way[stage + 1])
-            yield Instruction(op, micro_batch)
-            if stage:
-                yield Instruction(Op.SEND_GRADIENT, micro_batch, way[stage - 1])
+        position, chunk = slices[number]
+        micro_batch = component.micro_batches[position]
+        way = [component.replicas[replica] for replica in component.shape[position]]
+        is_first, is_last = stage == chunk == 0, stage == last and chunk == last_chunk
+        if op in source:
+            in_hand.add((op, number))
+            yield Instruction(op, micro_batch, way[source[op]], chunk)
+            continue
+        needed = []
+        if op is Op.FORWARD:
+            needed = [Op.RECV_TARGETS] * (is_last and last > 0) + [Op.RECV_ACTIVATION] * (not is_first)
+        elif op is not Op.BACKWARD_WEIGHT:
+            needed = [Op.RECV_GRADIENT] * (not is_last)
+        for receive in needed:
+            if (receive, number) not in in_hand:
+                yield Instruction(receive, micro_batch, way[source[receive]], chunk)
+        if op is Op.FORWARD and is_first:
+            yield Instruction(Op.LOAD, micro_batch)
+        if op is Op.FORWARD and stage == 0 and chunk == last_chunk and last:
+            yield Instruction(Op.SEND_TARGETS, micro_batch, way[last], chunk)
+        yield Instruction(op, micro_batch, None, chunk)
+        if op is Op.FORWARD and not is_last:
+            yield Instruction(Op.SEND_ACTIVATION, micro_batch, way[(stage + 1) % len(way)], chunk)
+        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT) and not is_first:
+            yield Instruction(Op.SEND_GRADIENT, micro_batch, way[stage - 1], chunk)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.partition import StageCosts
 
-Rule = Literal["gpipe", "1f1b", "zb-h1", "forward"]
+Rule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "forward"]
 """forward: no backward passes, for evaluation."""
 Routing = Literal["reroute", "drop"]
 Routes = tuple[tuple[int, ...], ...]
@@ -24,6 +24,10 @@ class PlanRequest:
     num_micro_batches: int
     rule: Rule
     costs: StageCosts
+    """Of each virtual stage."""
+    virtual_stages: int = 1
+    """Chunks of layers on each stage. Chunk c of stage p is virtual stage c * num_stages + p: a micro-batch passes all
+    stages once for each chunk, the same replica of a stage each time."""
     slots: int = 3
     """Messages that an ordered pair of replicas can hold unread."""
     routing: Routing = "reroute"
@@ -32,17 +36,22 @@ class PlanRequest:
     split_backward: bool = False
     """Compute the gradients of inputs and of weights apart; rule zb-h1 always does."""
     extra_in_flight: int = 0
-    """Micro-batches that a replica may hold above the rule's own limit."""
+    """Micro-batches (of one chunk) that a replica may hold above the rule's own limit."""
 
     def __post_init__(self) -> None:
-        num_stages = len(self.replicas)
+        num_stages, has_chunks = len(self.replicas), self.virtual_stages > 1
+        num_costs = num_stages * self.virtual_stages
         broken = [
             (num_stages < 1, "there is no stage"),
             (not all(self.replicas), f"a stage has no replica: {self.replicas}"),
             (any(len(set(ids)) < len(ids) for ids in self.replicas), f"a replica id stands twice: {self.replicas}"),
             (self.num_micro_batches < 1, f"{self.num_micro_batches} micro-batches"),
-            (self.rule not in ("gpipe", "1f1b", "zb-h1", "forward"), f"unknown rule {self.rule!r}"),
-            (self.costs.num_stages != num_stages, f"costs of {self.costs.num_stages} stages, {num_stages} stages"),
+            (self.rule not in get_args(Rule), f"unknown rule {self.rule!r}"),
+            (self.virtual_stages < 1, f"{self.virtual_stages} virtual stages"),
+            (has_chunks and self.rule not in ("interleaved", "forward"), f"rule {self.rule!r} has one chunk a stage"),
+            (not has_chunks and self.rule == "interleaved", "rule 'interleaved' needs several chunks a stage"),
+            (has_chunks and num_stages < 2, "several chunks need several stages"),
+            (self.costs.num_stages != num_costs, f"costs of {self.costs.num_stages} stages, {num_costs} stages"),
             (self.slots < 1, f"{self.slots} slots"),
             (self.routing == "drop" and not self.whole_pipelines, f"no id is alive at every stage: {self.replicas}"),
             (self.split_backward and not self.trains, f"rule {self.rule!r} has no backward to split"),
@@ -66,7 +75,13 @@ class PlanRequest:
     @property
     def limits_in_flight(self) -> bool:
         """Whether extra_in_flight means anything."""
-        return self.rule in ("1f1b", "zb-h1")
+        return self.rule in ("1f1b", "interleaved", "zb-h1")
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Time that each stage takes for one micro-batch, all of its chunks together."""
+        costs = self.costs.total if self.trains else self.costs.forward
+        return tuple(sum(costs[stage :: self.num_stages]) for stage in range(self.num_stages))
 
     @property
     def whole_pipelines(self) -> tuple[int, ...]:
@@ -80,4 +95,4 @@ class PlanRequest:
 
     def with_equal_costs(self) -> PlanRequest:
         """The same with the textbook's costs: every stage alike, both halves of a backward like a forward."""
-        return replace(self, costs=StageCosts.equal(self.num_stages))
+        return replace(self, costs=StageCosts.equal(self.costs.num_stages))

@@ -2,7 +2,8 @@
 
 One row is one replica, one column of the text one time unit. A forward is the number of its micro-batch, a backward the
 same with a quote, of a split backward the half for the weights with a double quote; `-`, `=` and `~` carry them on over
-more than one column, a dot is idle time. 1F1B on 3 stages:
+more than one column, a dot is idle time. Where stages have chunks, 3b is micro-batch 3 in the second of them. 1F1B on 3
+stages:
 
     stage 0   0  1  2  .  .  .  . 0'  =  3 1'  =  . 2'  =  . 3'  =
     stage 1   .  0  1  .  . 0'  =  2 1'  =  3 2'  =  . 3'  =  .  .
@@ -12,7 +13,9 @@ more than one column, a dot is idle time. 1F1B on 3 stages:
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from parallel3d.pipeline.instructions import Op, ReplicaId
@@ -42,13 +45,14 @@ def draw_text(plan: Plan, *, width: int = 120, max_rows: int = 32) -> str:
     """The timeline, cut to `width` characters and `max_rows` replicas; a last line says what was cut or scaled."""
     unit = _column_unit(plan)
     num_columns = -(-plan.makespan // unit)
-    cell = len(str(len(plan.routes) - 1)) + 2
+    cell = len(str(len(plan.routes) - 1)) + 2 + (plan.request.virtual_stages > 1)
     labels = {replica: f"{_name(plan, replica)} " for replica in plan.lists}
     label_width = max(map(len, labels.values()))
     shown = max(1, min(num_columns, (width - label_width) // cell))
     rows = _rows(plan)
     lines = [
-        labels[replica].ljust(label_width) + "".join(text.rjust(cell) for text in _cells(rows[replica], unit, shown))
+        labels[replica].ljust(label_width)
+        + "".join(text.rjust(cell) for text in _cells(plan, rows[replica], unit, shown))
         for replica in sorted(plan.lists)[:max_rows]
     ]
     return "\n".join(lines + _notices(plan, unit, num_columns - shown, len(plan.lists) - len(lines)))
@@ -70,7 +74,7 @@ def draw_png(plan: Plan, path: Path, *, max_rows: int = 64) -> None:
     points_per_unit = 72 * (width - 1.5) / plan.makespan
     for row, replica in enumerate(replicas):
         axes.broken_barh([(0, plan.makespan)], (row - 0.42, 0.84), color=_IDLE_COLOR, linewidth=0)
-        _draw_row(axes, row, rows[replica], points_per_unit)
+        _draw_row(axes, row, plan, rows[replica], points_per_unit)
     cut = f" (first {len(replicas)} of {len(plan.lists)} replicas)" if len(replicas) < len(plan.lists) else ""
     figure.suptitle(f"{_headline(plan)}{cut}", fontsize=12, x=0.01, ha="left")
     _dress(axes, plan, replicas)
@@ -80,19 +84,22 @@ def draw_png(plan: Plan, path: Path, *, max_rows: int = 64) -> None:
 def _headline(plan: Plan) -> str:
     counts = [len(ids) for ids in plan.request.replicas]
     grid = f"{counts[0]}" if len(set(counts)) == 1 else " / ".join(map(str, counts))
-    rule = plan.request.rule + ", split backward" * plan.request.split_backward
+    chunks = f", {plan.request.virtual_stages} chunks a stage" if plan.request.virtual_stages > 1 else ""
+    rule = plan.request.rule + chunks + ", split backward" * plan.request.split_backward
     return (
         f"{rule}: {len(counts)} stages x {grid} replicas, {len(plan.routes)} micro-batches, "
         f"makespan {plan.makespan:,}, bubble {plan.bubble:.1%}"
     )
 
 
-def _draw_row(axes: Axes, row: int, events: list[Event], points_per_unit: float) -> None:
-    for op, color in _COLORS.items():
-        spans = [(event.start, event.end - event.start) for event in events if event.op is op]
-        axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=color, edgecolors="white", linewidth=0.8)
+def _draw_row(axes: Axes, row: int, plan: Plan, events: list[Event], points_per_unit: float) -> None:
+    num_chunks = plan.request.virtual_stages
+    for (op, color), chunk in product(_COLORS.items(), range(num_chunks)):
+        spans = [(event.start, event.end - event.start) for event in events if (event.op, event.chunk) == (op, chunk)]
+        alpha = 1 - 0.4 * chunk / num_chunks  # later chunks are paler
+        axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=color, edgecolors="white", linewidth=0.8, alpha=alpha)
     for event in events:
-        text = str(event.micro_batch)
+        text = _label(plan, event)
         size = min(8.0, points_per_unit * (event.end - event.start) / (0.72 * len(text)))
         if size >= 4:
             center = (event.start + event.end) / 2
@@ -139,15 +146,22 @@ def _column_unit(plan: Plan) -> int:
     return min(event.end - event.start for event in plan.events)
 
 
-def _cells(events: list[Event], unit: int, num_columns: int) -> list[str]:
+def _cells(plan: Plan, events: list[Event], unit: int, num_columns: int) -> list[str]:
     """The text of each column: what runs in its middle."""
     cells = ["."] * num_columns
     for event in events:
         first = _column_at_or_after(event.start, unit)
         quote, carry = _MARKS[event.op]
         for column in range(first, min(_column_at_or_after(event.end, unit), num_columns)):
-            cells[column] = carry if column > first else f"{event.micro_batch}{quote}"
+            cells[column] = carry if column > first else f"{_label(plan, event)}{quote}"
     return cells
+
+
+def _label(plan: Plan, event: Event) -> str:
+    """For example 3, or 3b: micro-batch 3 in the second of several chunks."""
+    if plan.request.virtual_stages == 1:
+        return str(event.micro_batch)
+    return f"{event.micro_batch}{ascii_lowercase[event.chunk % len(ascii_lowercase)]}"
 
 
 def _column_at_or_after(time: int, unit: int) -> int:

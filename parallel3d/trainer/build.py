@@ -100,7 +100,8 @@ class RankRuntime:
     first_grid: Grid
     """The run's, before anybody was lost."""
     tp: TensorParallel
-    stage: nn.Module
+    chunks: nn.ModuleList
+    """This stage's part of the model, one module for each of its virtual stages."""
     optimizer: ShardedOptimizer
     train_loader: LaneLoader
     evaluate_loader: LaneLoader | None
@@ -174,7 +175,7 @@ class RankRuntime:
         self.tp.group = groups.tp
         self.optimizer.join(epoch, groups.tp, groups.dp, transports.links)
         executor = Executor(
-            stage=self.stage,
+            chunks=list(self.chunks),
             grid=grid,
             rank=self.rank,
             epoch=epoch,
@@ -233,6 +234,7 @@ def plan_schedule(config: Config, grid: Grid, rule: Rule, num_micro_batches: int
         num_micro_batches=num_micro_batches,
         rule=rule,
         costs=schedule_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
+        virtual_stages=config.parallel.virtual_stages,
         slots=config.parallel.p2p_slots,
     )
     return choose_plan(
@@ -243,12 +245,13 @@ def plan_schedule(config: Config, grid: Grid, rule: Rule, num_micro_batches: int
 
 
 def split_layers(config: Config) -> tuple[range, ...]:
-    """The layers of each stage: by hand, or balanced by cost with the embedding and the head weighed in."""
+    """The layers of each virtual stage: by hand, or balanced by cost with the embedding and the head weighed in."""
     if config.parallel.layers_per_stage is not None:
         return partition_by_hand(config.parallel.layers_per_stage)
     costs = costs_of(config)
     layers = [costs.layer] * config.model.num_hidden_layers
-    return partition_layers(layers, config.parallel.pp_size, costs.embedding, costs.head)
+    num_stages = config.parallel.pp_size * config.parallel.virtual_stages
+    return partition_layers(layers, num_stages, costs.embedding, costs.head)
 
 
 def costs_of(config: Config) -> ModelCosts:
@@ -285,9 +288,10 @@ def prepare_rank(
     tp = TensorParallel(
         group=AbsentGroup(name="none", rank=place.tp, ranks=tp_ranks), sequence_parallel=parallel.sequence_parallel
     )
-    stage = make_stage(config, split_layers(config)[place.pp], tp, device)
+    mine = split_layers(config)[place.pp :: parallel.pp_size]
+    chunks = nn.ModuleList(make_stage(config, layers, tp, device) for layers in mine)
     optimizer = ShardedOptimizer(
-        stage,
+        chunks,
         rank=rank,
         seed=config.run.seed,
         tp_rank=place.tp,
@@ -315,12 +319,14 @@ def prepare_rank(
         place=place,
         first_grid=grid,
         tp=tp,
-        stage=stage,
+        chunks=chunks,
         optimizer=optimizer,
         train_loader=LaneLoader(train_lanes, device),
         evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device) if evaluate_lanes else None,
         layout=EntryLayout(
-            num_stages=grid.pp_size, num_micro_batches=batch.num_micro_batches, num_slots=batch.num_slots
+            num_stages=grid.pp_size * parallel.virtual_stages,
+            num_micro_batches=batch.num_micro_batches,
+            num_slots=batch.num_slots,
         ),
         learning_rate=build_learning_rate(config),
         device=device,

@@ -9,7 +9,7 @@ iteration's scratch changes before its entry is held, and folding an entry twice
     target tokens, loss    the last stage of each micro-batch's route, tensor-parallel rank 0
     stop, leave            every rank that was asked to stop the run, or to leave it
     cursors                the first stage of each micro-batch's route, tensor-parallel rank 0, for its slots
-    audit                  each (stage, micro-batch): the replica that ran its backward pass, so that it must be 1
+    audit                  each (virtual stage, micro-batch): the replica that ran its backward pass: it must be 1
     replica check          where one is due: every rank, to the words of its stage (debug/replicas.py)
 """
 
@@ -116,6 +116,7 @@ class EntryLayout:
     """Where everything stands in the vector."""
 
     num_stages: int
+    """Virtual stages: each chunk of layers has one backward pass of every micro-batch."""
     num_micro_batches: int
     num_slots: int
 

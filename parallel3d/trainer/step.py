@@ -60,7 +60,8 @@ def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: b
         part.loss_sum = ExactSum.of(result.losses.values())
         part.num_target_tokens = result.num_target_tokens
         part.cursors = rank.train_loader.advanced
-        part.audit = {(rank.place.pp, m): count for m, count in result.backwarded.items()}
+        num_stages = rank.grid.pp_size
+        part.audit = {(c * num_stages + rank.place.pp, m): count for (m, c), count in result.backwarded.items()}
     if is_due(rank, rank.state.iteration + 1):
         part.check = (rank.place.pp, replica_words(rank, rank.state.iteration + 1))
     return part

@@ -17,6 +17,7 @@ HEADERS = st.builds(
     iteration=st.integers(0, 2**63),
     kind=st.sampled_from(Kind),
     micro_batch=st.integers(0, 2**32 - 1),
+    stage=st.integers(0, 2**32 - 1),
     shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
     dtype=st.sampled_from(DTYPES),
 )
@@ -26,6 +27,7 @@ CHANGES = [
     {"iteration": 70_001},
     {"kind": Kind.ACTIVATION},
     {"micro_batch": 6},
+    {"stage": 3},
     {"shape": (32, 16)},
     {"shape": (16, 32, 1)},
     {"dtype": torch.float16},

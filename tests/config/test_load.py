@@ -31,6 +31,9 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
+
+
 def write(folder: Path, content: object, name: str = "tiny.json") -> Path:
     path = folder / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -151,6 +154,11 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
             {"batch.sequence_length"},
         ),
         (["parallel.pp_size=5"], {"parallel.pp_size"}),
+        (["parallel.pp_size=2", "parallel.schedule=interleaved"], {"parallel.virtual_stages"}),
+        (["parallel.pp_size=2", "parallel.virtual_stages=2"], {"parallel.virtual_stages"}),
+        (["parallel.schedule=interleaved", "parallel.virtual_stages=2"], {"parallel.schedule"}),
+        (["parallel.pp_size=2", *INTERLEAVED, "parallel.virtual_stages=3"], {"parallel.pp_size"}),
+        (["parallel.pp_size=2", *INTERLEAVED, "parallel.layers_per_stage=[2,2]"], {"parallel.layers_per_stage"}),
         (["parallel.layers_per_stage=[2,2]"], {"parallel.layers_per_stage"}),
         (["parallel.pp_size=2", "parallel.layers_per_stage=[2,1]"], {"parallel.layers_per_stage"}),
         (["parallel.pp_size=2", "parallel.stage_replicas=[1]"], {"parallel.stage_replicas"}),
@@ -188,6 +196,7 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["parallel.tp_size=4", "parallel.sequence_parallel=true", "parallel.pp_size=4"],
         ["parallel.sequence_parallel=true", "batch.sequence_length=9"],
         ["parallel.pp_size=2", "parallel.layers_per_stage=[3,1]", "parallel.stage_replicas=[4,1]"],
+        ["parallel.pp_size=2", *INTERLEAVED, "parallel.layers_per_stage=[1,1,1,1]"],
         ["parallel.tp_size=2", "model.vocab_size=65"],
         ["parallel.tp_size=4", "model.num_key_value_heads=2"],
         ["parallel.tp_size=4", "model.num_key_value_heads=1"],

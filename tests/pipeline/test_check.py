@@ -200,3 +200,15 @@ def test_fewer_slots_hold_fewer_bytes():
     assert (many.peak_bytes[1, 0], one.peak_bytes[1, 0]) == (700, 100)
     assert many.makespan == one.makespan == plan.makespan
     assert check_plan(plan, 3).peak_bytes == {}
+
+
+def test_what_is_read_early_is_charged_until_it_is_used():
+    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0), put_off_bytes=(0, 0, 0))
+    plan = make_plan(((0,),) * 3, 8, rule="forward", slots=10, forward_costs=(1, 50, 1))
+
+    def read_all_first(steps):
+        steps.sort(key=lambda step: step.op is not Op.RECV_ACTIVATION)
+
+    eager = check_plan(changed(plan, (1, 0), read_all_first), 10, sizes)
+    assert eager.peak_bytes[1, 0] == check_plan(plan, 10, sizes).peak_bytes[1, 0] == 700
+    assert eager.makespan == 8 + 8 * 50 + 1

@@ -1,6 +1,7 @@
-"""The interpreter on threads: split backwards, whole ones, straight and damaged grids give the same gradients."""
+"""The interpreter on threads: split backwards, chunks, straight and damaged grids give the same gradients."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -35,10 +36,16 @@ SEQ, NUM_MICRO_BATCHES = 8, 6
 ADDS = {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
 
 
-def make_plan(grid, rule, **options):
-    costs = StageCosts.equal(grid.pp_size)
+def make_plan(grid, rule, virtual_stages=1, **options):
     plan = plan_pipeline(
-        PlanRequest(replicas=grid.replicas, num_micro_batches=NUM_MICRO_BATCHES, rule=rule, costs=costs, **options)
+        PlanRequest(
+            replicas=grid.replicas,
+            num_micro_batches=NUM_MICRO_BATCHES,
+            rule=rule,
+            costs=StageCosts.equal(grid.pp_size * virtual_stages),
+            virtual_stages=virtual_stages,
+            **options,
+        )
     )
     check_plan(plan, plan.request.slots)
     return plan
@@ -54,15 +61,20 @@ def load(micro_batch):
     return inputs.contiguous(), targets.contiguous()
 
 
-def make_stage(pp, num_stages, tp):
-    layers = [range(0, 3)] if num_stages == 1 else [range(0, 1), range(1, 2), range(2, 3)]
-    stage = make_decoder(MODEL, layers[pp], num_positions=SEQ, on=Placement(tp=tp, policy=POLICIES["fp64"]))
-    for p in parameters_of(stage):
+def make_chunks(pp, num_stages, virtual_stages, tp, model):
+    """The chunks of one stage: layers are dealt out evenly, in order, over all virtual stages."""
+    num_chunks, num_layers = num_stages * virtual_stages, model.num_hidden_layers
+    cuts = [number * num_layers // num_chunks for number in range(num_chunks + 1)]
+    chunks = torch.nn.ModuleList(
+        make_decoder(model, range(*ends), num_positions=SEQ, on=Placement(tp=tp, policy=POLICIES["fp64"]))
+        for ends in list(pairwise(cuts))[pp::num_stages]
+    )
+    for p in parameters_of(chunks):
         p.data.copy_(initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size))
-    return stage
+    return chunks
 
 
-def run(grid, plan, batch=None):
+def run(grid, plan, batch=None, model=MODEL):
     """For each rank: its result, its gradients by name, how often each parameter had one in which op, what was told."""
     batch = batch or BatchPlan(
         seed=1, iteration=1, num_micro_batches=NUM_MICRO_BATCHES, micro_batch_size=2, sequence_length=SEQ
@@ -71,12 +83,12 @@ def run(grid, plan, batch=None):
     def body(rank, world):
         place = grid.coordinates(rank)
         tp = TensorParallel(group=world.make_group(rank)(f"tp{place.pp}-{place.dp}", grid.tp_ranks(place.replica)))
-        stage = make_stage(place.pp, grid.pp_size, tp)
+        chunks = make_chunks(place.pp, grid.pp_size, plan.request.virtual_stages, tp, model)
         counts, told = Counter(), []
-        for p in parameters_of(stage):
+        for p in parameters_of(chunks):
             p.on_grad = lambda name=p.sharding.name: counts.update([(name, told[-1])])
         executor = Executor(
-            stage=stage,
+            chunks=list(chunks),
             grid=grid,
             rank=rank,
             epoch=0,
@@ -91,7 +103,7 @@ def run(grid, plan, batch=None):
         )
         with torch.set_grad_enabled(batch.training):
             result = executor.run(plan.lists[place.replica], batch, load)
-        grads = {p.sharding.name: p.main_grad for p in parameters_of(stage) if p.main_grad is not None}
+        grads = {p.sharding.name: p.main_grad for p in parameters_of(chunks) if p.main_grad is not None}
         return place, result, grads, counts, told
 
     return run_threads(max(grid.ranks) + 1, body)
@@ -135,12 +147,40 @@ def test_every_plan_of_a_damaged_grid_has_the_gradients_of_one_process(routing, 
     assert losses == pytest.approx(expected_result.losses, rel=1e-13)
     for place, result, grads, counts, _ in results:
         mine = [m for m, route in enumerate(plan.routes) if route[place.pp] == place.dp]
-        assert result.backwarded == Counter(mine) == result.forwarded
+        assert result.backwarded == Counter((m, 0) for m in mine) == result.forwarded
         ops = {name: op for name, op in counts}
         assert set(counts.values()) <= {len(mine)} and set(grads) <= set(ops) and len(ops) == len(counts)
         for name, op in ops.items():
             is_linear = any(part in name for part in ("qkv", "output", "gate_up", "down"))
             assert op is (Op.BACKWARD if not split else Op.BACKWARD_WEIGHT if is_linear else Op.BACKWARD_INPUT)
+
+
+DEEP = MODEL.model_copy(update={"num_hidden_layers": 6})
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "chunks", "tp_size"),
+    [([1, 1], 3, 1), ([1, 1, 1], 2, 2), ([2, 2, 2], 2, 1), ([2, 1], 2, 1), ([2, 1, 2], 2, 1)],
+)
+def test_chunks_have_the_gradients_of_one_process(counts, chunks, tp_size, split, slots):
+    """Straight and damaged: a micro-batch comes by every replica of its route once for each chunk."""
+    solo = Grid.straight(tp_size=tp_size, pp_size=1, dp_size=1)
+    expected = run(solo, make_plan(solo, "1f1b"), model=DEEP)
+    grid = Grid.of_replicas(counts, tp_size=tp_size)
+    plan = make_plan(grid, "interleaved", chunks, split_backward=split, slots=slots)
+    results = run(grid, plan, model=DEEP)
+    total, whole = total_grads(results), total_grads(expected)
+    assert total.keys() == whole.keys()
+    for key, grad in whole.items():
+        torch.testing.assert_close(total[key], grad, rtol=1e-11, atol=1e-13)
+    losses = {m: loss for _, result, _, _, _ in results for m, loss in result.losses.items()}
+    assert losses == pytest.approx(expected[0][1].losses, rel=1e-13)
+    for place, result, _, _, _ in results:
+        mine = [m for m, route in enumerate(plan.routes) if route[place.pp] == place.dp]
+        assert result.backwarded == result.forwarded == Counter((m, c) for m in mine for c in range(chunks))
+        assert 0 < result.busy_s <= result.run_s
 
 
 @pytest.mark.parametrize("rule", ["1f1b", "zb-h1"])
@@ -155,7 +195,8 @@ def test_who_watches_is_told_before_each_instruction_and_after_each_that_adds(ru
         assert told == expected
 
 
-def test_an_evaluation_adds_nothing():
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_evaluation_adds_nothing(chunks):
     grid = Grid.straight(tp_size=1, pp_size=3, dp_size=1)
     batch = BatchPlan(
         seed=1,
@@ -165,5 +206,6 @@ def test_an_evaluation_adds_nothing():
         sequence_length=SEQ,
         training=False,
     )
-    results = run(grid, make_plan(grid, "forward"), batch)
+    results = run(grid, make_plan(grid, "forward", chunks), batch, model=DEEP)
     assert all("added" not in told and not grads and not counts for _, _, grads, counts, told in results)
+    assert len(results[2][1].losses) == NUM_MICRO_BATCHES

@@ -32,6 +32,16 @@ def test_forwards_and_backwards_are_carried_on():
     assert draw_text(make_plan(((0,),), 2)) == "stage 0   0 0'  =  1 1'  ="
 
 
+def test_a_letter_says_which_chunk():
+    request = PlanRequest(
+        replicas=((0,), (0,)), num_micro_batches=2, rule="interleaved", virtual_stages=2, costs=StageCosts.equal(4)
+    )
+    assert draw_text(plan_pipeline(request)).splitlines() == [
+        "stage 0   0a  1a  0b  1b   .   . 0b'   =   . 1b'   = 0a'   = 1a'   =",
+        "stage 1    .  0a  1a  0b 0b'   =  1b 1b'   = 0a'   = 1a'   =   .   .",
+    ]
+
+
 def test_replicas_are_named_where_there_are_several():
     rows = draw_text(make_plan(((0, 3), (3,)), 2)).splitlines()
     assert [row.split("  ")[0] for row in rows] == ["stage 0 replica 0", "stage 0 replica 3", "stage 1 replica 3"]

@@ -183,7 +183,8 @@ def cell(
     policy: str = "fp64",
     drop: float = 0.0,
     micro: int = 1,
-    backups=1,
+    backups: int = 1,
+    layers: int = 4,
     transport="threads",
     architecture="llama",
     kv: int | None = None,
@@ -193,7 +194,7 @@ def cell(
     they move all scores of a query alike."""
     changes = dict(
         parallel=parallel,
-        model=dict(hidden_dropout=drop, architecture=architecture, num_key_value_heads=kv),
+        model=dict(hidden_dropout=drop, architecture=architecture, num_key_value_heads=kv, num_hidden_layers=layers),
         optimizer=dict(eps=1e-8 if architecture == "llama" else 1e-5),
         precision=dict(policy=policy),
         batch=dict(micro_batch_size=micro),
@@ -300,6 +301,24 @@ CELLS: list[Cell] = [
         ]
         for mode in ("selective", "full")
     ),
+    *(
+        cell(f"interleaved-{name}", schedule="interleaved", virtual_stages=chunks, layers=layers, **layout)
+        for name, chunks, layers, layout in [
+            ("pp2-v2", 2, 4, dict(pp_size=2)),
+            ("pp2-v3", 3, 7, dict(pp_size=2, zero_stage=0)),
+            ("pp4-v2", 2, 8, dict(pp_size=4, drop=0.2)),
+            ("pp4-v3-by-hand", 3, 13, dict(pp_size=4, layers_per_stage=[1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1])),
+            ("pp2-v2-tp4", 2, 4, dict(pp_size=2, tp_size=4, sequence_parallel=True)),
+            ("pp2-v3-dp2-micro2", 3, 6, dict(pp_size=2, dp_size=2, drop=0.2, micro=2)),
+            ("pp4-v2-dp2", 2, 8, dict(pp_size=4, dp_size=2, zero_stage=0)),
+            ("cube-v2", 2, 4, dict(drop=0.2, **CUBE)),
+            ("cube-v3-zero0", 3, 6, dict(zero_stage=0, **CUBE)),
+            ("stages-2-1-v2", 2, 4, dict(pp_size=2, stage_replicas=[2, 1])),
+            ("stages-2-1-3-v2", 2, 6, dict(pp_size=3, stage_replicas=[2, 1, 3])),
+            ("pp3-v2-one-slot", 2, 6, dict(pp_size=3, p2p_slots=1)),
+            ("pp2-v2-tp2-bf16", 2, 4, dict(pp_size=2, tp_size=2, policy="bf16")),
+        ]
+    ),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),
@@ -315,6 +334,7 @@ CELLS: list[Cell] = [
     cell("gloo-pp2-dp2-zb-h1", transport="gloo", schedule="zb-h1", pp_size=2, dp_size=2),
     cell("gloo-cube-recompute-full", transport="gloo", recompute="full", **CUBE),
     cell("gloo-tp2-dp2-recompute-selective", transport="gloo", recompute="selective", tp_size=2, dp_size=2),
+    cell("gloo-pp2-dp2-interleaved", transport="gloo", schedule="interleaved", virtual_stages=2, pp_size=2, dp_size=2),
     cell("gloo-tp2-pp2-dropout", transport="gloo", drop=0.2, tp_size=2, pp_size=2),
     cell("gloo-stages-2-1", transport="gloo", pp_size=2, stage_replicas=[2, 1]),
     cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),

@@ -34,6 +34,11 @@ LAYOUTS = {
     "pp3-dp2": dict(pp_size=3, dp_size=2),
     "pp2-dp4": dict(pp_size=2, dp_size=4),
 }
+SCHEDULES = {
+    "pp2-dp2-interleaved": dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2),
+    "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
+}
+"""Layouts of a few cells each: other lists, the same protocol."""
 LOSS_TOLERANCE = 1e-5
 """fp32 on another layout from the loss on: sums in another order."""
 
@@ -69,7 +74,7 @@ class KillCell:
 def kill_config(layout: str, faults: tuple[tuple[int, int, str, str], ...] = ()) -> Config:
     """A tiny Llama in fp32; the undisturbed run without faults."""
     return make_config(
-        parallel=LAYOUTS[layout],
+        parallel={**LAYOUTS, **SCHEDULES}[layout],
         precision=dict(policy="fp32"),
         batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
         run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
@@ -102,7 +107,8 @@ def covering_cells() -> Iterator[KillCell]:
 
 
 def special_cells() -> Iterator[KillCell]:
-    """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many."""
+    """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many; and
+    other schedules."""
     cube, wide = "pp2-dp2-tp2", "pp2-dp4"
     yield KillCell(layout=cube, faults=((0, 2, "load", "kill"), (1, 2, "load", "kill")), num_changes=(1, 2))
     yield KillCell(layout=cube, faults=((6, 4, "backward", "stop"),))
@@ -124,6 +130,8 @@ def special_cells() -> Iterator[KillCell]:
         num_changes=(3, 4),
     )
     yield KillCell(layout=cube, faults=((0, 2, "backward", "kill"), (3, 2, "recovery_report", "kill")), num_changes=())
+    yield KillCell(layout="pp2-dp2-interleaved", faults=((1, 2, "backward", "kill"),))
+    yield KillCell(layout="pp2-dp2-zb-h1", faults=((2, 2, "forward", "kill"),))
 
 
 def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
@@ -202,7 +210,7 @@ def _compare_replicas(directory: Path, survivors: set[int]) -> str:
 
 
 def run_cells(folder: Path, cells: list[KillCell]) -> None:
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *SCHEDULES):
         run_kill_cell(folder, layout, kill_config(layout))
     for cell in cells:
         run_kill_cell(folder, cell.name, cell.config)

@@ -21,6 +21,8 @@ LAYOUTS = {
     "dp3-no-backups": dict(dp_size=3),
     "pp2-dp2-small-buckets": dict(pp_size=2, dp_size=2, bucket_mib=0.001),
     "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
+    "pp2-dp2-interleaved": dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2),
+    "stages-1-3-interleaved": dict(pp_size=2, stage_replicas=[1, 3], schedule="interleaved", virtual_stages=2),
     "stages-1-3": dict(pp_size=2, stage_replicas=[1, 3]),
     "stages-1-3-whole": dict(pp_size=2, stage_replicas=[1, 3], split_backward="never"),
 }

@@ -30,6 +30,7 @@ from thread_cells import (
     MAY_LEAVE_AN_ENTRY,
     MODELS,
     RECOMPUTED,
+    SCHEDULES,
     STEP,
     Outcome,
     after,
@@ -69,12 +70,37 @@ def test_one_death_with_another_model(layout, rank, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.parametrize(
+    "layout, rank, phase",
+    [
+        pytest.param(layout, rank, phase, id=f"{layout}-rank{rank}-{phase}")
+        for layout in SCHEDULES
+        for rank in grid_of(layout).ranks
+        for number, phase in enumerate(phases_of(grid_of(layout), rank))
+        if layout != "interleaved-pp3" or (number + rank) % 3 == 0
+    ],
+)
+def test_one_death_under_every_schedule(layout, rank, phase):
+    """What the loss leaves is run by another plan, chunks and all: of the same sums."""
+    done = run(config_of(layout), [die(rank, phase)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in RECOMPUTED for rank in (0, 6)])
 def test_one_death_with_recomputed_layers(layout, rank, phase):
     done = run(config_of(layout), [die(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("layout", SCHEDULES)
+def test_two_deaths_at_two_stages_under_every_schedule(layout):
+    """No pipeline is whole any more: every micro-batch of one of them changes its replica, chunk after chunk."""
+    done = run(config_of(layout, num_steps=5), [die(0, "backward"), die(3, "forward", 4)])
+    assert outcome_of(done) == Outcome(frozenset({0, 3}), 2, True)
+    assert_same_run(done, undisturbed(layout, 5))
 
 
 # --- a second death in the recovery -----------------------------------------------------------------------------------

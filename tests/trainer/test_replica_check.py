@@ -23,7 +23,7 @@ def flip(tensor):
 
 
 def parameter_of(runtime, name):
-    return next(p for p in runtime.stage.parameters() if p.sharding.name == name)
+    return next(p for p in runtime.chunks.parameters() if p.sharding.name == name)
 
 
 def before_step(rank, step, act):

@@ -29,6 +29,11 @@ STEP = 2
 """Faults happen here unless said otherwise; an evaluation follows this step."""
 
 
+SCHEDULES = {
+    "interleaved": dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2),
+    "interleaved-pp3": dict(pp_size=3, dp_size=2, schedule="interleaved", virtual_stages=2),
+    "zb-h1": dict(pp_size=3, dp_size=2, schedule="zb-h1"),
+}
 SPARES = "dp3-tp2"
 """A layout in which two deaths can leave a range of state to a spare alone."""
 
@@ -54,12 +59,17 @@ RECOMPUTED = {
 
 
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
-    """Three layers, two sequences of four tokens a replica, evaluations after every second step: a run takes 0.1 s."""
-    layouts = {**LAYOUTS, SPARES: dict(dp_size=3, tp_size=2)}
+    """Three layers (or one a chunk), two sequences of four tokens a replica, evaluations after every second step.
+
+    A run takes 0.1 s.
+    """
+    layouts = {**LAYOUTS, **SCHEDULES, SPARES: dict(dp_size=3, tp_size=2)}
     others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
     model, sizes = others[layout] if layout in others else ({}, layouts[layout])
+    num_layers = max(3, sizes.get("pp_size", 1) * sizes.get("virtual_stages", 1))
+    shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=num_layers, num_attention_heads=2)
     return cells.make_config(
-        model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2) | model,
+        model=shape | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
         batch=dict(global_batch_size=2 * sizes["dp_size"], micro_batch_size=1, sequence_length=4),
         precision=dict(policy="fp64", sums="exact"),
