@@ -20,7 +20,7 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "transformers"],
         "peers": ["transformers", "deepspeed"],
     },
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
@@ -56,13 +57,26 @@ class DecoderStage(nn.Module):
         self.head = LinearCrossEntropy("head.weight", *sizes, init_std=std, on=on) if is_last else None
 
     def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
+        x = self._run_layers(x, micro_batch)
+        if self.head is None or self.final_norm is None:
+            return x
+        assert targets is not None
+        return self.head(self.final_norm(x), targets)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """What forward is given -> (tokens, vocab) on every rank of the tensor-parallel group; on the last stage.
+
+        The weights must be whole: an optimizer that gathers them may still be at it (`finish_gather`).
+        """
+        assert self.head is not None and self.final_norm is not None, "logits come from the last stage"
+        return self.head.logits(self.final_norm(self._run_layers(x, micro_batch)))
+
+    def _run_layers(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
             x = x if self.positions is None else self.positions(x, micro_batch)
             x = dropout(x, self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
         for layer in self.layers:
             x = run_layer(layer, x, micro_batch, recompute=self.recompute, products=self.tp.products)
-        if self.head is None or self.final_norm is None:
-            return x
-        assert targets is not None
-        return self.head(self.final_norm(x), targets)
+        return x

@@ -156,5 +156,10 @@ def warnings(config: Config) -> list[str]:
             f"stages {[stage for stage, count in enumerate(replicas) if count == 1]} have one replica each: the loss of"
             " one of their workers ends the run",
         ),
+        (
+            config.precision.policy in ("bf16_sr", "bf16_pure") and config.optimizer.beta2 >= 0.99,
+            f"optimizer.beta2 {config.optimizer.beta2:g} with moments in bf16: the second moment follows a spike of the"
+            " gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
+        ),
     )
     return [sentence for applies, sentence in checks if applies]

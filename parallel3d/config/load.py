@@ -539,6 +539,13 @@ def _check_profile(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(field="debug.profile.ranks", value=ranks, rule=rule, fix="Name ranks that there are")
 
 
+def _check_dumps(config: Config, world_size: int | None) -> Iterator[Problem]:
+    steps = config.debug.dump_tensors.steps
+    if steps and max(steps) > config.run.num_steps:
+        rule = f"there is no such step: the last is run.num_steps = {config.run.num_steps}"
+        yield Problem(field="debug.dump_tensors.steps", value=steps, rule=rule, fix="Name steps that there are")
+
+
 def _num_ranks(config: Config, world_size: int | None) -> int:
     return sum(derived.stage_replicas(config)) * config.parallel.tp_size if world_size is None else world_size
 
@@ -561,6 +568,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
+    (_check_dumps, ("debug.dump_tensors.steps", "run.num_steps")),
     (_check_profile, ("debug.profile.steps", "debug.profile.ranks", "run.num_steps", *_LAYOUT)),
 )
 """Each rule with the fields that it reads."""

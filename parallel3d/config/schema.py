@@ -159,8 +159,10 @@ class PrecisionConfig(Section):
     sums: Literal["float", "exact"] = "float"
     """exact: gradients, losses and squares of micro-batches are added as 64-bit integers, in any order with the same
     bits, so that neither the layout nor a failure changes the run. 8 bytes a parameter more, and slower."""
-    policy: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """fp32, fp64 (for tests), or bf16: bf16 compute with fp32 main gradients, master weights and moments."""
+    policy: Literal["fp32", "fp64", "bf16", "bf16_sr", "bf16_pure"] = "fp32"
+    """fp32; fp64 (for tests); bf16: bf16 compute with fp32 main gradients, master weights and moments; bf16_sr:
+    weights, gradients and moments in bf16, updates rounded stochastically; bf16_pure: the same, rounded to the nearest,
+    which loses small updates (for comparisons)."""
 
 
 class OptimizerConfig(Section):
@@ -344,8 +346,23 @@ class ProfileConfig(Section):
     """Ranks that record; each writes profile/rank-N.json into the run's folder, for chrome://tracing or Perfetto."""
 
 
+class DumpConfig(Section):
+    """Tensors of single steps as files."""
+
+    steps: list[PositiveInt] = []
+    """Steps to dump: weights, activations, their gradients, gradients of parameters. Empty: none."""
+    names: Annotated[list[str], Field(min_length=1)] = ["*"]
+    """Globs of what to dump, such as "layers.3.*" or "*.grad": NAME.input and NAME.output of every module, each with
+    its .grad, head.logits, and parameters by their names. Each rank holds what it dumps until the step's end."""
+    directory: str | None = None
+    """Folder of the dumps. Null: dumps in the run's folder."""
+
+
 class DebugConfig(Section):
     """Aids for the case that something is wrong."""
+
+    dump_tensors: DumpConfig = DumpConfig()
+    """Tensors of single steps as files, for launch/compare_dumps.py."""
 
     replica_check_every: PositiveInt | None = None
     """Steps between two checks that all copies are the same bits: weights of a stage's replicas, weights that all

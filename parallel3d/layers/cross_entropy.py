@@ -87,6 +87,14 @@ class LinearCrossEntropy(VocabParallel):
             torch.is_grad_enabled(),
         )
 
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(tokens_local, hidden) -> (tokens, vocab) in the sensitive format, on every rank; no gradients."""
+        local = matmul(self.tp.gather(hidden), self.weight.detach().t()).to(self.sensitive)
+        parts = local.new_empty((self.tp.group.size, *local.shape))
+        self.tp.group.all_gather(parts.flatten(0, 1), local)
+        return parts.transpose(0, 1).flatten(1)[:, : self.weight.sharding.shape[0]]
+
 
 def _loss_and_grad(logits: Tensor, local_targets: Tensor, tp: TensorParallel) -> Tensor:
     """Token losses (rows,); `logits` (rows, vocab_local) becomes softmax - one_hot, the gradient of their sum."""

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel3d.layers.global_index import global_index
 from parallel3d.random_keys import key_of, normal
 from parallel3d.sharding import ParamSharding
 
@@ -32,22 +33,9 @@ def initial_value(sharding: ParamSharding, *, seed: int, tp_rank: int, tp_size: 
     value = torch.zeros(sharding.local_shape(tp_size))
     if sharding.init_std == 0:
         return value
-    key = key_of("init", seed, sharding.name)
-    dim = sharding.dim or 0
-    for run in sharding.runs(tp_rank, tp_size):
-        block = value.narrow(dim, run.local_start, run.length)
-        _fill(block, key_row=run.global_start, sharding=sharding, dim=dim, key=key)
+    key, flat = key_of("init", seed, sharding.name), value.view(-1)
+    for start in range(0, len(flat), _BLOCK_ELEMENTS):
+        span = range(start, min(start + _BLOCK_ELEMENTS, len(flat)))
+        index = global_index(sharding, span, tp_rank=tp_rank, tp_size=tp_size)
+        flat[span.start : span.stop] = normal(key, index).masked_fill_(index < 0, 0.0)
     return value.mul_(sharding.init_std)
-
-
-def _fill(block: Tensor, *, key_row: int, sharding: ParamSharding, dim: int, key: object) -> None:
-    """Fills a rectangle of the parameter whose first index along `dim` is `key_row`, some rows at a time."""
-    num_columns = sharding.shape[-1] if len(sharding.shape) > 1 else 1
-    row_start, column_start = (key_row, 0) if dim == 0 else (0, key_row)
-    flat = block if block.ndim > 1 else block.unsqueeze(1)
-    columns = torch.arange(flat.shape[1]) + column_start
-    step = max(1, _BLOCK_ELEMENTS // flat.shape[1])
-    for start in range(0, flat.shape[0], step):
-        part = flat[start : start + step]
-        rows = torch.arange(start, start + part.shape[0]) + row_start
-        part.copy_(normal(key, rows[:, None] * num_columns + columns))  # type: ignore[arg-type]

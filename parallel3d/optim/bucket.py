@@ -6,37 +6,18 @@ The buffers are as long as the bucket can get with fewer replicas, so that a new
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from parallel3d.comm.group import Group
 from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
 from parallel3d.optim.buckets import BucketPlan
+from parallel3d.optim.update_noise import UpdateNoise
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWSettings:
-    """AdamW's constants (Loshchilov and Hutter 2019); the learning rate comes with each update."""
-
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateStep:
-    """What one update is made with, the same on every rank: `number` is 1 for the first."""
-
-    number: int
-    learning_rate: float
-    grad_scale: float
 
 
 class Shard:
@@ -97,6 +78,7 @@ class Bucket:
         policy: Policy,
         settings: AdamWSettings,
         fixed: FixedPoint | None,
+        noise: UpdateNoise,
         device: torch.device,
     ):
         self.plan = plan
@@ -108,6 +90,7 @@ class Bucket:
         self.shards: list[Shard] = []
         self._policy = policy
         self._settings = settings
+        self._noise = noise
         capacity = plan.capacity(max_ranges)
         initial_state = torch.zeros(capacity, dtype=policy.state, device=device)
         self._weights = torch.zeros(capacity, dtype=policy.compute, device=device)
@@ -160,7 +143,8 @@ class Bucket:
         parts = [slice(part.start - start, part.stop - start) for part in counted]
         if self.fixed is not None:
             return sum((sum_of_squares(self.owned.sums[part], self.fixed) for part in parts), start=ExactSum())
-        norms = [torch.linalg.vector_norm(self.owned.grads[part]).double() for part in parts]
+        wide = torch.promote_types(self._policy.grad, torch.float32)
+        norms = [torch.linalg.vector_norm(self.owned.grads[part], dtype=wide).double() for part in parts]
         return ExactSum.of(norm.square().item() for norm in norms)
 
     def sum_copies(self, tp: Group) -> None:
@@ -178,25 +162,18 @@ class Bucket:
         for span, part in zip(spans, total.split([len(span) for span in spans])):
             self.totals[span.start : span.stop] = part
 
-    def update(self, step: UpdateStep) -> None:
-        """One AdamW step on every range held, with its gradients times the step's factor."""
+    def update(self, step: UpdateStep, iteration: int) -> None:
+        """One AdamW step on every range held, with its gradients times the step's factor; `iteration` keys noise."""
+        weight_decay = self._settings.weight_decay if self.plan.key.decay else 0.0
         for shard in self.shards:
-            adamw(
-                [shard.master],
-                [shard.grads.to(shard.master.dtype) * step.grad_scale],
-                [shard.moments[0]],
-                [shard.moments[1]],
-                [],
-                [torch.tensor(float(step.number - 1))],
-                fused=True,
-                amsgrad=False,
-                beta1=self._settings.beta1,
-                beta2=self._settings.beta2,
-                lr=step.learning_rate,
-                weight_decay=self._settings.weight_decay if self.plan.key.decay else 0.0,
-                eps=self._settings.eps,
-                maximize=False,
-            )
+            tensors = (shard.master, shard.moments, shard.grads)
+            if self._policy.update_rounding == "none":
+                adamw_fused(*tensors, step, self._settings, weight_decay=weight_decay)
+                continue
+            noise = None
+            if self._policy.update_rounding == "stochastic":
+                noise = self._noise.of_range(self.plan, self.parameters, iteration, shard.span.start)
+            adamw_narrow(*tensors, step, self._settings, weight_decay=weight_decay, noise=noise)
         self.publish_masters()
 
     def publish_masters(self) -> None:

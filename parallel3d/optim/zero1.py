@@ -33,9 +33,11 @@ from parallel3d.comm.group import AbsentGroup, Group, Work
 from parallel3d.comm.messages import Header, Kind, Links
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.optim.bucket import AdamWSettings, Bucket, Shard, UpdateStep
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep
+from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.buckets import plan_buckets
 from parallel3d.optim.cut import Cut, plan_moves
+from parallel3d.optim.update_noise import UpdateNoise
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
 
@@ -101,6 +103,7 @@ class ShardedOptimizer:
                 policy=policy,
                 settings=settings,
                 fixed=fixed,
+                noise=UpdateNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
                 device=device,
             )
             for plan in plans
@@ -181,7 +184,7 @@ class ShardedOptimizer:
             elif bucket.version < version:
                 assert bucket.version == version - 1, f"a range at version {bucket.version} can't become {version}"
                 if step is not None:
-                    bucket.update(step)
+                    bucket.update(step, version)
                     self._stale |= {index} if self._is_sharded else set()
                 bucket.version = version
 

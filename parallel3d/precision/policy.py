@@ -1,13 +1,23 @@
-"""Which number format is used where: one row for each `precision.policy`.
+"""Which number format is used where, and how it is rounded: one row for each `precision.policy`.
 
 Gradients are added up, reduced and normed in `grad`; norms, softmax, loss and rotary tables are computed in
-`sensitive`; where `master` is set, the optimizer keeps its own copy of the weights in that format (HLAT, section III-D,
-calls the bf16 row "mixed precision").
+`sensitive`; with `has_master` the optimizer keeps its own copy of the weights, in the format of its moments.
+
+    policy      weights, activations    main gradients    moments    master weights    the update is stored
+    fp32        fp32                    fp32              fp32       -                 -
+    fp64        fp64                    fp64              fp64       -                 -
+    bf16        bf16                    fp32              fp32       fp32              to the nearest
+    bf16_sr     bf16                    bf16              bf16       -                 stochastically
+    bf16_pure   bf16                    bf16              bf16       -                 to the nearest
+
+HLAT (Fan et al. 2024, section III-D) calls the bf16 row "mixed precision", and trained its 7B model with bf16_sr.
+bf16_pure differs from that in the rounding alone: it is there to be compared with.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,21 +31,39 @@ class Policy:
     grad: torch.dtype  # main gradients: accumulation over micro-batches and reduction over replicas
     state: torch.dtype  # optimizer moments, and the master weights where there are any
     sensitive: torch.dtype  # norms, softmax, loss, rotary tables
+    has_master: bool = False
+    """Whether the optimizer updates a copy of the weights; without one `state` is `compute`."""
+    update_rounding: Literal["none", "nearest", "stochastic"] = "none"
+    """How weights and moments are stored that are narrower than the update is computed; none: they are not."""
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates a copy of the weights instead of the weights."""
-        return self.state != self.compute
+
+def _uniform(name: str, dtype: torch.dtype) -> Policy:
+    return Policy(name=name, compute=dtype, grad=dtype, state=dtype, sensitive=dtype)
+
+
+def _mixed(name: str, dtype: torch.dtype) -> Policy:
+    wide = torch.float32
+    return Policy(name=name, compute=dtype, grad=wide, state=wide, sensitive=wide, has_master=True)
+
+
+def _narrow(name: str, update_rounding: Literal["nearest", "stochastic"]) -> Policy:
+    return Policy(
+        name=name,
+        compute=torch.bfloat16,
+        grad=torch.bfloat16,
+        state=torch.bfloat16,
+        sensitive=torch.float32,
+        update_rounding=update_rounding,
+    )
 
 
 POLICIES = {
-    "fp32": Policy(
-        name="fp32", compute=torch.float32, grad=torch.float32, state=torch.float32, sensitive=torch.float32
-    ),
-    "fp64": Policy(
-        name="fp64", compute=torch.float64, grad=torch.float64, state=torch.float64, sensitive=torch.float64
-    ),
-    "bf16": Policy(
-        name="bf16", compute=torch.bfloat16, grad=torch.float32, state=torch.float32, sensitive=torch.float32
-    ),
+    policy.name: policy
+    for policy in (
+        _uniform("fp32", torch.float32),
+        _uniform("fp64", torch.float64),
+        _mixed("bf16", torch.bfloat16),
+        _narrow("bf16_sr", "stochastic"),
+        _narrow("bf16_pure", "nearest"),
+    )
 }

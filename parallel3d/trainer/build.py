@@ -22,7 +22,7 @@ from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, sta
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
-from parallel3d.optim.bucket import AdamWSettings, UpdateStep
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.cut import Cut, plan_cut
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
 from parallel3d.pipeline.executor import NO_LABEL, Executor, Label, Observer

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,47 +52,65 @@ def settle(rank: RankRuntime, iteration: int) -> str:
     return text
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Elements of a bucket that others hold, too: the other replicas, or `neighbours` within the own one."""
+
+    parameter: str
+    where: str
+    """Sets apart what ranks at other tensor-parallel positions hold under the same name."""
+    offset: int
+    """Where the parameter begins in the bucket."""
+    span: range
+    neighbours: tuple[int, ...] = ()
+
+    def named(self, what: str, span: range) -> str:
+        return f"{what} of {self.parameter}[{span.start - self.offset}:{span.stop - self.offset}]{self.where}"
+
+
 def copies(rank: RankRuntime) -> Iterator[Copy]:
     """All that this rank holds and others too, parameter by parameter."""
     rank.optimizer.finish_gather()
+    replicas = rank.grid.dp_ranks(rank.place.pp, rank.place.tp)
     for bucket in rank.optimizer.buckets:
-        yield from _weights(rank, bucket)
-        yield from _state(rank, bucket)
+        for stretch in _stretches(rank, bucket):
+            span, holders = stretch.span, stretch.neighbours or replicas
+            value = digest([bucket.weights[span.start : span.stop]])
+            yield Copy(name=stretch.named("weights", span), holders=holders, digest=value)
+            yield from _state(rank, bucket, stretch)
 
 
-def _weights(rank: RankRuntime, bucket: Bucket) -> Iterator[Copy]:
-    grid, place = rank.grid, rank.place
-    for parameter in bucket.parameters:
-        name = _named("weights", parameter.sharding.name, rank, bucket)
-        value = digest([parameter])
-        yield Copy(name=name, holders=grid.dp_ranks(place.pp, place.tp), digest=value)
-        if bucket.plan.key.tp_replicated:
-            yield Copy(name=name, holders=grid.tp_ranks(place.replica), digest=value)
-
-
-def _state(rank: RankRuntime, bucket: Bucket) -> Iterator[Copy]:
-    """Of the ranges held: an owner's and its backups', and the owners' at all tensor-parallel positions."""
+def _state(rank: RankRuntime, bucket: Bucket, stretch: Stretch) -> Iterator[Copy]:
+    """Of the ranges held: an owner's and its backups', or the owners' among neighbours."""
     cut = rank.optimizer.cut
     for shard, number in zip(bucket.shards, cut.ranges_of(rank.rank)):
+        span = range(max(stretch.span.start, shard.span.start), min(stretch.span.stop, shard.span.stop))
         holders = cut.holders[number]
-        for each in bucket.plan.places:
-            start, stop = max(each.offset, shard.span.start), min(each.offset + each.length, shard.span.stop)
-            if start >= stop:
-                continue
-            rows = shard.read(start, stop, with_master=bucket.has_master)
-            piece = f"{each.name}[{start - each.offset}:{stop - each.offset}]"
-            for what, row in zip(STATE_ROWS, rows):
-                name = _named(what, piece, rank, bucket)
-                value = digest([row])
-                yield Copy(name=name, holders=holders, digest=value)
-                if bucket.plan.key.tp_replicated and holders[0] == rank.rank:
-                    yield Copy(name=name, holders=rank.grid.tp_ranks(rank.place.replica), digest=value)
+        if not span or (stretch.neighbours and holders[0] != rank.rank):
+            continue
+        rows = shard.read(span.start, span.stop, with_master=bucket.has_master)
+        for what, row in zip(STATE_ROWS, rows):
+            yield Copy(name=stretch.named(what, span), holders=stretch.neighbours or holders, digest=digest([row]))
 
 
-def _named(what: str, parameter: str, rank: RankRuntime, bucket: Bucket) -> str:
-    """The name that all holders use; parts of a cut parameter are told apart by their tensor-parallel position."""
-    is_whole = bucket.plan.key.tp_replicated or rank.tp.group.size == 1
-    return f"{what} of {parameter}" + ("" if is_whole else f" at tp{rank.place.tp}")
+def _stretches(rank: RankRuntime, bucket: Bucket) -> Iterator[Stretch]:
+    """Each parameter over the replicas, and what tensor-parallel ranks hold in common over those."""
+    key, tp_ranks, at = bucket.plan.key, rank.grid.tp_ranks(rank.place.replica), rank.place.tp
+    first = at // key.copies * key.copies
+    for place in bucket.plan.places:
+        where = "" if key.tp_replicated or len(tp_ranks) == 1 else f" at tp{at}"
+        whole = Stretch(
+            parameter=place.name,
+            where=where,
+            offset=place.offset,
+            span=range(place.offset, place.offset + place.length),
+        )
+        yield whole
+        if key.tp_replicated:
+            yield replace(whole, neighbours=tp_ranks)
+        for part in place.shared:
+            neighbours = tp_ranks[first : first + key.copies]
+            yield replace(whole, where=f" at tp{first} to tp{first + key.copies - 1}", span=part, neighbours=neighbours)
 
 
 def exchange(rank: RankRuntime, table: dict[str, int]) -> dict[int, dict[str, int]]:

@@ -11,6 +11,7 @@ from parallel3d.data.lanes import Cursor
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.dumps import record, write
 from parallel3d.trainer.entry import Contribution, Entry, EvaluationEntry
 from parallel3d.trainer.replicas import is_due, replica_words, settle
 
@@ -37,9 +38,12 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
     batch = rank.train_batch(rank.state.iteration + 1)
     rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches)
     rank.train_loader.begin(rank.state.cursors)
-    result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
+    with record(rank, batch) as recorder:
+        result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
     entry = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave))
+    if recorder is not None:
+        write(rank, entry, recorder)
     warning = settle(rank, batch.iteration) if entry.differing_stages else ""
     rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
     rank.optimizer.update(rank.state.iteration, rank.update_step())

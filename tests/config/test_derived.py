@@ -104,6 +104,8 @@ def test_layout_and_tokens():
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"schedule": {"decay_steps": 50}}, "from update 50 of 100"),
         ({"schedule": {"warmup_steps": 100}}, "within its warmup"),
+        ({"precision": {"policy": "bf16_sr"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.99}}, "beta2 0.99"),
+        ({"precision": {"policy": "bf16_pure"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.999}}, "beta2 0.999"),
     ],
 )
 def test_each_warning_alone(sections: dict[str, dict[str, Any]], word: str):
@@ -113,3 +115,6 @@ def test_each_warning_alone(sections: dict[str, dict[str, Any]], word: str):
 
 def test_no_warning_for_a_sound_configuration():
     assert derived.warnings(config(parallel={"tp_size": 2, "pp_size": 4, "dp_size": 2})) == []
+    slow = {"learning_rate": 1e-3, "beta2": 0.999}  # the moments are in fp32
+    assert derived.warnings(config(precision={"policy": "bf16"}, optimizer=slow)) == []
+    assert derived.warnings(config(precision={"policy": "bf16_sr"})) == []

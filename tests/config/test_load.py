@@ -182,6 +182,7 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["debug.profile.steps=[3]"], {"debug.profile.steps"}),
         (["debug.profile.steps=[3,2]"], {"debug.profile.steps"}),
         (["debug.profile.steps=[3,11]"], {"debug.profile.steps"}),
+        (["debug.dump_tensors.steps=[3,11]"], {"debug.dump_tensors.steps"}),
         (["debug.profile.ranks=[1]"], {"debug.profile.ranks"}),
         (["debug.replica_check_every=0"], {"debug.replica_check_every"}),
     ],

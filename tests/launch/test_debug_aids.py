@@ -1,5 +1,6 @@
 """The debug aids on real processes: what a person asks for on the command line, and finds in the run folder."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -22,7 +23,11 @@ CONFIG = {
     "batch": {"global_batch_size": 4, "micro_batch_size": 1, "sequence_length": 16},
     "optimizer": {"learning_rate": 1e-2},
     "run": {"num_steps": 6, "threads_per_rank": 1, "evaluate_batches": 1, "timeout_s": 60.0},
-    "debug": {"replica_check_every": 2, "profile": {"steps": [3, 4], "ranks": [0, 3]}},
+    "debug": {
+        "replica_check_every": 2,
+        "profile": {"steps": [3, 4], "ranks": [0, 3]},
+        "dump_tensors": {"steps": [2], "names": ["layers.*.output", "*.grad"]},
+    },
 }
 
 
@@ -49,6 +54,14 @@ def finished(tmp_path_factory):
 def test_the_replica_check_finds_nothing(finished):
     out, _ = finished
     assert "differ" not in out
+
+
+def test_dumps_of_all_ranks(finished, capsys):
+    _, run = finished
+    assert len(list((run / "dumps" / "step-2").iterdir())) == 4
+    script = importlib.import_module("launch.compare_dumps")
+    assert script.main([str(run / "dumps"), str(run / "dumps" / "step-2")]) == 0
+    assert "forward: 0 of 18 differ" in capsys.readouterr().out
 
 
 def test_traces_of_the_ranks_asked_for(finished):

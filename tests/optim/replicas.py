@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.optim.bucket import AdamWSettings, UpdateStep
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.cut import Cut, plan_cut
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
 from parallel3d.precision.policy import POLICIES, Policy

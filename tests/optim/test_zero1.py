@@ -9,7 +9,7 @@ from replicas import NUM_STEPS, SEED, SHARDINGS, Rank, backward, cut_local, grad
 from parallel3d.comm.messages import Header, Kind
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.optim.bucket import UpdateStep
+from parallel3d.optim.adamw import UpdateStep
 from parallel3d.testing.threads import run_threads
 
 LAYOUTS = [*itertools.product((1, 2), (1, 2, 4), (0, 1)), (4, 2, 1)]

@@ -237,9 +237,10 @@ CELLS: list[Cell] = [
             dp_size=dp,
             sequence_parallel=tp > 1,
         )
-        for policy in ("fp32", "bf16")
+        for policy in ("fp32", "bf16", "bf16_sr")
         for tp, pp, dp in [(1, 1, 4), (2, 2, 2), (1, 4, 2), (4, 1, 1)]
     ),
+    *(cell(f"bf16_sr-tp4-kv{kv}", policy="bf16_sr", kv=kv, tp_size=4, sequence_parallel=True) for kv in (1, 2)),
     *(
         cell(f"backups{backups}-{name}", backups=backups, **layout)
         for backups in (0, 1)
@@ -259,6 +260,7 @@ CELLS: list[Cell] = [
             ("stages-2-1", dict(pp_size=2, stage_replicas=[2, 1])),
             ("pp4-dropout", dict(pp_size=4, drop=0.2)),
             ("pp2-tp2-bf16", dict(pp_size=2, tp_size=2, policy="bf16")),
+            ("pp2-tp2-bf16_sr", dict(pp_size=2, tp_size=2, policy="bf16_sr")),
         ]
     ),
     *(
@@ -342,6 +344,7 @@ CELLS: list[Cell] = [
     cell("gloo-tp4-dp2-kv2-sp", transport="gloo", tp_size=4, dp_size=2, kv=2, sequence_parallel=True),
     cell("gloo-cube-fp32", transport="gloo", policy="fp32", **CUBE),
     cell("gloo-tp2-dp2-bf16", transport="gloo", policy="bf16", tp_size=2, dp_size=2, sequence_parallel=True),
+    cell("gloo-tp2-dp2-bf16_sr", transport="gloo", policy="bf16_sr", tp_size=2, dp_size=2, sequence_parallel=True),
     Cell(
         name="gloo-cube-fifty-steps",
         transport="gloo",

@@ -40,9 +40,26 @@ def run(layout: str | None, policy: str):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_sr"])
 def test_every_layout_is_the_same_run_bit_for_bit(layout: str, policy: str):
     ours, one = run(layout, policy), run(None, policy)
+    assert ours.entries == one.entries and ours.evaluation == one.evaluation
+    for name in one.weights:
+        assert torch.equal(ours.gradients[name], one.gradients[name]), name
+        assert torch.equal(ours.weights[name], one.weights[name]), name
+
+
+@pytest.mark.parametrize("model", [dict(architecture="gpt2"), dict(num_key_value_heads=1)], ids=str)
+def test_other_models_and_copied_heads_at_equal_tensor_parallel_size(model):
+    """Three ranks, with three key-value heads or each with a copy of the one that there is."""
+    one, ours = (
+        cells.run_cell_in_threads(
+            **{**SHAPE, "model": SHAPE["model"] | model},
+            parallel=dict(tp_size=3, **layout),
+            precision=dict(policy="fp32", sums="exact"),
+        )
+        for layout in ({}, dict(pp_size=2, stage_replicas=[1, 2], schedule="zb-h1"))
+    )
     assert ours.entries == one.entries and ours.evaluation == one.evaluation
     for name in one.weights:
         assert torch.equal(ours.gradients[name], one.gradients[name]), name

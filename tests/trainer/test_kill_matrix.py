@@ -29,6 +29,7 @@ from thread_cells import (
     LAYOUTS,
     MAY_LEAVE_AN_ENTRY,
     MODELS,
+    PRECISIONS,
     RECOMPUTED,
     SCHEDULES,
     STEP,
@@ -100,6 +101,26 @@ def test_two_deaths_at_two_stages_under_every_schedule(layout):
     """No pipeline is whole any more: every micro-batch of one of them changes its replica, chunk after chunk."""
     done = run(config_of(layout, num_steps=5), [die(0, "backward"), die(3, "forward", 4)])
     assert outcome_of(done) == Outcome(frozenset({0, 3}), 2, True)
+    assert_same_run(done, undisturbed(layout, 5))
+
+
+@pytest.mark.parametrize("phase", phases_of(grid_of("pp2-dp4"), 0))
+@pytest.mark.parametrize("layout", PRECISIONS)
+def test_one_death_in_another_precision(layout, phase):
+    """A rank of each stage in turn; what is moved, and a repeated update's noise, are as in the undisturbed run."""
+    rank = 1 if phase in ("load", "backward", "backup", "update") else grid_of(layout).ranks[-1]
+    done = run(config_of(layout), [die(rank, phase)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16_sr"])
+def test_several_deaths_in_another_precision(policy):
+    """The state moves twice, and a replica dies while it does."""
+    layout = f"{policy}-pp2-dp4"
+    deaths = [die(0, "update"), die(2, "recovery_moves"), die(5, "backup", 4), die(3, "all_reduce", 4)]
+    done = run(config_of(layout, num_steps=5), deaths)
+    assert set(done.dead) == {0, 2, 3, 5} and not done.halted
     assert_same_run(done, undisturbed(layout, 5))
 
 

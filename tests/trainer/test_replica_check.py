@@ -63,25 +63,25 @@ FLIPS = {  # layout, rank, what is flipped, what the message says
         "pp2-dp4",
         5,
         flip_weight("layers.2.mlp.down.weight"),
-        "weights of layers.2.mlp.down.weight: rank 5 (pp1 dp1 tp0) against 3 others",
+        "weights of layers.2.mlp.down.weight[0:128]: rank 5 (pp1 dp1 tp0) against 3 others",
     ),
     "a weight of one of two replicas": (
         "pp3-dp2",
         0,
         flip_weight("embedding.weight"),
-        "weights of embedding.weight: rank 0 (pp0 dp0 tp0) / rank 1 (pp0 dp1 tp0), no majority",
+        "weights of embedding.weight[0:2056]: rank 0 (pp0 dp0 tp0) / rank 1 (pp0 dp1 tp0), no majority",
     ),
     "a norm of a tensor-parallel rank": (
         "pp2-dp2-tp2",
         3,
         flip_weight("layers.0.attention_norm.weight"),
-        "weights of layers.0.attention_norm.weight: rank 3 (pp0 dp1 tp1) against 3 others",
+        "weights of layers.0.attention_norm.weight[0:8]: rank 3 (pp0 dp1 tp1) against 3 others",
     ),
     "a weight that tensor-parallel ranks share": (
         "pp2-dp2-tp2",
         6,
         flip_weight("head.weight"),
-        "weights of head.weight at tp0: rank 4 (pp1 dp0 tp0) / rank 6 (pp1 dp1 tp0), no majority",
+        "weights of head.weight[0:1032] at tp0: rank 4 (pp1 dp0 tp0) / rank 6 (pp1 dp1 tp0), no majority",
     ),
     "a moment of a backup": ("pp2-dp4", 2, flip_backup_moment, "second moment of "),
     "a norm's moment of an owner": ("pp2-dp2-tp2", 1, flip_norm_moment, "first moment of "),
@@ -104,8 +104,28 @@ def test_replicas_that_agree_on_what_tensor_parallel_ranks_do_not():
     watchers = [before_step(rank, 2, act) for rank in (1, 3)]
     with pytest.raises(ReplicasDiffer) as caught:
         run(checked("pp2-dp2-tp2"), watch=lambda rank, runtime: [watch(rank, runtime) for watch in watchers])
-    text = "weights of layers.0.attention_norm.weight: rank 0 (pp0 dp0 tp0), rank 2 (pp0 dp1 tp0) / rank 1"
+    text = "weights of layers.0.attention_norm.weight[0:8]: rank 0 (pp0 dp0 tp0), rank 2 (pp0 dp1 tp0) / rank 1"
     assert text in str(caught.value)
+
+
+def test_key_heads_that_neighbouring_ranks_share():
+    """4 tensor-parallel ranks, 2 key-value heads: a rank's copy of one drifts, alike in all replicas."""
+    config = make_config(
+        model=dict(num_key_value_heads=2),
+        parallel=dict(tp_size=4, dp_size=2, bucket_mib=100.0),
+        debug=CHECKED,
+        run=dict(num_steps=2),
+    )
+    assert len(run(config).steps) == 2
+
+    def flip_last(runtime):
+        parameter = parameter_of(runtime, "layers.1.attention.qkv.weight").detach()
+        parameter.reshape(-1)[-1:].view(torch.int64).bitwise_xor_(1)  # of a value head
+
+    watchers = [before_step(rank, 2, flip_last) for rank in (3, 7)]
+    with pytest.raises(ReplicasDiffer) as caught:
+        run(config, watch=lambda rank, runtime: [watch(rank, runtime) for watch in watchers])
+    assert "weights of layers.1.attention.qkv.weight[512:768] at tp2 to tp3: rank 2 (" in str(caught.value)
 
 
 def test_state_that_differs_stays_and_is_found_at_the_next_check():

@@ -50,6 +50,9 @@ MODELS = {
 }
 """Other models, each with a layout."""
 
+PRECISIONS = {f"{policy}-{layout}": (policy, layout) for policy in ("bf16", "bf16_sr") for layout in LAYOUTS}
+"""Other formats than fp64: what a range is made of differs, and where noise comes in."""
+
 
 RECOMPUTED = {
     "recompute-full": dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True, recompute="full"),
@@ -63,6 +66,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
 
     A run takes 0.1 s.
     """
+    policy, layout = PRECISIONS.get(layout, ("fp64", layout))
     layouts = {**LAYOUTS, **SCHEDULES, SPARES: dict(dp_size=3, tp_size=2)}
     others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
     model, sizes = others[layout] if layout in others else ({}, layouts[layout])
@@ -72,7 +76,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
         model=shape | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
         batch=dict(global_batch_size=2 * sizes["dp_size"], micro_batch_size=1, sequence_length=4),
-        precision=dict(policy="fp64", sums="exact"),
+        precision=dict(policy=policy, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
     )

@@ -1,0 +1,89 @@
+"""Compares the dumps of two runs tensor by tensor: `python launch/compare_dumps.py A B [--tolerance 1e-5]`.
+
+A and B are folders that `debug.dump_tensors` has written, or single steps of such: layouts may differ. Prints for each
+step what differs, in the order of computation, so that the first line names the cause. Exit codes: 0 the same within
+the tolerance, 1 not, 2 a mistake in what it was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel3d.debug.compare import SECTIONS, Comparison, assemble, compare, mean_loss  # noqa: E402
+from parallel3d.debug.dump import read_step  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    ours, theirs = steps_in(options.ours), steps_in(options.theirs)
+    steps = sorted(ours.keys() & theirs.keys())
+    if not steps:
+        print(f"no step in both: {sorted(ours)} in {options.ours}, {sorted(theirs)} in {options.theirs}")
+        return 2
+    same = [compare_step(step, ours[step], theirs[step], options) for step in steps]
+    return 0 if all(same) else 1
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare the dumps of two runs, whatever their layouts.")
+    parser.add_argument("ours", type=Path, metavar="A", help="a folder of dumps, or one step of it")
+    parser.add_argument("theirs", type=Path, metavar="B", help="the one to compare with")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed max |a - b| / max |b| (default 1e-5)")
+    parser.add_argument("--rows", type=int, default=10, help="lines for each kind of tensor (default 10)")
+    return parser.parse_args(arguments)
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The steps that a folder holds, or is."""
+    found = [folder] if folder.name.startswith("step-") else list(folder.glob("step-*"))
+    return {int(path.name.removeprefix("step-")): path for path in found if path.is_dir()}
+
+
+def compare_step(step: int, ours: Path, theirs: Path, options: argparse.Namespace) -> bool:
+    """Prints what differs in one step; whether that is nothing."""
+    dumps = read_step(ours), read_step(theirs)
+    wholes = assemble(dumps[0]), assemble(dumps[1])
+    found = list(compare(*wholes))
+    print(f"step {step}: {len(found)} tensors in both dumps; loss {' and '.join(map(told, map(mean_loss, dumps)))}")
+    for names, folder in ((wholes[0].keys() - wholes[1].keys(), ours), (wholes[1].keys() - wholes[0].keys(), theirs)):
+        if names:
+            print(
+                f"  only in {folder}: {', '.join(sorted(names)[: options.rows])}" + " ..." * (len(names) > options.rows)
+            )
+    for section in SECTIONS:
+        print_section(section, [each for each in found if each.section == section], options)
+    different = [each for each in found if not each.is_same(options.tolerance)]
+    if different:
+        print(f"  the first in the order of computation: {different[0].name}")
+    return bool(found) and not different
+
+
+def print_section(section: str, found: Sequence[Comparison], options: argparse.Namespace) -> None:
+    different = [each for each in found if not each.is_same(options.tolerance)]
+    if not found:
+        return
+    largest = max(found, key=lambda each: each.relative)
+    print(
+        f"  {section}: {len(different)} of {len(found)} differ; the largest is {largest.name} ({largest.relative:.1e})"
+    )
+    width = max((len(each.name) for each in different), default=0)
+    for each in different[: options.rows]:
+        notes = [f"at {each.where}"] if each.where else []
+        notes += [f"copies within a dump differ by {each.spread:.1e}"] if each.spread > options.tolerance else []
+        notes += [] if each.complete else ["parts are missing"]
+        print(f"    {each.name:<{width}}  {each.largest:.3e}  relative {each.relative:.1e}  {'; '.join(notes)}")
+    if len(different) > options.rows:
+        print(f"    ... and {len(different) - options.rows} more")
+
+
+def told(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.9f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Dumps of one step as files: one for each rank, in the safetensors format, with what it takes to put them together.
+
+    DIRECTORY/step-3/rank-0.safetensors     tensors "0", "1", ... and, in the metadata, the slab of each as JSON
+
+Gradients are those of the mean loss of a target token over the whole iteration, before clipping: a layout changes none
+of what is in a dump but the last digits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel3d.debug.slab import Slab
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDump:
+    """One rank's part of a step."""
+
+    step: int
+    rank: int
+    place: str
+    """Its coordinates, for people."""
+    losses: Mapping[int, float]
+    """By the first sequence slot of each micro-batch that ended here: the sum of its token losses, in nats."""
+    num_target_tokens: int
+    tensors: Sequence[tuple[Slab, Tensor]]
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    return directory / f"step-{step}"
+
+
+def write_dump(directory: Path, dump: RankDump) -> Path:
+    """Writes one rank's file in one go; returns its path."""
+    folder = step_folder(directory, dump.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        "step": dump.step,
+        "rank": dump.rank,
+        "place": dump.place,
+        "losses": {str(slot): loss for slot, loss in dump.losses.items()},
+        "num_target_tokens": dump.num_target_tokens,
+        "slabs": [slab.to_json() for slab, _ in dump.tensors],
+    }
+    path, temporary = folder / f"rank-{dump.rank}.safetensors", folder / f".rank-{dump.rank}"
+    tensors = {str(number): tensor.contiguous() for number, (_, tensor) in enumerate(dump.tensors)}
+    save_file(tensors, temporary, metadata={"dump": json.dumps(metadata)})
+    os.replace(temporary, path)
+    return path
+
+
+def read_dump(path: Path) -> RankDump:
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["dump"])
+        tensors = [file.get_tensor(str(number)) for number in range(len(metadata["slabs"]))]
+    return RankDump(
+        step=metadata["step"],
+        rank=metadata["rank"],
+        place=metadata["place"],
+        losses={int(slot): loss for slot, loss in metadata["losses"].items()},
+        num_target_tokens=metadata["num_target_tokens"],
+        tensors=[(Slab.from_json(slab), tensor) for slab, tensor in zip(metadata["slabs"], tensors)],
+    )
+
+
+def read_step(folder: Path) -> list[RankDump]:
+    """All ranks' files of a step."""
+    return [read_dump(path) for path in sorted(folder.glob("rank-*.safetensors"))]

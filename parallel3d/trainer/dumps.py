@@ -1,0 +1,88 @@
+"""Dumps of a step's tensors: `record` around the passes of a step, `write` once its entry is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from parallel3d.debug.dump import RankDump, write_dump
+from parallel3d.debug.record import Recorder, name_modules, recording
+from parallel3d.debug.slab import Slab, parameter_slab
+from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.entry import Entry
+
+FOLDER = "dumps"
+
+
+@contextmanager
+def record(rank: RankRuntime, batch: BatchPlan) -> Iterator[Recorder | None]:
+    """Records what runs within, if this step is to be dumped."""
+    asked = rank.config.debug.dump_tensors
+    if batch.iteration not in asked.steps:
+        yield None
+        return
+    recorder = Recorder(batch=batch, tp=rank.tp, names=asked.names)
+    with recording(rank.chunks, recorder):
+        yield recorder
+
+
+def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
+    """Writes this rank's file; call it before the update, which changes the weights."""
+    scale = entry.grad_scale(None)
+    is_gradient = (slab.name.endswith(".grad") for slab, _ in recorder.tensors)
+    recorded = [
+        (slab, tensor * scale if scaled else tensor) for (slab, tensor), scaled in zip(recorder.tensors, is_gradient)
+    ]
+    parameters = [each for each in _parameters(rank, scale) if recorder.wants(each[0].name)]
+    dump = RankDump(
+        step=entry.iteration,
+        rank=rank.rank,
+        place=str(rank.place),
+        losses=recorder.losses,
+        num_target_tokens=entry.num_target_tokens,
+        tensors=[*parameters, *recorded],
+    )
+    return write_dump(dump_directory(rank), dump)
+
+
+def dump_directory(rank: RankRuntime) -> Path:
+    config = rank.config
+    return Path(config.debug.dump_tensors.directory or Path(str(config.run.directory)) / FOLDER)
+
+
+def _parameters(rank: RankRuntime, scale: float) -> Iterator[tuple[Slab, Tensor]]:
+    """Weights and gradients of the ranges that this rank owns."""
+    depths = {name: (number, depth) for number, (name, depth) in enumerate(_parameter_depths(rank))}
+    for bucket in rank.optimizer.buckets:
+        shardings = {parameter.sharding.name: parameter.sharding for parameter in bucket.parameters}
+        span = bucket.owned.span
+        for place in bucket.plan.places:
+            start, stop = max(place.offset, span.start), min(place.offset + place.length, span.stop)
+            if start >= stop:
+                continue
+            number, depth = depths[place.name]
+            for suffix, values in (
+                ("", bucket.weights[start:stop].detach().cpu().clone()),
+                (".grad", bucket.owned.grads[start - span.start : stop - span.start].cpu() * scale),
+            ):
+                slab = parameter_slab(
+                    shardings[place.name],
+                    suffix=suffix,
+                    tp_rank=rank.tp.group.rank,
+                    tp_size=rank.tp.group.size,
+                    flat_start=start - place.offset,
+                    depth=depth,
+                    order=number - len(depths),
+                )
+                yield slab, values
+
+
+def _parameter_depths(rank: RankRuntime) -> Iterator[tuple[str, int]]:
+    """The parameters of the stage in forward order, each with the layer that it belongs to."""
+    for named in name_modules(rank.chunks):
+        for parameter in named.module.parameters(recurse=False):
+            yield parameter.sharding.name, named.depth  # type: ignore[attr-defined]

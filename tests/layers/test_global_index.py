@@ -1,0 +1,66 @@
+"""Positions on a rank <-> positions in the whole parameter, against a copy of the whole that is cut by hand."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.layers.global_index import global_index
+from parallel3d.layers.init import initial_value
+from parallel3d.random_keys import key_of, normal
+from parallel3d.sharding import Chunk, ParamSharding
+
+
+@st.composite
+def shardings(draw):
+    """A parameter of 1 to 3 dimensions, its tensor-parallel size and one rank."""
+    tp_size = draw(st.sampled_from([1, 2, 3, 4]))
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    dim = draw(st.sampled_from([None, *range(len(shape))]))
+    kind = draw(st.sampled_from(["even", "chunks", "shared", "padded"]))
+    chunks = ()
+    if dim is not None and kind == "even":
+        shape[dim] *= tp_size
+    elif dim is not None and kind == "chunks":
+        chunks = tuple(Chunk(name=n, size=tp_size * draw(st.integers(1, 3))) for n in "qkv")
+        shape[dim] = sum(chunk.size for chunk in chunks)
+    elif dim is not None and kind == "shared":  # each half of the ranks, or all, hold the same part
+        parts = draw(st.sampled_from([1, 2])) if tp_size % 2 == 0 else 1
+        q, kv = Chunk(name="q", size=tp_size), Chunk(name="kv", size=parts * draw(st.integers(1, 3)), max_parts=parts)
+        chunks = (q, kv)
+        shape[dim] = q.size + kv.size
+    padded = dim is not None and kind == "padded"
+    sharding = ParamSharding(
+        name="w", shape=tuple(shape), dim=dim, chunks=chunks, padded=padded, init_std=draw(st.sampled_from([0.5, 1.0]))
+    )
+    return sharding, draw(st.integers(0, tp_size - 1)), tp_size
+
+
+def cut_by_hand(sharding, tp_rank, tp_size):
+    """The rank's share of a parameter whose elements are their own indices; negative for padding."""
+    whole = torch.arange(sharding.num_elements).view(sharding.shape)
+    local = torch.full(sharding.local_shape(tp_size), -1)
+    for run in sharding.runs(tp_rank, tp_size):
+        dim = sharding.dim or 0
+        local.narrow(dim, run.local_start, run.length).copy_(whole.narrow(dim, run.global_start, run.length))
+    return local.view(-1)
+
+
+@given(shardings(), st.data())
+def test_every_span_has_the_indices_of_a_cut_by_hand(drawn, data):
+    sharding, tp_rank, tp_size = drawn
+    expected = cut_by_hand(sharding, tp_rank, tp_size)
+    start = data.draw(st.integers(0, len(expected) - 1))
+    stop = data.draw(st.integers(start + 1, len(expected)))
+    index = global_index(sharding, range(start, stop), tp_rank=tp_rank, tp_size=tp_size)
+    assert index.dtype is torch.int64
+    assert torch.equal(index.clamp(min=-1), expected[start:stop])
+
+
+@given(shardings())
+def test_initial_values_are_those_of_their_global_indices(drawn):
+    sharding, tp_rank, tp_size = drawn
+    index = cut_by_hand(sharding, tp_rank, tp_size)
+    value = initial_value(sharding, seed=3, tp_rank=tp_rank, tp_size=tp_size)
+    assert value.shape == sharding.local_shape(tp_size)
+    expected = torch.where(index < 0, 0.0, normal(key_of("init", 3, "w"), index) * sharding.init_std)
+    assert torch.equal(value.view(-1), expected)

@@ -1,0 +1,187 @@
+"""Dumps of a step: any layout's equals one process', and a broken layer is the first to be named."""
+
+import contextlib
+import importlib
+import json
+
+import pytest
+import torch
+from cells import make_config, run_cell_in_threads
+from thread_cells import config_of, die, run
+
+from parallel3d.debug.compare import SECTIONS, assemble, compare, mean_loss
+from parallel3d.debug.dump import read_step
+from parallel3d.debug.record import name_modules
+from parallel3d.layers.linear import RowParallelLinear
+
+STEP = 2
+TOLERANCE = 1e-10
+
+
+def dump_run(folder, *, names=("*",), steps=(STEP,), **changes):
+    """Runs a layout in threads with a dump of its second step; returns the run."""
+    asked = dict(steps=list(steps), names=list(names), directory=str(folder))
+    return run_cell_in_threads(steps=STEP, **{**changes, "debug": dict(dump_tensors=asked)})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The dump of one process, put together; by model section."""
+    known = {}
+
+    def dump(**model):
+        key = json.dumps(model, sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            known[key] = folder, dump_run(folder, model=model)
+        return known[key]
+
+    return dump
+
+
+def wholes(folder):
+    return assemble(read_step(folder / f"step-{STEP}"))
+
+
+CUBE = dict(tp_size=2, pp_size=2, dp_size=2)
+LAYOUTS = {
+    "cube": (dict(parallel=CUBE), {}),
+    "cube-sp-dropout-micro2": (
+        dict(parallel=dict(sequence_parallel=True, **CUBE), batch=dict(micro_batch_size=2)),
+        dict(hidden_dropout=0.2),
+    ),
+    "tp4-padded-vocabulary": (dict(parallel=dict(tp_size=4, sequence_parallel=True)), {}),
+    "pp4-zb-h1": (dict(parallel=dict(pp_size=4, schedule="zb-h1")), {}),
+    "stages-2-1-zero0": (dict(parallel=dict(pp_size=2, stage_replicas=[2, 1], zero_stage=0)), {}),
+    "exact-sums-grouped-queries": (
+        dict(parallel=dict(dp_size=4), precision=dict(policy="fp64", sums="exact")),
+        dict(num_key_value_heads=2),
+    ),
+    "shared-key-heads": (
+        dict(parallel=dict(tp_size=4, dp_size=2, sequence_parallel=True)),
+        dict(num_key_value_heads=2),
+    ),
+    "gpt2": (dict(parallel=CUBE), dict(architecture="gpt2")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
+    layout, model = LAYOUTS[name]
+    reference_folder, reference = alone(**model)
+    done = dump_run(tmp_path, model=model, **layout)
+    ours, theirs = wholes(tmp_path), wholes(reference_folder)
+    assert set(ours) == set(theirs)
+    found = list(compare(ours, theirs))
+    assert len(found) == len(theirs) and {each.section for each in found} == set(SECTIONS)
+    assert [each.name for each in found if not each.is_same(TOLERANCE)] == []
+    assert mean_loss(read_step(tmp_path / f"step-{STEP}")) == pytest.approx(reference.losses[-1], rel=1e-12)
+    for parameter, gradient in done.gradients.items():  # what an independent way says of the same step
+        dumped = ours[f"{parameter}.grad"].values.view(gradient.shape)
+        assert torch.allclose(dumped, gradient.double(), rtol=1e-12, atol=1e-15)
+
+
+def test_everything_has_a_name_that_says_what_it_is(alone):
+    folder, _ = alone()
+    found = wholes(folder)
+    names = list(found)
+    assert {"embedding.input", "embedding.output", "final_norm.output", "head.input", "head.logits"} <= set(names)
+    for layer in range(4):
+        parts = ["", ".attention_norm", ".attention", ".attention.qkv", ".attention.output", ".mlp_norm", ".mlp"]
+        for part in parts:
+            for what in ("input", "output", "input.grad", "output.grad"):
+                assert f"layers.{layer}{part}.{what}" in names
+    assert found["embedding.output"].values.shape == (8 * 16, 32)
+    assert found["head.logits"].values.shape == (8 * 16, 257)
+    assert found["embedding.input"].section == "forward"
+    forward = [name for name in names if found[name].section == "forward"]
+    assert forward[0] == "embedding.input" and forward[-1] == "head.logits"
+    assert forward.index("layers.0.mlp.output") < forward.index("layers.1.attention.output")
+    backward = [name for name in names if found[name].section == "backward"]
+    assert backward[0] == "head.input.grad" and backward[-1].startswith("embedding.output")
+
+
+def test_names_choose(tmp_path):
+    dump_run(tmp_path, names=["layers.1.*.grad", "head.logits"], parallel=CUBE)
+    found = set(wholes(tmp_path))
+    assert "head.logits" in found and "layers.1.mlp.down.weight.grad" in found
+    assert all(name == "head.logits" or (name.startswith("layers.1.") and name.endswith(".grad")) for name in found)
+
+
+def test_nothing_is_left_of_the_hooks_and_nothing_changes(tmp_path, alone):
+    """The dumped step and those after it are bitwise as without."""
+    parallel = dict(sequence_parallel=True, **CUBE)
+    plain = run_cell_in_threads(steps=3, parallel=parallel)
+    asked = dict(dump_tensors=dict(steps=[2], directory=str(tmp_path)))
+    dumped = run_cell_in_threads(steps=3, parallel=parallel, debug=asked)
+    assert dumped.entries == plain.entries
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2"]
+    assert len(list((tmp_path / "step-2").iterdir())) == 8
+
+
+def break_forward(monkeypatch, name, ranks):
+    """The output of one product gets a little too large, on these tensor-parallel ranks of two."""
+    forward = RowParallelLinear.forward
+
+    def wrong(self, x):
+        product = forward(self, x)
+        is_it = self.weight.sharding.name == f"{name}.weight" and self.tp.group.rank in ranks
+        return product * 1.001 if is_it else product
+
+    monkeypatch.setattr(RowParallelLinear, "forward", wrong)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
+def test_a_broken_layer_is_the_first_to_be_named(ranks, alone, tmp_path, monkeypatch, capsys):
+    reference, _ = alone()
+    script = importlib.import_module("launch.compare_dumps")
+    dump_run(tmp_path / "whole", parallel=CUBE, steps=[1])
+    break_forward(monkeypatch, "layers.2.mlp.down", ranks)
+    with contextlib.suppress(AssertionError):  # what is compared at the end of a run differs within it
+        dump_run(tmp_path / "broken", parallel=CUBE, steps=[1])
+    assert script.main([str(tmp_path / "broken"), str(tmp_path / "whole"), "--tolerance", "1e-10"]) == 1
+    out = capsys.readouterr().out
+    assert "the first in the order of computation: layers.2.mlp.down.output\n" in out
+    assert ("copies within a dump differ" in out) == (len(ranks) == 1)
+    assert "weights: 0 of " in out
+    assert script.main([str(tmp_path / "whole"), str(tmp_path / "whole")]) == 0
+    assert script.main([str(tmp_path / "whole"), str(reference)]) == 2  # other steps
+
+
+def test_a_missing_part_is_no_agreement(alone, tmp_path, capsys):
+    reference, _ = alone()
+    script = importlib.import_module("launch.compare_dumps")
+    dump_run(tmp_path, parallel=dict(pp_size=2, dp_size=2))
+    assert script.main([str(tmp_path), str(reference), "--tolerance", "1e-10"]) == 0
+    (tmp_path / f"step-{STEP}" / "rank-1.safetensors").unlink()
+    assert script.main([str(tmp_path), str(reference), "--tolerance", "1e-10"]) == 1
+    assert "parts are missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["forward", "reduce_scatter", "all_reduce"])
+def test_a_step_that_begins_anew_after_a_loss_is_dumped_whole(phase, tmp_path):
+    """Once its entry is held it is not run again: then a dump lacks what the lost rank had not written."""
+    dumps = {}
+    for name, faults in (("undisturbed", []), ("lost", [die(5, phase)])):
+        config = config_of("pp2-dp4")
+        asked = config.debug.dump_tensors.model_copy(update=dict(steps=[STEP], directory=str(tmp_path / name)))
+        debug = config.debug.model_copy(update=dict(dump_tensors=asked))
+        assert not run(config.model_copy(update=dict(debug=debug)), faults).halted
+        dumps[name] = read_step(tmp_path / name / f"step-{STEP}")
+    live = [dump for dump in dumps["lost"] if dump.rank != 5]
+    found = list(compare(assemble(live), assemble(dumps["undisturbed"])))
+    assert len(found) > 100 and all(each.largest == 0 for each in found)
+    assert phase == "all_reduce" or all(each.complete for each in found)
+
+
+def test_modules_are_named_by_the_model_not_by_the_stage():
+    config = make_config(parallel=dict(pp_size=2))
+    names = {}
+
+    def note(rank, runtime):
+        names[rank] = [(named.name, named.depth) for named in name_modules(runtime.chunks)]
+
+    run(config, watch=note)
+    assert names[0][0] == ("embedding", -1) and ("layers.1.mlp.down", 1) in names[0]
+    assert ("layers.3.attention.qkv", 3) in names[1] and names[1][-1][0] == "head"
+    assert not {name for name, _ in names[0]} & {name for name, _ in names[1]}
