@@ -61,7 +61,7 @@ class DecoderStage(nn.Module):
         if self.head is None or self.final_norm is None:
             return x
         assert targets is not None
-        return self.head(self.final_norm(x), targets)
+        return self.head(self.final_norm(x), targets, micro_batch.loss_factor)
 
     @torch.no_grad()
     def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -55,6 +55,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.topology.grid",
     "parallel3d.sharding",
     "parallel3d.precision.fixed_point",
+    "parallel3d.precision.loss_scale",
     *(
         f"parallel3d.pipeline.{name}"
         for name in ("instructions", "partition", "request", "routes", "simulation", "planner", "check", "timeline")

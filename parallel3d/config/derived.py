@@ -5,7 +5,7 @@ Functions that need a resolved configuration (`load.resolve`) say so; the others
 
 from __future__ import annotations
 
-from parallel3d.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
+from parallel3d.config.schema import BatchConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
 
 
 def num_key_value_heads(model: ModelConfig) -> int:
@@ -155,6 +155,10 @@ def warnings(config: Config) -> list[str]:
             config.elastic.enabled and min(replicas) == 1 and max(replicas) > 1,
             f"stages {[stage for stage, count in enumerate(replicas) if count == 1]} have one replica each: the loss of"
             " one of their workers ends the run",
+        ),
+        (
+            config.precision.policy != "fp16" and config.precision.loss_scale != LossScaleConfig(),
+            f"precision.loss_scale has no effect on policy {config.precision.policy}",
         ),
         (
             config.precision.policy in ("bf16_sr", "bf16_pure") and config.optimizer.beta2 >= 0.99,

@@ -17,6 +17,7 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from math import floor, frexp, log2
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -515,6 +516,23 @@ def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]
             yield Problem(field=f"elastic.{name}.min_s", value=timeout.min_s, rule=rule, fix="Change either")
 
 
+def _check_loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
+    scale = config.precision.loss_scale
+    for name, value in scale.model_dump(exclude={"growth_interval"}).items():
+        if frexp(value)[0] != 0.5:
+            low = 2.0 ** floor(log2(value))
+            rule, fix = "must be a power of two: scaling then changes no bit", f"Take {low:g} or {2 * low:g}"
+            yield Problem(field=f"precision.loss_scale.{name}", value=value, rule=rule, fix=fix)
+    for name, holds, rule in (
+        ("initial", scale.initial >= scale.min, f"must be at least precision.loss_scale.min = {scale.min:g}"),
+        ("growth_factor", scale.growth_factor >= 1, "must be at least 1"),
+        ("backoff_factor", scale.backoff_factor <= 1, "must be at most 1"),
+    ):
+        if not holds:
+            value = getattr(scale, name)
+            yield Problem(field=f"precision.loss_scale.{name}", value=value, rule=rule, fix="Change it")
+
+
 def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
     num_ranks = _num_ranks(config, world_size)
     for number, fault in enumerate(config.elastic.faults):
@@ -566,6 +584,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (_check_sources, ("data.sources",)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
+    (_check_loss_scale, ("precision.loss_scale",)),
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
     (_check_dumps, ("debug.dump_tensors.steps", "run.num_steps")),

@@ -36,12 +36,12 @@ class _LinearCrossEntropy(Function):
         first: int,
         num_valid: int,
         sensitive: torch.dtype,
-        with_grad: bool,
+        grad_factor: float | None,
     ) -> Tensor:
         whole = tp.gather(hidden)
         valid = weight.detach()[:num_valid]
-        grad_buffer = weight.grad_buffer()[:num_valid] if with_grad else None
-        hidden_grad = torch.empty_like(whole) if with_grad else None
+        grad_buffer = weight.grad_buffer()[:num_valid] if grad_factor else None
+        hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         rows = max(1, CHUNK_BYTES // (max(1, num_valid) * sensitive.itemsize))
         for start in range(0, whole.shape[0], rows):
@@ -49,8 +49,8 @@ class _LinearCrossEntropy(Function):
             x = whole[part]
             logits = matmul(x, valid.t()).to(sensitive)
             loss += _loss_and_grad(logits, targets[part] - first, tp).sum(dtype=torch.float64)
-            if hidden_grad is not None and grad_buffer is not None:
-                logits_grad = logits.to(x.dtype)
+            if grad_factor and hidden_grad is not None and grad_buffer is not None:
+                logits_grad = (logits if grad_factor == 1.0 else logits.mul_(grad_factor)).to(x.dtype)
                 hidden_grad[part] = matmul(logits_grad, valid)
                 add_matmul(grad_buffer, logits_grad.t(), x)
         ctx.weight = weight
@@ -68,14 +68,14 @@ class _LinearCrossEntropy(Function):
 class LinearCrossEntropy(VocabParallel):
     """(tokens_local, hidden), targets (tokens,) -> sum of the token losses, float64 scalar.
 
-    Its gradient counts as that of the plain sum: call backward() on the loss itself, unscaled.
+    Its gradient is that of the plain sum times `loss_factor`: call backward() on the loss itself, unscaled.
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, *, init_std: float, on: Placement):
         super().__init__(name, vocab_size, hidden_size, init_std=init_std, on=on)
         self.sensitive = on.policy.sensitive
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0) -> Tensor:
         return _LinearCrossEntropy.apply(
             hidden,
             self.weight,
@@ -84,7 +84,7 @@ class LinearCrossEntropy(VocabParallel):
             self.first,
             self.num_valid,
             self.sensitive,
-            torch.is_grad_enabled(),
+            loss_factor if torch.is_grad_enabled() else None,
         )
 
     @torch.no_grad()

@@ -26,6 +26,8 @@ class MicroBatch:
     slots: tuple[int, ...]
     sequence_length: int
     training: bool = True
+    loss_factor: float = 1.0
+    """Multiplies the gradients where they begin."""
 
     @property
     def batch_size(self) -> int:
@@ -55,6 +57,8 @@ class BatchPlan:
     micro_batch_size: int
     sequence_length: int
     training: bool = True
+    loss_factor: float = 1.0
+    """Multiplies the gradients where they begin; the optimizer divides by it again."""
 
     @property
     def num_slots(self) -> int:
@@ -75,4 +79,5 @@ class BatchPlan:
             slots=self.slots(number),
             sequence_length=self.sequence_length,
             training=self.training,
+            loss_factor=self.loss_factor,
         )

@@ -91,6 +91,7 @@ class Bucket:
         self._policy = policy
         self._settings = settings
         self._noise = noise
+        self._unscale = 1.0
         capacity = plan.capacity(max_ranges)
         initial_state = torch.zeros(capacity, dtype=policy.state, device=device)
         self._weights = torch.zeros(capacity, dtype=policy.compute, device=device)
@@ -121,20 +122,26 @@ class Bucket:
         """Bytes of moments and master weights on this rank."""
         return sum(s.moments.nbytes + self._policy.has_master * s.master.nbytes for s in self.shards)
 
-    def clear(self) -> None:
-        """Forgets all gradients."""
+    def clear(self, loss_factor: float = 1.0) -> None:
+        """Forgets all gradients; those to come are multiplied by `loss_factor`."""
+        self._unscale = 1.0 / loss_factor
         self._grads.zero_()
         if self.fixed is not None:
             self._totals.zero_()
 
     def close_term(self) -> bool:
         """What the gradients hold is one term of exact sums: adds it to the totals. Whether it was finite."""
-        return self.fixed is None or add_and_clear(self.totals, self.grads, self.fixed)
+        if self.fixed is None:
+            return True
+        _scale(self.grads, self._unscale)
+        return add_and_clear(self.totals, self.grads, self.fixed)
 
     def take_reduced(self) -> None:
         """Makes the owned gradients from what the reduction has left."""
         if self.fixed is not None:
             write_floats(self.owned.grads, self.owned.sums, self.fixed)
+        else:
+            _scale(self.owned.grads, self._unscale)
 
     def squared_norm(self, tp_rank: int) -> ExactSum:
         """Of the owned gradients that rank `tp_rank` counts."""
@@ -236,3 +243,8 @@ class Bucket:
         if self.shards and self._num_ranges == 1:  # reduced in place
             self.owned.sums = self.totals
             self.owned.grads = self.grads if self.fixed is None else self.owned.grads
+
+
+def _scale(grads: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        grads.mul_(factor)

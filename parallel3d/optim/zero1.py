@@ -120,10 +120,11 @@ class ShardedOptimizer:
 
     # --- one iteration --------------------------------------------------------------------------------------------
 
-    def begin_iteration(self, iteration: int, num_micro_batches: int) -> None:
+    def begin_iteration(self, iteration: int, num_micro_batches: int, loss_factor: float = 1.0) -> None:
         """Clears the gradients and whatever an earlier iteration left unfinished.
 
-        `num_micro_batches` is how often each parameter of this rank will get a gradient.
+        `num_micro_batches` is how often each parameter of this rank will get a gradient, each times
+        `loss_factor`, a power of two: it is taken out again.
         """
         self._iteration = iteration
         self._reducing = []
@@ -131,7 +132,7 @@ class ShardedOptimizer:
         self.is_finite = True
         """False once a term of exact sums was not, which their totals can't say."""
         for bucket in self.buckets:
-            bucket.clear()
+            bucket.clear(loss_factor)
 
     def close_term(self) -> None:
         """After each computation that may have added gradients of one micro-batch: with exact sums, that is a term."""

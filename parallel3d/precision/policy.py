@@ -6,10 +6,12 @@ Gradients are added up, reduced and normed in `grad`; norms, softmax, loss and r
     policy      weights, activations    main gradients    moments    master weights    the update is stored
     fp32        fp32                    fp32              fp32       -                 -
     fp64        fp64                    fp64              fp64       -                 -
+    fp16        fp16                    fp32              fp32       fp32              to the nearest
     bf16        bf16                    fp32              fp32       fp32              to the nearest
     bf16_sr     bf16                    bf16              bf16       -                 stochastically
     bf16_pure   bf16                    bf16              bf16       -                 to the nearest
 
+fp16 scales its gradients until they are in the main gradients (`loss_scale.py`).
 HLAT (Fan et al. 2024, section III-D) calls the bf16 row "mixed precision", and trained its 7B model with bf16_sr.
 bf16_pure differs from that in the rounding alone: it is there to be compared with.
 """
@@ -35,15 +37,19 @@ class Policy:
     """Whether the optimizer updates a copy of the weights; without one `state` is `compute`."""
     update_rounding: Literal["none", "nearest", "stochastic"] = "none"
     """How weights and moments are stored that are narrower than the update is computed; none: they are not."""
+    scales_loss: bool = False
+    """Whether gradients are multiplied by `precision.loss_scale` until they are in the main gradients."""
 
 
 def _uniform(name: str, dtype: torch.dtype) -> Policy:
     return Policy(name=name, compute=dtype, grad=dtype, state=dtype, sensitive=dtype)
 
 
-def _mixed(name: str, dtype: torch.dtype) -> Policy:
+def _mixed(name: str, dtype: torch.dtype, *, scales_loss: bool = False) -> Policy:
     wide = torch.float32
-    return Policy(name=name, compute=dtype, grad=wide, state=wide, sensitive=wide, has_master=True)
+    return Policy(
+        name=name, compute=dtype, grad=wide, state=wide, sensitive=wide, has_master=True, scales_loss=scales_loss
+    )
 
 
 def _narrow(name: str, update_rounding: Literal["nearest", "stochastic"]) -> Policy:
@@ -62,6 +68,7 @@ POLICIES = {
     for policy in (
         _uniform("fp32", torch.float32),
         _uniform("fp64", torch.float64),
+        _mixed("fp16", torch.float16, scales_loss=True),
         _mixed("bf16", torch.bfloat16),
         _narrow("bf16_sr", "stochastic"),
         _narrow("bf16_pure", "nearest"),

@@ -8,7 +8,7 @@ so that threads of one process, gloo processes and a single process are built by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,6 +36,7 @@ from parallel3d.pipeline.partition import (
 from parallel3d.pipeline.planner import Plan, choose_plan
 from parallel3d.pipeline.request import PlanRequest, Rule
 from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
+from parallel3d.precision.loss_scale import UNSCALED, LossScale
 from parallel3d.precision.policy import POLICIES
 from parallel3d.ramps import Ramp
 from parallel3d.topology.grid import Coordinates, Grid
@@ -145,7 +146,8 @@ class RankRuntime:
         return self.rank == self.grid.ranks[0]
 
     def train_batch(self, iteration: int) -> BatchPlan:
-        return plan_batch(self.config, iteration)
+        """The batch of the iteration that follows the state's."""
+        return replace(plan_batch(self.config, iteration), loss_factor=self.state.loss_scale.factor)
 
     def cut_on(self, grid: Grid, hosts: Mapping[int, str]) -> Cut:
         """Who holds which range of this rank's stage, at its tensor-parallel position."""
@@ -330,7 +332,7 @@ def prepare_rank(
         ),
         learning_rate=build_learning_rate(config),
         device=device,
-        state=TrainState.start(batch.num_slots),
+        state=TrainState.start(batch.num_slots, build_loss_scale(config, batch)),
         observe=observe,
         probe=probe,
         label=label,
@@ -343,6 +345,21 @@ def exact_format(config: Config, batch: BatchPlan, tp_size: int) -> FixedPoint |
     if config.precision.sums == "float":
         return None
     return plan_fixed_point(num_tokens=batch.num_tokens, num_terms=batch.num_micro_batches * tp_size)
+
+
+def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
+    """The scale of the first iteration; 1 for ever where the policy has none."""
+    if not POLICIES[config.precision.policy].scales_loss:
+        return UNSCALED
+    scale = config.precision.loss_scale
+    return LossScale(
+        scale=scale.initial,
+        growth_interval=scale.growth_interval,
+        growth_factor=scale.growth_factor,
+        backoff_factor=scale.backoff_factor,
+        min_scale=scale.min,
+        num_tokens_log2=(batch.num_tokens - 1).bit_length(),
+    )
 
 
 def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: int = 0) -> None:

@@ -58,12 +58,20 @@ TOLERANCES = {
         weights=1e-3,
         why="24 bits: 1e-6 is usual; AdamW divides by sqrt(v), which magnifies that where a gradient is near zero",
     ),
+    "fp16": Tolerance(
+        loss=2e-3,
+        first_gradients=0.02,
+        gradients=0.06,
+        weights=0.01,
+        why="activations of 11 bits, and layouts round at other places, before or after a tensor-parallel sum",
+    ),
     "bf16": BF16,
     "bf16_sr": BF16,
     "bf16_pure": BF16,
 }
 """By precision.policy. Measured on the tests' four-layer Llama, 3 steps, largest of five layouts (first gradients, last
-gradients, weights): fp64 1e-15, 4e-15, 8e-15; fp32 5e-7, 1e-6, 1e-6; all of bf16 2e-2, 6e-2, 1e-2."""
+gradients, weights): fp64 1e-15, 4e-15, 8e-15; fp32 5e-7, 1e-6, 1e-6; fp16 2e-3, 8e-3, 2e-3; all of bf16 2e-2, 6e-2,
+1e-2."""
 
 
 def tolerance_of(config: Config) -> Tolerance:

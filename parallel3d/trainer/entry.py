@@ -24,6 +24,7 @@ from parallel3d.data.lanes import Cursor
 from parallel3d.debug.replicas import NUM_WORDS, differ
 from parallel3d.errors import ProtocolError
 from parallel3d.precision.fixed_point import NUM_SLOTS, ExactSum
+from parallel3d.precision.loss_scale import UNSCALED, LossScale
 
 Json = dict[str, Any]
 
@@ -205,10 +206,12 @@ class TrainState:
     """The last two."""
     evaluations: tuple[EvaluationEntry, ...] = ()
     """The last one, if any."""
+    loss_scale: LossScale = UNSCALED
+    """Of the next iteration."""
 
     @staticmethod
-    def start(num_slots: int) -> TrainState:
-        return TrainState(cursors=(Cursor.start(),) * num_slots)
+    def start(num_slots: int, loss_scale: LossScale = UNSCALED) -> TrainState:
+        return TrainState(cursors=(Cursor.start(),) * num_slots, loss_scale=loss_scale)
 
     @property
     def is_evaluated(self) -> bool:
@@ -236,4 +239,5 @@ class TrainState:
             tokens_trained=self.tokens_trained + entry.num_target_tokens * entry.finite,
             cursors=entry.cursors,
             entries=(*self.entries, entry)[-2:],
+            loss_scale=self.loss_scale.after(finite=entry.finite),
         )

@@ -144,8 +144,10 @@ class Trainer:
         """The leader's record of a step; without figures of time for one that it did not time itself."""
         if not self.rank.is_leader:
             return
+        loss_scale = self.rank.state.loss_scale
         if not entry.finite:
             text = f"step {entry.iteration}: a gradient is not finite, the update is skipped on every rank"
+            text += f"; loss scale {loss_scale.scale:g}" if loss_scale.is_dynamic else ""
             self.publish({"kind": "notice", "text": text})
         self.publish(
             {
@@ -156,6 +158,7 @@ class Trainer:
                 "grad_norm": _json_number(entry.grad_norm) if entry.finite else None,
                 "lr": self.rank.learning_rate.at(self.rank.state.num_updates),
                 "num_updates": self.rank.state.num_updates,
+                **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
                 **(_times(report, data_wait_s) if report is not None else {}),
             }
         )

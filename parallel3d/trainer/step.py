@@ -36,7 +36,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
     """
     started = time.perf_counter()
     batch = rank.train_batch(rank.state.iteration + 1)
-    rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches)
+    rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches, batch.loss_factor)
     rank.train_loader.begin(rank.state.cursors)
     with record(rank, batch) as recorder:
         result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)

@@ -104,6 +104,7 @@ def test_layout_and_tokens():
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"schedule": {"decay_steps": 50}}, "from update 50 of 100"),
         ({"schedule": {"warmup_steps": 100}}, "within its warmup"),
+        ({"precision": {"loss_scale": {"initial": 2.0}}}, "no effect on policy fp32"),
         ({"precision": {"policy": "bf16_sr"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.99}}, "beta2 0.99"),
         ({"precision": {"policy": "bf16_pure"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.999}}, "beta2 0.999"),
     ],

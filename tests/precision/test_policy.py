@@ -8,7 +8,7 @@ import torch
 from parallel3d.config.schema import PrecisionConfig
 from parallel3d.precision.policy import POLICIES
 
-MIXED = {"bf16": torch.bfloat16}
+MIXED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NARROW = ("bf16_sr", "bf16_pure")
 
 
@@ -38,9 +38,13 @@ def test_without_master_weights_the_weights_have_the_format_of_the_moments():
         assert policy.has_master or policy.state is policy.compute
 
 
+def test_only_fp16_has_too_few_exponents_for_gradients_as_they_are():
+    assert [name for name, policy in POLICIES.items() if policy.scales_loss] == ["fp16"]
+
+
 def test_the_two_narrow_rows_differ_in_their_rounding_alone():
     stochastic, nearest = (POLICIES[name] for name in NARROW)
     assert {stochastic.compute, stochastic.grad, stochastic.state} == {torch.bfloat16}
     assert (stochastic.update_rounding, nearest.update_rounding) == ("stochastic", "nearest")
-    for field in ("compute", "grad", "state", "sensitive", "has_master"):
+    for field in ("compute", "grad", "state", "sensitive", "has_master", "scales_loss"):
         assert getattr(stochastic, field) == getattr(nearest, field)

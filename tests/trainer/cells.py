@@ -237,7 +237,7 @@ CELLS: list[Cell] = [
             dp_size=dp,
             sequence_parallel=tp > 1,
         )
-        for policy in ("fp32", "bf16", "bf16_sr")
+        for policy in ("fp32", "fp16", "bf16", "bf16_sr")
         for tp, pp, dp in [(1, 1, 4), (2, 2, 2), (1, 4, 2), (4, 1, 1)]
     ),
     *(cell(f"bf16_sr-tp4-kv{kv}", policy="bf16_sr", kv=kv, tp_size=4, sequence_parallel=True) for kv in (1, 2)),

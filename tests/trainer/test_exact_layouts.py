@@ -40,7 +40,7 @@ def run(layout: str | None, policy: str):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_sr"])
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16", "bf16_sr"])
 def test_every_layout_is_the_same_run_bit_for_bit(layout: str, policy: str):
     ours, one = run(layout, policy), run(None, policy)
     assert ours.entries == one.entries and ours.evaluation == one.evaluation
