@@ -20,6 +20,7 @@ from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E4
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.elastic.coordinator import ElasticSettings, Limits  # noqa: E402
 from parallel3d.elastic.launcher_env import LauncherEnv, read_launcher_env  # noqa: E402
+from parallel3d.elastic.overdue import OverdueRule  # noqa: E402
 from parallel3d.elastic.run import run_workers  # noqa: E402
 from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
@@ -87,7 +88,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
 
 def elastic_settings(config: Config) -> ElasticSettings:
     """What the launching side must know to go on after a loss."""
-    parallel, elastic = config.parallel, config.elastic
+    parallel, elastic, debug = config.parallel, config.elastic, config.debug
     return ElasticSettings(
         grid=Grid.of_replicas(stage_replicas(config), tp_size=parallel.tp_size, order=parallel.order),
         zero_stage=parallel.zero_stage,
@@ -96,6 +97,7 @@ def elastic_settings(config: Config) -> ElasticSettings:
         silence=elastic.silence,
         stuck=elastic.stuck,
         witness=elastic.witness,
+        overdue=OverdueRule(factor=debug.overdue_factor, min_s=debug.overdue_min_s) if debug.overdue_factor else None,
     )
 
 

@@ -106,20 +106,24 @@ class WorkerProbe:
         faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=config.run.num_steps)
         self._injector = FaultInjector(faults, context.rank, fail_for_real)
         self._pulse = context.pulse
+        self._whereabouts = context.whereabouts
         self._trace = trace or NoTrace()
         self._num_steps = 0
 
     def observe(self, instruction: Instruction) -> None:
         self._pulse.tick()
+        self._whereabouts.enter(instruction)
         self._injector.enter_instruction(instruction.op.value)
 
     def enter_phase(self, phase: str) -> None:
         self._pulse.tick()
+        self._whereabouts.enter(phase)
         self._injector(phase)
 
     def begin(self, phase: Phase, step: int) -> None:
         """Evaluation counts few instructions. The first steps are slow in ways that tell nothing: memory is touched for
         the first time, kernels are made."""
+        self._whereabouts.begin(phase.value, step)
         if phase is Phase.STEP:
             self._trace.begin_step(step)
         self._num_steps += phase is Phase.STEP

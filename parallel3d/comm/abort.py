@@ -7,12 +7,20 @@ that wakes it (`on_abort`). Aborting is idempotent; the first reason stays.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from parallel3d.errors import EpochEnded
 
 POLL_S = 0.05
+
+
+class Wait(NamedTuple):
+    """A wait for peers: the name of a group whose members must come ("": a message), and the ranks that may be late."""
+
+    what: str
+    ranks: tuple[int, ...]
 
 
 class AbortToken:
@@ -23,8 +31,8 @@ class AbortToken:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.reason = ""
-        self.note_wait: Callable[[bool], None] = lambda is_waiting: None
-        """Told when a wait for a peer begins and ends: a rank that waits for others is not stuck itself."""
+        self.note_wait: Callable[[Wait | None], None] = lambda wait: None
+        """Told when a wait for peers begins and (None) ends: a rank that waits for others is not stuck itself."""
 
     @property
     def aborted(self) -> bool:
@@ -60,13 +68,13 @@ class AbortToken:
             self._callbacks = [kept for kept in self._callbacks if kept != callback]
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What happens within is a wait for peers."""
-        self.note_wait(True)
+    def waiting(self, what: str = "", ranks: Sequence[int] = ()) -> Iterator[None]:
+        """What happens within is a wait for some of these ranks; `what` names a collective's group."""
+        self.note_wait(Wait(what, tuple(ranks)))
         try:
             yield
         finally:
-            self.note_wait(False)
+            self.note_wait(None)
 
     def sleep(self, seconds: float) -> None:
         """Sleeps, but wakes and raises EpochEnded as soon as the token is aborted."""

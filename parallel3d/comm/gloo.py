@@ -115,7 +115,7 @@ class _GlooWork:
     def wait(self) -> None:
         group = self._group
         group.token.check()
-        with group.token.waiting():
+        with group.token.waiting(group.name, group.ranks):
             if not self.woken.wait(group.timeout_s):
                 raise EpochEnded(f"group {group.name}: no answer from a peer in {group.timeout_s:.0f} s")
         group.token.check()

@@ -95,7 +95,7 @@ class SocketLinks(Links):
         """Waits, with the lock held, until ready; raises EpochEnded on abort, a broken link or silence."""
         if ready() and not self._token.aborted:
             return
-        with self._token.waiting():
+        with self._token.waiting(ranks=(peer,)):
             self._wait_for_peer(ready, peer, what)
 
     def _wait_for_peer(self, ready: Callable[[], bool], peer: int, what: str) -> None:

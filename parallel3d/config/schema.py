@@ -291,8 +291,10 @@ class FaultConfig(Section):
     phase: FaultPhase = "forward"
     """Where in the step. send: between a send to the next stage and the receive that follows; recovery_*: at that
     point of the first recovery from step - 1 on."""
-    kind: Literal["kill", "stop", "term"] = "kill"
-    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure."""
+    kind: Literal["kill", "stop", "term", "sleep"] = "kill"
+    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure; sleep: goes on `seconds` later."""
+    seconds: NonNegativeFloat = 1.0
+    """How long a sleep lasts."""
 
 
 class RandomFaults(Section):
@@ -388,6 +390,11 @@ class DebugConfig(Section):
     """What a copy that differs leads to: stop ends the run with exit code 5, warn says so at every check."""
     profile: ProfileConfig = ProfileConfig()
     """Traces by torch's profiler."""
+    overdue_factor: PositiveFloat | None = 10.0
+    """A step that takes so many times the median of the steps before is overdue: a table says where every rank is and
+    whom it waits for, and each writes its stacks into its log. The run goes on. Null: never."""
+    overdue_min_s: PositiveFloat = 30.0
+    """No step is overdue before so many seconds; ten times as long before the third step and while evaluating."""
 
 
 class Config(Section):

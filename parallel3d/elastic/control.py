@@ -5,11 +5,11 @@ and cannot push news. One frame:
 
     header length (4 bytes) | payload length (4 bytes) | header: a JSON object | payload: bytes
 
-A worker's frames:  hello, set, get, check, add, publish, error, leave, finish
+A worker's frames:  hello, set, get, check, add, publish, error, leave, finish, whereabouts
                     suspect, report, confirm, finish_epoch: the membership protocol, see seat_control.py
-A guardian's:       hello, ended, stop, leave
-The coordinator's:  answer, stop, depart, abort, bye; seal, record, go, release
-                    to guardians: welcome, roster, watch, stop, abort, over
+A guardian's:       hello, ended, stop, leave, where
+The coordinator's:  answer, stop, depart, abort, bye, where; seal, record, go, release
+                    to guardians: welcome, roster, watch, stop, abort, over, where
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class Control:
         """Aborted when the coordinator ends the run, or the connection to it breaks."""
         self.seat = ControlSeat(rank=rank, send=self._send, run_token=self.token)
         """This worker's part in changes of membership."""
+        self.whereabouts: Callable[[], dict[str, Any]] = lambda: {}
+        """Says where this worker is, on the channel's own thread."""
         self._connection = connection
         self._reconnect = reconnect
         self._replaced = threading.Condition()
@@ -209,7 +211,7 @@ class Control:
         number, answer = next(self._ids), _Answer()
         self._answers[number] = answer
         try:
-            with self.token.waiting():
+            with self.token.waiting("the coordinator's store"):
                 self._send({**header, "id": number})
                 while not answer.arrived.wait(POLL_S):
                     token.check()
@@ -283,6 +285,8 @@ class Control:
                 self._depart.set()
             case "abort":
                 self.token.abort(header["reason"])
+            case "where":
+                self._send({"op": "whereabouts", "told": self.whereabouts()})
             case "bye":
                 self._goodbye.set()
             case op if op in FRAMES:

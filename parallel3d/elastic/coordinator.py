@@ -21,6 +21,7 @@ from parallel3d.config.schema import TimeoutConfig
 from parallel3d.elastic.announce import Chronicle
 from parallel3d.elastic.control import encode_frame
 from parallel3d.elastic.membership import EpochRecord, Loss, Report
+from parallel3d.elastic.overdue import OverdueRule, Pace, Survey
 from parallel3d.elastic.protocol import Action, Commit, Depart, Halt, Open, Protocol, Release, Seal, Stay
 from parallel3d.elastic.pulse import plan_patience
 from parallel3d.elastic.succession import GuardianPlace, Roster, may_serve
@@ -62,6 +63,8 @@ class ElasticSettings:
     silence: TimeoutConfig
     stuck: TimeoutConfig
     witness: str | None = None
+    overdue: OverdueRule | None = None
+    """When a step is worth asking about; None: never."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -117,6 +120,9 @@ class Coordinator:
         self._departing: set[int] = set()
         """Workers that are to leave, while others may be named."""
         self._departure_deadline = float("inf")
+        self._pace = Pace(elastic.overdue) if elastic and elastic.overdue else None
+        self._survey: Survey | None = None
+        """Under way."""
         self._start_deadline = time.monotonic() + limits.start_s
         self._thread = threading.Thread(target=self._serve, name="coordinator", daemon=True)
 
@@ -141,6 +147,7 @@ class Coordinator:
                 self._board.turn(max(0.0, min(TICK_S, self._departure_deadline - time.monotonic())))
                 self._miss_latecomers()
                 self._see_off()
+                self._look_for_the_overdue()
             if self._protocol:
                 self._emit_all(self._chronicle.close())
             self._tell_guardians({"op": "over", "exit_code": self._book.outcome().exit_code})
@@ -214,6 +221,8 @@ class Coordinator:
             self._stop(header["signal"], at_once=header["at_once"])
         elif op == "leave":
             self._note_departure(peer.guarded)
+        elif op == "where":
+            self._begin_survey("where everybody is:")
 
     def _hear_worker(self, peer: Peer, rank: int, header: dict[str, Any], payload: bytes) -> None:
         match header["op"]:
@@ -240,6 +249,9 @@ class Coordinator:
                 self._note_departure([rank])
             case "finish":
                 self._board.send(peer, {"op": "bye"})
+            case "whereabouts":
+                if self._survey:
+                    self._survey.note(rank, header["told"])
             case "report" | "confirm" | "suspect" | "finish_epoch" if self._protocol:
                 self._hear_member(self._protocol, rank, header)
             case _ if self._aborting:
@@ -268,6 +280,8 @@ class Coordinator:
 
     def _publish(self, rank: int, record: dict[str, Any]) -> None:
         """Passes a record on to the report. A new leader repeats what the old one may not have told."""
+        if self._pace:
+            self._pace.note(record, time.monotonic())
         match record:
             case {"kind": "step" | "evaluation" as kind, "step": int(step)}:
                 if step <= self._last_told.get(kind, 0):
@@ -284,6 +298,25 @@ class Coordinator:
         if self._protocol and record.get("kind") == "step":
             self._protocol.last_told = record["step"]
             self._emit_all(self._chronicle.note_step(record.get("step_s", 0.0)))
+
+    # Where everybody is
+
+    def _look_for_the_overdue(self) -> None:
+        now_s = time.monotonic()
+        overdue_s = self._pace.overdue_s(now_s) if self._pace and not self._aborting else None
+        if overdue_s is not None:
+            step = (self._book.last_step or 0) + 1
+            self._begin_survey(f"step {step} is overdue: nothing has come for {overdue_s:.1f} s (stacks: logs/)")
+        if self._survey and self._survey.is_over(now_s):
+            self._notice(self._survey.table())
+            self._survey = None
+
+    def _begin_survey(self, why: str) -> None:
+        """Asks every worker where it is; their guardians make them write their stacks into their logs."""
+        places = {rank: worker.coordinates for rank, worker in self._book.workers.items()}
+        self._survey = Survey(why, sorted(self._live), places, time.monotonic())
+        self._tell(self._live, {"op": "where"})
+        self._tell_guardians({"op": "where"})
 
     # The store
 

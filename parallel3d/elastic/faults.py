@@ -6,6 +6,7 @@ A fault is real: the process sends itself SIGKILL, SIGSTOP or SIGTERM. Ranks tha
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import get_args
 
@@ -46,7 +47,10 @@ class FaultInjector:
             is_step = self._step + 1 >= fault.step if in_recovery else self._step == fault.step
             if fault.phase == phase and is_step:
                 self._faults.remove(fault)
-                self._act(fault.kind)
+                if fault.kind == "sleep":
+                    time.sleep(fault.seconds)
+                else:
+                    self._act(fault.kind)
                 return
 
     def enter_instruction(self, op: str) -> None:

@@ -31,14 +31,18 @@ from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchErr
 TICK_S = 0.5
 HEIR_CONNECT_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ASK_SIGNAL = signal.SIGUSR1
+"""A guardian passes the question on where everybody is; a worker writes its stacks into its log."""
 
 
 class Signals:
-    """Collects SIGINT, SIGTERM and SIGCHLD while it is entered, and wakes a selector through `wakeup`."""
+    """Collects SIGINT, SIGTERM, SIGUSR1 and SIGCHLD while it is entered, and wakes a selector through `wakeup`."""
 
     def __init__(self) -> None:
         self.stops: list[int] = []
         """The stop signals that have come, oldest first."""
+        self.num_asks = 0
+        """How often somebody has asked where everybody is."""
         self.wakeup, self._writer = socket.socketpair()
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
@@ -47,7 +51,7 @@ class Signals:
         for end in (self.wakeup, self._writer):
             end.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, ASK_SIGNAL, signal.SIGCHLD):
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -63,6 +67,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS:
             self.stops.append(number)
+        self.num_asks += number == ASK_SIGNAL
 
 
 TakeOver = Callable[[Roster], Address]
@@ -100,6 +105,7 @@ class Guardian:
         self._limits = limits
         self._signals = signals
         self._stops_seen = 0
+        self._asks_seen = 0
         self._request: dict[str, Any] | None = None
         """What the newest stop asks for."""
         self._deadline = float("inf")
@@ -125,6 +131,7 @@ class Guardian:
             while self._children or self._seeking or self._exit_code is None:
                 self._reap()
                 self._heed_stops()
+                self._pass_questions_on()
                 self._give_up_the_silent()
                 self._enforce_deadline()
                 self._ask_next_heir()
@@ -193,6 +200,9 @@ class Guardian:
                 self._roster = Roster.from_json(header["roster"])
             case "watch":
                 self._watch.begin(Patience(silence_s=header["silence_s"], stuck_s=header["stuck_s"]))
+            case "where":
+                for pid in self._children:
+                    os.kill(pid, ASK_SIGNAL)
             case "stop":
                 self._allow(self._limits.stop_grace_s)
             case "abort":
@@ -291,6 +301,11 @@ class Guardian:
             else:
                 self._request = {"op": "stop", "signal": number, "at_once": at_once}
             self._tell(self._request)
+
+    def _pass_questions_on(self) -> None:
+        if self._signals.num_asks > self._asks_seen:
+            self._asks_seen = self._signals.num_asks
+            self._tell({"op": "where"})
 
     def _give_up_the_silent(self) -> None:
         for pid, why in self._watch.look(self._children.keys() - self._given_up.keys()).items():

@@ -24,6 +24,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TypeAlias
 
+from parallel3d.comm.abort import Wait
 from parallel3d.config.schema import TimeoutConfig
 
 BEAT_S = 0.05
@@ -86,11 +87,11 @@ class Pulse:
         self.tick()
         self._slot[_MODE] = mode
 
-    def note_wait(self, is_waiting: bool) -> None:
-        """A thread begins or ends to wait for a peer: meanwhile it is no fault of its own not to get on."""
+    def note_wait(self, wait: Wait | None) -> None:
+        """A thread begins or (None) ends to wait for peers: meanwhile it is no fault of its own not to get on."""
         self.tick()
         with self._lock:
-            self._num_waits += 1 if is_waiting else -1
+            self._num_waits += -1 if wait is None else 1
             self._slot[_WAITING] = self._num_waits
 
     def _beat(self) -> None:

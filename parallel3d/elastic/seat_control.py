@@ -108,7 +108,7 @@ class ControlSeat(Seat):
         return self._opening.record.epoch if self._opening else NOTHING
 
     def _await(self, ready: Callable[[], bool]) -> None:
-        with self._run_token.waiting(), self._changed:
+        with self._run_token.waiting("the coordinator's word"), self._changed:
             self._changed.wait_for(lambda: ready() or self._run_token.aborted)
         if not ready():
             raise RunEnded(self._run_token.reason)

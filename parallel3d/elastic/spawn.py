@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel3d.comm.abort import Wait
 from parallel3d.elastic.control import Control, open_connection
 from parallel3d.elastic.coordinator import Limits
 from parallel3d.elastic.finder import Finder
-from parallel3d.elastic.guardian import STOP_SIGNALS
+from parallel3d.elastic.guardian import ASK_SIGNAL, STOP_SIGNALS
 from parallel3d.elastic.pulse import Pulse, Slot
 from parallel3d.elastic.verdict import describe_error
+from parallel3d.elastic.whereabouts import Whereabouts
 from parallel3d.errors import LaunchError, UserError
 
 PR_SET_PDEATHSIG = 1
@@ -58,6 +60,7 @@ class WorkerContext:
     """The host's address as the other workers reach it."""
     control: Control
     pulse: Pulse
+    whereabouts: Whereabouts
 
 
 WorkerMain = Callable[[WorkerContext], int]
@@ -127,7 +130,14 @@ def _live(place: WorkerPlace, worker_main: WorkerMain, finder: Finder, pulse: Pu
             return None
 
     control = Control(connection, rank=place.rank, world_size=place.world_size, reconnect=reconnect)
-    control.token.note_wait = pulse.note_wait
+    whereabouts = Whereabouts()
+
+    def note_wait(wait: Wait | None) -> None:
+        pulse.note_wait(wait)
+        whereabouts.note_wait(wait)
+
+    control.token.note_wait = note_wait
+    control.whereabouts = whereabouts.tell
     pulse.start()
     signal.signal(signal.SIGTERM, lambda number, frame: control.ask_to_leave())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -140,6 +150,7 @@ def _live(place: WorkerPlace, worker_main: WorkerMain, finder: Finder, pulse: Pu
         address=finder.host_address(),
         control=control,
         pulse=pulse,
+        whereabouts=whereabouts,
     )
     exit_code = _run(place.log, worker_main, context)
     for stream in (sys.stdout, sys.stderr):
@@ -169,3 +180,4 @@ def _write_output_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     faulthandler.enable(file=2)
+    faulthandler.register(ASK_SIGNAL, file=2, all_threads=True)  # in C: it needs nothing of a Python that hangs

@@ -22,6 +22,7 @@ from torch import Tensor
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.group import Group, SoloGroup, Work
 from parallel3d.comm.messages import Header, Links, verify
+from parallel3d.waits import Standing, draw_standings
 
 T = TypeVar("T")
 
@@ -132,10 +133,10 @@ class ThreadWorld:
         if self._alive and self._alive <= set(self._waiting) and self._deadlock is None:
             waits = {rank: self._waiting[rank] for rank in sorted(self._alive)}
             if not any(ready() or token.aborted for ready, _, token in waits.values()):
-                table = "\n".join(
-                    f"  rank {r} [{self._doing[r] or '-'}] waits {what()}" for r, (_, what, _) in waits.items()
-                )
-                self._deadlock = f"deadlock:\n{table}"
+                table = [
+                    Standing(rank=r, doing=self._doing[r], remark=f"waits {w()}") for r, (_, w, _) in waits.items()
+                ]
+                self._deadlock = f"deadlock:\n{draw_standings(table)}"
                 self._changed.notify_all()
 
     def _wake(self) -> None:

@@ -127,6 +127,8 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self.on_phase(Phase.EVALUATE, self.rank.state.iteration)
+        if self.rank.is_leader:
+            self.publish({"kind": "evaluating", "step": self.rank.state.iteration})
         evaluate(self.rank)
         self._tell_evaluation()
 

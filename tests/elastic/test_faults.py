@@ -173,3 +173,13 @@ def test_a_fault_in_an_evaluation_belongs_to_the_step_before_it():
         probe.begin_step(step)
         probe("evaluate")
         assert len(happened) == step - 1
+
+
+def test_a_sleep_is_slept_and_kills_nobody(monkeypatch):
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    sleep = FaultConfig(rank=0, step=2, phase="forward", kind="sleep", seconds=7.5)
+    probe, happened = injector(sleep)
+    run_step(probe, 2)
+    run_step(probe, 2)
+    assert slept == [7.5] and happened == []

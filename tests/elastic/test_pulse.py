@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.comm.abort import Wait
 from parallel3d.config.schema import ElasticConfig, TimeoutConfig
 from parallel3d.elastic.pulse import (
     BEAT_S,
@@ -134,9 +135,9 @@ def test_a_pulse_is_read_by_another_process():
         pulse.mode = Mode.RUNNING
         for _ in range(100):
             pulse.tick()
-        pulse.note_wait(True)
-        pulse.note_wait(True)
-        pulse.note_wait(False)
+        pulse.note_wait(Wait("", (1,)))
+        pulse.note_wait(Wait("", (2,)))
+        pulse.note_wait(None)
         time.sleep(60)
         os._exit(0)
     try:

@@ -3,8 +3,10 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,23 +34,40 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run with all aids: (what it printed, its folder)."""
+def config_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("debug")
     sources = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
     (folder / "text.txt").write_text("\n".join(source.read_text(errors="replace") for source in sources))
     data = {"sources": [str(folder / "text.txt")], "cache_directory": str(folder / "cache")}
     config = {**CONFIG, "data": data, "run": {**CONFIG["run"], "directory": str(folder / "run")}}
     (folder / "tiny.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(folder / "tiny.json")],
+    return folder / "tiny.json"
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "train.py"), "--config", *map(str, arguments)],
         env={**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, folder / "run"
+
+
+def wait_until(condition, what, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(config_file):
+    """A run with all aids: (what it printed, its folder)."""
+    process = start(config_file)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    return out, config_file.parent / "run"
 
 
 def test_the_replica_check_finds_nothing(finished):
@@ -70,3 +89,47 @@ def test_traces_of_the_ranks_asked_for(finished):
     events = json.loads((run / "profile" / "rank-0.json").read_text())["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"step 3", "step 4", "load 0", "forward 0", "backward 0", "send activation 0 -> (1, 0)"} <= names
+
+
+def test_an_overdue_step_is_told_and_the_run_goes_on(config_file, tmp_path):
+    """Rank 1 sleeps in a step; a table says who waits for it, and where it sleeps stands in its log. Then on demand."""
+    fault = {"rank": 1, "step": 8, "phase": "forward", "kind": "sleep", "seconds": 4.0}
+    process = start(
+        config_file,
+        f"run.directory={tmp_path}",
+        "run.num_steps=1000000",
+        f"elastic.faults=[{json.dumps(fault)}]",
+        "debug.overdue_min_s=2.0",
+        "debug.overdue_factor=1.0",
+        "debug.profile.steps=[]",
+        "debug.dump_tensors.steps=[]",
+    )
+    metrics = tmp_path / "metrics.jsonl"
+
+    def lines():
+        return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    def tables(head):
+        return [line["text"] for line in lines() if line.get("event") == "notice" and line["text"].startswith(head)]
+
+    def num_steps():
+        return sum("event" not in line for line in lines())
+
+    try:
+        wait_until(lambda: tables("step 8 is overdue"), "the table of the overdue step")
+        head, *rows = tables("step 8 is overdue")[0].splitlines()
+        assert "nothing has come for" in head and len(rows) == 4
+        assert [row.split()[1] for row in rows] == ["0", "1", "2", "3"]
+        assert "rank 1 (pp0 dp1 tp0) [step 8, forward" in rows[1] and "others wait for it" in rows[1]
+        assert "rank 3 (pp1 dp1 tp0) [step 8, receive" in rows[3] and "waits for rank 1" in rows[3]
+        wait_until(lambda: num_steps() > 8, "the run to go on")
+        process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: tables("where everybody is"), "the table that was asked for")
+        assert len(tables("where everybody is")[0].splitlines()) == 5
+        assert not any(line.get("event") == "membership" for line in lines())
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "step 8 is overdue" in out and "Traceback" not in out
+    log = (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "most recent call first" in log and "faults.py" in log
