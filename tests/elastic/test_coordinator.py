@@ -47,7 +47,8 @@ def begin(*controls: Control) -> list[Opening]:
 def test_an_epoch_begins_goes_on_without_a_lost_worker_and_is_released(world):
     _, connect, guardian, records = world
     first, second = connect(0), connect(1)
-    assert begin(first, second)[0].record.members == (0, 1) and first.seat.committed == 0
+    assert begin(first, second)[0].record.members == (0, 1)
+    assert first.seat.standing()["committed"]["epoch"] == 0
     tell(guardian, op="ended", ends=[{"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.02}])
     opening = first.seat.enter(report_of(first, 0))
     assert (opening.record.epoch, opening.record.members, opening.record.grid.ranks) == (1, (0,), (0,))
@@ -214,6 +215,6 @@ def test_news_that_overtake_the_worker():
     seat.heed({"op": "go", "epoch": 1})
     seat.heed({"op": "seal", "epoch": 2, "reason": "rank 2 was lost"})
     seat.confirm(1, digest="", moved_bytes=0)  # it came before: the epoch is committed, though over
-    assert seat.committed == 1 and opening.token.aborted
+    assert seat.standing()["committed"]["epoch"] == 1 and opening.token.aborted
     with pytest.raises(EpochEnded, match="rank 2 was lost"):
         seat.finish()

@@ -44,9 +44,9 @@ def join(seat, rank, *, digest="plan", moved_bytes=0, **held):
 
 def test_all_begin_together_and_end_together():
     def body(rank, seat, table):
-        assert seat.committed == NOTHING
+        assert seat.standing()["committed"] is None
         opening = join(seat, rank, moved_bytes=10 + rank)
-        assert seat.committed == opening.record.epoch == 0 and opening.record.previous is None
+        assert seat.standing()["committed"]["epoch"] == opening.record.epoch == 0 and opening.record.previous is None
         time.sleep(0.02 * rank)
         seat.finish()
         assert seat.enter(report_of(rank)) is None
