@@ -16,7 +16,9 @@ from models.make import make_stage
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.gloo import GlooGroup
 from parallel3d.comm.group import Group, SoloGroup
+from parallel3d.comm.nccl import NCCL_ENVIRONMENT, NcclGroup
 from parallel3d.comm.sockets import SocketLinks, open_listener
+from parallel3d.comm.staging import StagedGroup
 from parallel3d.config.derived import num_parameters, warnings
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus, open_corpus
@@ -31,6 +33,7 @@ from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.pipeline.instructions import Instruction
+from parallel3d.topology.groups import is_world
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
 from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
 from parallel3d.trainer.recover import Member, Network
@@ -43,7 +46,8 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     """Trains as one rank of the run; returns its exit code."""
     control, token = context.control, context.control.token
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
-    device = choose_device(config, context.local_rank)
+    device = choose_device(config, context.local_rank, context.local_world_size)
+    take_device(device)
     torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)
     grid = build_grid(config)
@@ -83,7 +87,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
 def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **watchers: Any) -> bool:
     """Trains a rank that is prepared, to the end; False when it has left before or had no place then."""
     control = context.control
-    network = SocketNetwork(rank.config, context)
+    network = SocketNetwork(rank.config, context, rank.device)
     trainer = Trainer(
         rank=rank,
         member=Member(rank, control.seat, network, host=context.host, publish=control.publish),
@@ -146,16 +150,26 @@ def choose_num_threads(config: Config, local_world_size: int) -> int:
     return 1 if config.precision.sums == "exact" else max(1, (os.cpu_count() or 1) // local_world_size)
 
 
-def choose_device(config: Config, local_rank: int) -> torch.device:
+def choose_device(config: Config, local_rank: int, local_world_size: int) -> torch.device:
     """The device that `run.device` means on this machine; ConfigError when it is not there."""
-    wants_cuda = config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
-    if not wants_cuda:
+    wanted, num_devices = config.run.device, torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_devices < local_world_size):
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        rule = f"local rank {local_rank} has no device: {torch.cuda.device_count()} found"
+    if wanted == "cuda_shared" and num_devices > 0:
+        return torch.device("cuda", local_rank % num_devices)
+    if local_rank >= num_devices:
+        rule = f"local rank {local_rank} has no device: {num_devices} found"
         fix = "Start fewer workers on this host, or set run.device to cpu."
-        raise ConfigError([Problem(field="run.device", value=config.run.device, rule=rule, fix=fix)])
+        raise ConfigError([Problem(field="run.device", value=wanted, rule=rule, fix=fix)])
     return torch.device("cuda", local_rank)
+
+
+def take_device(device: torch.device) -> None:
+    """Makes it this process' own, before anything is put on it."""
+    if device.type == "cuda":
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
 
 
 def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) -> Corpus:
@@ -183,11 +197,13 @@ def evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
 
 
 class SocketNetwork(Network):
-    """Gloo groups that meet through the control channel's store, and sockets between pairs of ranks."""
+    """Groups that meet through the control channel's store, by NCCL or gloo as the ranks have a GPU each or not, and
+    sockets between pairs of ranks."""
 
-    def __init__(self, config: Config, context: WorkerContext):
+    def __init__(self, config: Config, context: WorkerContext, device: torch.device | str = "cpu"):
         self._config = config
         self._context = context
+        self._device = torch.device(device)
         self._listener: socket.socket | None = None
 
     def listen(self, epoch: int) -> Address:
@@ -208,20 +224,25 @@ class SocketNetwork(Network):
             slots=self._config.parallel.p2p_slots,
             token=token,
             timeout_s=self._config.run.timeout_s,
+            pinned=self._device.type == "cuda",
         )
 
         def make_group(name: str, ranks: tuple[int, ...]) -> Group:
             if len(ranks) == 1:
                 return SoloGroup(name=name, rank=self._context.rank)
-            return GlooGroup(
+            settings: dict[str, Any] = dict(
                 name=name,
                 rank=ranks.index(self._context.rank),
                 ranks=ranks,
                 store=ControlStore(self._context.control, token, num_ranks=len(ranks)),
                 token=token,
                 timeout_s=self._config.run.timeout_s,
-                address=self._context.address,
             )
+            on_host = self._device.type == "cpu" or is_world(name)
+            if not on_host and self._config.run.device != "cuda_shared":
+                return NcclGroup(**settings, device=self._device)
+            group = GlooGroup(**settings, address=self._context.address)
+            return group if on_host else StagedGroup(group)
 
         return Transports(make_group=make_group, links=links, token=token)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from parallel3d.comm.abort import AbortToken
+from parallel3d.errors import EpochEnded
+
+LINGER_S = 0.25  # for the coordinator's word on why a connection broke
 T = TypeVar("T")
 
 
@@ -22,3 +26,28 @@ def run_aside(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, daemon=True, name=name).start()
     return future
+
+
+def build_aside(build: Callable[[], T], name: str, token: AbortToken, timeout_s: float) -> T:
+    """What `build` gives, a group that connects with its peers, or EpochEnded. It is left to itself when the epoch
+    ends: a peer that died while a library waits for its connection is noticed by that library's own timeout alone."""
+    result = run_aside(build, f"build-{name}")
+    over = threading.Event()
+    result.add_done_callback(lambda _: over.set())
+    token.on_abort(over.set)
+    try:
+        if not over.wait(timeout_s):
+            raise EpochEnded(f"group {name}: could not be built in {timeout_s:.0f} s")
+        token.check()
+        return result.result(timeout=0)
+    except RuntimeError as error:
+        token.sleep(LINGER_S)
+        raise EpochEnded(f"group {name}: {str(error).splitlines()[0]}") from None
+    finally:
+        token.forget(over.set)
+
+
+def drop_aside(only: list[Any], name: str) -> None:
+    """Lets go of what takes long to end. The list holds the only reference: one in the caller's frame might be the
+    last, and then it would end on the caller's thread."""
+    threading.Thread(target=only.clear, daemon=True, name=name).start()

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.comm.aside import run_aside
+from parallel3d.comm.aside import LINGER_S, build_aside, drop_aside
 from parallel3d.comm.group import Group, Work
 from parallel3d.errors import EpochEnded
 
-_LINGER_S = 0.25  # for the coordinator's word on why a connection broke
 _UNUSED_TAG = 0x7FFF
 
 
@@ -53,7 +52,9 @@ class GlooGroup(Group):
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
-        self._pg: Any = _build(lambda: gloo(dist.PrefixStore(name, store), rank, len(ranks), options), name, self)
+        self._pg: Any = build_aside(
+            lambda: gloo(dist.PrefixStore(name, store), rank, len(ranks), options), name, token, timeout_s
+        )
         token.on_abort(self._wake_all)
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
@@ -87,9 +88,9 @@ class GlooGroup(Group):
         """gloo takes some 10 ms a peer to close, and as long as its timeout where a collective hangs: another thread
         waits for it."""
         self.token.forget(self._wake_all)
-        only = [self._pg]  # a second reference, in this frame, might be the last: then gloo would close on this thread
+        only = [self._pg]
         self._pg = None
-        threading.Thread(target=_drop, args=(only,), daemon=True, name=f"close-{self.name}").start()
+        drop_aside(only, f"close-{self.name}")
 
     def _track(self, work: dist.Work, tensors: tuple[Tensor, ...], *, then: Callable[[], None] | None = None) -> Work:
         return _GlooWork(work, tensors, self, then or _nothing)
@@ -127,7 +128,7 @@ class _GlooWork:
             self._then()
             self._then = _nothing
             return
-        group.token.sleep(_LINGER_S)
+        group.token.sleep(LINGER_S)
         raise EpochEnded(reason)
 
     def _finish(self, future: object) -> None:
@@ -141,29 +142,6 @@ def _nothing() -> None:
     return None
 
 
-def _build(make: Callable[[], Any], name: str, group: GlooGroup) -> Any:
-    """Connects on another thread, which is left to itself when the epoch ends: a peer that died while gloo waits for
-    its connection is noticed by gloo's own timeout alone."""
-    result = run_aside(make, f"build-{name}")
-    over = threading.Event()
-    result.add_done_callback(lambda _: over.set())
-    group.token.on_abort(over.set)
-    try:
-        if not over.wait(group.timeout_s):
-            raise EpochEnded(f"group {name}: could not be built in {group.timeout_s:.0f} s")
-        group.token.check()
-        return result.result(timeout=0)
-    except RuntimeError as error:
-        group.token.sleep(_LINGER_S)
-        raise EpochEnded(f"group {name}: {str(error).splitlines()[0]}") from None
-    finally:
-        group.token.forget(over.set)
-
-
 def _fail_all_pairs(pg: Any) -> None:
     with contextlib.suppress(RuntimeError):
         pg.recv_anysource([torch.zeros(1)], _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-
-def _drop(held: list[Any]) -> None:
-    held.clear()

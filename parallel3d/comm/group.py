@@ -24,6 +24,9 @@ class Work(Protocol):
 class Group(ABC):
     """`size` ranks, of which this process is number `rank`; `ranks` are their global ranks."""
 
+    waits_for_data = True
+    """Whether `wait` returns when the data is there; else it only puts what the device is given next behind it."""
+
     def __init__(self, *, name: str, rank: int, ranks: tuple[int, ...]):
         self.name = name
         self.rank = rank

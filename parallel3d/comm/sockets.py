@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.messages import HEADER_BYTES, Header, Links, verify
+from parallel3d.comm.staging import HostCopy
 from parallel3d.errors import EpochEnded, ProtocolError
 
 _HELLO = struct.Struct("<II")  # epoch, source rank
@@ -32,7 +33,10 @@ def open_listener(host: str) -> socket.socket:
 
 
 class SocketLinks(Links):
-    """`address_of(rank)` is asked on the first send to a rank and may block until that rank has published it."""
+    """`address_of(rank)` is asked on the first send to a rank and may block until that rank has published it.
+
+    Tensors of a device may be sent; what is received is the host's, in `pinned` memory if asked for.
+    """
 
     def __init__(
         self,
@@ -44,8 +48,10 @@ class SocketLinks(Links):
         slots: int,
         token: AbortToken,
         timeout_s: float,
+        pinned: bool = False,
     ):
         self._rank = rank
+        self._pinned = pinned
         self._epoch = epoch
         self._listener = listener
         self._address_of = address_of
@@ -53,7 +59,7 @@ class SocketLinks(Links):
         self._token = token
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._outbox: dict[int, deque[tuple[Header, Tensor]]] = {}
+        self._outbox: dict[int, deque[tuple[Header, HostCopy]]] = {}
         self._inbox: dict[int, deque[tuple[Header, Tensor]]] = {}
         self._broken: dict[int, str] = {}
         self._sockets: list[socket.socket] = [listener]
@@ -63,14 +69,14 @@ class SocketLinks(Links):
         self._start(self._accept)
 
     def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
-        tensor = tensor.contiguous()
+        copy = HostCopy(tensor.contiguous())
         with self._changed:
             if destination not in self._outbox:
                 self._outbox[destination] = deque()
                 self._senders.append(self._start(self._write_to, destination))
             queue = self._outbox[destination]
             self._await(lambda: len(queue) < self._slots or not bounded, destination, f"to send {header}")
-            queue.append((header, tensor))
+            queue.append((header, copy))
             self._changed.notify_all()
 
     def receive(self, source: int, expected: Header) -> Tensor:
@@ -121,9 +127,11 @@ class SocketLinks(Links):
                     self._changed.wait_for(lambda: queue or self._is_over())  # bounded: close, abort
                     if self._token.aborted or not queue:
                         return
-                    header, tensor = queue[0]
+                    header, copy = queue[0]
+                data = _as_bytes(copy.read())
+                self._token.check()
                 connection.sendall(header.pack())
-                connection.sendall(_as_bytes(tensor))
+                connection.sendall(data)
                 with self._changed:
                     queue.popleft()
                     self._changed.notify_all()
@@ -150,7 +158,7 @@ class SocketLinks(Links):
                 queue = self._inbox.setdefault(source, deque())
             while True:
                 header = Header.unpack(_read(connection, HEADER_BYTES))
-                tensor = torch.empty(header.shape, dtype=header.dtype)
+                tensor = torch.empty(header.shape, dtype=header.dtype, pin_memory=self._pinned)
                 _read_into(connection, _as_bytes(tensor))
                 with self._changed:
                     self._changed.wait_for(lambda: len(queue) < self._slots or self._is_over())  # bounded: close, abort

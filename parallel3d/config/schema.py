@@ -350,8 +350,10 @@ class RunConfig(Section):
     """Global batches of one evaluation."""
     show_routes: bool = False
     """Print who handles which micro-batch, at the start and after each change of membership."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if every rank of a machine can have one."""
+    device: Literal["auto", "cpu", "cuda", "cuda_shared"] = "auto"
+    """cuda: a GPU for each rank, and NCCL. cuda_shared: the ranks of a machine share its GPUs, and gloo works on copies
+    in the host's memory: for tests. auto: cuda if every rank of a machine can have a GPU, else cpu; all machines must
+    be alike."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait for a peer, in seconds."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.group import Group
+from parallel3d.comm.staging import HostCopy
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
 from parallel3d.optim.buckets import BucketPlan
@@ -152,7 +153,7 @@ class Bucket:
             return sum((sum_of_squares(self.owned.sums[part], self.fixed) for part in parts), start=ExactSum())
         wide = torch.promote_types(self._policy.grad, torch.float32)
         norms = [torch.linalg.vector_norm(self.owned.grads[part], dtype=wide).double() for part in parts]
-        return ExactSum.of(norm.square().item() for norm in norms)
+        return ExactSum.of(HostCopy(torch.stack(norms).square()).read().tolist()) if norms else ExactSum()
 
     def sum_copies(self, tp: Group) -> None:
         """Adds up the gradients of the elements that several ranks hold, over those ranks.

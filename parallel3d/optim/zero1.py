@@ -156,13 +156,15 @@ class ShardedOptimizer:
         for index, bucket in enumerate(self.buckets):
             for shard, number in zip(bucket.shards[1:], self._cut.ranges_of(self.rank)[1:]):
                 owner = self._cut.holders[number][0]
-                shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)))
+                shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)), non_blocking=True)
 
     def squared_norm(self) -> ExactSum:
         """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
         if not self._is_sharded and self._dp.rank != 0:
             return ExactSum()
-        return sum((bucket.squared_norm(self._tp.rank) for bucket in self.buckets), start=ExactSum())
+        total = sum((bucket.squared_norm(self._tp.rank) for bucket in self.buckets), start=ExactSum())
+        self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
+        return total
 
     def update(self, version: int, step: UpdateStep | None) -> None:
         """Brings every range held to `version`, and starts the gathers. None: the iteration updates nothing."""
@@ -195,7 +197,8 @@ class ShardedOptimizer:
             works = [self._dp.all_gather_async(bucket.weights, bucket.owned_weights) for bucket in self.buckets]
             for work in works:
                 work.wait()
-        self._stale = set()
+        if self._dp.waits_for_data:
+            self._stale = set()
 
     def finish_gather(self) -> None:
         """Waits until all weights are whole."""
@@ -364,7 +367,8 @@ class ShardedOptimizer:
             if index in self._gathering:
                 self._gathering[index].wait()
                 del self._gathering[index]
-                self._stale.discard(index)
+                if self._dp.waits_for_data:
+                    self._stale.discard(index)
 
 
 def _read(shards: list[Shard], start: int, stop: int, *, with_master: bool) -> Tensor:

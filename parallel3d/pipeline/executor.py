@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.messages import Header, Kind, Links
+from parallel3d.comm.staging import HostCopy, to_device
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.errors import EpochEnded
 from parallel3d.layers.micro_batch import BatchPlan, MicroBatch
@@ -106,8 +107,10 @@ class Executor:
                     _ACTIONS[instruction.op](self, scratch, instruction)
             except EpochEnded as error:
                 raise EpochEnded(f"{error} (at: {instruction})") from None
-        losses = {micro_batch: loss.item() for micro_batch, loss in scratch.losses.items()}  # the one wait for a device
-        scratch.result.losses = losses
+        if scratch.losses:
+            losses = HostCopy(torch.stack(list(scratch.losses.values()))).read()  # the one wait for a device
+            scratch.result.losses = dict(zip(scratch.losses, losses.tolist()))
+        self.token.check()
         scratch.result.run_s = time.perf_counter() - started
         return scratch.result
 
@@ -190,13 +193,13 @@ class Executor:
 
     def _send(self, scratch: _Scratch, step: Instruction, kind: Kind, tensor: Tensor) -> None:
         header = self._header(scratch, step, kind, tuple(tensor.shape), tensor.dtype)
-        self.links.send(self._peer(step), header, tensor.cpu())
+        self.links.send(self._peer(step), header, tensor)
 
     def _receive(
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         header = self._header(scratch, step, kind, shape, dtype)
-        return self.links.receive(self._peer(step), header).to(self.device)
+        return to_device(self.links.receive(self._peer(step), header), self.device)
 
     def _header(
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype

@@ -56,3 +56,9 @@ def build_groups(grid: Grid, rank: int, epoch: int, make_group: MakeGroup[G]) ->
         dp=make_group(f"epoch{epoch}/dp/stage{place.pp}/tp{place.tp}", grid.dp_ranks(place.pp, place.tp)),
         tp=make_group(f"epoch{epoch}/tp/stage{place.pp}/replica{place.dp}", grid.tp_ranks(place.replica)),
     )
+
+
+def is_world(name: str) -> bool:
+    """Whether this is the name of a group of all ranks, which is given numbers of the host alone, wherever tensors are:
+    the iteration's one all-reduce is of what every rank has read from its device by then."""
+    return name.endswith("/world")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel3d.comm.staging import to_device
 from parallel3d.data.lanes import Cursor, Lanes
 from parallel3d.layers.micro_batch import MicroBatch
 
@@ -42,7 +43,7 @@ class LaneLoader:
         for slot in micro_batch.slots:
             tokens, self.advanced[slot] = self._reader.read(slot, self._cursors[slot], micro_batch.sequence_length)
             rows.append(tokens)
-        whole = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
+        whole = to_device(torch.from_numpy(np.stack(rows).astype(np.int64)), self._device)
         return whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1)
 
 

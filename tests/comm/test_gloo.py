@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from parallel3d.comm import aside
 from parallel3d.comm import gloo as module
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.gloo import GlooGroup
@@ -37,7 +38,7 @@ def run_processes(function, directory, *, size=SIZE, with_folder=False):
 
 def _rank(rank, function, directory, size, with_folder):
     torch.set_num_threads(1)
-    module._LINGER_S = 0.3
+    module.LINGER_S = aside.LINGER_S = 0.3
     token = AbortToken()
     store = FileStore(f"{directory}/store", size)
     ranks = tuple(range(10, 10 + size))  # global ranks: not the ones in the group

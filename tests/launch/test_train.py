@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -130,6 +131,28 @@ def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "parallel.pp_size=1", "parallel.dp_size=1"))
     assert code == 0 and "an earlier run's files are now in" in out
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in steps], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "device,sizes",
+    [
+        ("cuda", dict(tp=1, pp=1, dp=1)),
+        ("cuda_shared", dict(tp=2, pp=2, dp=1)),
+        ("cuda_shared", dict(tp=1, pp=2, dp=2)),
+    ],
+    ids=str,
+)
+def test_a_gpu_trains_like_a_cpu(config_file, tmp_path, device, sizes):
+    losses = {}
+    for name in ("cpu", device):
+        arguments = [f"run.device={name}", f"run.directory={tmp_path / name}"]
+        arguments += [f"parallel.{axis}_size={size}" for axis, size in sizes.items()]
+        code, out, err = finish(start("--config", config_file, *arguments), timeout=300)
+        assert code == 0, out + err
+        losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
+    assert losses[device] == pytest.approx(losses["cpu"], rel=1e-3)
 
 
 def test_the_same_file_under_torchrun(config_file, tmp_path):
