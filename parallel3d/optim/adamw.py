@@ -55,7 +55,7 @@ def adamw_fused(
         [moments[0]],
         [moments[1]],
         [],
-        [torch.full((), float(step.number - 1), device=master.device)],
+        [torch.full((), float(step.number - 1), device=weights.device)],
         fused=True,
         amsgrad=False,
         beta1=settings.beta1,
