@@ -1,7 +1,7 @@
 """The configuration: every field with its type, range, unit and what else it constrains.
 
 Types are strict (no "8" for 8), unknown fields are errors, objects are frozen. What a field may be on its own is said
-here; rules between fields live in load.py, sizes that follow from fields in derived.py. The docstrings below are the
+here; rules between fields live in rules.py, sizes that follow from fields in derived.py. The docstrings below are the
 reference: they are carried into the JSON schema that editors read, which `python -m parallel3d.config.schema` prints.
 
 A field that may be null says what null stands for; `load.resolve` fills in what can be derived.

@@ -1,0 +1,373 @@
+"""Rules between fields of the configuration: each names the field to change, its value, the rule and the fix.
+
+A rule says which fields it reads, so that it is left out where one of them is not even of the right form.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator
+from math import floor, frexp, log2
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config import derived
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import Problem
+
+
+def broken_rules(config: Config, world_size: int | None, broken: set[str]) -> Iterator[Problem]:
+    """All problems of the rules that read no broken field."""
+
+    def usable(field: str) -> bool:
+        return not any(field == bad or field.startswith(bad + ".") for bad in broken)
+
+    for field, divisor, why in _MULTIPLES:
+        if usable(field) and usable(divisor):
+            yield from _check_multiple(config, field, divisor, why)
+    for check, reads in _RULES:
+        if all(map(usable, reads)):
+            yield from check(config, world_size)
+
+
+_MULTIPLES: tuple[tuple[str, str, str], ...] = (
+    ("model.hidden_size", "model.num_attention_heads", "heads have one width"),
+    ("model.num_attention_heads", "model.num_key_value_heads", "each key-value head serves as many query heads"),
+    ("model.num_attention_heads", "parallel.tp_size", "a tensor-parallel rank holds whole heads"),
+    ("model.intermediate_size", "parallel.tp_size", "tensor-parallel ranks hold equal shares"),
+)
+"""(field, divisor, why): the first is a multiple of the second; a null takes part in no such rule."""
+
+
+def _check_multiple(config: Config, field: str, divisor: str, why: str) -> Iterator[Problem]:
+    value, unit = _value(config, field), _value(config, divisor)
+    if value is not None and unit is not None and value % unit:
+        rule = f"must be a multiple of {divisor} = {unit}: {why}"
+        fix = f"Take {value - value % unit or unit} or {value - value % unit + unit}, or change {divisor}"
+        yield Problem(field=field, value=value, rule=rule, fix=fix)
+
+
+def _value(config: Config, field: str) -> Any:
+    node: Any = config
+    for name in field.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def _check_head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
+    size, rest = divmod(config.model.hidden_size, config.model.num_attention_heads)
+    if config.model.architecture == "llama" and rest == 0 and size % 2:
+        yield Problem(
+            field="model.hidden_size",
+            value=config.model.hidden_size,
+            rule=f"makes heads of odd width {size}, and rotary positions turn pairs",
+            fix="Change it, or model.num_attention_heads, so that their ratio is even",
+        )
+
+
+_ONLY_FOR = {
+    "rms_norm_eps": "llama",
+    "rope_theta": "llama",
+    "layer_norm_eps": "gpt2",
+    "activation_function": "gpt2",
+}
+"""Fields of the model that only one architecture reads."""
+
+
+def _check_key_value_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    heads, ranks = config.model.num_key_value_heads, config.parallel.tp_size
+    if heads is not None and heads % ranks and ranks % heads:
+        yield Problem(
+            field="model.num_key_value_heads",
+            value=heads,
+            rule=f"must be a multiple or a divisor of parallel.tp_size = {ranks}: a tensor-parallel rank holds whole"
+            " heads, or a copy of one",
+            fix="Change either",
+        )
+
+
+def _check_architecture(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Settings that would be ignored; what stands there by default is none."""
+    for name, architecture in _ONLY_FOR.items():
+        value = getattr(config.model, name)
+        if config.model.architecture != architecture and value != ModelConfig.model_fields[name].default:
+            yield Problem(
+                field=f"model.{name}",
+                value=value,
+                rule=f"belongs to {architecture}; model.architecture is {config.model.architecture}",
+                fix=f"Leave it out, or use model.architecture {architecture}",
+            )
+
+
+def _check_positions(config: Config, world_size: int | None) -> Iterator[Problem]:
+    positions, length = config.model.max_position_embeddings, config.batch.sequence_length
+    if positions is not None and length > positions:
+        yield Problem(
+            field="batch.sequence_length",
+            value=length,
+            rule=f"is longer than model.max_position_embeddings = {positions}",
+            fix=f"Take at most {positions}, or raise model.max_position_embeddings",
+        )
+
+
+def _check_sequence_shards(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if config.parallel.sequence_parallel:
+        yield from _check_multiple(
+            config, "batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel cuts sequences evenly"
+        )
+
+
+def _check_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    parallel, layers = config.parallel, config.model.num_hidden_layers
+    if parallel.pp_size * parallel.virtual_stages > layers:
+        chunks = f" for each of its parallel.virtual_stages = {parallel.virtual_stages} chunks"
+        has_chunks = parallel.virtual_stages > 1
+        yield Problem(
+            field="parallel.pp_size",
+            value=parallel.pp_size,
+            rule=f"every stage needs a layer{chunks * has_chunks}, and model.num_hidden_layers is {layers}",
+            fix="Use fewer stages or fewer chunks" if has_chunks else f"Use at most {layers} stages",
+        )
+
+
+def _check_virtual_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    parallel = config.parallel
+    if (parallel.schedule == "interleaved") != (parallel.virtual_stages > 1):
+        wanted = "at least 2" if parallel.schedule == "interleaved" else "1"
+        yield Problem(
+            field="parallel.virtual_stages",
+            value=parallel.virtual_stages,
+            rule=f"parallel.schedule {parallel.schedule} needs {wanted}",
+            fix="Change either: schedule interleaved goes with 2 virtual stages or more, the others with 1",
+        )
+    if parallel.schedule == "interleaved" and parallel.pp_size == 1:
+        yield Problem(
+            field="parallel.schedule",
+            value=parallel.schedule,
+            rule="chunks of several stages are interleaved, and parallel.pp_size is 1",
+            fix="Take 1f1b, or raise parallel.pp_size",
+        )
+
+
+def _check_layers_per_stage(config: Config, world_size: int | None) -> Iterator[Problem]:
+    layers = config.parallel.layers_per_stage
+    chunks = config.parallel.virtual_stages
+    wanted = (config.parallel.pp_size * chunks, config.model.num_hidden_layers)
+    count = "parallel.pp_size * parallel.virtual_stages" if chunks > 1 else "parallel.pp_size"
+    if layers is not None and (len(layers), sum(layers)) != wanted:
+        yield Problem(
+            field="parallel.layers_per_stage",
+            value=layers,
+            rule=f"needs {wanted[0]} numbers ({count}) with the sum {wanted[1]} (model.num_hidden_layers), has"
+            f" {len(layers)} with the sum {sum(layers)}",
+            fix="Correct it, or leave it out to have the layers balanced",
+        )
+
+
+def _check_stage_replicas(config: Config, world_size: int | None) -> Iterator[Problem]:
+    replicas, stages = config.parallel.stage_replicas, config.parallel.pp_size
+    if replicas is None:
+        return
+    if len(replicas) != stages:
+        yield Problem(
+            field="parallel.stage_replicas",
+            value=replicas,
+            rule=f"needs one number for each of the parallel.pp_size = {stages} stages, has {len(replicas)}",
+            fix=f"Give {stages} numbers, or use parallel.dp_size",
+        )
+    if config.parallel.dp_size is not None:
+        yield Problem(
+            field="parallel.stage_replicas",
+            value=replicas,
+            rule=f"excludes parallel.dp_size = {config.parallel.dp_size}, which also says how many replicas there are",
+            fix="Leave one of them out",
+        )
+
+
+def _check_world(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if world_size is None:
+        return
+    parallel = config.parallel
+    needed = sum(derived.replicas_in_world(parallel, world_size)) * parallel.tp_size
+    if needed == world_size:
+        return
+    field = "parallel.dp_size" if parallel.stage_replicas is None else "parallel.stage_replicas"
+    asked = _value(config, field)
+    rule = f"makes {needed} ranks with tp_size {parallel.tp_size} and pp_size {parallel.pp_size}, not {world_size}"
+    fix = f"Start {needed} ranks, or change it"
+    if asked is None:
+        unit = parallel.tp_size * parallel.pp_size
+        rule = f"{world_size} ranks cannot be shared out over replicas of tp_size * pp_size = {unit} ranks"
+        fix = f"Start a multiple of {unit} ranks, or change parallel.tp_size or parallel.pp_size"
+    yield Problem(field=field, value=asked, rule=rule, fix=fix)
+
+
+def _check_batch(config: Config, world_size: int | None) -> Iterator[Problem]:
+    batch = config.batch
+    given = [batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches]
+    if given.count(None) > 1:
+        yield Problem(
+            field="batch",
+            value=batch.model_dump(exclude_none=True),
+            rule="two of global_batch_size, micro_batch_size and num_micro_batches are needed, the third follows",
+            fix=f"Add {'one' if given.count(None) == 2 else 'two'} of them",
+        )
+        return
+    total, micro, count = derived.batch_sizes(batch)
+    if total != micro * count:
+        yield Problem(
+            field="batch.global_batch_size",
+            value=total,
+            rule="must be micro_batch_size * num_micro_batches, given as"
+            f" {batch.micro_batch_size or '(derived)'} * {batch.num_micro_batches or '(derived)'}",
+            fix=f"Leave one of the three out, or take {micro * count or micro}",
+        )
+        return
+    most = max(derived.replicas_in_world(config.parallel, world_size))
+    if count < most:
+        yield Problem(
+            field="batch.num_micro_batches",
+            value=count,
+            rule=f"is too few for {most} replicas of a stage: each needs one micro-batch at least",
+            fix=f"Use smaller micro-batches, a global_batch_size of {micro * most} or more, or fewer replicas",
+        )
+
+
+def _check_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
+    schedule = config.schedule
+    end = schedule.decay_steps  # a short trial run may end within its warmup: that is a warning
+    if schedule.kind != "constant" and end is not None and schedule.warmup_steps > end:
+        yield Problem(
+            field="schedule.warmup_steps",
+            value=schedule.warmup_steps,
+            rule=f"is longer than the schedule, which ends at schedule.decay_steps = {end}",
+            fix=f"Take at most {end}, or raise schedule.decay_steps",
+        )
+
+
+def _check_tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
+    pieces, rows = config.data.tokenizer.vocab_size, config.model.vocab_size
+    if pieces is not None and pieces > rows:
+        yield Problem(
+            field="data.tokenizer.vocab_size",
+            value=pieces,
+            rule=f"is more than the model's model.vocab_size = {rows} tokens",
+            fix=f"Take at most {rows}, or raise model.vocab_size",
+        )
+
+
+def _check_sources(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for index, source in enumerate(config.data.sources):
+        if not (Path(expand_home(source)).exists() or glob.glob(expand_home(source), recursive=True)):
+            yield Problem(
+                field=f"data.sources.{index}",
+                value=source,
+                rule=f"no such file or folder, seen from {Path.cwd()}",
+                fix="Correct the path; without data.sources the built-in corpus is used",
+            )
+
+
+def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
+    path = config.data.tokenizer.path
+    if path is not None and not Path(expand_home(path)).is_file():
+        yield Problem(
+            field="data.tokenizer.path",
+            value=path,
+            rule=f"no such file, seen from {Path.cwd()}",
+            fix="Correct the path; without it a tokenizer is trained on the corpus",
+        )
+
+
+def expand_home(path: str) -> str:
+    return os.path.expanduser(path)  # Path's raises on ~nobody
+
+
+_BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
+_STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
+_LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
+
+
+def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for name in ("silence", "stuck"):
+        timeout = getattr(config.elastic, name)
+        if timeout.min_s > timeout.max_s:
+            rule = f"must be at most elastic.{name}.max_s = {timeout.max_s:g}"
+            yield Problem(field=f"elastic.{name}.min_s", value=timeout.min_s, rule=rule, fix="Change either")
+
+
+def _check_loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
+    scale = config.precision.loss_scale
+    for name, value in scale.model_dump(exclude={"growth_interval"}).items():
+        if frexp(value)[0] != 0.5:
+            low = 2.0 ** floor(log2(value))
+            rule, fix = "must be a power of two: scaling then changes no bit", f"Take {low:g} or {2 * low:g}"
+            yield Problem(field=f"precision.loss_scale.{name}", value=value, rule=rule, fix=fix)
+    for name, holds, rule in (
+        ("initial", scale.initial >= scale.min, f"must be at least precision.loss_scale.min = {scale.min:g}"),
+        ("growth_factor", scale.growth_factor >= 1, "must be at least 1"),
+        ("backoff_factor", scale.backoff_factor <= 1, "must be at most 1"),
+    ):
+        if not holds:
+            value = getattr(scale, name)
+            yield Problem(field=f"precision.loss_scale.{name}", value=value, rule=rule, fix="Change it")
+
+
+def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
+    num_ranks = _num_ranks(config, world_size)
+    for number, fault in enumerate(config.elastic.faults):
+        for name, value, last in (
+            ("rank", fault.rank, num_ranks - 1),
+            ("step", fault.step, config.run.num_steps),
+        ):
+            if value > last:
+                rule = f"there is no such {name}: the last is {last}"
+                fix = "Name one that there is, or take the fault out"
+                yield Problem(field=f"elastic.faults.{number}.{name}", value=value, rule=rule, fix=fix)
+
+
+def _check_profile(config: Config, world_size: int | None) -> Iterator[Problem]:
+    steps, ranks = config.debug.profile.steps, config.debug.profile.ranks
+    if steps and (len(steps) != 2 or steps[0] > steps[1] or steps[1] > config.run.num_steps):
+        rule = f"must be the first and the last step to record, the last at most run.num_steps = {config.run.num_steps}"
+        yield Problem(field="debug.profile.steps", value=steps, rule=rule, fix="Give two steps, such as [10, 12]")
+    last = _num_ranks(config, world_size) - 1
+    if ranks and max(ranks) > last:
+        rule = f"there is no such rank: the last is {last}"
+        yield Problem(field="debug.profile.ranks", value=ranks, rule=rule, fix="Name ranks that there are")
+
+
+def _check_dumps(config: Config, world_size: int | None) -> Iterator[Problem]:
+    steps = config.debug.dump_tensors.steps
+    if steps and max(steps) > config.run.num_steps:
+        rule = f"there is no such step: the last is run.num_steps = {config.run.num_steps}"
+        yield Problem(field="debug.dump_tensors.steps", value=steps, rule=rule, fix="Name steps that there are")
+
+
+def _num_ranks(config: Config, world_size: int | None) -> int:
+    return sum(derived.stage_replicas(config)) * config.parallel.tp_size if world_size is None else world_size
+
+
+_RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
+    (_check_head_size, ("model.architecture", "model.hidden_size", "model.num_attention_heads")),
+    (_check_key_value_heads, ("model.num_key_value_heads", "parallel.tp_size")),
+    (_check_architecture, ("model.architecture", *(f"model.{name}" for name in _ONLY_FOR))),
+    (_check_positions, ("model.max_position_embeddings", "batch.sequence_length")),
+    (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),
+    (_check_stages, _STAGES),
+    (_check_virtual_stages, ("parallel.schedule", *_STAGES)),
+    (_check_layers_per_stage, ("parallel.layers_per_stage", *_STAGES)),
+    (_check_stage_replicas, _LAYOUT),
+    (_check_world, _LAYOUT),
+    (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
+    (_check_warmup, ("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps")),
+    (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
+    (_check_sources, ("data.sources",)),
+    (_check_tokenizer_path, ("data.tokenizer.path",)),
+    (_check_loss_scale, ("precision.loss_scale",)),
+    (_check_timeouts, ("elastic",)),
+    (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
+    (_check_dumps, ("debug.dump_tensors.steps", "run.num_steps")),
+    (_check_profile, ("debug.profile.steps", "debug.profile.ranks", "run.num_steps", *_LAYOUT)),
+)
+"""Each rule with the fields that it reads."""
