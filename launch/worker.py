@@ -297,6 +297,5 @@ def describe_run(rank: RankRuntime, corpus: Corpus) -> dict[str, Any]:
         "layout": describe_layout(rank.grid),
         "state_bytes": rank.optimizer.state_bytes(),
         "parameters": num_parameters(config.model),
-        "planned_bubble": rank.train_plan.bubble,
         "corpus": corpus.fingerprint,
     }

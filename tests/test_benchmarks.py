@@ -16,10 +16,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cpu  # noqa: E402
+from benchmarks import bubble, cpu  # noqa: E402
 from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
 from parallel3d.config.derived import world_size  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.trainer.build import Plans, build_grid  # noqa: E402
 
 WORKLOAD = Workload()
 
@@ -48,6 +49,14 @@ def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
     for contestant in cpu.CONTESTANTS:
         if contestant.module == module:
             assert all(f'"{argument}"' in source for argument in contestant.arguments)
+
+
+@pytest.mark.parametrize("name", bubble.SCHEDULES)
+def test_the_stages_that_sleep_have_a_plan(name: str):
+    config = bubble.sleeping_config(bubble.SCHEDULES[name], 8, 1)
+    plan = Plans(config, build_grid(config)).train
+    planned = {"1f1b": 3 / 11, "interleaved, 2 chunks": 3 / 19, "zb-h1": 3 / 27}
+    assert plan.bubble == pytest.approx(planned[name])
 
 
 def test_the_workload_survives_a_command_line():

@@ -1,7 +1,8 @@
 """Layouts as short strings, `tp2.pp2.dp2.sp.zero0.gpipe`, and the overrides of section `parallel` that they stand for.
 
 A layout says the whole grid: a size that it leaves out is 1, replicas that differ by stage are `dp2/1`, and layers are
-cut by cost. What else it leaves out stays as the configuration has it.
+cut by cost. `v2` is schedule interleaved with 2 virtual stages; other schedules, and grids of one stage, have none.
+What else it leaves out stays as the configuration has it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SWITCHES: dict[str, tuple[str, Any]] = {
 }
 """Parts without a number: the field of section `parallel` and its value."""
 
-HELP = f"parts joined by dots: tpN ppN dpN (dpN/N where stages differ) {' '.join(SWITCHES)}"
+HELP = f"parts joined by dots: tpN ppN dpN (dpN/N where stages differ) vN (interleaved) {' '.join(SWITCHES)}"
 
 USUAL = (("tp2.sp", "tp2"), ("pp2",), ("dp2",), ("tp2.pp2.dp2.sp", "tp2.pp2.dp2", "pp2.dp2", "tp2.pp2", "tp2.dp2"))
 """What is worth a look by default: of each tuple the first that fits a configuration."""
@@ -65,6 +66,10 @@ def parse_layout(text: str) -> Layout:
         fields[name] = value
     if isinstance(fields["dp_size"], list):
         fields["stage_replicas"], fields["dp_size"] = fields["dp_size"], None
+    if "virtual_stages" in fields:
+        fields.setdefault("schedule", "interleaved")
+    elif fields["pp_size"] == 1 or fields.get("schedule", "interleaved") != "interleaved":
+        fields |= {"schedule": fields.get("schedule", "1f1b"), "virtual_stages": 1}
     return Layout(name=text.strip(), fields=fields)
 
 
@@ -94,6 +99,8 @@ def _parse_part(part: str, text: str) -> tuple[str, Any]:
         return SWITCHES[part]
     if match := re.fullmatch(r"(tp|pp)([1-9]\d*)", part):
         return f"{match[1]}_size", int(match[2])
+    if match := re.fullmatch(r"v([1-9]\d*)", part):
+        return "virtual_stages", int(match[1])
     if match := re.fullmatch(r"dp([1-9]\d*(?:/[1-9]\d*)*)", part):
         counts = [int(count) for count in match[1].split("/")]
         return "dp_size", counts[0] if len(counts) == 1 else counts

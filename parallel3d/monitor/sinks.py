@@ -36,6 +36,8 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens", "tokens", "{:,}".format),
     ("seconds", "seconds", "{:,.1f}".format),
     ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("bubble", "pipeline bubble", "{:.1%}".format),
+    ("planned_bubble", "planned bubble", "{:.1%}".format),
     ("world", "workers", str),
     ("layout", "layout", str),
     ("state_bytes", "optimizer state per rank", lambda size: f"{size / 2**20:,.1f} MiB"),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median
 from typing import Any
 
 from parallel3d.config.derived import flops_per_token, tokens_per_step
@@ -59,6 +60,8 @@ class Trainer:
         self._training_s = 0.0
         self._num_timed = 0
         self._joined_at = 0
+        self._bubbles: list[float] = []
+        """Of the steps of this epoch: another grid has another plan."""
 
     def run(self) -> bool:
         """Trains to the end; False when this rank has left before it, or had no place at it."""
@@ -78,6 +81,7 @@ class Trainer:
         record = self.member.record
         assert record is not None
         self._joined_at = self.rank.state.iteration
+        self._bubbles = []
         self.on_epoch(record)
         if self.rank.is_leader and self.rank.config.run.show_routes:
             self._tell_routes()
@@ -121,6 +125,7 @@ class Trainer:
         self._training_s += report.step_s
         self._num_timed += 1
         self._losses[step] = report.entry.loss
+        self._bubbles.append(report.bubble)
         if report.warning and self.rank.is_leader:
             self.publish({"kind": "notice", "text": f"warning: {report.warning}"})
         self._tell(report.entry, report, self.data_wait_s() - waited)
@@ -161,7 +166,7 @@ class Trainer:
                 "lr": self.rank.learning_rate.at(self.rank.state.num_updates),
                 "num_updates": self.rank.state.num_updates,
                 **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
-                **(_times(report, data_wait_s) if report is not None else {}),
+                **(_times(report, data_wait_s, self.rank.train_plan.bubble) if report is not None else {}),
             }
         )
 
@@ -178,6 +183,8 @@ class Trainer:
             "tokens": state.tokens_trained,
             "seconds": self._training_s,
             "tokens_per_s": tokens_per_s,
+            "bubble": median(self._bubbles) if self._bubbles else None,
+            "planned_bubble": self.rank.train_plan.bubble,
             "flops_per_s": tokens_per_s * flops_per_token(config.model, config.batch.sequence_length),
             "stopped_early": bool(state.entries and state.entries[-1].stop),
         }
@@ -199,11 +206,12 @@ def describe_layout(grid: Grid) -> str:
     return f"{grid.pp_size} stages x {replicas} replicas x tp {grid.tp_size}"
 
 
-def _times(report: StepReport, data_wait_s: float) -> dict[str, float]:
+def _times(report: StepReport, data_wait_s: float, planned_bubble: float) -> dict[str, float]:
     return {
         "tokens_per_s": report.entry.num_target_tokens / report.step_s,
         "step_s": report.step_s,
-        "idle_share": 1.0 - report.busy_s / report.step_s,
+        "bubble": report.bubble,
+        "planned_bubble": planned_bubble,
         "data_wait_s": data_wait_s,
     }
 

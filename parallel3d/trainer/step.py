@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +19,13 @@ from parallel3d.trainer.replicas import is_due, replica_words, settle
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step gave: its entry, the learning rate of its update, and this rank's seconds."""
+    """What a step gave: its entry, the learning rate of its update, this rank's seconds, and the pipeline's bubble."""
 
     entry: Entry
     learning_rate: float
     step_s: float
-    busy_s: float
+    bubble: float
+    """Share of the pipeline's time in which its busiest rank does not compute."""
     warning: str = ""
     """What the replica check has found, where the run goes on."""
 
@@ -41,7 +43,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
     with record(rank, batch) as recorder:
         result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
-    entry = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave))
+    entry, bubble = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave), result)
     if recorder is not None:
         write(rank, entry, recorder)
     warning = settle(rank, batch.iteration) if entry.differing_stages else ""
@@ -51,7 +53,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
         entry=entry,
         learning_rate=rank.learning_rate.at(rank.state.num_updates),
         step_s=time.perf_counter() - started,
-        busy_s=result.busy_s,
+        bubble=bubble,
         warning=warning,
     )
 
@@ -71,13 +73,31 @@ def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: b
     return part
 
 
-def agree(rank: RankRuntime, iteration: int, part: Contribution) -> Entry:
-    """The one all-reduce over all ranks of the grid."""
-    vector = torch.tensor(rank.layout.pack(part), dtype=torch.float64)
+def agree(rank: RankRuntime, iteration: int, part: Contribution, result: StageResult) -> tuple[Entry, float]:
+    """The one all-reduce over all ranks of the grid: the entry, and the iteration's bubble.
+
+    Every rank's seconds ride behind what the entry is made of. They are never part of it: a replay is the same entry.
+    """
+    words, seconds = rank.layout.pack(part), [0.0] * (2 * len(rank.grid.ranks))
+    place = 2 * rank.grid.ranks.index(rank.rank)
+    seconds[place : place + 2] = result.busy_s, result.run_s
+    vector = torch.tensor(words + seconds, dtype=torch.float64)
     work = rank.groups.world.all_reduce_async(vector)
     rank.probe("all_reduce")
     work.wait()
-    return rank.layout.unpack(iteration, vector.tolist())
+    total = vector.tolist()
+    return rank.layout.unpack(iteration, total[: len(words)]), bubble_of(total[len(words) :])
+
+
+def bubble_of(seconds: Sequence[float]) -> float:
+    """1 - busy / run of the ranks' (busy, run) seconds, one after the other; the longest of each.
+
+    Lists begin together, after the last iteration's all-reduce, and a rank's run includes its waits: the longest run is
+    the pipeline's. Reduction and update, which no schedule can hide, are not in it; nor is what a rank computes for
+    nobody but itself in between.
+    """
+    busy_s, run_s = max(seconds[::2]), max(seconds[1::2])
+    return 1.0 - busy_s / run_s if run_s else 0.0
 
 
 @torch.no_grad()

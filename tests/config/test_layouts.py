@@ -13,18 +13,22 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import UserError
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.json"
+ONE_STAGE = {"schedule": "1f1b", "virtual_stages": 1}
 GRID = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "stage_replicas": None, "layers_per_stage": None}
 
 
 def test_parts_in_any_order_and_what_they_leave_out():
-    assert parse_layout("dp2.tp4").fields == {**GRID, "tp_size": 4, "dp_size": 2}
+    assert parse_layout("dp2.tp4").fields == {**GRID, **ONE_STAGE, "tp_size": 4, "dp_size": 2}
     assert parse_layout("zb-h1.pp2.sp.zero0").fields == {
         **GRID,
         "pp_size": 2,
         "sequence_parallel": True,
         "zero_stage": 0,
         "schedule": "zb-h1",
+        "virtual_stages": 1,
     }
+    chunks = {"pp_size": 2, "schedule": "interleaved", "virtual_stages": 3}
+    assert parse_layout("pp2.v3").fields == parse_layout("v3.interleaved.pp2").fields == GRID | chunks
     assert parse_layout(" pp2.dp2/1 ").fields == {**GRID, "pp_size": 2, "dp_size": None, "stage_replicas": [2, 1]}
     assert [layout.name for layout in parse_layouts("tp2, pp4.1f1b")] == ["tp2", "pp4.1f1b"]
 
@@ -41,6 +45,7 @@ def test_parts_in_any_order_and_what_they_leave_out():
         ("dp2/", "'dp2/'"),
         ("tp2.tp4", "twice what parallel.tp_size"),
         ("gpipe.1f1b", "twice what parallel.schedule"),
+        ("pp2.v0", "'v0'"),
     ],
 )
 def test_a_mistake_is_named(text: str, named: str):
@@ -61,7 +66,7 @@ def test_every_layout_has_a_string(tp: int, replicas: list[int], schedule: str |
     fields = parse_layout(text).fields
     assert (fields["tp_size"], fields["pp_size"]) == (tp, len(replicas))
     assert (fields["stage_replicas"] or [fields["dp_size"]] * len(replicas)) == replicas
-    assert fields.get("schedule") == schedule
+    assert fields.get("schedule") == (schedule or ("1f1b" if len(replicas) == 1 else None))
 
 
 def test_overrides_lead_to_the_layout():
@@ -70,6 +75,13 @@ def test_overrides_lead_to_the_layout():
     assert config.parallel.stage_replicas == [2, 1] and config.parallel.schedule == "gpipe"
     assert layout_of(config).name == "tp1.pp2.dp2/1" and not layout_of(config).overrides
     assert layout_of(resolve(load_config(QUICKSTART), config_path=QUICKSTART)).name == "tp1.pp2.dp2"
+
+
+def test_the_one_process_of_a_run_with_virtual_stages_has_none():
+    chunks = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
+    own = load_config(QUICKSTART, chunks)
+    one = load_config(QUICKSTART, [*chunks, *parse_layout("tp1").overrides])
+    assert (own.parallel.virtual_stages, one.parallel.virtual_stages, one.parallel.schedule) == (2, 1, "1f1b")
 
 
 def test_usual_layouts_are_the_first_that_fit():

@@ -162,7 +162,9 @@ def test_zb_h1_has_the_papers_bubble(forward, of_input, of_weight, num_stages, m
     backward = (of_input, of_weight)
     request = make_request(((0,),) * num_stages, num_micro_batches, rule="zb-h1", forward=forward, backward=backward)
     work = num_micro_batches * (forward + of_input + of_weight)
-    assert plan_pipeline(request).makespan - work == (num_stages - 1) * (forward + of_input - of_weight)
+    plan = plan_pipeline(request)
+    assert plan.makespan - work == (num_stages - 1) * (forward + of_input - of_weight)
+    assert plan.bubble == 1 - work / plan.makespan
 
 
 def test_bubble_of_8_stages_and_32_micro_batches():

@@ -102,6 +102,8 @@ def test_two_deaths_at_two_stages_under_every_schedule(layout):
     done = run(config_of(layout, num_steps=5), [die(0, "backward"), die(3, "forward", 4)])
     assert outcome_of(done) == Outcome(frozenset({0, 3}), 2, True)
     assert_same_run(done, undisturbed(layout, 5))
+    assert done.steps[5]["planned_bubble"] != done.steps[1]["planned_bubble"]
+    assert all(0 <= record["bubble"] < 1 for record in done.steps.values() if "bubble" in record)
 
 
 @pytest.mark.parametrize("phase", phases_of(grid_of("pp2-dp4"), 0))

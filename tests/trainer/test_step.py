@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from parallel3d.errors import ProtocolError
+from parallel3d.pipeline.executor import StageResult
 from parallel3d.testing.threads import ThreadWorld, run_threads
 from parallel3d.trainer.build import Transports, build_grid
 from parallel3d.trainer.entry import Contribution
-from parallel3d.trainer.step import agree, evaluate, train_step
+from parallel3d.trainer.step import agree, bubble_of, evaluate, train_step
 
 
 class Recorder:
@@ -122,10 +123,44 @@ def test_a_micro_batch_counted_twice_is_no_entry():
     def body(rank, lanes):
         part = Contribution(num_target_tokens=1, audit={(rank.place.pp, m): 1 for m in range(8)})
         with pytest.raises(ProtocolError, match="micro-batch 0 counted 2 times at stage 0"):
-            agree(rank, 1, part)
+            agree(rank, 1, part, StageResult())
         return True
 
     assert all(run(body, parallel=dict(pp_size=2, dp_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bubble"),
+    [
+        ([3.0, 4.0], 0.25),
+        ([3.0, 4.0, 1.0, 5.0, 2.5, 2.5], 0.4),  # the busiest computes for 3 s of the 5 s that the longest list takes
+        ([0.0, 0.0], 0.0),
+    ],
+)
+def test_the_bubble_is_the_busiest_ranks_idle_share(seconds, bubble):
+    assert bubble_of(seconds) == pytest.approx(bubble)
+
+
+def test_seconds_ride_behind_the_entry_and_not_in_it():
+    """Every rank knows the same bubble, from all of them; the entry does not depend on it."""
+
+    def body(rank, lanes):
+        plain = rank.executor.run
+
+        def timed(steps, batch, load):
+            result = plain(steps, batch, load)
+            result.busy_s, result.run_s = 1.0 + rank.rank, 16.0
+            return result
+
+        rank.executor.run = timed if rank.state.iteration == 0 else plain
+        report = train_step(rank)
+        return report.bubble, report.entry
+
+    bubbles, entries = zip(*run(body, parallel=LAYOUT))
+    assert set(bubbles) == {0.5} and len(set(entries)) == 1
+    plain = run(lambda rank, lanes: train_step(rank), parallel=LAYOUT)
+    assert {report.entry for report in plain} == set(entries)
+    assert len({report.bubble for report in plain}) == 1 and 0 <= plain[0].bubble < 1
 
 
 @pytest.mark.parametrize("dp,micro,pp", [(2, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 1)])

@@ -1,0 +1,221 @@
+"""The bubble of each schedule, planned and measured, on 4 stages, each a process of its own.
+
+`python benchmarks/bubble.py [--unit-ms 40] [--micro-batches 8] [--steps 5] [--rounds 3]` trains with 1F1B, interleaved
+1F1B (2 chunks a stage) and ZB-H1, and prints what `metrics.jsonl` says. A machine with fewer cores than stages can't
+compute all stages at once, so their work is to sleep: a whole stage takes one unit forward, one for its input's
+gradient and one for its weights. All else is real: processes, the trainer, lists, sockets, gloo, the optimizer.
+
+`--compute` trains the quickstart's model on 4 stages instead: for a machine with a core for each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.autograd import Function  # noqa: E402
+
+from launch.train import elastic_settings  # noqa: E402
+from launch.worker import WorkerProbe, train_rank  # noqa: E402
+from parallel3d.comm.tensor_parallel import TensorParallel  # noqa: E402
+from parallel3d.config.load import check_config, resolve  # noqa: E402
+from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.data.lanes import Cursor  # noqa: E402
+from parallel3d.elastic.membership import EpochRecord  # noqa: E402
+from parallel3d.elastic.run import run_workers  # noqa: E402
+from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
+from parallel3d.layers.micro_batch import MicroBatch  # noqa: E402
+from parallel3d.layers.parameter import ShardedParameter  # noqa: E402
+from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics  # noqa: E402
+from parallel3d.monitor.sinks import RunReport  # noqa: E402
+from parallel3d.sharding import ParamSharding  # noqa: E402
+from parallel3d.trainer.build import build_grid, prepare_rank  # noqa: E402
+
+NUM_STAGES = 4
+NUM_LAYERS = 8
+HIDDEN = 8
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved, 2 chunks": {"schedule": "interleaved", "virtual_stages": 2},
+    "zb-h1": {"schedule": "zb-h1"},
+}
+WARMUP_STEPS = 2
+
+
+class Sleep(Function):
+    """Takes its time forward, as long for the input's gradient, and hands as much of work to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        weight, seconds = ctx.weight, ctx.seconds
+
+        def add() -> None:
+            time.sleep(seconds)
+            weight.grad_buffer().add_(1.0)
+            weight.grad_added()
+
+        time.sleep(seconds)
+        weight.weight_grads.run(add)
+        return grad, None, None
+
+
+class SleepingChunk(nn.Module):
+    """Layers that compute nothing and take their time: `seconds` in each of three passes."""
+
+    def __init__(self, config: Config, layers: range, seconds: float):
+        super().__init__()
+        sharding = ParamSharding(name=f"layers.{layers.start}.weight", shape=(64,))
+        self.weight = ShardedParameter(sharding, tp_size=1, dtype=torch.float32)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.model.num_hidden_layers
+        self.seconds = seconds
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
+        if self.is_first:
+            x = x.float().unsqueeze(1).expand(-1, HIDDEN).clone().requires_grad_()
+        y = Sleep.apply(x, self.weight, self.seconds)
+        return y.sum(dtype=torch.float64) if self.is_last else y
+
+
+class NoText:
+    """Lanes of zeros."""
+
+    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[Any, Cursor]:
+        return torch.zeros(num_tokens + 1, dtype=torch.int32).numpy(), cursor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The planned and the measured bubble of each schedule.")
+    parser.add_argument("--unit-ms", type=float, default=40.0, help="a whole stage's forward for one micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of an iteration")
+    parser.add_argument("--steps", type=int, default=5, help="measured iterations of a run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each schedule, in turn")
+    parser.add_argument("--compute", action="store_true", help="train the quickstart's model in place of sleeping")
+    options = parser.parse_args()
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            for name, parallel in SCHEDULES.items():
+                directory = Path(folder) / f"{parallel['schedule']}-{number}"
+                run = train_quickstart if options.compute else train_sleeping
+                run(directory, parallel, options)
+                lines = [line for line in read_metrics(directory / METRICS) if "bubble" in line]
+                measured[name] += lines[WARMUP_STEPS:]
+    print("| schedule | planned bubble | measured bubble (least, most) | step, ms |")
+    print("|---|--:|--:|--:|")
+    for name, lines in measured.items():
+        bubbles, step_s = [line["bubble"] for line in lines], statistics.median(line["step_s"] for line in lines)
+        print(
+            f"| {name} | {lines[0]['planned_bubble']:.1%} | {statistics.median(bubbles):.1%} "
+            f"({min(bubbles):.1%}, {max(bubbles):.1%}) | {1e3 * step_s:.0f} |"
+        )
+
+
+def train_sleeping(directory: Path, parallel: dict[str, Any], options: argparse.Namespace) -> None:
+    """One run of sleeping stages into `directory`."""
+    config = sleeping_config(parallel, options.micro_batches, WARMUP_STEPS + options.steps)
+    seconds = options.unit_ms / 1e3 / config.parallel.virtual_stages
+    exit_code = run_workers(
+        lambda context: work(config, seconds, context),
+        world_size=NUM_STAGES,
+        logs=directory / "logs",
+        open_report=lambda: RunReport(
+            RunFolder(directory, config="{}", environment={}), title=directory.name, out=io.StringIO()
+        ),
+        preload=("torch",),
+        elastic=elastic_settings(config),
+    )
+    assert exit_code == 0, f"{directory.name} ended with exit code {exit_code}"
+
+
+def sleeping_config(parallel: dict[str, Any], num_micro_batches: int, num_steps: int) -> Config:
+    config = resolve(
+        Config.model_validate(
+            {
+                "model": {
+                    "vocab_size": 8,
+                    "hidden_size": HIDDEN,
+                    "intermediate_size": HIDDEN,
+                    "num_hidden_layers": NUM_LAYERS,
+                    "num_attention_heads": 1,
+                },
+                "parallel": {"pp_size": NUM_STAGES, **parallel},
+                "batch": {"micro_batch_size": 1, "num_micro_batches": num_micro_batches, "sequence_length": 4},
+                "optimizer": {"learning_rate": 1e-3},
+                "run": {"num_steps": num_steps},
+            }
+        ),
+        config_path="bubble.json",
+        world_size=NUM_STAGES,
+    )
+    check_config(config)
+    return config
+
+
+def work(config: Config, seconds: float, context: WorkerContext) -> int:
+    """One worker: the real trainer on stages that sleep."""
+    torch.set_num_threads(1)
+    grid = build_grid(config)
+    context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
+    probe = WorkerProbe(config, context)
+
+    def make_chunk(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> nn.Module:
+        return SleepingChunk(config, layers, seconds)
+
+    rank = prepare_rank(
+        config,
+        context.rank,
+        grid,
+        make_stage=make_chunk,
+        train_lanes=NoText(),
+        evaluate_lanes=None,
+        device=torch.device("cpu"),
+        observe=probe.observe,
+        probe=probe.enter_phase,
+    )
+
+    def start_watch(record: EpochRecord) -> None:
+        context.control.publish({"kind": "round_trip", "seconds": 0.0})
+
+    train_rank(rank, context, probe, on_epoch=start_watch)
+    return 0
+
+
+def train_quickstart(directory: Path, parallel: dict[str, Any], options: argparse.Namespace) -> None:
+    """One run of the quickstart's model on 4 stages into `directory`."""
+    changes = {
+        "model.num_hidden_layers": NUM_LAYERS,
+        "parallel.pp_size": NUM_STAGES,
+        "parallel.dp_size": 1,
+        "batch.global_batch_size": None,
+        "batch.micro_batch_size": 2,
+        "batch.num_micro_batches": options.micro_batches,
+        "run.num_steps": WARMUP_STEPS + options.steps,
+        "run.directory": str(directory),
+        **{f"parallel.{name}": value for name, value in parallel.items()},
+    }
+    overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    command = [sys.executable, "launch/train.py", "--config", "configs/quickstart.json", *overrides]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
