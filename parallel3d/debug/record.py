@@ -85,7 +85,7 @@ class Recorder:
         return any(fnmatchcase(name, pattern) for pattern in self.names)
 
     def note_micro_batch(self, arguments: tuple[object, ...]) -> None:
-        """A forward pass begins; its arguments say of which micro-batch."""
+        """A module is called whose arguments may say for which micro-batch: a stage, a layer (again, to recompute)."""
         self._micro_batch = next((each for each in arguments if isinstance(each, MicroBatch)), self._micro_batch)
 
     def note_call(self, named: NamedModule, inputs: tuple[Any, ...], output: object) -> None:
@@ -162,14 +162,11 @@ class Recorder:
 @contextmanager
 def recording(root: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Hooks on all modules of the stage `root`; they are gone afterwards, whatever happens."""
-    named = list(name_modules(root))
-    known = {id(each.module) for each in named}
     handles = [
         module.register_forward_pre_hook(lambda module, arguments: recorder.note_micro_batch(arguments))
         for module in root.modules()
-        if id(module) not in known
     ]
-    handles += [each.module.register_forward_hook(_on_call(recorder, each)) for each in named]
+    handles += [each.module.register_forward_hook(_on_call(recorder, each)) for each in name_modules(root)]
     try:
         yield
     finally:

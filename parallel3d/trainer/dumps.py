@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from parallel3d.debug.dump import RankDump, write_dump
@@ -33,9 +34,10 @@ def record(rank: RankRuntime, batch: BatchPlan) -> Iterator[Recorder | None]:
 def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
     """Writes this rank's file; call it before the update, which changes the weights."""
     scale = entry.grad_scale(None)
-    is_gradient = (slab.name.endswith(".grad") for slab, _ in recorder.tensors)
+    of_activations = scale / recorder.batch.loss_factor  # those of parameters are without it once they are reduced
     recorded = [
-        (slab, tensor * scale if scaled else tensor) for (slab, tensor), scaled in zip(recorder.tensors, is_gradient)
+        (slab, _times(tensor, of_activations) if slab.name.endswith(".grad") else tensor)
+        for slab, tensor in recorder.tensors
     ]
     parameters = [each for each in _parameters(rank, scale) if recorder.wants(each[0].name)]
     dump = RankDump(
@@ -67,7 +69,7 @@ def _parameters(rank: RankRuntime, scale: float) -> Iterator[tuple[Slab, Tensor]
             number, depth = depths[place.name]
             for suffix, values in (
                 ("", bucket.weights[start:stop].detach().cpu().clone()),
-                (".grad", bucket.owned.grads[start - span.start : stop - span.start].cpu() * scale),
+                (".grad", _times(bucket.owned.grads[start - span.start : stop - span.start].cpu(), scale)),
             ):
                 slab = parameter_slab(
                     shardings[place.name],
@@ -79,6 +81,11 @@ def _parameters(rank: RankRuntime, scale: float) -> Iterator[tuple[Slab, Tensor]
                     order=number - len(depths),
                 )
                 yield slab, values
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    """In fp32 at least: what 16 bits hold of a sum of gradients they may not hold of the mean's."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
 def _parameter_depths(rank: RankRuntime) -> Iterator[tuple[str, int]]:

@@ -61,6 +61,14 @@ LAYOUTS = {
         dict(parallel=dict(tp_size=4, dp_size=2, sequence_parallel=True)),
         dict(num_key_value_heads=2),
     ),
+    "interleaved-recomputed": (
+        dict(parallel=dict(pp_size=2, schedule="interleaved", virtual_stages=2, recompute="full")),
+        {},
+    ),
+    "cube-recomputed-selectively": (
+        dict(parallel=dict(recompute="selective", sequence_parallel=True, **CUBE)),
+        dict(hidden_dropout=0.2),
+    ),
     "gpt2": (dict(parallel=CUBE), dict(architecture="gpt2")),
 }
 
@@ -79,6 +87,15 @@ def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
     for parameter, gradient in done.gradients.items():  # what an independent way says of the same step
         dumped = ours[f"{parameter}.grad"].values.view(gradient.shape)
         assert torch.allclose(dumped, gradient.double(), rtol=1e-12, atol=1e-15)
+
+
+def test_gradients_are_told_without_the_loss_scale(tmp_path):
+    """fp16 multiplies the loss by 65536; a dump has the gradients of the mean loss, to fp16's three digits."""
+    dump_run(tmp_path, parallel=CUBE, precision=dict(policy="fp16"), steps=[1])
+    dump_run(tmp_path / "wide", steps=[1])
+    wide, narrow = (assemble(read_step(folder / "step-1")) for folder in (tmp_path / "wide", tmp_path))
+    far = [each.name for each in compare(narrow, wide) if each.relative > 0.05]
+    assert far == []
 
 
 def test_everything_has_a_name_that_says_what_it_is(alone):
