@@ -20,7 +20,8 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "transformers"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "transformers", "deepspeed"],
+        "deepspeed": ["deepspeed"],
         "peers": ["transformers", "deepspeed"],
     },
 )

@@ -66,6 +66,7 @@ PURE: tuple[str, ...] = (
     *(f"parallel3d.optim.{name}" for name in ("buckets", "cut")),
     "parallel3d.debug.replicas",
     *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
+    *(f"parallel3d.elastic.{name}" for name in ("launcher_env", "slurm")),
 )
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")
 

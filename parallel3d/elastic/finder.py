@@ -42,13 +42,18 @@ class Finder:
         if self.own_address:
             return self.own_address
         assert self._env is not None
-        return self._env.master_addr, self._env.master_port
+        return ("127.0.0.1" if self._is_one_host else self._env.master_addr), self._env.master_port
 
     def host_address(self) -> str:
         """This host's address as the workers of all hosts reach it: the loopback one where there is only one host."""
-        if self._env is None or self._env.local_world_size == self._env.world_size:
+        if self._env is None or self._is_one_host:
             return "127.0.0.1"
         return _reachable_host(self._env)
+
+    @property
+    def _is_one_host(self) -> bool:
+        """All ranks are here, where rank 0 listens at the loopback address, whatever name the host has."""
+        return self._env is not None and self._env.local_world_size == self._env.world_size
 
     def tell(self, address: Address) -> None:
         """Lets the guardian know where its worker has reached the coordinator."""

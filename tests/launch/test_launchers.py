@@ -1,0 +1,176 @@
+"""The plain commands of other launchers: torchrun, deepspeed, and what srun and mpirun leave in the environment.
+
+Under each, workers are killed by real signals, the leader among them, and the run ends with exit code 0 and the losses
+of a run in which nobody was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "launch" / "train.py")
+BIN = Path(sys.executable).parent
+NUM_STEPS = 5
+LOSS_TOLERANCE = 1e-5
+"""fp32 on another layout from the loss on: sums in another order."""
+
+CELLS = {
+    "the leader in a backward pass": [dict(rank=0, step=2, phase="backward")],
+    "a last stage in the all-reduce": [dict(rank=3, step=3, phase="all_reduce")],
+    "one of each stage": [dict(rank=1, step=2, phase="update"), dict(rank=2, step=4, phase="forward")],
+}
+"""2 stages x 2 replicas; faults kill the process by SIGKILL."""
+
+
+class Folder:
+    """Configurations that differ in their faults, and their runs."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        sources = sorted(Path(os.__file__).parent.glob("[a-b]*.py"))
+        (path / "text.txt").write_text("\n".join(source.read_text(errors="replace") for source in sources))
+
+    def config(self, name: str, faults: list[dict]) -> Path:
+        model = dict(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        config = {
+            "model": model,
+            "parallel": {"pp_size": 2, "dp_size": 2},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 16},
+            "optimizer": {"learning_rate": 1e-2},
+            "data": {"sources": [str(self.path / "text.txt")], "cache_directory": str(self.path / "cache")},
+            "elastic": {"faults": faults},
+            "run": {
+                "num_steps": NUM_STEPS,
+                "threads_per_rank": 1,
+                "evaluate_batches": 1,
+                "directory": str(self.path / name),
+                "timeout_s": 60.0,
+            },
+        }
+        file = self.path / f"{name}.json"
+        file.write_text(json.dumps(config))
+        return file
+
+    def losses(self, name: str) -> list[float]:
+        lines = [json.loads(line) for line in (self.path / name / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "event" not in line]
+        assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1)), "a step is missing, or told twice"
+        return [line["loss"] for line in steps] + [line["loss"] for line in lines if line.get("event") == "evaluation"]
+
+    def judge(self, name: str, faults: list[dict]) -> None:
+        changes = (self.path / name / "metrics.jsonl").read_text().count('"event": "membership"')
+        assert changes == len(faults)
+        assert self.losses(name) == pytest.approx(self.losses("undisturbed"), rel=LOSS_TOLERANCE)
+        assert json.loads((self.path / name / "summary.json").read_text())["exit_code"] == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Folder:
+    """With the undisturbed run in it, started plainly."""
+    folder = Folder(tmp_path_factory.mktemp("launchers"))
+    code, out = run([sys.executable, TRAIN, "--config", str(folder.config("undisturbed", []))])
+    assert code == 0, out
+    return folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without traces of a launcher."""
+    traces = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMI_|PMIX_|TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not traces.match(name)}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(command: list[str], **variables: str) -> tuple[int, str]:
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=180)
+    return done.returncode, done.stdout + done.stderr
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str):
+    name = f"{launcher} {cell}".replace(" ", "-")
+    command = {
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "4"],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(free_port())],
+    }[launcher]
+    code, out = run([*command, TRAIN, "--config", str(folder.config(name, CELLS[cell]))], DS_ACCELERATOR="cpu")
+    assert code == 0, out
+    assert out.count("killed by SIGKILL") == len(CELLS[cell]) and out.count("final loss") == 1
+    folder.judge(name, CELLS[cell])
+
+
+def slurm(rank: int) -> dict[str, str]:
+    """srun -N 2 --ntasks-per-node 2, both nodes being this one."""
+    return {
+        "SLURM_JOB_ID": str(free_port()),  # the port follows from it
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
+    }
+
+
+def open_mpi(rank: int) -> dict[str, str]:
+    """mpirun -np 4 on one host."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        "PMIX_NAMESPACE": f"prterun-here-{os.getpid()}@1",
+    }
+
+
+@pytest.mark.parametrize("variables", [slurm, open_mpi], ids=["srun", "mpirun"])
+def test_processes_that_another_launcher_has_started(folder: Folder, variables):
+    faults = CELLS["the leader in a backward pass"]
+    config = folder.config(variables.__name__, faults)
+    job = variables(0)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, TRAIN, "--config", str(config)],
+            env=environment(**{**variables(rank), **{n: v for n, v in job.items() if n == "SLURM_JOB_ID"}}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    outs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outs)
+    assert "lost rank 0 (pp0 dp0 tp0): killed by SIGKILL in step 2" in outs[0] and "final loss" in outs[0]
+    folder.judge(variables.__name__, faults)
+
+
+def test_a_shell_inside_an_allocation_starts_its_own_workers(folder: Folder):
+    shell = {**slurm(0), "SLURM_STEP_ID": "4294967290"}
+    command = [
+        sys.executable,
+        TRAIN,
+        "--config",
+        str(folder.config("shell", [])),
+        "parallel.dp_size=1",
+        "run.num_steps=1",
+    ]
+    code, out = run(command, **shell)
+    assert code == 0 and "2 ranks: 2 stages x 1 replicas" in out, out
