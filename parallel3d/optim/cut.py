@@ -35,11 +35,13 @@ class Cut:
         return tuple(sorted(mine, key=lambda number: (self.holders[number].index(rank), number)))
 
     def backup_of(self, rank: int) -> int | None:
-        """The rank to which a range's owner sends its reduced gradients; None without backups."""
-        for ranks in self.holders:
-            if ranks[0] == rank and len(ranks) > 1:
-                return ranks[1]
-        return None
+        """The rank to which a range's owner sends its reduced gradients; None without backups.
+
+        Of a single range every holder reduces the gradients itself.
+        """
+        if self.num_ranges == 1:
+            return None
+        return next((ranks[1] for ranks in self.holders if ranks[0] == rank and len(ranks) > 1), None)
 
     def lost_ranges(self, dead: Collection[int]) -> tuple[int, ...]:
         """Ranges of which no holder is alive."""

@@ -10,7 +10,7 @@ from parallel3d.comm.messages import Header, Kind
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.adamw import UpdateStep
-from parallel3d.testing.threads import run_threads
+from parallel3d.testing.threads import ThreadWorld, run_threads
 
 LAYOUTS = [*itertools.product((1, 2), (1, 2, 4), (0, 1)), (4, 2, 1)]
 
@@ -224,6 +224,20 @@ def test_every_rank_holds_its_backups_gradients_before_the_reduction_counts_as_f
             (start, backup), (owned_start, owned) = mine[1], owners[0]
             assert start == owned_start and torch.equal(backup, owned)
     assert any(grads.any() for buckets in results for bucket in buckets for _, grads in bucket)
+
+
+@pytest.mark.parametrize("zero_stage, zero_backups", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_no_message_is_left_unread(zero_stage, zero_backups):
+    """Nobody sends gradients to somebody who has reduced them himself."""
+    world = ThreadWorld(3)
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=3, zero_stage=zero_stage, zero_backups=zero_backups)
+        for step in range(NUM_STEPS):
+            rank.step(step)
+
+    run_threads(3, body, world=world)
+    assert not any(world._mail.values())
 
 
 def test_a_backup_knows_a_message_of_another_bucket():
