@@ -2,6 +2,9 @@
 
 A stage that holds the first layer has the embedding, one that holds the last has the final norm and the head. Between
 the stages travels one tensor (tokens_local, hidden). A family says what its layers and norms are.
+
+A tied head is the embedding's matrix. The first stage and the last each hold it, as parameters of one name; a stage
+that is both holds one parameter, which two modules use.
 """
 
 from __future__ import annotations
@@ -48,13 +51,16 @@ class DecoderStage(nn.Module):
     ):
         super().__init__()
         self.tp, self.drop, self.recompute = on.tp, config.hidden_dropout, recompute
-        sizes, std = (config.vocab_size, config.hidden_size), config.initializer_range
+        sizes, std, tied = (config.vocab_size, config.hidden_size), config.initializer_range, config.tie_word_embeddings
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
-        self.embedding = VocabParallelEmbedding("embedding.weight", *sizes, init_std=std, on=on) if is_first else None
+        name, head_name = "embedding.weight", "embedding.weight" if tied else "head.weight"
+        self.embedding = VocabParallelEmbedding(name, *sizes, init_std=std, on=on, tied=tied) if is_first else None
         self.positions = family.positions() if is_first else None
         self.layers = nn.ModuleList(family.layer(index) for index in layers)
         self.final_norm = family.norm("final_norm") if is_last else None
-        self.head = LinearCrossEntropy("head.weight", *sizes, init_std=std, on=on) if is_last else None
+        self.head = LinearCrossEntropy(head_name, *sizes, init_std=std, on=on, tied=tied) if is_last else None
+        if tied and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
         x = self._run_layers(x, micro_batch)

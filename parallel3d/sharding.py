@@ -67,6 +67,8 @@ class ParamSharding:
     partial_grad: bool = False
     init_std: float | None = None  # None: ones (a norm's weight); 0: zeros (a bias)
     is_norm_or_bias: bool = False
+    tied: bool = False
+    """Embedding and output head at once: a parameter of the first stage and of the last, the same on both."""
 
     def __post_init__(self) -> None:
         if self.chunks:

@@ -5,7 +5,10 @@ import torch.nn.functional as F
 
 
 def plain_loss(config, weights, inputs, targets):
-    """Sum of the token losses of inputs and targets (batch, seq) int64, under weights given by their global names."""
+    """Sum of the token losses of inputs and targets (batch, seq) int64, under weights given by their global names.
+
+    Without a head's weight the embedding's is used for both.
+    """
     batch, seq = inputs.shape
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = config.hidden_size // heads
@@ -33,5 +36,5 @@ def plain_loss(config, weights, inputs, targets):
         x = x + mixed.transpose(1, 2).flatten(2) @ w["attention.output.weight"].T
         gate, up = (norm(x, w["mlp_norm.weight"]) @ w["mlp.gate_up.weight"].T).chunk(2, -1)
         x = x + (F.silu(gate) * up) @ w["mlp.down.weight"].T
-    logits = norm(x, weights["final_norm.weight"]) @ weights["head.weight"].T
+    logits = norm(x, weights["final_norm.weight"]) @ weights.get("head.weight", weights["embedding.weight"]).T
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -39,13 +39,15 @@ def num_mlp_matrices(model: ModelConfig) -> int:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """All parameters: linear weights, embeddings, norms and biases; gpt2 needs max_position_embeddings resolved."""
-    embedding = model.vocab_size * model.hidden_size
+    """All parameters, a tied embedding once: linear weights, embeddings, norms and biases; gpt2 needs
+    max_position_embeddings resolved."""
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     return num_matmul_parameters(model) + embedding + _num_positions(model) + _num_norm_and_bias_parameters(model)
 
 
 def num_matmul_parameters(model: ModelConfig) -> int:
-    """Weights that multiply every token: attention, MLP and output head, without the embedding's lookup and norms."""
+    """Weights that multiply every token: attention, MLP and output head, tied or not, without the embedding's lookup
+    and norms."""
     attention = 2 * model.hidden_size * (model.hidden_size + key_value_size(model))  # q and o, k and v
     mlp = num_mlp_matrices(model) * model.hidden_size * model.intermediate_size
     head = model.vocab_size * model.hidden_size

@@ -68,6 +68,8 @@ class ModelConfig(Section):
     num_key_value_heads: PositiveInt | None = None
     """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size, or a divisor: then
     several ranks hold copies of a head. Null: one per query head."""
+    tie_word_embeddings: bool = False
+    """The output head uses the embedding's matrix: one parameter, held by the first and by the last pipeline stage."""
     qkv_bias: bool | None = None
     """Biases on the query, key and value projections. Null: true for gpt2, false for llama."""
     max_position_embeddings: PositiveInt | None = None

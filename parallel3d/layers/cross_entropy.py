@@ -71,8 +71,10 @@ class LinearCrossEntropy(VocabParallel):
     Its gradient is that of the plain sum times `loss_factor`: call backward() on the loss itself, unscaled.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, init_std: float, on: Placement):
-        super().__init__(name, vocab_size, hidden_size, init_std=init_std, on=on)
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, *, init_std: float, on: Placement, tied: bool = False
+    ):
+        super().__init__(name, vocab_size, hidden_size, init_std=init_std, on=on, tied=tied)
         self.sensitive = on.policy.sensitive
 
     def forward(self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0) -> Tensor:

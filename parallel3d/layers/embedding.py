@@ -39,7 +39,10 @@ class _LookUp(Function):
 
 
 class VocabParallel(nn.Module):
-    """Holds this rank's rows of a (vocab, hidden) weight: token ids `first` to `first + num_valid - 1`."""
+    """Holds this rank's rows of a (vocab, hidden) weight: token ids `first` to `first + num_valid - 1`.
+
+    `tied`: the weight is embedding and output head at once.
+    """
 
     def __init__(
         self,
@@ -49,10 +52,12 @@ class VocabParallel(nn.Module):
         *,
         init_std: float,
         on: Placement,
+        tied: bool = False,
     ):
         super().__init__()
         self.tp = on.tp
-        sharding = ParamSharding(name=name, shape=(vocab_size, hidden_size), dim=0, padded=True, init_std=init_std)
+        shape = (vocab_size, hidden_size)
+        sharding = ParamSharding(name=name, shape=shape, dim=0, padded=True, init_std=init_std, tied=tied)
         self.weight = on.parameter(sharding)
         self.first, self.num_valid = vocab_range(sharding, on.tp)
 

@@ -87,7 +87,10 @@ class ShardedParameter(nn.Parameter):
         return self.main_grad
 
     def grad_added(self) -> None:
-        """To be called once for each micro-batch, after this parameter's gradient of it was added."""
+        """To be called once for each micro-batch, after this parameter's gradient of it was added.
+
+        Where several modules use the parameter, each adds its part and calls.
+        """
         if self.on_grad is not None:
             self.on_grad()
 

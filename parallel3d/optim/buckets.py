@@ -2,9 +2,13 @@
 
 A bucket is one flat buffer that is reduced, normed, clipped, updated and gathered in one piece. Everything in it is
 treated alike, so its key is what decides the treatment: weight decay or not, cut over the tensor-parallel ranks, held
-by all of them, or cut with some rows on several (key heads of which there are fewer than ranks). Parameters come in the
-order in which the backward pass finishes them, so that the first bucket is full, and on its way, while the rest of the
-backward pass still runs.
+by all of them, or cut with some rows on several (key heads of which there are fewer than ranks), of this stage or of
+the first and the last together. Parameters come in the order in which the backward pass finishes them, so that the
+first bucket is full, and on its way, while the rest of the backward pass still runs.
+
+A tied embedding has a bucket of its own, alike on both stages, and it is their last one. So all ranks reduce what is
+their stage's before what two stages share, and there is no ring of ranks that wait for each other in different groups.
+Nobody loses by it: the first stage has this gradient last of all, and before that its reduction can't end anywhere.
 
 Where n ranks share the optimizer state the length is padded to a multiple of n x 64 elements: each owns an aligned
 range of equal length. n changes when replicas are lost; the places of the parameters never do.
@@ -32,6 +36,8 @@ class BucketKey:
     partial_grad: bool
     copies: int = 1
     """So many neighbouring ranks hold the same `shared` elements, and each a part of their gradient."""
+    tied: bool = False
+    """Held by the first and by the last stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,8 @@ def plan_buckets(
     bucket_elements: int,
     decay_norms_and_biases: bool,
 ) -> tuple[BucketPlan, ...]:
-    """Buckets of about `bucket_elements` for parameters in forward order; the buckets come in backward order."""
+    """Buckets of about `bucket_elements` for parameters in forward order; the buckets come in backward order, the one
+    that is tied last."""
     open_places: dict[BucketKey, list[Place]] = {}
     full: list[BucketPlan] = []
     for sharding in reversed(shardings):
@@ -106,6 +113,7 @@ def plan_buckets(
             tp_replicated=sharding.dim is None,
             partial_grad=sharding.partial_grad,
             copies=sharding.copies(tp_size),
+            tied=sharding.tied,
         )
         places = open_places.setdefault(key, [])
         end = places[-1].offset + places[-1].length if places else 0
@@ -114,7 +122,8 @@ def plan_buckets(
         places.append(Place(name=sharding.name, offset=offset, shape=shape, shared=shared))
         if offset + places[-1].length >= bucket_elements:
             full.append(BucketPlan(key=key, places=tuple(open_places.pop(key))))
-    return (*full, *(BucketPlan(key=key, places=tuple(places)) for key, places in open_places.items()))
+    rest = (BucketPlan(key=key, places=tuple(places)) for key, places in open_places.items())
+    return tuple(sorted((*full, *rest), key=lambda plan: plan.key.tied))
 
 
 def _shared_elements(sharding: ParamSharding, tp_size: int, offset: int) -> tuple[range, ...]:

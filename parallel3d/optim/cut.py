@@ -8,6 +8,14 @@ has the owners; the backups are ours)::
                                      range 1: owner 1, backup 2     range 3: owner 3, backup 0
 
 With zero_stage 0 there is one range, which every replica holds.
+
+A tied embedding is held by the replicas of two stages, the first and the last, and cut over all of them: its cut is
+that of the one stage followed by that of the other. A range's holders then also hold a range of their stage, so no loss
+takes a range of the embedding without taking a range of a stage or the stage itself: to tie it makes no loss fatal::
+
+    first stage 0 1 2, last stage 7 8       range 0: owner 0, backup 1     range 3: owner 7, backup 8
+                                            range 1: owner 1, backup 2     range 4: owner 8, backup 7
+                                            range 2: owner 2, backup 0
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from parallel3d.optim.buckets import BucketKey
 from parallel3d.topology.grid import Grid
 
 
@@ -49,6 +58,19 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """How the buckets of one (stage, tensor-parallel position) are cut, by the ranks that hold their parameters."""
+
+    stage: Cut
+    """Of what the stage's replicas hold."""
+    ends: Cut
+    """Of what the first and the last stage hold together."""
+
+    def of(self, key: BucketKey) -> Cut:
+        return self.ends if key.tied else self.stage
+
+
+@dataclass(frozen=True, kw_only=True)
 class Move:
     """Elements start..stop of a bucket go from one rank's state to another's (to its own: a local copy)."""
 
@@ -69,6 +91,19 @@ def plan_cut(grid: Grid, stage: int, tp: int, *, zero_stage: int, zero_backups: 
     if zero_backups == 0 or len(ranks) == 1:
         return Cut(holders=tuple((rank,) for rank in ranks))
     return Cut(holders=tuple(zip(ranks, _rotate(ranks, _backup_shift(ranks, hosts)))))
+
+
+def plan_cuts(grid: Grid, stage: int, tp: int, *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]) -> Cuts:
+    """The cuts of one stage at one tensor-parallel position; the owners of `ends` come as in `grid.end_ranks`."""
+
+    def cut(stage: int) -> Cut:
+        return plan_cut(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+
+    if zero_stage == 0:
+        ends = Cut(holders=(grid.end_ranks(tp),))
+    else:
+        ends = Cut(holders=tuple(ranks for end in grid.ends for ranks in cut(end).holders))
+    return Cuts(stage=cut(stage), ends=ends)
 
 
 def plan_moves(

@@ -16,13 +16,25 @@ Reductions start while the last backward passes run, as soon as a bucket has all
 which is the same on every rank. Gathers may run on under the next forward pass: a module waits for its own buckets.
 Neither changes a bit of the result.
 
-Between membership epochs the optimizer has no groups. `recut` builds the ranges of a new cut beside those of the old
-one, `commit` puts them in force.
+A bucket belongs to the ranks that hold its parameters: the replicas of the stage (dp), or for a tied embedding those of
+the first and the last stage together (ends). It is reduced, cut, counted in the norm, updated and gathered once over
+all of them, so both stages go on with the same bits. No rank waits for ever, whatever its part of the batch is:
+
+- reductions and gathers are begun without waiting for one, each by every rank of its group in every iteration, and are
+  waited for only when all of an iteration are begun. (Partial sums, inside a replica, are finished in between.);
+- all ranks begin a tied bucket's reduction after those of their stage's buckets, and its gather before theirs: two
+  groups never meet in different orders, should a transport run them one by one;
+- ranges are rebuilt in bucket order too: what travels between stages may wait for what travels inside them, never the
+  other way round; and backups stand in the owner's stage.
+
+Between membership epochs the optimizer has no groups. `recut` builds the ranges of new cuts beside those of the old
+ones, `commit` puts them in force.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import product
 
@@ -36,10 +48,11 @@ from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.buckets import plan_buckets
-from parallel3d.optim.cut import Cut, plan_moves
+from parallel3d.optim.cut import Cut, Cuts, plan_moves
 from parallel3d.optim.update_noise import UpdateNoise
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
+from parallel3d.topology.groups import Groups
 
 Probe = Callable[[str], None]
 """Told of each phase that a step or a recovery enters; where faults are injected."""
@@ -47,19 +60,22 @@ Probe = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CutChange:
-    """From one cut to another, in membership epoch `epoch`; `old` None: the run starts."""
+    """From the cuts of one grid to those of another, in membership epoch `epoch`; `old` None: the run starts."""
 
     epoch: int
-    old: Cut | None
-    new: Cut
+    old: Cuts | None
+    new: Cuts
     live: Collection[int]
     """Ranks that can still hand over what they hold."""
     weights_whole: bool = False
-    """Every rank of the new cut has all weights as they shall be: they need not travel."""
+    """Every rank of the new cuts has all weights as they shall be: they need not travel."""
 
 
 class ShardedOptimizer:
-    """Built with the initial weights; then, in each iteration, reduce -> update -> gather."""
+    """Built with the initial weights; then, in each iteration, reduce -> update -> gather.
+
+    `first_cuts` are those of the whole grid: later ones have no more ranges.
+    """
 
     def __init__(
         self,
@@ -69,7 +85,7 @@ class ShardedOptimizer:
         seed: int,
         tp_rank: int,
         tp_size: int,
-        max_replicas: int,
+        first_cuts: Cuts,
         zero_stage: int,
         bucket_bytes: int,
         decay_norms_and_biases: bool,
@@ -99,7 +115,7 @@ class ShardedOptimizer:
                 plan,
                 [parameters[place.name] for place in plan.places],
                 initial=lambda p: initial_value(p.sharding, seed=seed, tp_rank=tp_rank, tp_size=tp_size),
-                max_ranges=max_replicas if self._is_sharded else 1,
+                max_ranges=first_cuts.of(plan.key).num_ranges,
                 policy=policy,
                 settings=settings,
                 fixed=fixed,
@@ -108,6 +124,9 @@ class ShardedOptimizer:
             )
             for plan in plans
         ]
+        uses = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
+        self._num_grads = [sum(uses[id(p)] for p in bucket.parameters) for bucket in self.buckets]
+        """Gradients that each bucket gets in a micro-batch: one from each module that uses a parameter."""
         self._stale: set[int] = set()
         """Buckets that were updated here and not gathered since: what others own of them is old."""
         self._pending: tuple[CutChange, list[list[Shard]]] | None = None
@@ -123,12 +142,12 @@ class ShardedOptimizer:
     def begin_iteration(self, iteration: int, num_micro_batches: int, loss_factor: float = 1.0) -> None:
         """Clears the gradients and whatever an earlier iteration left unfinished.
 
-        `num_micro_batches` is how often each parameter of this rank will get a gradient, each times
-        `loss_factor`, a power of two: it is taken out again.
+        `num_micro_batches` is how often each module of this rank will give a gradient, each times `loss_factor`, a
+        power of two: it is taken out again.
         """
         self._iteration = iteration
         self._reducing = []
-        self._missing = [len(bucket.parameters) * num_micro_batches for bucket in self.buckets]
+        self._missing = [num_grads * num_micro_batches for num_grads in self._num_grads]
         self.is_finite = True
         """False once a term of exact sums was not, which their totals can't say."""
         for bucket in self.buckets:
@@ -145,25 +164,26 @@ class ShardedOptimizer:
         while len(self._reducing) < len(self.buckets):
             self._start_reduction()
         self._probe("reduce_scatter")
-        backup = self._cut.backup_of(self.rank)
-        for index, work in enumerate(self._reducing):
+        for index, (bucket, work) in enumerate(zip(self.buckets, self._reducing)):
             work.wait()
-            self.buckets[index].take_reduced()
+            bucket.take_reduced()
+            backup = self.cut_of(bucket).backup_of(self.rank)
             if backup is not None:
-                grads = self.buckets[index].owned.grads
+                grads = bucket.owned.grads
                 self._links.send(backup, self._header(index, grads), grads, bounded=False)
         self._probe("backup")
         for index, bucket in enumerate(self.buckets):
-            for shard, number in zip(bucket.shards[1:], self._cut.ranges_of(self.rank)[1:]):
-                owner = self._cut.holders[number][0]
+            cut = self.cut_of(bucket)
+            for shard, number in zip(bucket.shards[1:], cut.ranges_of(self.rank)[1:]):
+                owner = cut.holders[number][0]
                 shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)), non_blocking=True)
 
     def squared_norm(self) -> ExactSum:
         """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
-        if not self._is_sharded and self._dp.rank != 0:
-            return ExactSum()
-        total = sum((bucket.squared_norm(self._tp.rank) for bucket in self.buckets), start=ExactSum())
-        self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
+        counted = [bucket for bucket in self.buckets if self._is_sharded or self._holders_of(bucket).rank == 0]
+        total = sum((bucket.squared_norm(self._groups.tp.rank) for bucket in counted), start=ExactSum())
+        if self._is_sharded:
+            self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
         return total
 
     def update(self, version: int, step: UpdateStep | None) -> None:
@@ -171,8 +191,7 @@ class ShardedOptimizer:
         for index in reversed(range(len(self.buckets))):  # forward order: the first layers are needed first
             self.bring_to(version, step, only=index)
             if self._is_sharded:
-                bucket = self.buckets[index]
-                self._gathering[index] = self._dp.all_gather_async(bucket.weights, bucket.owned_weights)
+                self._gathering[index] = self._start_gather(self.buckets[index])
             self._probe("update")
         self._probe("all_gather")
         if not self._overlap_gather:
@@ -194,11 +213,10 @@ class ShardedOptimizer:
     def gather(self) -> None:
         """Makes all weights whole from their owners, as after a change of membership."""
         if self._is_sharded:
-            works = [self._dp.all_gather_async(bucket.weights, bucket.owned_weights) for bucket in self.buckets]
+            works = [self._start_gather(bucket) for bucket in reversed(self.buckets)]
             for work in works:
                 work.wait()
-        if self._dp.waits_for_data:
-            self._stale = set()
+        self._note_gathered(range(len(self.buckets)))
 
     def finish_gather(self) -> None:
         """Waits until all weights are whole."""
@@ -207,10 +225,9 @@ class ShardedOptimizer:
     def state_bytes(self) -> int:
         return sum(bucket.state_bytes() for bucket in self.buckets)
 
-    @property
-    def cut(self) -> Cut:
-        """The cut in force."""
-        return self._cut
+    def cut_of(self, bucket: Bucket) -> Cut:
+        """The cut in force of one of the buckets."""
+        return self._cuts.of(bucket.plan.key)
 
     @property
     def is_whole(self) -> bool:
@@ -225,32 +242,33 @@ class ShardedOptimizer:
     # --- membership -----------------------------------------------------------------------------------------------
 
     def recut(self, change: CutChange, links: Links) -> int:
-        """Builds the ranges of the new cut beside the old ones; returns the bytes that this rank has received.
+        """Builds the ranges of the new cuts beside the old ones; returns the bytes that this rank has received.
 
-        Every live holder of the old cut and every rank of the new one calls it. Pieces travel bucket by bucket,
+        Every live holder of the old cuts and every rank of the new ones calls it. Pieces travel bucket by bucket,
         straight from a holder to whom they are new; what a rank has already it keeps.
         """
         self.discard()
         shards, num_bytes = [], 0
         for index, bucket in enumerate(self.buckets):
-            spans = [bucket.plan.range_of(number, change.new.num_ranges) for number in change.new.ranges_of(self.rank)]
+            new = change.new.of(bucket.plan.key)
             if change.old is None:
+                spans = [bucket.plan.range_of(number, new.num_ranges) for number in new.ranges_of(self.rank)]
                 shards.append([bucket.first_shard(span) for span in spans])
             else:
-                moved, received = self._move_bucket(index, spans, change, change.old, links)
+                moved, received = self._move_bucket(index, change.old.of(bucket.plan.key), new, change, links)
                 shards.append(moved)
                 num_bytes += received
         self._pending = (change, shards)
         return num_bytes
 
     def commit(self) -> None:
-        """Puts the new cut in force and frees the old ranges."""
+        """Puts the new cuts in force and frees the old ranges."""
         assert self._pending is not None
         change, shards = self._pending
         self._pending = None
-        self._cut = change.new
+        self._cuts = change.new
         for bucket, mine in zip(self.buckets, shards):
-            bucket.adopt(mine, change.new.num_ranges)
+            bucket.adopt(mine, self.cut_of(bucket).num_ranges)
 
     def discard(self) -> None:
         """Forgets ranges that were not put in force."""
@@ -261,21 +279,20 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.renew_buffers()
 
-    def join(self, epoch: int, tp: Group, dp: Group, links: Links) -> None:
+    def join(self, epoch: int, groups: Groups[Group], links: Links) -> None:
         """Takes the groups of a new epoch."""
-        self._epoch, self._tp, self._dp, self._links = epoch, tp, dp, links
+        self._epoch, self._groups, self._links = epoch, groups, links
         self._gathering = {}
         self._reducing = []
 
     def leave(self) -> None:
         """Lets go of everything of an epoch that is over."""
-        self._tp = self._dp = AbsentGroup(name="none", rank=0, ranks=(self.rank,))
+        absent = AbsentGroup(name="none", rank=0, ranks=(self.rank,))
+        self._groups = Groups(tp=absent, dp=absent, world=absent)
         self._gathering = {}
         self._reducing = []
 
-    def _move_bucket(
-        self, index: int, spans: list[range], change: CutChange, old: Cut, links: Links
-    ) -> tuple[list[Shard], int]:
+    def _move_bucket(self, index: int, old: Cut, new: Cut, change: CutChange, links: Links) -> tuple[list[Shard], int]:
         bucket, live = self.buckets[index], set(change.live)
         plan = bucket.plan
 
@@ -283,7 +300,7 @@ class ShardedOptimizer:
             return [plan.range_of(number, cut.num_ranges) for number in cut.ranges_of(rank)]
 
         held = {rank: ranges(old, rank) for ranks in old.holders for rank in ranks if rank in live}
-        wanted = {rank: ranges(change.new, rank) for ranks in change.new.holders for rank in ranks}
+        wanted = {rank: ranges(new, rank) for ranks in new.holders for rank in ranks}
         moves = plan_moves(held, wanted, plan.num_elements)
         with_master = self._policy.has_master or not change.weights_whole
         num_rows = 3 if with_master else 2
@@ -293,18 +310,19 @@ class ShardedOptimizer:
                 header = self._state_header(index, change.epoch, (num_rows, move.stop - move.start))
                 links.send(move.target, header, piece, bounded=False)
         kept = {(shard.span.start, shard.span.stop): shard for shard in bucket.shards}
+        spans = ranges(new, self.rank)
         shards = [kept.get((span.start, span.stop)) or bucket.empty_shard(span) for span in spans]
-        new = [shard for shard in shards if (shard.span.start, shard.span.stop) not in kept]
+        made = [shard for shard in shards if (shard.span.start, shard.span.stop) not in kept]
         num_bytes = 0
         for move in moves:
             if move.target == self.rank == move.source:
-                for shard, old_shard in product(new, bucket.shards):
+                for shard, old_shard in product(made, bucket.shards):
                     shard.copy_from(old_shard, move.start, move.stop)
             elif move.target == self.rank:
                 expected = self._state_header(index, change.epoch, (num_rows, move.stop - move.start))
                 piece = links.receive(move.source, expected)
                 num_bytes += piece.nbytes
-                _write(new, move.start, piece)
+                _write(made, move.start, piece)
         return shards, num_bytes
 
     def _state_header(self, index: int, epoch: int, shape: tuple[int, int]) -> Header:
@@ -312,7 +330,7 @@ class ShardedOptimizer:
             epoch=epoch,
             iteration=self.version,
             kind=Kind.STATE,
-            micro_batch=index,
+            micro_batch=self._number(index),
             shape=shape,
             dtype=self._policy.state,
         )
@@ -324,10 +342,18 @@ class ShardedOptimizer:
             epoch=self._epoch,
             iteration=self._iteration,
             kind=Kind.REDUCED,
-            micro_batch=index,
+            micro_batch=self._number(index),
             shape=tuple(grads.shape),
             dtype=grads.dtype,
         )
+
+    def _number(self, index: int) -> int:
+        """How messages name a bucket. Counted from the last, so that both stages give a tied one the same number."""
+        return len(self.buckets) - 1 - index
+
+    def _holders_of(self, bucket: Bucket) -> Group:
+        """The ranks that have the same parameters in theirs."""
+        return self._groups.tied if bucket.plan.key.tied else self._groups.dp
 
     def _watch_gradients(self) -> None:
         for index, bucket in enumerate(self.buckets):
@@ -345,14 +371,19 @@ class ShardedOptimizer:
         """Of the next bucket in order; partial sums are finished inside the replica first."""
         bucket = self.buckets[len(self._reducing)]
         if bucket.plan.key.partial_grad:
-            self._tp.all_reduce(bucket.totals)
+            self._groups.tp.all_reduce(bucket.totals)
         if bucket.plan.key.copies > 1:
-            bucket.sum_copies(self._tp)
+            bucket.sum_copies(self._groups.tp)
+        holders = self._holders_of(bucket)
         self._reducing.append(
-            self._dp.reduce_scatter_async(bucket.owned.sums, bucket.totals)
+            holders.reduce_scatter_async(bucket.owned.sums, bucket.totals)
             if self._is_sharded
-            else self._dp.all_reduce_async(bucket.totals)
+            else holders.all_reduce_async(bucket.totals)
         )
+
+    def _start_gather(self, bucket: Bucket) -> Work:
+        """Of a bucket's weights, each range from its owner."""
+        return self._holders_of(bucket).all_gather_async(bucket.weights, bucket.owned_weights)
 
     def _wait_in_front_of(self, stage: nn.Module) -> None:
         """Every module that owns parameters waits for their buckets before its forward pass."""
@@ -367,8 +398,11 @@ class ShardedOptimizer:
             if index in self._gathering:
                 self._gathering[index].wait()
                 del self._gathering[index]
-                if self._dp.waits_for_data:
-                    self._stale.discard(index)
+                self._note_gathered([index])
+
+    def _note_gathered(self, indices: Iterable[int]) -> None:
+        """The waits for these gathers are over; where they are waits for the data, the weights are whole."""
+        self._stale -= {index for index in indices if self._holders_of(self.buckets[index]).waits_for_data}
 
 
 def _read(shards: list[Shard], start: int, stop: int, *, with_master: bool) -> Tensor:

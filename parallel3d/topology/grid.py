@@ -104,6 +104,15 @@ class Grid:
         """The ranks that hold the same parameters: one of each replica of the stage, in replica order."""
         return tuple(self.stages[stage][d][tp] for d in sorted(self.stages[stage]))
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The first stage and the last: one stage where there is no other."""
+        return (0,) if self.pp_size == 1 else (0, self.pp_size - 1)
+
+    def end_ranks(self, tp: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of a tied embedding: those of the first stage, then those of the last."""
+        return tuple(rank for stage in self.ends for rank in self.dp_ranks(stage, tp))
+
     def groups(self) -> dict[str, list[tuple[int, ...]]]:
         """The rank lists of every group by kind: tp, dp, and the one group of all ("world")."""
         return {

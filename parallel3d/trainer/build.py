@@ -23,7 +23,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
-from parallel3d.optim.cut import Cut, plan_cut
+from parallel3d.optim.cut import Cuts, plan_cuts
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
 from parallel3d.pipeline.executor import NO_LABEL, Executor, Label, Observer
 from parallel3d.pipeline.partition import (
@@ -149,16 +149,14 @@ class RankRuntime:
         """The batch of the iteration that follows the state's."""
         return replace(plan_batch(self.config, iteration), loss_factor=self.state.loss_scale.factor)
 
-    def cut_on(self, grid: Grid, hosts: Mapping[int, str]) -> Cut:
-        """Who holds which range of this rank's stage, at its tensor-parallel position."""
-        return plan_cut(
-            grid,
-            self.place.pp,
-            self.place.tp,
-            zero_stage=self.config.parallel.zero_stage,
-            zero_backups=self.config.elastic.zero_backups,
-            hosts=hosts,
-        )
+    def cuts_on(self, grid: Grid, hosts: Mapping[int, str]) -> Cuts:
+        """Who holds which range of this rank's buckets."""
+        return cuts_of(self.config, self.place, grid, hosts)
+
+    def build_groups(self, grid: Grid, epoch: int, transports: Transports) -> Groups[Group]:
+        """This rank's groups in an epoch in whose grid it has a place."""
+        tied = self.config.model.tie_word_embeddings
+        return build_groups(grid, self.rank, epoch, transports.make_group, tied=tied)
 
     def update_step(self) -> UpdateStep | None:
         """The update that the newest entry asks for; None when its gradient is not finite."""
@@ -175,7 +173,7 @@ class RankRuntime:
         """Takes up an epoch in whose grid this rank has a place."""
         grid = plans.grid
         self.tp.group = groups.tp
-        self.optimizer.join(epoch, groups.tp, groups.dp, transports.links)
+        self.optimizer.join(epoch, groups, transports.links)
         executor = Executor(
             chunks=list(self.chunks),
             grid=grid,
@@ -215,6 +213,18 @@ class RankRuntime:
 def build_grid(config: Config) -> Grid:
     """The grid that the configuration asks for."""
     return Grid.of_replicas(stage_replicas(config), tp_size=config.parallel.tp_size, order=config.parallel.order)
+
+
+def cuts_of(config: Config, place: Coordinates, grid: Grid, hosts: Mapping[int, str]) -> Cuts:
+    """Who holds which range of optimizer state, of all that stand at this stage and tensor-parallel position."""
+    return plan_cuts(
+        grid,
+        place.pp,
+        place.tp,
+        zero_stage=config.parallel.zero_stage,
+        zero_backups=config.elastic.zero_backups,
+        hosts=hosts,
+    )
 
 
 def plan_batch(config: Config, iteration: int) -> BatchPlan:
@@ -298,7 +308,7 @@ def prepare_rank(
         seed=config.run.seed,
         tp_rank=place.tp,
         tp_size=len(tp_ranks),
-        max_replicas=len(grid.stages[place.pp]),
+        first_cuts=cuts_of(config, place, grid, hosts={}),
         zero_stage=parallel.zero_stage,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         decay_norms_and_biases=config.optimizer.decay_norms_and_biases,
@@ -340,11 +350,15 @@ def prepare_rank(
 
 
 def exact_format(config: Config, batch: BatchPlan, tp_size: int) -> FixedPoint | None:
-    """The format in which gradients are added exactly; None: as floats. Partial gradients of a replica's ranks are
-    terms of their own."""
+    """The format in which gradients are added exactly; None: as floats.
+
+    Partial gradients of a replica's ranks are terms of their own, and so are the head's and the embedding's gradients
+    where these are one parameter: elsewhere they come up on different ranks.
+    """
     if config.precision.sums == "float":
         return None
-    return plan_fixed_point(num_tokens=batch.num_tokens, num_terms=batch.num_micro_batches * tp_size)
+    num_uses = 2 if config.model.tie_word_embeddings else 1
+    return plan_fixed_point(num_tokens=batch.num_tokens, num_terms=batch.num_micro_batches * tp_size * num_uses)
 
 
 def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
@@ -364,10 +378,10 @@ def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
 
 def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: int = 0) -> None:
     """Begins the run in a world whose membership never changes: no coordinator, no record."""
-    cut = rank.cut_on(grid, hosts={})
-    rank.optimizer.recut(CutChange(epoch=epoch, old=None, new=cut, live=grid.ranks), transports.links)
+    cuts = rank.cuts_on(grid, hosts={})
+    rank.optimizer.recut(CutChange(epoch=epoch, old=None, new=cuts, live=grid.ranks), transports.links)
     rank.optimizer.commit()
-    groups = build_groups(grid, rank.rank, epoch, transports.make_group)
+    groups = rank.build_groups(grid, epoch, transports)
     rank.join(epoch, groups, Plans(rank.config, grid), transports)
 
 

@@ -44,8 +44,8 @@ class Contribution:
     leave: bool = False
     cursors: Mapping[int, Cursor] = field(default_factory=dict)
     audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    check: tuple[int, Sequence[int]] | None = None
-    """Stage and words of the replica check; None where none is due, on all ranks alike."""
+    check: Mapping[int, Sequence[int]] | None = None
+    """Words of the replica check by stage; None where none is due, on all ranks alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +144,8 @@ class EntryLayout:
         for (stage, micro_batch), count in part.audit.items():
             vector[self._audit(stage, micro_batch)] = float(count)
         if part.check is not None:
-            stage, words = part.check
-            checks = [0.0] * (self.num_stages * NUM_WORDS)
-            checks[stage * NUM_WORDS : (stage + 1) * NUM_WORDS] = map(float, words)
-            vector += checks
+            none = (0,) * NUM_WORDS
+            vector += [float(word) for stage in range(self.num_stages) for word in part.check.get(stage, none)]
         return vector
 
     def unpack(self, iteration: int, total: list[float]) -> Entry:

@@ -27,7 +27,7 @@ from parallel3d.elastic.membership import NOTHING, Address, EpochRecord, Positio
 from parallel3d.elastic.seat import Opening, Seat
 from parallel3d.errors import EpochEnded
 from parallel3d.optim.zero1 import CutChange
-from parallel3d.topology.groups import Groups, build_groups
+from parallel3d.topology.groups import Groups
 from parallel3d.trainer.build import Plans, RankRuntime, Transports
 from parallel3d.trainer.entry import entry_from_json
 
@@ -123,7 +123,7 @@ class Member:
         rank = self.rank
         has_place = record.grid.holds(rank.rank)
         building = run_aside(  # meanwhile state moves
-            lambda: build_groups(record.grid, rank.rank, record.epoch, transports.make_group) if has_place else None,
+            lambda: rank.build_groups(record.grid, record.epoch, transports) if has_place else None,
             "build-groups",
         )
         plans = Plans(rank.config, record.grid)
@@ -156,8 +156,8 @@ class Member:
         moved_bytes = rank.optimizer.recut(
             CutChange(
                 epoch=record.epoch,
-                old=None if record.previous is None else rank.cut_on(record.previous, record.hosts),
-                new=rank.cut_on(record.grid, record.hosts),
+                old=None if record.previous is None else rank.cuts_on(record.previous, record.hosts),
+                new=rank.cuts_on(record.grid, record.hosts),
                 live=record.members,
                 weights_whole=record.weights_whole,
             ),

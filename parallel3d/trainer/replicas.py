@@ -10,6 +10,7 @@ its iteration.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -31,9 +32,13 @@ def is_due(rank: RankRuntime, iteration: int) -> bool:
     return every is not None and iteration % every == 0
 
 
-def replica_words(rank: RankRuntime, iteration: int) -> list[int]:
-    """This rank's part of the check, for the slots of its stage."""
-    return check_words(copies(rank), rank=rank.rank, iteration=iteration)
+def replica_words(rank: RankRuntime, iteration: int) -> dict[int, list[int]]:
+    """This rank's part of the check, by stage; what the first stage shares with the last goes to its own slots."""
+    held: defaultdict[int, list[Copy]] = defaultdict(list)
+    rank.optimizer.finish_gather()
+    for bucket in rank.optimizer.buckets:
+        held[rank.grid.ends[0] if bucket.plan.key.tied else rank.place.pp] += copies_of(rank, bucket)
+    return {stage: check_words(mine, rank=rank.rank, iteration=iteration) for stage, mine in held.items()}
 
 
 def settle(rank: RankRuntime, iteration: int) -> str:
@@ -41,7 +46,8 @@ def settle(rank: RankRuntime, iteration: int) -> str:
 
     Raises ReplicasDiffer where `debug.replica_check_action` is "stop".
     """
-    tables = exchange(rank, {copy.name: copy.digest for copy in copies(rank)})
+    held = [copy for bucket in rank.optimizer.buckets for copy in copies_of(rank, bucket)]
+    tables = exchange(rank, {copy.name: copy.digest for copy in held})
     places = {other: str(rank.grid.coordinates(other)) for other in rank.grid.ranks}
     lines = [describe_difference(found, places) for found in find_differences(tables)]
     more = [f"... and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
@@ -68,21 +74,20 @@ class Stretch:
         return f"{what} of {self.parameter}[{span.start - self.offset}:{span.stop - self.offset}]{self.where}"
 
 
-def copies(rank: RankRuntime) -> Iterator[Copy]:
-    """All that this rank holds and others too, parameter by parameter."""
-    rank.optimizer.finish_gather()
-    replicas = rank.grid.dp_ranks(rank.place.pp, rank.place.tp)
-    for bucket in rank.optimizer.buckets:
-        for stretch in _stretches(rank, bucket):
-            span, holders = stretch.span, stretch.neighbours or replicas
-            value = digest([bucket.weights[span.start : span.stop]])
-            yield Copy(name=stretch.named("weights", span), holders=holders, digest=value)
-            yield from _state(rank, bucket, stretch)
+def copies_of(rank: RankRuntime, bucket: Bucket) -> Iterator[Copy]:
+    """All of a bucket that this rank holds and others too, parameter by parameter."""
+    grid, place = rank.grid, rank.place
+    replicas = grid.end_ranks(place.tp) if bucket.plan.key.tied else grid.dp_ranks(place.pp, place.tp)
+    for stretch in _stretches(rank, bucket):
+        span, holders = stretch.span, stretch.neighbours or replicas
+        value = digest([bucket.weights[span.start : span.stop]])
+        yield Copy(name=stretch.named("weights", span), holders=holders, digest=value)
+        yield from _state(rank, bucket, stretch)
 
 
 def _state(rank: RankRuntime, bucket: Bucket, stretch: Stretch) -> Iterator[Copy]:
     """Of the ranges held: an owner's and its backups', or the owners' among neighbours."""
-    cut = rank.optimizer.cut
+    cut = rank.optimizer.cut_of(bucket)
     for shard, number in zip(bucket.shards, cut.ranges_of(rank.rank)):
         span = range(max(stretch.span.start, shard.span.start), min(stretch.span.stop, shard.span.stop))
         holders = cut.holders[number]

@@ -69,7 +69,7 @@ def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: b
         num_stages = rank.grid.pp_size
         part.audit = {(c * num_stages + rank.place.pp, m): count for (m, c), count in result.backwarded.items()}
     if is_due(rank, rank.state.iteration + 1):
-        part.check = (rank.place.pp, replica_words(rank, rank.state.iteration + 1))
+        part.check = replica_words(rank, rank.state.iteration + 1)
     return part
 
 

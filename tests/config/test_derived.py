@@ -54,6 +54,12 @@ def test_counts_by_hand():
     assert derived.num_key_value_heads(HLAT_7B) == 32
 
 
+def test_a_tied_embedding_is_counted_once_and_its_head_multiplies_all_the_same():
+    tied = HLAT_7B.model_copy(update={"tie_word_embeddings": True})
+    assert derived.num_parameters(tied) == 6_738_415_616 - 32000 * 4096
+    assert derived.num_matmul_parameters(tied) == derived.num_matmul_parameters(HLAT_7B)
+
+
 def test_counts_of_gpt2_by_hand():
     model = ModelConfig(
         architecture="gpt2",

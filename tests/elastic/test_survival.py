@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.elastic.survival import Verdict, list_words, survivable
-from parallel3d.optim.cut import plan_cut
+from parallel3d.optim.cut import plan_cut, plan_cuts
 from parallel3d.topology.grid import Grid
 
 TP2 = Grid.straight(tp_size=2, pp_size=2, dp_size=2)  # stage 1: replica 0 = 4 5, replica 1 = 6 7
@@ -92,6 +92,25 @@ def test_what_remains_is_a_replica_of_each_stage_and_a_holder_of_each_range(
         for holders in plan_cut(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts).holders
     )
     assert verdict.can_continue == (whole and held)
+
+
+@given(
+    num_replicas=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    tp_size=st.integers(1, 2),
+    zero_stage=st.integers(0, 1),
+    zero_backups=st.integers(0, 1),
+    data=st.data(),
+)
+def test_a_tied_embedding_makes_no_loss_fatal(
+    num_replicas: list[int], tp_size: int, zero_stage: int, zero_backups: int, data: st.DataObject
+):
+    """Whatever is survived leaves a holder of each of its ranges: the verdict needs no word about them."""
+    grid = Grid.of_replicas(num_replicas, tp_size=tp_size)
+    dead = data.draw(st.sets(st.sampled_from(grid.ranks), max_size=4))
+    hosts = {rank: str(data.draw(st.integers(0, 2))) for rank in grid.ranks}
+    settings = dict(zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+    if decide(grid, dead, **settings).can_continue:
+        assert not any(plan_cuts(grid, 0, tp, **settings).ends.lost_ranges(dead) for tp in range(tp_size))
 
 
 def test_list_words():

@@ -130,9 +130,13 @@ def test_positions_are_as_many_as_asked_for():
         assert stage.positions.weight.shape == (expected, 32)
 
 
-@pytest.mark.parametrize("qkv_bias,count", [(False, 163_009_536), (True, 163_037_184)])
-def test_parameter_counts_of_gpt2_small(qkv_bias, count):
-    """163,009,536 is the published count of the untied model; the biases of 12 x 3 projections of 768 are 27,648."""
+@pytest.mark.parametrize(
+    "qkv_bias,tied,count",
+    [(False, False, 163_009_536), (True, False, 163_037_184), (False, True, 124_412_160), (True, True, 124_439_808)],
+)
+def test_parameter_counts_of_gpt2_small(qkv_bias, tied, count):
+    """163,009,536 is the published count of the untied model, 124,412,160 of the tied one; the biases of 12 x 3
+    projections of 768 are 27,648."""
     config = ModelConfig(
         architecture="gpt2",
         vocab_size=50257,
@@ -142,6 +146,7 @@ def test_parameter_counts_of_gpt2_small(qkv_bias, count):
         num_attention_heads=12,
         max_position_embeddings=1024,
         qkv_bias=qkv_bias,
+        tie_word_embeddings=tied,
     )
     stage = make_decoder(config, range(12), num_positions=1024, on=solo("bf16", "meta"))
     assert sum(p.numel() for p in stage.parameters()) == num_parameters(config) == count

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
-from parallel3d.optim.cut import Cut, plan_cut
+from parallel3d.optim.cut import Cuts, plan_cuts
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
 from parallel3d.precision.policy import POLICIES, Policy
 from parallel3d.sharding import Chunk, ParamSharding
@@ -129,7 +129,7 @@ class Rank:
             seed=SEED,
             tp_rank=self.place.tp,
             tp_size=tp_size,
-            max_replicas=dp_size,
+            first_cuts=self.cuts_on(self.grid),
             zero_stage=zero_stage,
             bucket_bytes=bucket_bytes,
             decay_norms_and_biases=False,
@@ -141,7 +141,7 @@ class Rank:
             probe=probe,
         )
         self.optimizer.recut(
-            CutChange(epoch=0, old=None, new=self.cut_on(self.grid), live=self.grid.ranks), world.links(rank)
+            CutChange(epoch=0, old=None, new=self.cuts_on(self.grid), live=self.grid.ranks), world.links(rank)
         )
         self.optimizer.commit()
         self.join(0, self.grid)
@@ -150,20 +150,20 @@ class Rank:
     def buckets(self):
         return self.optimizer.buckets
 
-    def cut_on(self, grid: Grid) -> Cut:
-        return plan_cut(
+    def cuts_on(self, grid: Grid) -> Cuts:
+        return plan_cuts(
             grid, 0, self.place.tp, zero_stage=self.zero_stage, zero_backups=self.zero_backups, hosts=self.hosts
         )
 
     def join(self, epoch: int, grid: Grid) -> None:
         self.grid = grid
-        groups = build_groups(grid, self.rank, epoch, self.world.make_group(self.rank))
-        self.optimizer.join(epoch, groups.tp, groups.dp, self.world.links(self.rank, epoch))
+        groups = build_groups(grid, self.rank, epoch, self.world.make_group(self.rank), tied=False)
+        self.optimizer.join(epoch, groups, self.world.links(self.rank, epoch))
 
     def move(self, epoch: int, previous: Grid, live: Collection[int], *, weights_whole: bool = False) -> int:
         """Builds the ranges for those alive of `previous`, not yet in force; returns the bytes received."""
         grid, _ = previous.without(set(previous.ranks) - set(live))
-        old, new = self.cut_on(previous), self.cut_on(grid)
+        old, new = self.cuts_on(previous), self.cuts_on(grid)
         change = CutChange(epoch=epoch, old=old, new=new, live=live, weights_whole=weights_whole)
         return self.optimizer.recut(change, self.world.links(self.rank, epoch))
 

@@ -40,6 +40,9 @@ def models(draw):
                 is_norm_or_bias=kind in ("norm", "bias", "qkv_bias"),
             )
         )
+    if draw(st.booleans()):
+        tied = ParamSharding(name="tied", shape=(draw(st.integers(1, 40)), 16), dim=0, padded=True, tied=True)
+        shardings.insert(draw(st.sampled_from([0, len(shardings)])), tied)  # on the first stage, on the last
     return shardings
 
 
@@ -78,6 +81,7 @@ def test_a_bucket_holds_only_what_is_treated_alike(shardings, settings):
                 tp_replicated=sharding.dim is None,
                 partial_grad=sharding.partial_grad,
                 copies=sharding.copies(settings["tp_size"]),
+                tied=sharding.tied,
             )
 
 
@@ -132,11 +136,24 @@ def test_buckets_fill_up_in_backward_order(shardings, settings):
         assert numbers == sorted(numbers)
         ends = [place.offset + place.length for place in plan.places]
         assert all(end < settings["bucket_elements"] for end in ends[:-1])
+    plans = [plan for plan in plans if not plan.key.tied]
     full = [plan for plan in plans if plan.num_elements >= settings["bucket_elements"]]
-    assert list(plans[: len(full)]) == full
+    assert plans[: len(full)] == full
     assert [order[p.places[-1].name] for p in full] == sorted(order[p.places[-1].name] for p in full)
     rest = plans[len(full) :]
     assert len({plan.key for plan in rest}) == len(rest)
+
+
+@given(models(), models(), SETTINGS)
+def test_a_tied_parameter_has_the_same_bucket_on_both_stages_and_it_is_the_last(first, last, settings):
+    tied = ParamSharding(name="tied", shape=(37, 16), dim=0, padded=True, tied=True)
+    stages = [
+        plan_buckets(shardings, **settings)
+        for shardings in ([tied, *(s for s in first if not s.tied)], [*(s for s in last if not s.tied), tied])
+    ]
+    for plans in stages:
+        assert [place.name for plan in plans if plan.key.tied for place in plan.places] == ["tied"]
+        assert plans[-1] == stages[0][-1] and plans[-1].key.tied
 
 
 def test_an_example():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.optim.cut import Cut, Move, plan_cut, plan_moves
+from parallel3d.optim.buckets import BucketKey
+from parallel3d.optim.cut import Cut, Move, plan_cut, plan_cuts, plan_moves
 from parallel3d.topology.grid import Grid
 
 
@@ -65,11 +66,54 @@ def test_ranges_and_backups_of_a_rank():
     assert cut.backup_of(3) == 0
 
 
+def test_nobody_backs_up_what_all_reduce_themselves():
+    assert [cut_of(3, zero_stage=0).backup_of(rank) for rank in range(3)] == [None, None, None]
+    assert [cut_of(3, zero_backups=0).backup_of(rank) for rank in range(3)] == [None, None, None]
+
+
 def test_lost_ranges():
     cut = cut_of(4)
     assert (
         cut.lost_ranges({0, 2}) == () and cut.lost_ranges({1, 2}) == (1,) and cut.lost_ranges(range(4)) == (0, 1, 2, 3)
     )
+
+
+# --- the cut of what both ends hold -----------------------------------------------------------------------------------
+
+
+def test_the_ends_are_cut_over_both_stages():
+    grid = Grid.of_replicas([3, 1, 2], tp_size=1)
+    cuts = plan_cuts(grid, 0, 0, zero_stage=1, zero_backups=1, hosts={})
+    assert cuts.ends.holders == ((0, 1), (1, 2), (2, 0), (4, 5), (5, 4))
+    assert cuts.stage.holders == ((0, 1), (1, 2), (2, 0))
+    assert plan_cuts(grid, 1, 0, zero_stage=1, zero_backups=1, hosts={}).stage.holders == ((3,),)
+    tied, other = (BucketKey(decay=True, tp_replicated=False, partial_grad=False, tied=tied) for tied in (True, False))
+    assert cuts.of(tied) is cuts.ends and cuts.of(other) is cuts.stage
+
+
+@given(
+    num_replicas=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    tp_size=st.integers(1, 2),
+    settings=st.fixed_dictionaries({"zero_stage": st.integers(0, 1), "zero_backups": st.integers(0, 1)}),
+    data=st.data(),
+)
+def test_every_range_of_the_ends_is_held_as_one_of_its_stage(
+    num_replicas: list[int], tp_size: int, settings: dict[str, int], data: st.DataObject
+):
+    """Twice with backups, unless its stage has one replica only, without which nothing goes on anyway."""
+    grid = Grid.of_replicas(num_replicas, tp_size=tp_size)
+    hosts = {rank: str(data.draw(st.integers(0, 2))) for rank in grid.ranks}
+    for tp in range(tp_size):
+        cuts = [plan_cuts(grid, stage, tp, hosts=hosts, **settings) for stage in range(grid.pp_size)]
+        (ends,) = {each.ends for each in cuts}  # all stages say the same
+        if settings["zero_stage"] == 0:
+            assert ends.holders == (grid.end_ranks(tp),)
+            continue
+        assert tuple(owner for owner, *_ in ends.holders) == grid.end_ranks(tp)  # as the group's ranks stand
+        for holders in ends.holders:
+            stage = grid.coordinates(holders[0]).pp
+            assert holders in cuts[stage].stage.holders
+            assert len(set(holders)) == (2 if settings["zero_backups"] and num_replicas[stage] > 1 else 1)
 
 
 # --- moves ------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Deaths:
                     for index in bucket.plan.range_of(number, cut.num_ranges)
                     if index < bucket.plan.num_elements
                 }
-                for cut in (rank.cut_on(previous), rank.cut_on(smaller))
+                for cut in (rank.cuts_on(previous).stage, rank.cuts_on(smaller).stage)
             )
             is_copy = bucket.weights.dtype is torch.bfloat16
             size = 4 if is_copy else bucket.weights.itemsize

@@ -96,7 +96,7 @@ def test_a_backup_is_bitwise_its_owner(policy, dp_size, hosts):
             rank.step(step)
             states.append(rank.state())
         rank.optimizer.finish_gather()
-        return states, rank.cut_on(rank.grid)
+        return states, rank.cuts_on(rank.grid).stage
 
     results = run_threads(dp_size, body)
     cut = results[0][1]
@@ -251,7 +251,7 @@ def test_a_backup_knows_a_message_of_another_bucket():
             world.links(1).send(0, header, stray)
         rank.reduce(0)
 
-    with pytest.raises(Exception, match="expected reduced of micro-batch 0, iteration 1.*got .*iteration 9"):
+    with pytest.raises(Exception, match="expected reduced of micro-batch .*, iteration 1.*got .*iteration 9"):
         run_threads(2, body)
 
 

@@ -1,5 +1,7 @@
 """A grid's groups: who makes which, under which names."""
 
+import pytest
+
 from parallel3d.topology.grid import Grid
 from parallel3d.topology.groups import build_groups
 
@@ -15,14 +17,14 @@ class FakeGroup:
         self.calls.append("close")
 
 
-def build(grid, rank, epoch=0):
+def build(grid, rank, epoch=0, tied=False):
     made = []
 
     def make(name, ranks):
         made.append(FakeGroup(name, ranks))
         return made[-1]
 
-    return build_groups(grid, rank, epoch, make), made
+    return build_groups(grid, rank, epoch, make, tied=tied), made
 
 
 def test_the_groups_of_a_rank():
@@ -41,10 +43,33 @@ def test_members_of_a_group_know_it_by_one_name_and_others_do_not():
     assert sorted(named.values()) == sorted(ranks for kind in kinds.values() for ranks in kind)
 
 
-def test_every_rank_makes_the_kinds_in_the_same_order():
-    grid = Grid.straight(tp_size=2, pp_size=2, dp_size=2)
-    orders = {tuple(group.name.split("/")[1] for group in build(grid, rank)[1]) for rank in grid.ranks}
-    assert len(orders) == 1
+@pytest.mark.parametrize("num_replicas", [[2, 2], [1, 3, 2]], ids=str)
+def test_the_ranks_of_both_ends_have_a_group_if_they_share_an_embedding(num_replicas):
+    grid = Grid.of_replicas(num_replicas, tp_size=2)
+    for rank in grid.ranks:
+        place = grid.coordinates(rank)
+        groups, made = build(grid, rank, tied=True)
+        assert build(grid, rank)[0].ends is None
+        if place.pp not in grid.ends:
+            assert groups.ends is None and len(made) == 3
+            continue
+        first, last = grid.dp_ranks(0, place.tp), grid.dp_ranks(len(num_replicas) - 1, place.tp)
+        assert groups.tied is groups.ends and groups.ends.ranks == (*first, *last) == grid.end_ranks(place.tp)
+        names = {build(grid, other, tied=True)[0].ends.name for other in groups.ends.ranks}
+        assert len(names) == 1 and {group.name for group in made} > names
+
+
+def test_one_stage_is_both_ends_and_needs_no_further_group():
+    groups, made = build(Grid.straight(tp_size=2, pp_size=1, dp_size=2), 3, tied=True)
+    assert groups.ends is None and groups.tied is groups.dp and len(made) == 3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_makes_the_kinds_in_the_same_order(tied):
+    grid = Grid.straight(tp_size=2, pp_size=3, dp_size=2)
+    orders = {tuple(group.name.split("/")[1] for group in build(grid, rank, tied=tied)[1]) for rank in grid.ranks}
+    longest = max(orders, key=len)
+    assert all(order == tuple(kind for kind in longest if kind in order) for order in orders)
 
 
 def test_epochs_never_share_a_name():
@@ -61,16 +86,22 @@ def test_replicas_that_stay_keep_their_own_ranks_after_a_loss():
     assert (groups.tp.ranks, groups.dp.ranks, groups.world.ranks) == ((6, 7), (6,), (0, 1, 2, 3, 6, 7))
 
 
-def test_what_is_asked_of_the_groups_is_asked_of_each():
-    groups, made = build(Grid.straight(tp_size=2, pp_size=1, dp_size=2), 0)
+@pytest.mark.parametrize("tied, num_groups", [(False, 3), (True, 4)])
+def test_what_is_asked_of_the_groups_is_asked_of_each(tied, num_groups):
+    groups, made = build(Grid.straight(tp_size=2, pp_size=2, dp_size=2), 0, tied=tied)
     groups.abandon()
     groups.close()
-    assert [group.calls for group in made] == [["abandon", "close"]] * 3
+    assert [group.calls for group in made] == [["abandon", "close"]] * num_groups
 
 
 def test_what_the_world_does_touches_neither_weights_nor_gradients():
-    groups, _ = build(Grid.straight(tp_size=2, pp_size=1, dp_size=2), 0)
-    groups.tp.is_busy, groups.dp.is_busy, groups.world.is_busy = False, False, True
+    groups, _ = build(Grid.straight(tp_size=2, pp_size=2, dp_size=2), 0, tied=True)
+    others = [groups.tp, groups.dp, groups.ends]
+    for group in others:
+        group.is_busy = False
+    groups.world.is_busy = True
     assert not groups.is_busy
-    groups.dp.is_busy = True
-    assert groups.is_busy
+    for group in others:
+        group.is_busy = True
+        assert groups.is_busy
+        group.is_busy = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
@@ -185,6 +186,7 @@ def cell(
     micro: int = 1,
     backups: int = 1,
     layers: int = 4,
+    tied: bool = False,
     transport="threads",
     architecture="llama",
     kv: int | None = None,
@@ -194,7 +196,13 @@ def cell(
     they move all scores of a query alike."""
     changes = dict(
         parallel=parallel,
-        model=dict(hidden_dropout=drop, architecture=architecture, num_key_value_heads=kv, num_hidden_layers=layers),
+        model=dict(
+            hidden_dropout=drop,
+            architecture=architecture,
+            num_key_value_heads=kv,
+            num_hidden_layers=layers,
+            tie_word_embeddings=tied,
+        ),
         optimizer=dict(eps=1e-8 if architecture == "llama" else 1e-5),
         precision=dict(policy=policy),
         batch=dict(micro_batch_size=micro),
@@ -203,6 +211,38 @@ def cell(
     return Cell(name=name, transport=transport, changes=changes)
 
 
+def tied_cells() -> Iterator[Cell]:
+    """One matrix on both ends of the pipeline: every shape of it with and without ZeRO; the rest takes turns."""
+    shapes = [(1,), (2,), (1, 1), (2, 2), (2, 1), (1, 2), (1, 1, 1), (3, 1, 2), (1, 1, 1, 1), (2, 1, 1, 3)]
+    for number, (counts, zero) in enumerate(product(shapes, (1, 0))):
+        tp, rule = (1, 2)[number // 2 % 2], ("1f1b", "zb-h1", "gpipe")[number % 3]
+        yield cell(
+            f"tied-{'-'.join(map(str, counts))}-tp{tp}-{rule}-zero{zero}",
+            tied=True,
+            pp_size=len(counts),
+            stage_replicas=list(counts),
+            tp_size=tp,
+            sequence_parallel=number % 8 < 4,
+            schedule=rule,
+            zero_stage=zero,
+        )
+    yield cell("tied-tp4", tied=True, tp_size=4)
+    yield cell("tied-gpt2-cube", tied=True, architecture="gpt2", **CUBE)
+    yield cell("tied-gpt2-stages-1-2-zb-h1", tied=True, architecture="gpt2", **STAGES_1_2, schedule="zb-h1")
+    yield cell("tied-copied-heads-cube", tied=True, kv=1, **CUBE)
+    interleaved = dict(schedule="interleaved", virtual_stages=2)
+    yield cell("tied-interleaved-cube", tied=True, **interleaved, **CUBE)
+    yield cell("tied-interleaved-stages-2-1-3", tied=True, layers=6, pp_size=3, stage_replicas=[2, 1, 3], **interleaved)
+    yield cell("tied-recompute-full-cube", tied=True, recompute="full", **CUBE)
+    yield cell("tied-cube-dropout", tied=True, drop=0.2, micro=2, **CUBE)
+    yield cell("tied-cube-bf16", tied=True, policy="bf16", **CUBE)
+    yield cell("tied-stages-1-3-without-backups", tied=True, backups=0, pp_size=2, stage_replicas=[1, 3])
+    yield cell("gloo-tied-pp2-dp2", tied=True, transport="gloo", pp_size=2, dp_size=2)
+    yield cell("gloo-tied-stages-1-2-zb-h1", tied=True, transport="gloo", **STAGES_1_2, schedule="zb-h1")
+    yield cell("gloo-tied-stages-1-2-zero0", tied=True, transport="gloo", **STAGES_1_2, zero_stage=0)
+
+
+STAGES_1_2 = dict(pp_size=2, stage_replicas=[1, 2])
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)
 CELLS: list[Cell] = [
     *(layout_cell(number, row) for number in range(len(SIZES)) for row in range(3)),
@@ -321,6 +361,7 @@ CELLS: list[Cell] = [
             ("pp2-v2-tp2-bf16", 2, 4, dict(pp_size=2, tp_size=2, policy="bf16")),
         ]
     ),
+    *tied_cells(),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),

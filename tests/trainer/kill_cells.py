@@ -39,6 +39,8 @@ SCHEDULES = {
     "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
 }
 """Layouts of a few cells each: other lists, the same protocol."""
+TIED = {"tied-pp2-dp2": dict(pp_size=2, dp_size=2), "tied-stages-3-1-2": dict(pp_size=3, stage_replicas=[3, 1, 2])}
+"""One matrix on both ends of the pipeline."""
 LOSS_TOLERANCE = 1e-5
 """fp32 on another layout from the loss on: sums in another order."""
 
@@ -74,7 +76,8 @@ class KillCell:
 def kill_config(layout: str, faults: tuple[tuple[int, int, str, str], ...] = ()) -> Config:
     """A tiny Llama in fp32; the undisturbed run without faults."""
     return make_config(
-        parallel={**LAYOUTS, **SCHEDULES}[layout],
+        model=dict(tie_word_embeddings=layout in TIED),
+        parallel={**LAYOUTS, **SCHEDULES, **TIED}[layout],
         precision=dict(policy="fp32"),
         batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
         run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
@@ -108,8 +111,8 @@ def covering_cells() -> Iterator[KillCell]:
 
 def special_cells() -> Iterator[KillCell]:
     """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many; and
-    other schedules."""
-    cube, wide = "pp2-dp2-tp2", "pp2-dp4"
+    other schedules, and losses on either end of a pipeline whose ends share a matrix."""
+    cube, wide, tied, uneven = "pp2-dp2-tp2", "pp2-dp4", *TIED
     yield KillCell(layout=cube, faults=((0, 2, "load", "kill"), (1, 2, "load", "kill")), num_changes=(1, 2))
     yield KillCell(layout=cube, faults=((6, 4, "backward", "stop"),))
     yield KillCell(layout=wide, faults=((5, 4, "forward", "stop"),))
@@ -132,6 +135,9 @@ def special_cells() -> Iterator[KillCell]:
     yield KillCell(layout=cube, faults=((0, 2, "backward", "kill"), (3, 2, "recovery_report", "kill")), num_changes=())
     yield KillCell(layout="pp2-dp2-interleaved", faults=((1, 2, "backward", "kill"),))
     yield KillCell(layout="pp2-dp2-zb-h1", faults=((2, 2, "forward", "kill"),))
+    yield KillCell(layout=tied, faults=((2, 2, "all_gather", "kill"),))
+    yield KillCell(layout=tied, faults=((1, 2, "reduce_scatter", "kill"), (2, 4, "update", "kill")), num_changes=(2,))
+    yield KillCell(layout=uneven, faults=((0, 2, "backup", "kill"), (5, 2, "recovery_moves", "kill")))
 
 
 def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
@@ -198,19 +204,19 @@ def judge(folder: Path, cell: KillCell) -> str:
 
 
 def _compare_replicas(directory: Path, survivors: set[int]) -> str:
-    """All ranks of a stage that are left hold the same bits."""
-    seen: dict[tuple[str, str, str], torch.Tensor] = {}
+    """All ranks that are left and hold a parameter hold the same bits: of a stage, or of both ends."""
+    seen: dict[tuple[str, str], torch.Tensor] = {}
     for rank in sorted(survivors):
         home = torch.load(directory / f"{rank}.pt")
-        stage, _, tp = home["place"].split()
+        _, _, tp = home["place"].split()
         for name, weight in home["weights"].items():
-            if not torch.equal(seen.setdefault((stage, tp, name), weight), weight):
+            if not torch.equal(seen.setdefault((tp, name), weight), weight):
                 return f"{name} differs on rank {rank}"
     return ""
 
 
 def run_cells(folder: Path, cells: list[KillCell]) -> None:
-    for layout in (*LAYOUTS, *SCHEDULES):
+    for layout in (*LAYOUTS, *SCHEDULES, *TIED):
         run_kill_cell(folder, layout, kill_config(layout))
     for cell in cells:
         run_kill_cell(folder, cell.name, cell.config)

@@ -31,12 +31,14 @@ def test_formats_stay_near_fp64(run_layout):
     assert run_layout(model=dict(hidden_dropout=0.2)).losses != pytest.approx(wide, rel=1e-4)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp,pp,dp,zero", [(1, 1, 4, 1), (2, 2, 2, 1), (1, 4, 2, 0)])
-def test_overlap_changes_no_bit(run_layout, tp, pp, dp, zero):
+def test_overlap_changes_no_bit(run_layout, tp, pp, dp, zero, tied):
     parallel = dict(tp_size=tp, pp_size=pp, dp_size=dp, zero_stage=zero)
     runs = [
         run_layout(
             precision=dict(policy="fp32"),
+            model=dict(tie_word_embeddings=tied),
             parallel=dict(overlap_grad_reduce=a, overlap_param_gather=b, **parallel),
         )
         for a, b in ((True, True), (False, False), (True, False))

@@ -28,21 +28,32 @@ LAYOUTS = {
 }
 
 
+TIED = ["pp2", "pp4-gpipe", "dp4", "dp4-zero0", "pp2-dp2-zb-h1", "stages-1-3"]
+
+
 @cache
-def run(layout: str | None, policy: str):
+def run(layout: str | None, policy: str, tied: bool = False):
     backups = 0 if layout == "dp3-no-backups" else 1
     return cells.run_cell_in_threads(
-        **SHAPE,
+        **{**SHAPE, "model": {**SHAPE["model"], "tie_word_embeddings": tied}},
         parallel=LAYOUTS[layout] if layout else {},
         precision=dict(policy=policy, sums="exact"),
         elastic=dict(zero_backups=backups),
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16", "bf16_sr"])
-def test_every_layout_is_the_same_run_bit_for_bit(layout: str, policy: str):
-    ours, one = run(layout, policy), run(None, policy)
+CELLS = [
+    *((layout, policy, False) for policy in ("fp32", "fp16", "bf16", "bf16_sr") for layout in LAYOUTS),
+    *((layout, "fp32", True) for layout in TIED),
+    *((layout, policy, True) for policy in ("fp16", "bf16_sr") for layout in ("pp2", "stages-1-3")),
+]
+
+
+@pytest.mark.parametrize(
+    "layout, policy, tied", CELLS, ids=[f"{policy}-{layout}{'-tied' * tied}" for layout, policy, tied in CELLS]
+)
+def test_every_layout_is_the_same_run_bit_for_bit(layout: str, policy: str, tied: bool):
+    ours, one = run(layout, policy, tied), run(None, policy, tied)
     assert ours.entries == one.entries and ours.evaluation == one.evaluation
     for name in one.weights:
         assert torch.equal(ours.gradients[name], one.gradients[name]), name

@@ -344,7 +344,7 @@ def test_only_what_is_missing_travels(rank, phase, num_rows):
     left, _ = grid.without({rank})
     survivors = left.dp_ranks(rank // 4, 0)
     one = cells.prepare(config, grid, survivors[0])
-    before, after = one.cut_on(grid, {}), one.cut_on(left, {})
+    before, after = one.cuts_on(grid, {}).stage, one.cuts_on(left, {}).stage
     num_elements = sum(
         len(elements_of(bucket.plan, after, other) - elements_of(bucket.plan, before, other))
         for bucket in one.optimizer.buckets

@@ -40,15 +40,17 @@ def plain_run(config, initial, num_steps):
 
 @pytest.mark.parametrize("architecture", PLAIN_LOSS)
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e9])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("parallel", [{}, dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)])
-def test_three_steps_of_a_plain_loop(parallel, max_grad_norm, architecture):
+def test_three_steps_of_a_plain_loop(parallel, tied, max_grad_norm, architecture):
     """fp64, 1e-9: the same arithmetic in another order; both clip with 1e-6 in the divisor."""
     changes = dict(
         parallel=parallel,
-        model=dict(architecture=architecture, num_key_value_heads=2, qkv_bias=False),
+        model=dict(architecture=architecture, num_key_value_heads=2, qkv_bias=False, tie_word_embeddings=tied),
         optimizer=dict(learning_rate=1e-2, max_grad_norm=max_grad_norm),
     )
     ours = cells.run_cell_in_threads(**changes)
+    assert ("head.weight" in ours.initial) is not tied
     losses, norms, weights = plain_run(cells.make_config(**changes), ours.initial, 3)
     assert norms[0] > 0.5  # the smaller limit clips
     assert ours.losses == pytest.approx(losses, rel=1e-11)

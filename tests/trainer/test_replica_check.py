@@ -72,6 +72,12 @@ FLIPS = {  # layout, rank, what is flipped, what the message says
         flip_weight("embedding.weight"),
         "weights of embedding.weight[0:2056]: rank 0 (pp0 dp0 tp0) / rank 1 (pp0 dp1 tp0), no majority",
     ),
+    "an embedding of one end against the head of the other": (
+        "tied-stages-2-1-3",
+        3,
+        flip_weight("embedding.weight"),
+        "weights of embedding.weight[0:2056]: rank 3 (pp2 dp0 tp0) against 4 others",
+    ),
     "a norm of a tensor-parallel rank": (
         "pp2-dp2-tp2",
         3,
@@ -144,7 +150,7 @@ def test_a_warning_lets_the_run_go_on(monkeypatch):
     assert [bool(entry.differing_stages) for entry in done.run.entries] == [True, False], "the gather has mended it"
 
 
-@pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4"])
+@pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4", "tied-pp2-dp2-tp2"])
 @pytest.mark.parametrize("zero_stage, zero_backups", [(1, 1), (1, 0), (0, 1)])
 def test_no_false_alarm(layout, zero_stage, zero_backups):
     done = run(checked(layout, zero_stage=zero_stage, zero_backups=zero_backups))
@@ -192,7 +198,7 @@ def test_the_check_is_in_the_vector_only_where_it_is_due():
     layout = EntryLayout(num_stages=2, num_micro_batches=1, num_slots=1)
     audit = {(0, 0): 1, (1, 0): 1}
     plain = layout.pack(Contribution(num_target_tokens=1, audit=audit))
-    both = layout.pack(Contribution(num_target_tokens=1, audit=audit, check=(1, [7, 9])))
+    both = layout.pack(Contribution(num_target_tokens=1, audit=audit, check={1: [7, 9]}))
     assert both == [*plain, 0.0, 0.0, 7.0, 9.0]
     assert layout.unpack(1, plain).differing_stages == ()
     assert layout.unpack(1, both).differing_stages == (1,) and differ([7.0, 9.0])

@@ -37,6 +37,15 @@ SCHEDULES = {
 SPARES = "dp3-tp2"
 """A layout in which two deaths can leave a range of state to a spare alone."""
 
+TIED = {
+    "tied-pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2),
+    "tied-pp3-dp2": dict(pp_size=3, dp_size=2),
+    "tied-stages-2-1-3": dict(pp_size=3, stage_replicas=[2, 1, 3]),
+    "tied-pp2-dp4": dict(pp_size=2, dp_size=4),
+    "tied-interleaved": dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2),
+}
+"""One matrix on both ends of the pipeline: its state is cut over the replicas of both."""
+
 
 MODELS = {
     "gpt2-pp2-dp2-tp2": (
@@ -69,13 +78,15 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
     policy, layout = PRECISIONS.get(layout, ("fp64", layout))
     layouts = {**LAYOUTS, **SCHEDULES, SPARES: dict(dp_size=3, tp_size=2)}
     others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
+    others |= {name: (dict(tie_word_embeddings=True), sizes) for name, sizes in TIED.items()}
     model, sizes = others[layout] if layout in others else ({}, layouts[layout])
+    num_replicas = sizes["dp_size"] if "dp_size" in sizes else max(sizes["stage_replicas"])
     num_layers = max(3, sizes.get("pp_size", 1) * sizes.get("virtual_stages", 1))
     shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=num_layers, num_attention_heads=2)
     return cells.make_config(
         model=shape | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
-        batch=dict(global_batch_size=2 * sizes["dp_size"], micro_batch_size=1, sequence_length=4),
+        batch=dict(global_batch_size=2 * num_replicas, micro_batch_size=1, sequence_length=4),
         precision=dict(policy=policy, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
