@@ -2,7 +2,8 @@
 
 Two things must remain: a whole replica of every stage, and a live holder of every range of optimizer state. Holders
 are those of the last committed cut: a spare, or a worker about to leave, still holds its ranges until the change that
-takes its place away is committed; a dead one holds nothing.
+takes its place away is committed; a dead one holds nothing. An embedding that two stages share needs no word here:
+whoever holds one of its ranges holds one of the stage's, too (optim/cut.py).
 """
 
 from __future__ import annotations
