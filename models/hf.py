@@ -62,14 +62,21 @@ Read = Callable[[str], Tensor]
 def hf_tensors(model: ModelConfig, layers: range | None = None) -> tuple[HfTensor, ...]:
     """The tensors of the Hugging Face model that is the same function; those of a stage if `layers` are given.
 
-    The names are those of LlamaForCausalLM's (Qwen2ForCausalLM's) and GPT2LMHeadModel's state_dict. GPT-2 needs
-    max_position_embeddings resolved. Raises ConfigError for a GPT-2 whose heads share keys: there is none there.
+    The names are those of LlamaForCausalLM's (Qwen2ForCausalLM's) and GPT2LMHeadModel's state_dict; a tied head is no
+    tensor of its own. GPT-2 needs max_position_embeddings resolved. Raises ConfigError for a GPT-2 whose heads share
+    keys: there is none there.
     """
     layers = range(model.num_hidden_layers) if layers is None else layers
     family = _Gpt2Names(model) if model.architecture == "gpt2" else _LlamaNames(model)
-    first = family.first() if layers.start == 0 else ()
-    last = family.last() if layers.stop == model.num_hidden_layers else ()
-    return (*first, *(tensor for index in layers for tensor in family.layer(index)), *last)
+    is_first, is_last = layers.start == 0, layers.stop == model.num_hidden_layers
+    sizes = (model.vocab_size, model.hidden_size)
+    embedding = _whole(family.embedding, "embedding.weight", *sizes)
+    head = embedding if model.tie_word_embeddings else _whole("lm_head.weight", "head.weight", *sizes)
+    first = (embedding, *family.first()) if is_first else ()
+    last = family.last() if is_last else ()
+    ends_apart = is_last and not (is_first and model.tie_word_embeddings)
+    inner = (tensor for index in layers for tensor in family.layer(index))
+    return (*first, *inner, *last, *([head] if ends_apart else []))
 
 
 def overlaps(tensor: HfTensor, sharding: ParamSharding, tp_rank: int, tp_size: int) -> Iterator[Overlap]:
@@ -150,7 +157,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
             **dict.fromkeys(("resid_pdrop", "embd_pdrop"), model.hidden_dropout),
             "attn_pdrop": 0.0,
             "initializer_range": model.initializer_range,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": model.tie_word_embeddings,
         }
     name, extra = ("Qwen2", {}) if has_qkv_bias(model) else ("Llama", {"attention_bias": False, "mlp_bias": False})
     return {
@@ -168,17 +175,19 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": model.rms_norm_eps,
         "rope_theta": model.rope_theta,
         "initializer_range": model.initializer_range,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": model.tie_word_embeddings,
         **extra,
     }
 
 
 class _LlamaNames:
+    embedding = "model.embed_tokens.weight"
+
     def __init__(self, model: ModelConfig):
         self._model = model
 
     def first(self) -> Iterator[HfTensor]:
-        yield _whole("model.embed_tokens.weight", "embedding.weight", self._model.vocab_size, self._model.hidden_size)
+        return iter(())
 
     def layer(self, index: int) -> Iterator[HfTensor]:
         model, ours, theirs = self._model, f"layers.{index}", f"model.layers.{index}"
@@ -196,10 +205,11 @@ class _LlamaNames:
 
     def last(self) -> Iterator[HfTensor]:
         yield _whole("model.norm.weight", "final_norm.weight", self._model.hidden_size)
-        yield _whole("lm_head.weight", "head.weight", self._model.vocab_size, self._model.hidden_size)
 
 
 class _Gpt2Names:
+    embedding = "transformer.wte.weight"
+
     def __init__(self, model: ModelConfig):
         if num_key_value_heads(model) != model.num_attention_heads:
             raise ConfigError(
@@ -217,7 +227,6 @@ class _Gpt2Names:
     def first(self) -> Iterator[HfTensor]:
         model = self._model
         assert model.max_position_embeddings is not None, "needs a resolved configuration"
-        yield _whole("transformer.wte.weight", "embedding.weight", model.vocab_size, model.hidden_size)
         yield _whole("transformer.wpe.weight", "positions.weight", model.max_position_embeddings, model.hidden_size)
 
     def layer(self, index: int) -> Iterator[HfTensor]:
@@ -244,7 +253,6 @@ class _Gpt2Names:
     def last(self) -> Iterator[HfTensor]:
         for part in ("weight", "bias"):
             yield _whole(f"transformer.ln_f.{part}", f"final_norm.{part}", self._model.hidden_size)
-        yield _whole("lm_head.weight", "head.weight", self._model.vocab_size, self._model.hidden_size)
 
 
 def _whole(hf_name: str, name: str, *shape: int) -> HfTensor:
