@@ -70,6 +70,7 @@ LAYOUTS = {
         dict(hidden_dropout=0.2),
     ),
     "gpt2": (dict(parallel=CUBE), dict(architecture="gpt2")),
+    "tied-stages-1-2": (dict(parallel=dict(pp_size=2, stage_replicas=[1, 2])), dict(tie_word_embeddings=True)),
 }
 
 
