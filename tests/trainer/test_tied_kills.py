@@ -36,7 +36,7 @@ def single_cells():
     """Every coordinate of the smaller layouts; phases by turns, three a rank, of which two touch the matrix. (Without
     `send`: with few micro-batches not every rank has something to receive after it.)"""
     turns = itertools.count()
-    for layout in ("tied-pp2-dp2-tp2", "tied-pp3-dp2", "tied-stages-2-1-3"):
+    for layout in ("tied-pp2-dp2-tp2", "tied-pp3-dp2", "tied-stages-2-1-3", "tied-interleaved"):
         grid = grid_of(layout)
         for rank in grid.ranks:
             if not survives(grid, {rank}):
