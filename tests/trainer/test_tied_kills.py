@@ -182,10 +182,10 @@ def test_the_copies_on_both_ends_are_the_same_bits_after_every_step():
         weight = runtime.optimizer.buckets[-1].parameters[0]
         begin = runtime.optimizer.begin_iteration
 
-        def noted(iteration, num_micro_batches):
+        def noted(iteration, *rest):
             runtime.optimizer.finish_gather()
             seen.setdefault((runtime.place.tp, iteration), []).append(weight.detach().clone())
-            begin(iteration, num_micro_batches)
+            begin(iteration, *rest)
 
         runtime.optimizer.begin_iteration = noted
 
