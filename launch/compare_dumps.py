@@ -56,14 +56,17 @@ def compare_step(step: int, ours: Path, theirs: Path, options: argparse.Namespac
                 f"  only in {folder}: {', '.join(sorted(names)[: options.rows])}" + " ..." * (len(names) > options.rows)
             )
     for section in SECTIONS:
-        print_section(section, [each for each in found if each.section == section], options)
+        of_section = [each for each in found if each.section == section]
+        print_section(section, of_section, options, sequence_length=dumps[0][0].sequence_length)
     different = [each for each in found if not each.is_same(options.tolerance)]
     if different:
         print(f"  the first in the order of computation: {different[0].name}")
     return bool(found) and not different
 
 
-def print_section(section: str, found: Sequence[Comparison], options: argparse.Namespace) -> None:
+def print_section(
+    section: str, found: Sequence[Comparison], options: argparse.Namespace, *, sequence_length: int
+) -> None:
     different = [each for each in found if not each.is_same(options.tolerance)]
     if not found:
         return
@@ -73,12 +76,20 @@ def print_section(section: str, found: Sequence[Comparison], options: argparse.N
     )
     width = max((len(each.name) for each in different), default=0)
     for each in different[: options.rows]:
-        notes = [f"at {each.where}"] if each.where else []
+        notes = [f"at {place_of(each, sequence_length)}"] if each.where else []
         notes += [f"copies within a dump differ by {each.spread:.1e}"] if each.spread > options.tolerance else []
         notes += [] if each.complete else ["parts are missing"]
         print(f"    {each.name:<{width}}  {each.largest:.3e}  relative {each.relative:.1e}  {'; '.join(notes)}")
     if len(different) > options.rows:
         print(f"    ... and {len(different) - options.rows} more")
+
+
+def place_of(comparison: Comparison, sequence_length: int) -> str:
+    """Where the largest difference is: of activations the sequence slot, the position in it and the feature."""
+    row, column = comparison.where or (0, 0)
+    if comparison.section in ("weights", "gradients"):
+        return f"[{row}, {column}]"
+    return f"slot {row // sequence_length} position {row % sequence_length} feature {column}"
 
 
 def told(loss: float | None) -> str:

@@ -71,6 +71,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
         probe=probe.enter_phase,
         label=trace.label,
     )
+    probe.flip_bit = lambda: flip_bit(rank)
     train_rank(
         rank,
         context,
@@ -108,7 +109,9 @@ class WorkerProbe:
 
     def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None):
         faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=config.run.num_steps)
-        self._injector = FaultInjector(faults, context.rank, fail_for_real)
+        self._injector = FaultInjector(faults, context.rank, self._fail)
+        self.flip_bit: Callable[[], None] = lambda: None
+        """Changes a weight, for a fault of that kind."""
         self._pulse = context.pulse
         self._whereabouts = context.whereabouts
         self._trace = trace or NoTrace()
@@ -124,6 +127,12 @@ class WorkerProbe:
         self._whereabouts.enter(phase)
         self._injector(phase)
 
+    def _fail(self, kind: str) -> None:
+        if kind == "flip":
+            self.flip_bit()
+        else:
+            fail_for_real(kind)
+
     def begin(self, phase: Phase, step: int) -> None:
         """Evaluation counts few instructions. The first steps are slow in ways that tell nothing: memory is touched for
         the first time, kernels are made."""
@@ -134,6 +143,14 @@ class WorkerProbe:
         is_usual = phase is Phase.STEP and self._num_steps > WARMUP_STEPS
         self._pulse.mode = Mode.RUNNING if is_usual else Mode.SUSPENDED
         self._injector.begin_step(step)
+
+
+def flip_bit(rank: RankRuntime) -> None:
+    """An injected fault of this process' memory: the lowest bit of the first weight, once all weights are there."""
+    rank.optimizer.finish_gather()
+    weights = rank.optimizer.buckets[-1].weights
+    weights[:1].view(torch.uint8)[0] ^= 1
+    print(f"injected fault: flipped a bit of {rank.optimizer.buckets[-1].plan.places[0].name}", flush=True)
 
 
 def fail_for_real(kind: str) -> None:

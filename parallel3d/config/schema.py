@@ -293,8 +293,9 @@ class FaultConfig(Section):
     phase: FaultPhase = "forward"
     """Where in the step. send: between a send to the next stage and the receive that follows; recovery_*: at that
     point of the first recovery from step - 1 on."""
-    kind: Literal["kill", "stop", "term", "sleep"] = "kill"
-    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure; sleep: goes on `seconds` later."""
+    kind: Literal["kill", "stop", "term", "sleep", "flip"] = "kill"
+    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure; sleep: goes on `seconds` later;
+    flip: one bit of its first weight is the other way, as by a broken memory."""
     seconds: NonNegativeFloat = 1.0
     """How long a sleep lasts."""
 

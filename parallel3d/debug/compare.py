@@ -56,7 +56,8 @@ class Comparison:
     """max |a - b|; infinite where one has numbers and the other has not."""
     relative: float
     """largest over max |b|."""
-    where: str
+    where: tuple[int, int] | None
+    """Row and column of the largest difference."""
     spread: float
     """The largest difference between copies of one element within a dump, over max |b|."""
     complete: bool
@@ -132,7 +133,7 @@ def _compare(ours: Whole, theirs: Whole) -> Comparison:
         section=ours.section,
         largest=largest,
         relative=largest / scale,
-        where=f"[{row}, {column}]" if largest > 0 else "",
+        where=(row, column) if largest > 0 else None,
         spread=max(ours.spread, theirs.spread) / scale,
         complete=bool(both.all()),
     )

@@ -32,6 +32,7 @@ class RankDump:
     losses: Mapping[int, float]
     """By the first sequence slot of each micro-batch that ended here: the sum of its token losses, in nats."""
     num_target_tokens: int
+    sequence_length: int
     tensors: Sequence[tuple[Slab, Tensor]]
 
 
@@ -49,6 +50,7 @@ def write_dump(directory: Path, dump: RankDump) -> Path:
         "place": dump.place,
         "losses": {str(slot): loss for slot, loss in dump.losses.items()},
         "num_target_tokens": dump.num_target_tokens,
+        "sequence_length": dump.sequence_length,
         "slabs": [slab.to_json() for slab, _ in dump.tensors],
     }
     path, temporary = folder / f"rank-{dump.rank}.safetensors", folder / f".rank-{dump.rank}"
@@ -68,6 +70,7 @@ def read_dump(path: Path) -> RankDump:
         place=metadata["place"],
         losses={int(slot): loss for slot, loss in metadata["losses"].items()},
         num_target_tokens=metadata["num_target_tokens"],
+        sequence_length=metadata["sequence_length"],
         tensors=[(Slab.from_json(slab), tensor) for slab, tensor in zip(metadata["slabs"], tensors)],
     )
 

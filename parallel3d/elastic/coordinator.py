@@ -304,9 +304,10 @@ class Coordinator:
     def _look_for_the_overdue(self) -> None:
         now_s = time.monotonic()
         overdue_s = self._pace.overdue_s(now_s) if self._pace and not self._aborting else None
-        if overdue_s is not None:
-            step = (self._book.last_step or 0) + 1
-            self._begin_survey(f"step {step} is overdue: nothing has come for {overdue_s:.1f} s (stacks: logs/)")
+        if self._pace and overdue_s is not None:
+            last_step = self._book.last_step or 0
+            what = f"the evaluation after step {last_step}" if self._pace.evaluates else f"step {last_step + 1}"
+            self._begin_survey(f"{what} is overdue: nothing has come for {overdue_s:.1f} s (stacks: logs/)")
         if self._survey and self._survey.is_over(now_s):
             self._notice(self._survey.table())
             self._survey = None

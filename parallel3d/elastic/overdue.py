@@ -59,6 +59,11 @@ class Pace:
             case "summary":
                 self._since_s = None
 
+    @property
+    def evaluates(self) -> bool:
+        """An evaluation is under way, not a step."""
+        return self._evaluates
+
     def overdue_s(self, now_s: float) -> float | None:
         """Seconds since the last news when that is worth telling; None else. Asking counts as telling."""
         if self._since_s is None or now_s - self._since_s < self.limit_s * 2**self._num_told:

@@ -46,6 +46,7 @@ def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
         place=str(rank.place),
         losses=recorder.losses,
         num_target_tokens=entry.num_target_tokens,
+        sequence_length=recorder.batch.sequence_length,
         tensors=[*parameters, *recorded],
     )
     return write_dump(dump_directory(rank), dump)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,3 +134,13 @@ def test_an_overdue_step_is_told_and_the_run_goes_on(config_file, tmp_path):
     assert process.returncode == 130 and "step 8 is overdue" in out and "Traceback" not in out
     log = (tmp_path / "logs" / "rank-1.log").read_text()
     assert "most recent call first" in log and "faults.py" in log
+
+
+def test_a_flipped_bit_ends_the_run_with_its_name(config_file, tmp_path):
+    fault = {"rank": 3, "step": 4, "phase": "forward", "kind": "flip"}
+    process = start(config_file, f"run.directory={tmp_path}", f"elastic.faults=[{json.dumps(fault)}]")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 5, out
+    assert "copies that must be the same bits differ before the update of step 4:" in out
+    assert re.search(r"weights of [a-z0-9._]+\[0:\d+\]: rank 2 \(pp1 dp0 tp0\) / rank 3 \(pp1 dp1 tp0\)", out), out
+    assert "Traceback" not in out
