@@ -316,6 +316,9 @@ CELLS: list[Cell] = [
             ("tp4-pp2-micro2-dropout-sp", dict(tp_size=4, pp_size=2, drop=0.2, micro=2, sequence_parallel=True)),
             ("cube-dropout", dict(drop=0.2, **CUBE)),
             ("stages-2-1-tp2", dict(tp_size=2, pp_size=2, stage_replicas=[2, 1])),
+            ("pp2-interleaved-dropout", dict(pp_size=2, schedule="interleaved", virtual_stages=2, drop=0.2)),
+            ("cube-recompute-full-dropout", dict(recompute="full", drop=0.2, **CUBE)),
+            ("cube-bf16_sr", dict(policy="bf16_sr", **CUBE)),
         ]
     ),
     *(
@@ -326,6 +329,7 @@ CELLS: list[Cell] = [
             ("tp4-kv2-pp2-sp", dict(tp_size=4, kv=2, pp_size=2, sequence_parallel=True)),
             ("tp4-kv2-dp2-no-backups", dict(tp_size=4, kv=2, dp_size=2, backups=0)),
             ("tp2-kv1-pp2-zb-h1", dict(tp_size=2, kv=1, pp_size=2, schedule="zb-h1")),
+            ("tp4-kv2-recompute-selective-sp", dict(tp_size=4, kv=2, recompute="selective", sequence_parallel=True)),
             ("cube-kv1-gpt2-dropout", dict(kv=1, architecture="gpt2", drop=0.2, **CUBE)),
             ("tp4-kv2-dp2-fp32", dict(tp_size=4, kv=2, dp_size=2, policy="fp32")),
             ("tp4-kv1-dp2-bf16", dict(tp_size=4, kv=1, dp_size=2, policy="bf16")),
