@@ -49,9 +49,9 @@ class Gpt2Layer(nn.Module):
         )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), None, micro_batch.batch_size)
+        mixed = self.attention(self.attention_norm(x), None, micro_batch)
         x = x + self._dropout(mixed, micro_batch, "attention")
-        return x + self._dropout(self.mlp(self.mlp_norm(x)), micro_batch, "mlp")
+        return x + self._dropout(self.mlp(self.mlp_norm(x), micro_batch), micro_batch, "mlp")
 
     def _dropout(self, x: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
         return dropout(x, self.drop, micro_batch=micro_batch, layer=self.index, site=site, tp=self.tp)

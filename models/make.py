@@ -10,7 +10,7 @@ from models.llama import Llama
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.layers.placement import Placement
-from parallel3d.precision.policy import POLICIES
+from parallel3d.precision.policy import policy_of
 from parallel3d.recompute import Recompute
 
 FAMILIES = {"llama": Llama, "gpt2": Gpt2}
@@ -18,7 +18,7 @@ FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
     """The model's constructor as the trainer asks for it."""
-    on = Placement(tp=tp, policy=POLICIES[config.precision.policy], device=device)
+    on = Placement(tp=tp, policy=policy_of(config.precision), device=device)
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
     return make_decoder(config.model, layers, num_positions=num_positions, on=on, recompute=recompute)
 

@@ -296,6 +296,17 @@ def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]
             yield Problem(field=f"elastic.{name}.min_s", value=timeout.min_s, rule=rule, fix="Change either")
 
 
+def _check_stochastic_rounding(config: Config, world_size: int | None) -> Iterator[Problem]:
+    precision = config.precision
+    if precision.stochastic_rounding and precision.policy != "bf16_sr":
+        yield Problem(
+            field="precision.stochastic_rounding",
+            value=precision.stochastic_rounding,
+            rule=f"is for policy bf16_sr, and precision.policy is {precision.policy}",
+            fix='Leave it out, or set precision.policy to "bf16_sr"',
+        )
+
+
 def _check_loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
     scale = config.precision.loss_scale
     for name, value in scale.model_dump(exclude={"growth_interval"}).items():
@@ -364,6 +375,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (_check_sources, ("data.sources",)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
+    (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_loss_scale, ("precision.loss_scale",)),
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),

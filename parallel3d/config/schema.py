@@ -180,6 +180,10 @@ class PrecisionConfig(Section):
     """fp32; fp64 (for tests); fp16, bf16: 16-bit compute with fp32 main gradients, master weights and moments; bf16_sr:
     weights, gradients and moments in bf16, updates rounded stochastically; bf16_pure: the same, rounded to the nearest,
     which loses small updates (for comparisons)."""
+    stochastic_rounding: list[Literal["update", "accumulation", "outputs"]] = []
+    """What policy bf16_sr rounds stochastically beside the update, which it always does: accumulation, each
+    micro-batch's gradients as they are added; outputs, those of the linear layers in training. Slow: to try out what
+    hardware does that rounds so everywhere."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """How policy fp16 scales gradients; without effect on the others."""
 

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
 from parallel3d.layers.rotary import HeadLayout, RotaryTable, split_and_rotate, split_heads
 from parallel3d.sharding import Chunk
 
 
 class CausalSelfAttention(nn.Module):
-    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are `batch_size` sequences laid end to end."""
+    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are the micro-batch's sequences laid end to end."""
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class CausalSelfAttention(nn.Module):
             on=on,
         )
 
-    def forward(self, x: Tensor, table: RotaryTable | None, batch_size: int) -> Tensor:
+    def forward(self, x: Tensor, table: RotaryTable | None, micro_batch: MicroBatch) -> Tensor:
         """`table` None: nothing is rotated."""
-        qkv = self.qkv(x)
+        qkv, batch_size = self.qkv(x, micro_batch), micro_batch.batch_size
         if table is None:
             q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
         else:
@@ -70,4 +71,4 @@ class CausalSelfAttention(nn.Module):
                 is_causal=True,
                 enable_gqa=self.heads.num_kv_heads != self.heads.num_query_heads,
             )
-        return self.output(mixed.transpose(1, 2).reshape(-1, self.heads.query_size))
+        return self.output(mixed.transpose(1, 2).reshape(-1, self.heads.query_size), micro_batch)

@@ -52,7 +52,7 @@ class _LinearCrossEntropy(Function):
             if grad_factor and hidden_grad is not None and grad_buffer is not None:
                 logits_grad = (logits if grad_factor == 1.0 else logits.mul_(grad_factor)).to(x.dtype)
                 hidden_grad[part] = matmul(logits_grad, valid)
-                add_matmul(grad_buffer, logits_grad.t(), x)
+                add_matmul(grad_buffer, logits_grad.t(), x, wide=weight.wide_products)
         ctx.weight = weight
         if hidden_grad is not None:
             ctx.save_for_backward(tp.sum(hidden_grad))

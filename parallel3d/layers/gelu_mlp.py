@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
 from parallel3d.sharding import Chunk
 
@@ -43,5 +44,5 @@ class GeluMlp(nn.Module):
             on=on,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x), approximate=self.approximation))
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        return self.down(gelu(self.up(x, micro_batch), approximate=self.approximation), micro_batch)

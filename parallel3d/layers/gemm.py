@@ -24,11 +24,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's format.
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, wide: bool = False) -> None:
+    """total += a @ b, in total's format; the product is rounded to the factors' format before, unless it is `wide`.
 
     oneDNN copies a transposed first factor; the product is turned round where that makes the copy the smaller one.
     """
+    if wide:
+        a, b = a.to(total.dtype), b.to(total.dtype)
     if _fits_onednn(a, b) and a.shape[0] > b.shape[1]:
         total.t().add_(matmul(b.t(), a.t()))
     elif _fits_onednn(a, b) or total.dtype != a.dtype:

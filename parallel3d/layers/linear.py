@@ -18,6 +18,8 @@ from torch.autograd import Function
 
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.gemm import matmul
+from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.layers.output_rounding import Product, product_of
 from parallel3d.layers.parameter import ShardedParameter, add_matrix_grad
 from parallel3d.layers.placement import Placement
 from parallel3d.sharding import Chunk, ParamSharding
@@ -28,19 +30,24 @@ class _ColumnParallel(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, tp: TensorParallel
+        ctx: Any,
+        x: Tensor,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        tp: TensorParallel,
+        multiply: Product,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
 
         def product() -> Tensor:
-            result = matmul(tp.gather(x), weight.t())
+            result = multiply(tp.gather(x), weight)
             return result if bias is None else result.add_(bias)
 
         return tp.products.run(product)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         whole, gathering = ctx.tp.gather_async(x)
         input_grad, summing = ctx.tp.sum_async(matmul(grad, ctx.weight))
@@ -49,25 +56,25 @@ class _ColumnParallel(Function):
         gathering.wait()
         add_matrix_grad(ctx.weight, grad, whole)
         summing.wait()
-        return input_grad, None, None, None
+        return input_grad, None, None, None, None
 
 
 class _RowParallel(Function):
     """GEMM, all-reduce (or reduce-scatter) forward; nothing (or all-gather), GEMM backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel, multiply: Product) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp = weight, tp
-        return tp.products.run(lambda: tp.sum(matmul(x, weight.t())))
+        return tp.products.run(lambda: tp.sum(multiply(x, weight)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         grad = ctx.tp.gather(grad)
         input_grad = matmul(grad, ctx.weight)
         add_matrix_grad(ctx.weight, grad, x)
-        return input_grad, None, None
+        return input_grad, None, None, None
 
 
 class _AddBias(Function):
@@ -98,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
         on: Placement,
     ):
         super().__init__()
-        self.tp = on.tp
+        self.tp, self.policy = on.tp, on.policy
         out_features = sum(chunk.size for chunk in chunks)
         weight = ParamSharding(
             name=f"{name}.weight", shape=(out_features, in_features), dim=0, chunks=chunks, init_std=init_std
@@ -108,8 +115,9 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, dim=0, chunks=chunks))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.tp)
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        multiply = product_of(self.weight, micro_batch, tp=self.tp, policy=self.policy)
+        return _ColumnParallel.apply(x, self.weight, self.bias, self.tp, multiply)
 
 
 class RowParallelLinear(nn.Module):
@@ -126,15 +134,16 @@ class RowParallelLinear(nn.Module):
         on: Placement,
     ):
         super().__init__()
-        self.tp = on.tp
+        self.tp, self.policy = on.tp, on.policy
         weight = ParamSharding(name=f"{name}.weight", shape=(out_features, in_features), dim=1, init_std=init_std)
         self.weight = on.parameter(weight)
         self.bias: ShardedParameter | None = None
         if bias:
             self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, partial_grad=on.tp.cuts_tokens))
 
-    def forward(self, x: Tensor) -> Tensor:
-        product = _RowParallel.apply(x, self.weight, self.tp)
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        multiply = product_of(self.weight, micro_batch, tp=self.tp, policy=self.policy)
+        product = _RowParallel.apply(x, self.weight, self.tp, multiply)
         return product if self.bias is None else _AddBias.apply(product, self.bias)
 
 

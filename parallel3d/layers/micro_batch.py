@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
+
+Site = Literal["forward", "backward"]
+"""The pass that gives a gradient: the head's comes in the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,8 @@ class ShardedParameter(nn.Parameter):
     main_grad: Tensor | None
     on_grad: Callable[[], None] | None
     weight_grads: WeightGrads
+    wide_products: bool
+    """Whether products are added to the main gradient in its own format, not rounded to that of their factors first."""
 
     def __new__(
         cls, sharding: ParamSharding, *, tp_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -74,6 +76,7 @@ class ShardedParameter(nn.Parameter):
         self.main_grad = None
         self.on_grad = None
         self.weight_grads = WeightGrads()
+        self.wide_products = False
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -99,7 +102,7 @@ def add_matrix_grad(weight: ShardedParameter, grad: Tensor, x: Tensor) -> None:
     """weight.main_grad += grad.T @ x for grad (tokens, out), x (tokens, in): now, or with a split backward later."""
 
     def add() -> None:
-        add_matmul(weight.grad_buffer(), grad.t(), x)
+        add_matmul(weight.grad_buffer(), grad.t(), x, wide=weight.wide_products)
         weight.grad_added()
 
     weight.weight_grads.run(add)

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.nn.functional import silu
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
 from parallel3d.sharding import Chunk
 
@@ -62,5 +63,5 @@ class SwiGLU(nn.Module):
             on=on,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(_SiluTimes.apply(self.gate_up(x)))
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        return self.down(_SiluTimes.apply(self.gate_up(x, micro_batch)), micro_batch)

@@ -8,17 +8,13 @@ the last bit, so that a result depends neither on the block's size nor on where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from parallel3d.precision.stochastic_rounding import noise_of, round_to_bf16
-
-Noise = Callable[[range], Tensor]
-"""64 random bits, int64, for each element of a range of the weights."""
+from parallel3d.precision.stochastic_rounding import Noise, noise_of, round_to_bf16
 
 _BLOCK = 1 << 15
 """Elements: what a block needs stays in a core's cache."""

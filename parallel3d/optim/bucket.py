@@ -12,13 +12,15 @@ from torch import Tensor
 
 from parallel3d.comm.group import Group
 from parallel3d.comm.staging import HostCopy
+from parallel3d.layers.micro_batch import MicroBatch, Site
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
 from parallel3d.optim.buckets import BucketPlan
-from parallel3d.optim.update_noise import UpdateNoise
+from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
+from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
 
 
 class Shard:
@@ -79,7 +81,7 @@ class Bucket:
         policy: Policy,
         settings: AdamWSettings,
         fixed: FixedPoint | None,
-        noise: UpdateNoise,
+        noise: ParameterNoise,
         device: torch.device,
     ):
         self.plan = plan
@@ -96,8 +98,14 @@ class Bucket:
         capacity = plan.capacity(max_ranges)
         initial_state = torch.zeros(capacity, dtype=policy.state, device=device)
         self._weights = torch.zeros(capacity, dtype=policy.compute, device=device)
-        self._grads = torch.zeros(capacity, dtype=policy.grad, device=device)
-        self._totals = self._grads if fixed is None else torch.zeros(capacity, dtype=torch.int64, device=device)
+        term_format = torch.float32 if policy.rounds_accumulation else policy.grad
+        self._grads = torch.zeros(capacity, dtype=term_format, device=device)
+        self._totals = self._grads
+        if fixed is not None or policy.rounds_accumulation:
+            total_format = policy.grad if fixed is None else torch.int64
+            self._totals = torch.zeros(capacity, dtype=total_format, device=device)
+        for parameter in parameters:
+            parameter.wide_products = policy.rounds_accumulation
         for parameter, place in zip(parameters, plan.places):
             initial_state[place.offset : place.offset + place.length] = initial(parameter).reshape(-1)
         self._weights.copy_(initial_state)
@@ -127,14 +135,23 @@ class Bucket:
         """Forgets all gradients; those to come are multiplied by `loss_factor`."""
         self._unscale = 1.0 / loss_factor
         self._grads.zero_()
-        if self.fixed is not None:
+        if self._totals is not self._grads:
             self._totals.zero_()
 
-    def close_term(self) -> bool:
-        """What the gradients hold is one term of exact sums: adds it to the totals. Whether it was finite."""
-        if self.fixed is None:
+    def close_term(self, micro_batch: MicroBatch, site: Site) -> bool:
+        """Where the gradients hold one term alone, adds it to the totals. Whether it was finite, as far as these can't
+        say."""
+        if self._totals is self._grads:
             return True
         _scale(self.grads, self._unscale)
+        if self._policy.rounds_accumulation:
+            when = (micro_batch.iteration, micro_batch.slots[0], site)
+            noise = self._noise.of_range(self.plan, self.parameters, 0, "accumulation", *when)
+            if self.fixed is None:
+                add_rounded(self.totals, self.grads, noise)
+                return True
+            round_in_place(self.grads, noise)
+        assert self.fixed is not None
         return add_and_clear(self.totals, self.grads, self.fixed)
 
     def take_reduced(self) -> None:
@@ -180,7 +197,7 @@ class Bucket:
                 continue
             noise = None
             if self._policy.update_rounding == "stochastic":
-                noise = self._noise.of_range(self.plan, self.parameters, iteration, shard.span.start)
+                noise = self._noise.of_range(self.plan, self.parameters, shard.span.start, "update", iteration)
             adamw_narrow(*tensors, step, self._settings, weight_decay=weight_decay, noise=noise)
         self.publish_masters()
 
@@ -243,7 +260,7 @@ class Bucket:
                 shard.master = self._weights[shard.span]
         if self.shards and self._num_ranges == 1:  # reduced in place
             self.owned.sums = self.totals
-            self.owned.grads = self.grads if self.fixed is None else self.owned.grads
+            self.owned.grads = self.totals if self.fixed is None else self.owned.grads
 
 
 def _scale(grads: Tensor, factor: float) -> None:

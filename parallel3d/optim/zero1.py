@@ -44,12 +44,13 @@ from torch import Tensor, nn
 from parallel3d.comm.group import AbsentGroup, Group, Work
 from parallel3d.comm.messages import Header, Kind, Links
 from parallel3d.layers.init import initial_value
+from parallel3d.layers.micro_batch import MicroBatch, Site
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.buckets import plan_buckets
 from parallel3d.optim.cut import Cut, Cuts, plan_moves
-from parallel3d.optim.update_noise import UpdateNoise
+from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
 from parallel3d.topology.groups import Groups
@@ -99,7 +100,8 @@ class ShardedOptimizer:
     ):
         self.rank = rank
         self._is_sharded = zero_stage == 1
-        self._overlap_reduce = overlap_reduce and fixed is None  # a term is closed after its last gradient
+        has_terms = fixed is not None or policy.rounds_accumulation  # one is closed after its last gradient
+        self._overlap_reduce = overlap_reduce and not has_terms
         self._overlap_gather = overlap_gather
         self._policy = policy
         self._probe = probe
@@ -119,7 +121,7 @@ class ShardedOptimizer:
                 policy=policy,
                 settings=settings,
                 fixed=fixed,
-                noise=UpdateNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
+                noise=ParameterNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
                 device=device,
             )
             for plan in plans
@@ -153,9 +155,10 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.clear(loss_factor)
 
-    def close_term(self) -> None:
-        """After each computation that may have added gradients of one micro-batch: with exact sums, that is a term."""
-        finite = [bucket.close_term() for bucket in self.buckets]
+    def close_term(self, micro_batch: MicroBatch, site: Site) -> None:
+        """After each computation that may have added gradients of one micro-batch: with exact sums, and where
+        accumulation is rounded stochastically, that is a term."""
+        finite = [bucket.close_term(micro_batch, site) for bucket in self.buckets]
         self.is_finite &= all(finite)
 
     def finish_reduction(self) -> None:

@@ -24,7 +24,7 @@ from parallel3d.comm.messages import Header, Kind, Links
 from parallel3d.comm.staging import HostCopy, to_device
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.errors import EpochEnded
-from parallel3d.layers.micro_batch import BatchPlan, MicroBatch
+from parallel3d.layers.micro_batch import BatchPlan, MicroBatch, Site
 from parallel3d.layers.parameter import WeightGrads, WeightWork, parameters_of, run_kept
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 from parallel3d.topology.grid import Coordinates, Grid
@@ -84,8 +84,8 @@ class Executor:
     token: AbortToken
     observe: Observer = lambda instruction: None
     label: Label = lambda instruction: NO_LABEL
-    after_compute: Callable[[], None] = lambda: None
-    """Called after each instruction that may have added to main gradients."""
+    after_compute: Callable[[MicroBatch, Site], None] = lambda micro_batch, site: None
+    """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
     _weight_grads: WeightGrads = field(default_factory=WeightGrads, init=False)
 
     def __post_init__(self) -> None:
@@ -138,14 +138,14 @@ class Executor:
         scratch.result.forwarded[key] += 1
         scratch.result.busy_s += time.perf_counter() - started
         if is_last and scratch.batch.training:  # the head's gradients
-            self.after_compute()
+            self.after_compute(micro_batch, "forward")
 
     def _backward(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
         self._differentiate(scratch, _slice(step))
         scratch.result.backwarded[_slice(step)] += 1
         scratch.result.busy_s += time.perf_counter() - started
-        self.after_compute()
+        self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
@@ -153,14 +153,14 @@ class Executor:
             self._differentiate(scratch, _slice(step))
         scratch.weight_work[_slice(step)] = work
         scratch.result.busy_s += time.perf_counter() - started
-        self.after_compute()
+        self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_weight(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
         run_kept(scratch.weight_work.pop(_slice(step)))
         scratch.result.backwarded[_slice(step)] += 1
         scratch.result.busy_s += time.perf_counter() - started
-        self.after_compute()
+        self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     @staticmethod
     def _differentiate(scratch: _Scratch, key: Slice) -> None:

@@ -18,10 +18,12 @@ bf16_pure differs from that in the rounding alone: it is there to be compared wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from parallel3d.config.schema import PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,10 @@ class Policy:
     """Whether the optimizer updates a copy of the weights; without one `state` is `compute`."""
     update_rounding: Literal["none", "nearest", "stochastic"] = "none"
     """How weights and moments are stored that are narrower than the update is computed; none: they are not."""
+    rounds_accumulation: bool = False
+    """Whether each micro-batch's gradients are rounded stochastically as they are added."""
+    rounds_outputs: bool = False
+    """Whether the results of linear layers are rounded stochastically, from an fp32 product."""
     scales_loss: bool = False
     """Whether gradients are multiplied by `precision.loss_scale` until they are in the main gradients."""
 
@@ -74,3 +80,13 @@ POLICIES = {
         _narrow("bf16_pure", "nearest"),
     )
 }
+
+
+def policy_of(precision: PrecisionConfig) -> Policy:
+    """The row that the configuration names, with what it rounds stochastically on request."""
+    places = precision.stochastic_rounding
+    return replace(
+        POLICIES[precision.policy],
+        rounds_accumulation="accumulation" in places,
+        rounds_outputs="outputs" in places,
+    )

@@ -15,10 +15,16 @@ upper neighbour, which is infinity: an overflow shows, as it does with rounding 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+Noise = Callable[[range], Tensor]
+"""64 random bits, int64 (elements,), for each element of a range of something flat."""
+
 NOISE_BITS = 16
+_BLOCK = 1 << 16
 _NAN = 0x7FC0
 
 
@@ -31,3 +37,21 @@ def round_to_bf16(x: Tensor, noise: Tensor) -> Tensor:
 def noise_of(words: Tensor, part: int) -> Tensor:
     """16 bits (part 0 to 3) of each of the random `words`, int64: int32 in 0..65535 of the same shape."""
     return words.bitwise_right_shift(NOISE_BITS * part).to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def add_rounded(total: Tensor, term: Tensor, noise: Noise) -> None:
+    """`total` (n,) bf16 becomes total + term, rounded; `term` (n,) float32 becomes zero."""
+    for span, part in _blocks(len(total)):
+        total[part] = round_to_bf16(total[part].float() + term[part], noise_of(noise(span), 0))
+    term.zero_()
+
+
+def round_in_place(term: Tensor, noise: Noise) -> None:
+    """`term` (n,) float32 becomes one of its bf16 neighbours, element by element."""
+    for span, part in _blocks(len(term)):
+        term[part] = round_to_bf16(term[part], noise_of(noise(span), 0)).float()
+
+
+def _blocks(num_elements: int) -> list[tuple[range, slice]]:
+    starts = range(0, num_elements, _BLOCK)
+    return [(range(start, min(start + _BLOCK, num_elements)), slice(start, start + _BLOCK)) for start in starts]

@@ -37,7 +37,7 @@ from parallel3d.pipeline.planner import Plan, choose_plan
 from parallel3d.pipeline.request import PlanRequest, Rule
 from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
-from parallel3d.precision.policy import POLICIES
+from parallel3d.precision.policy import policy_of
 from parallel3d.ramps import Ramp
 from parallel3d.topology.grid import Coordinates, Grid
 from parallel3d.topology.groups import Groups, build_groups
@@ -182,7 +182,7 @@ class RankRuntime:
             links=transports.links,
             tp=self.tp,
             hidden_size=self.config.model.hidden_size,
-            dtype=POLICIES[self.config.precision.policy].compute,
+            dtype=policy_of(self.config.precision).compute,
             device=self.device,
             token=transports.token,
             observe=self.observe,
@@ -294,7 +294,7 @@ def prepare_rank(
     label: Label = lambda instruction: NO_LABEL,
 ) -> RankRuntime:
     """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders."""
-    parallel, place, policy = config.parallel, grid.coordinates(rank), POLICIES[config.precision.policy]
+    parallel, place, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
     batch = plan_batch(config, 0)
     tp_ranks = grid.tp_ranks(place.replica)
     tp = TensorParallel(
@@ -363,7 +363,7 @@ def exact_format(config: Config, batch: BatchPlan, tp_size: int) -> FixedPoint |
 
 def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
     """The scale of the first iteration; 1 for ever where the policy has none."""
-    if not POLICIES[config.precision.policy].scales_loss:
+    if not policy_of(config.precision).scales_loss:
         return UNSCALED
     scale = config.precision.loss_scale
     return LossScale(

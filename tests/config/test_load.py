@@ -92,7 +92,7 @@ def test_schema_entry_is_for_editors(tmp_path: Path):
         ("modle.hidden_size=3", "Did you mean model?"),
         ("run.tp_size=3", "Did you mean parallel.tp_size?"),
         ("data.tokenizer.vocab=3", "Did you mean data.tokenizer.vocab_size?"),
-        ("precision.xyzzy=3", "precision has sums, policy, loss_scale"),
+        ("precision.xyzzy=3", "precision has sums, policy, stochastic_rounding, loss_scale"),
     ],
 )
 def test_unknown_fields_name_the_nearest(tiny: Path, override: str, meant: str):
@@ -179,6 +179,7 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
             {"optimizer.learning_rate", "model.hidden_size"},
         ),
         (["optimizer.learning_rate=NaN"], {"optimizer.learning_rate"}),
+        (['precision.stochastic_rounding=["outputs"]'], {"precision.stochastic_rounding"}),
         (["precision.loss_scale.initial=1000"], {"precision.loss_scale.initial"}),
         (["precision.loss_scale.initial=0.5"], {"precision.loss_scale.initial"}),
         (["precision.loss_scale.growth_factor=3"], {"precision.loss_scale.growth_factor"}),
@@ -209,6 +210,7 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["parallel.tp_size=4", "model.num_key_value_heads=1"],
         ["model.architecture=gpt2", "model.hidden_size=20", "model.rope_theta=1e4", "model.layer_norm_eps=1e-6"],
         ["batch.num_micro_batches=4"],
+        ["precision.policy=bf16_sr", 'precision.stochastic_rounding=["update", "outputs", "accumulation"]'],
         [
             "precision.loss_scale.initial=0.5",
             "precision.loss_scale.min=0.25",

@@ -191,7 +191,7 @@ class PostNorm(nn.Module):
         self.norm = RMSNorm("norm.weight", 8, eps=1e-5, on=on)
 
     def forward(self, x):
-        return self.norm(self.product(x))
+        return self.norm(self.product(x, micro_batch()))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

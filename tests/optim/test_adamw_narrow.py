@@ -5,7 +5,7 @@ import torch
 from replicas import NUM_STEPS, SHARDINGS, Rank, cut_local
 
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
-from parallel3d.optim.update_noise import UpdateNoise
+from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import bits, key_of
 from parallel3d.testing.threads import run_threads
 
@@ -135,8 +135,12 @@ def test_state_without_master_weights_takes_four_bytes_an_element():
 
 def test_the_key_is_all_that_names_the_noise():
     """Seed, iteration, parameter: not the rank, whose only say is which elements it asks for."""
-    noises = [UpdateNoise(seed=7, tp_rank=rank, tp_size=4) for rank in range(4)]
-    assert len({each.key(3, "w") for each in noises}) == 1
+    noises = [ParameterNoise(seed=7, tp_rank=rank, tp_size=4) for rank in range(4)]
+    assert len({each.key("update", 3, name="w") for each in noises}) == 1
     first = noises[0]
-    others = {first.key(4, "w"), first.key(3, "v"), UpdateNoise(seed=8, tp_rank=0, tp_size=4).key(3, "w")}
-    assert len(others | {first.key(3, "w")}) == 4
+    others = {
+        first.key("update", 4, name="w"),
+        first.key("update", 3, name="v"),
+        ParameterNoise(seed=8, tp_rank=0, tp_size=4).key("update", 3, name="w"),
+    }
+    assert len(others | {first.key("update", 3, name="w")}) == 4

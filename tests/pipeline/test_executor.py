@@ -99,7 +99,7 @@ def run(grid, plan, batch=None, model=MODEL):
             device=torch.device("cpu"),
             token=world.tokens[rank],
             observe=lambda step: told.append(step.op),
-            after_compute=lambda: told.append("added"),
+            after_compute=lambda micro_batch, site: told.append("added"),
         )
         with torch.set_grad_enabled(batch.training):
             result = executor.run(plan.lists[place.replica], batch, load)

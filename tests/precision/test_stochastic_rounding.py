@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.precision.stochastic_rounding import noise_of, round_to_bf16
+from parallel3d.precision.stochastic_rounding import add_rounded, noise_of, round_in_place, round_to_bf16
 from parallel3d.random_keys import bits, key_of
 
 NUM = 200_000
@@ -173,3 +173,36 @@ def test_noise_is_uniform(part):
     for digits in (added >> 8, added & 0xFF):
         counts = torch.bincount(digits, minlength=256).double()
         assert abs(((counts - NUM / 256) ** 2).sum().item() / (NUM / 256) - 255) < 5 * (2 * 255) ** 0.5
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def words(name):
+    """The noise of a flat buffer."""
+    return lambda span: bits(key_of("accumulation", 7, name), torch.arange(span.start, span.stop))
+
+
+def test_small_terms_add_up():
+    """256 times 1e-3 on 1: the nearest stays at 1, the sum is right on average and the terms are gone."""
+    stochastic, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
+    for number in range(256):
+        term = torch.full((4096,), 1e-3)
+        nearest += term.bfloat16()
+        add_rounded(stochastic, term, words(number))
+        assert not term.any()
+    assert torch.equal(nearest, torch.ones(4096, dtype=torch.bfloat16))
+    # One sum has a standard deviation of sqrt(256 x 2**-7 x 1e-3) = 0.045, the mean of 4096 of 7e-4.
+    assert stochastic.float().mean().item() == pytest.approx(1.256, abs=5 * 7e-4)
+
+
+def test_blocks_decide_no_bit():
+    """200,001 elements are more than three blocks; each is rounded by its own place in the whole."""
+    numbers = torch.Generator().manual_seed(2)
+    term = torch.randn(200_001, generator=numbers)
+    expected = round_to_bf16(term, noise_of(words("w")(range(200_001)), 0))
+    rounded, total = term.clone(), torch.zeros(200_001, dtype=torch.bfloat16)
+    round_in_place(rounded, words("w"))
+    add_rounded(total, term, words("w"))
+    assert torch.equal(rounded.bfloat16(), expected) and torch.equal(rounded, expected.float())
+    assert torch.equal(total, expected)

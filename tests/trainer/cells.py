@@ -280,6 +280,12 @@ CELLS: list[Cell] = [
         for policy in ("fp32", "fp16", "bf16", "bf16_sr")
         for tp, pp, dp in [(1, 1, 4), (2, 2, 2), (1, 4, 2), (4, 1, 1)]
     ),
+    Cell(
+        name="bf16_sr-everywhere-cube",
+        changes=dict(
+            parallel=CUBE, precision=dict(policy="bf16_sr", stochastic_rounding=["update", "accumulation", "outputs"])
+        ),
+    ),
     *(cell(f"bf16_sr-tp4-kv{kv}", policy="bf16_sr", kv=kv, tp_size=4, sequence_parallel=True) for kv in (1, 2)),
     *(
         cell(f"backups{backups}-{name}", backups=backups, **layout)

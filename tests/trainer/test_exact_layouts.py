@@ -26,34 +26,44 @@ LAYOUTS = {
     "stages-1-3": dict(pp_size=2, stage_replicas=[1, 3]),
     "stages-1-3-whole": dict(pp_size=2, stage_replicas=[1, 3], split_backward="never"),
 }
+PRECISIONS = {
+    **{policy: dict(policy=policy) for policy in ("fp32", "fp16", "bf16", "bf16_sr")},
+    "bf16_sr-everywhere": dict(policy="bf16_sr", stochastic_rounding=["accumulation", "outputs"]),
+}
 
 
 TIED = ["pp2", "pp4-gpipe", "dp4", "dp4-zero0", "pp2-dp2-zb-h1", "stages-1-3"]
 
 
 @cache
-def run(layout: str | None, policy: str, tied: bool = False):
+def run(layout: str | None, precision: str, tied: bool = False):
     backups = 0 if layout == "dp3-no-backups" else 1
     return cells.run_cell_in_threads(
         **{**SHAPE, "model": {**SHAPE["model"], "tie_word_embeddings": tied}},
         parallel=LAYOUTS[layout] if layout else {},
-        precision=dict(policy=policy, sums="exact"),
+        precision=dict(**PRECISIONS[precision], sums="exact"),
         elastic=dict(zero_backups=backups),
     )
 
 
 CELLS = [
-    *((layout, policy, False) for policy in ("fp32", "fp16", "bf16", "bf16_sr") for layout in LAYOUTS),
+    *((layout, precision, False) for precision in PRECISIONS for layout in LAYOUTS),
     *((layout, "fp32", True) for layout in TIED),
-    *((layout, policy, True) for policy in ("fp16", "bf16_sr") for layout in ("pp2", "stages-1-3")),
+    *(
+        (layout, policy, True)
+        for policy in ("fp16", "bf16_sr", "bf16_sr-everywhere")
+        for layout in ("pp2", "stages-1-3")
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "layout, policy, tied", CELLS, ids=[f"{policy}-{layout}{'-tied' * tied}" for layout, policy, tied in CELLS]
+    "layout, precision, tied",
+    CELLS,
+    ids=[f"{precision}-{layout}{'-tied' * tied}" for layout, precision, tied in CELLS],
 )
-def test_every_layout_is_the_same_run_bit_for_bit(layout: str, policy: str, tied: bool):
-    ours, one = run(layout, policy, tied), run(None, policy, tied)
+def test_every_layout_is_the_same_run_bit_for_bit(layout: str, precision: str, tied: bool):
+    ours, one = run(layout, precision, tied), run(None, precision, tied)
     assert ours.entries == one.entries and ours.evaluation == one.evaluation
     for name in one.weights:
         assert torch.equal(ours.gradients[name], one.gradients[name]), name

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from parallel3d.optim.update_noise import UpdateNoise
+from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import key_of
 
 LAYOUTS = [dict(tp_size=4), dict(tp_size=2, sequence_parallel=True), dict(tp_size=2, pp_size=2, dp_size=2)]
 
 
-def run(run_layout, parallel):
+def run(run_layout, parallel, *places):
     """Three steps; putting the ranks' parts together asserts that copies agree bit for bit."""
-    return run_layout(precision=dict(policy="bf16_sr"), parallel=parallel)
+    return run_layout(precision=dict(policy="bf16_sr", stochastic_rounding=list(places)), parallel=parallel)
 
 
 def norms_of(done):
@@ -19,8 +19,9 @@ def norms_of(done):
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, parallel):
-    norms = norms_of(run(run_layout, parallel))
+@pytest.mark.parametrize("places", [(), ("accumulation", "outputs")], ids=str)
+def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, parallel, places):
+    norms = norms_of(run(run_layout, parallel, *places))
     assert len(norms) == 9 and all(weight.dtype is torch.bfloat16 for weight in norms.values())
     assert all(not torch.equal(weight, torch.ones_like(weight)) for weight in norms.values())
 
@@ -28,8 +29,8 @@ def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, p
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_noise_of_each_ranks_own_would_make_them_drift(run_layout, parallel, monkeypatch):
     """As HLAT saw it (section IV-A): its ranks drew their own noise."""
-    keyed_by_rank = lambda self, iteration, name: key_of("update", self.seed, iteration, name, self.tp_rank)  # noqa: E731
-    monkeypatch.setattr(UpdateNoise, "key", keyed_by_rank)
+    keyed_by_rank = lambda self, *what, name: key_of(self.seed, *what, name, self.tp_rank)  # noqa: E731
+    monkeypatch.setattr(ParameterNoise, "key", keyed_by_rank)
     with pytest.raises(AssertionError, match="norm.weight differs over the tp group"):
         run(run_layout, parallel)
 
@@ -37,7 +38,7 @@ def test_noise_of_each_ranks_own_would_make_them_drift(run_layout, parallel, mon
 def test_another_seed_is_another_noise(run_layout, monkeypatch):
     """The same initial weights and text: the seed of the noise alone is another."""
     plain = run(run_layout, {})
-    monkeypatch.setattr(UpdateNoise, "key", lambda self, iteration, name: key_of("update", 99, iteration, name))
+    monkeypatch.setattr(ParameterNoise, "key", lambda self, *what, name: key_of(99, *what, name))
     other = run(run_layout, {})
     assert other.losses[0] == plain.losses[0] and other.losses != plain.losses
     assert other.losses == pytest.approx(plain.losses, rel=2e-2)
@@ -47,3 +48,13 @@ def test_the_same_run_again_is_the_same(run_layout):
     first, second = (run(run_layout, dict(tp_size=2)) for _ in range(2))
     assert first.entries == second.entries
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+
+
+def test_each_place_that_is_asked_for_changes_the_run(run_layout):
+    losses = [run(run_layout, {}, *places).losses for places in ((), ("update",), ("accumulation",), ("outputs",))]
+    plain, same, accumulated, rounded = losses
+    assert same == plain
+    assert accumulated[0] == plain[0] and accumulated[1] != plain[1]  # gradients alone
+    assert rounded[0] != plain[0]
+    for other in (accumulated, rounded):
+        assert other == pytest.approx(plain, rel=2e-2)

@@ -59,7 +59,10 @@ MODELS = {
 }
 """Other models, each with a layout."""
 
-PRECISIONS = {f"{policy}-{layout}": (policy, layout) for policy in ("bf16", "bf16_sr") for layout in LAYOUTS}
+PRECISIONS = {
+    **{f"{policy}-{layout}": (dict(policy=policy), layout) for policy in ("bf16", "bf16_sr") for layout in LAYOUTS},
+    "bf16_sr-everywhere": (dict(policy="bf16_sr", stochastic_rounding=["accumulation", "outputs"]), "pp2-dp4"),
+}
 """Other formats than fp64: what a range is made of differs, and where noise comes in."""
 
 
@@ -75,7 +78,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
 
     A run takes 0.1 s.
     """
-    policy, layout = PRECISIONS.get(layout, ("fp64", layout))
+    precision, layout = PRECISIONS.get(layout, (dict(policy="fp64"), layout))
     layouts = {**LAYOUTS, **SCHEDULES, SPARES: dict(dp_size=3, tp_size=2)}
     others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
     others |= {name: (dict(tie_word_embeddings=True), sizes) for name, sizes in TIED.items()}
@@ -87,7 +90,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
         model=shape | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
         batch=dict(global_batch_size=2 * num_replicas, micro_batch_size=1, sequence_length=4),
-        precision=dict(policy=policy, sums="exact"),
+        precision=dict(**precision, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
     )

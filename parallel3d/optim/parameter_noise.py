@@ -1,8 +1,11 @@
-"""The random bits that round an update: a function of (seed, iteration, parameter name, global element index).
+"""The random bits that round what belongs to parameters: functions of a key and of the global element index.
+
+    an update          ("update", seed, iteration, name): 16 bits each for weight, first and second moment
+    a gradient added   ("accumulation", seed, iteration, first slot of its micro-batch, forward or backward, name)
 
 Not of the rank, the range, the bucket or the block: owner and backup round alike, ranks that hold the same norm weight
-keep it the same, an update that is made again after a loss, or on another layout, gives the same bits. One word of 64
-bits serves all that is stored of an element, 16 bits each: weight, first moment, second moment.
+keep it the same, an update that is made again after a loss, or on another layout, gives the same bits. The head adds
+its gradient in the forward pass; a tied embedding adds to the same weight in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,31 +18,35 @@ from torch import Tensor
 
 from parallel3d.layers.global_index import global_index
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.optim.adamw import Noise
 from parallel3d.optim.buckets import BucketPlan
+from parallel3d.precision.stochastic_rounding import Noise
 from parallel3d.random_keys import Key, bits, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateNoise:
+class ParameterNoise:
     """The noise of one rank's parameters; `tp_rank` says which elements those are, and nothing else."""
 
     seed: int
     tp_rank: int
     tp_size: int
 
-    def key(self, iteration: int, name: str) -> Key:
-        return key_of("update", self.seed, iteration, name)
+    def key(self, purpose: str, *when: int | str, name: str) -> Key:
+        return key_of(purpose, self.seed, *when, name)
 
-    def of_range(self, plan: BucketPlan, parameters: Sequence[ShardedParameter], iteration: int, offset: int) -> Noise:
+    def of_range(
+        self, plan: BucketPlan, parameters: Sequence[ShardedParameter], offset: int, purpose: str, *when: int | str
+    ) -> Noise:
         """The noise of a range that begins at element `offset` of the bucket; between parameters it is zero."""
 
         def words(span: range) -> Tensor:
-            return self._words(plan, parameters, iteration, range(offset + span.start, offset + span.stop))
+            return self._words(plan, parameters, range(offset + span.start, offset + span.stop), purpose, *when)
 
         return words
 
-    def _words(self, plan: BucketPlan, parameters: Sequence[ShardedParameter], iteration: int, span: range) -> Tensor:
+    def _words(
+        self, plan: BucketPlan, parameters: Sequence[ShardedParameter], span: range, purpose: str, *when: int | str
+    ) -> Tensor:
         words = torch.zeros(len(span), dtype=torch.int64, device=parameters[0].device)
         for parameter, place in zip(parameters, plan.places):
             start, stop = max(place.offset, span.start), min(place.offset + place.length, span.stop)
@@ -51,5 +58,6 @@ class UpdateNoise:
                     tp_size=self.tp_size,
                     device=words.device,
                 )
-                words[start - span.start : stop - span.start] = bits(self.key(iteration, place.name), index)
+                key = self.key(purpose, *when, name=place.name)
+                words[start - span.start : stop - span.start] = bits(key, index)
         return words
