@@ -268,12 +268,12 @@ class _Simulation:
         is_last_chunk = self.chunk_of[number] == self.last_chunk
         self._take(lanes, lane)
         if is_last_chunk and stage == self.last and self.last:
-            self._read(replica, route[0], (_READ_TARGETS, number))
+            self._read(replica, route[0], _READ_TARGETS, number)
         if stage or self.chunk_of[number]:
-            self._read(replica, route[stage - 1], (_READ_ACTIVATION, number))
+            self._read(replica, route[stage - 1], _READ_ACTIVATION, number)
         if is_last_chunk and stage == 0 and self.last:
             self._fill_slot(replica, route[-1])
-            self._deliver(replica, route[-1], (_READ_TARGETS, number))
+            self._deliver(replica, route[-1], _READ_TARGETS, number)
         if not (is_last_chunk and stage == self.last):
             self._fill_slot(replica, route[(stage + 1) % self.num_stages])
         self.forwards_left[replica] -= 1
@@ -297,7 +297,7 @@ class _Simulation:
         stage = self.stage_of[replica]
         self._take(lanes, lane)
         if stage < self.last or self.chunk_of[number] < self.last_chunk:
-            self._read(replica, self.routes[number][(stage + 1) % self.num_stages], (_READ_GRADIENT, number))
+            self._read(replica, self.routes[number][(stage + 1) % self.num_stages], _READ_GRADIENT, number)
         if stage or self.chunk_of[number]:
             self._fill_slot(replica, self.routes[number][stage - 1])
         self._compute(replica, self.backward_op, number, self.backward_costs)
@@ -361,12 +361,12 @@ class _Simulation:
             number = number if stage else self.previous_chunk[number]
             if number >= 0:
                 self._offer(self.gradients, reader, replica, number)
-                self._deliver(replica, reader, (_READ_GRADIENT, number))
+                self._deliver(replica, reader, _READ_GRADIENT, number)
         elif stage < self.last or self.next_chunk[number] >= 0:
             reader = route[(stage + 1) % self.num_stages]
             number = number if stage < self.last else self.next_chunk[number]
             self._offer(self.activations, reader, replica, number)
-            self._deliver(replica, reader, (_READ_ACTIVATION, number))
+            self._deliver(replica, reader, _READ_ACTIVATION, number)
         elif self.trains:
             self._offer(self.gradients, replica, replica, number)
 
@@ -388,18 +388,21 @@ class _Simulation:
     def _fill_slot(self, source: int, reader: int) -> None:
         self.used[source * self.num_replicas + reader] += 1
 
-    def _deliver(self, source: int, reader: int, message: _Message) -> None:
-        self.unread[reader][source].append(message)
+    def _deliver(self, source: int, reader: int, op: Op, number: int) -> None:
+        if self.last_chunk or op is _READ_TARGETS:  # else lanes say it all: a pair's oldest message is used first
+            self.unread[reader][source].append((op, number))
         self._wake(reader)
 
-    def _read(self, replica: int, source: int, message: _Message) -> None:
+    def _read(self, replica: int, source: int, op: Op, number: int) -> None:
         """Reads what is used now, unless it is in hand; what is older on its pair is read before it, and kept."""
-        if message in self.in_hand[replica]:
-            self.in_hand[replica].remove(message)
-            return
-        while self.unread[replica][source][0] != message:
-            self._read_early(replica, source)
-        self.unread[replica][source].popleft()
+        if self.last_chunk or op is _READ_TARGETS:
+            message = (op, number)
+            if message in self.in_hand[replica]:
+                self.in_hand[replica].remove(message)
+                return
+            while self.unread[replica][source][0] != message:
+                self._read_early(replica, source)
+            self.unread[replica][source].popleft()
         self.used[source * self.num_replicas + replica] -= 1
         self._wake(source)
 
@@ -419,6 +422,4 @@ class _Simulation:
         """Frees a slot of each full pair: with chunks of any, else of those that hold targets."""
         for source, queue in self.unread[replica].items():
             while queue and self.used[source * self.num_replicas + replica] >= self.full:
-                if not self.last_chunk and queue[0][0] is not _READ_TARGETS:
-                    break
                 self._read_early(replica, source)
