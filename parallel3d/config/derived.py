@@ -136,6 +136,11 @@ def warnings(config: Config) -> list[str]:
             f"{num_micro_batches} micro-batches do not divide evenly over {uneven} replicas: some wait for the others",
         ),
         (
+            parallel.virtual_stages > 1 and num_micro_batches / max(replicas) % parallel.pp_size != 0,
+            f"interleaved stages idle a little longer where the micro-batches of a replica, {num_micro_batches} /"
+            f" {max(replicas)}, are no multiple of parallel.pp_size = {parallel.pp_size}",
+        ),
+        (
             parallel.sequence_parallel and parallel.tp_size == 1,
             "parallel.sequence_parallel has no effect at parallel.tp_size 1",
         ),

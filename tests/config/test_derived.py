@@ -107,6 +107,10 @@ def test_layout_and_tokens():
     [
         ({"parallel": {"pp_size": 8, "dp_size": 2}}, "idle for 64%"),  # (8 - 1) / (8 / 2 + 8 - 1)
         ({"parallel": {"dp_size": 3}}, "[3] replicas"),
+        (
+            {"parallel": {"pp_size": 3, "schedule": "interleaved", "virtual_stages": 2}},
+            "no multiple of parallel.pp_size",
+        ),
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"schedule": {"decay_steps": 50}}, "from update 50 of 100"),
         ({"schedule": {"warmup_steps": 100}}, "within its warmup"),

@@ -369,6 +369,9 @@ CELLS: list[Cell] = [
             ("stages-2-1-3-v2", 2, 6, dict(pp_size=3, stage_replicas=[2, 1, 3])),
             ("pp3-v2-one-slot", 2, 6, dict(pp_size=3, p2p_slots=1)),
             ("pp2-v2-tp2-bf16", 2, 4, dict(pp_size=2, tp_size=2, policy="bf16")),
+            ("pp2-v2-tp2-gpt2", 2, 4, dict(pp_size=2, tp_size=2, architecture="gpt2", drop=0.2)),
+            ("pp2-v2-dp2-recompute", 2, 4, dict(pp_size=2, dp_size=2, recompute="full", drop=0.2)),
+            ("stages-1-2-v2-recompute", 2, 4, dict(pp_size=2, stage_replicas=[1, 2], recompute="selective")),
         ]
     ),
     *tied_cells(),
