@@ -159,10 +159,10 @@ def test_a_message_that_the_schedule_did_not_promise(connect, change):
 
 
 def test_a_sender_waits_while_its_slots_are_full_and_goes_on_when_one_is_read(connect):
-    """16 MiB a message: more than the system buffers. On their way at most: both sides' slots and one in between."""
+    """48 MiB a message: more than the system buffers. On their way at most: both sides' slots and one in between."""
     num_messages, slots = 8, 1
     one, two = connect(2, slots=slots)
-    big = torch.zeros(4 * MIB)
+    big = torch.zeros(12 * MIB)
     sent = []
 
     def send_all():
@@ -201,7 +201,7 @@ def test_unbounded_sends_wait_for_nobody_and_arrive_in_order(connect):
 
 def test_unbounded_messages_fill_the_slots_of_bounded_ones(connect):
     one, two = connect(2, slots=1)
-    big = torch.zeros(4 * MIB)
+    big = torch.zeros(12 * MIB)
     for number in range(5):
         one.send(1, *message(number, big), bounded=False)
     thread, result = in_thread(lambda: one.send(1, *message(5, big)))
