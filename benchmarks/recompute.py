@@ -2,7 +2,7 @@
 
 `python benchmarks/recompute.py [--policy bf16] [--device cuda] [--rounds 5]`: the modes take turns, round after
 round, so that noise hits all alike. Memory is that of the tensors that operators make (testing/live_bytes.py), in a run
-of its own.
+of its own, without compiled kernels.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         ("micro-batch-size", 4),
     ]:
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--compile", action="store_true", help="times with run.compile elementwise")
     parser.add_argument("--hidden-dropout", type=float, default=0.0)
     return parser.parse_args(arguments)
 
 
-def build(options: argparse.Namespace, recompute: Recompute) -> DecoderStage:
+def build(options: argparse.Namespace, recompute: Recompute, *, compiles: bool) -> DecoderStage:
     """The whole model on one rank, with main gradients."""
     config = ModelConfig(
         vocab_size=options.vocab_size,
@@ -63,7 +64,8 @@ def build(options: argparse.Namespace, recompute: Recompute) -> DecoderStage:
         num_attention_heads=options.num_attention_heads,
         hidden_dropout=options.hidden_dropout,
     )
-    on = Placement(tp=solo_region(), policy=POLICIES[options.policy], device=torch.device(options.device))
+    device, policy = torch.device(options.device), POLICIES[options.policy]
+    on = Placement(tp=solo_region(), policy=policy, device=device, compiles=compiles)
     layers, num_positions = range(config.num_hidden_layers), options.sequence_length
     stage = make_decoder(config, layers, num_positions=num_positions, on=on, recompute=recompute)
     for parameter in parameters_of(stage):
@@ -99,8 +101,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(options.vocab_size, (options.micro_batch_size * options.sequence_length,))
     tokens = tokens.to(options.device)
-    stages = {mode: build(options, mode) for mode in MODES}
-    peaks = {mode: peak_bytes(stage, tokens, options) for mode, stage in stages.items()}
+    peaks = {mode: peak_bytes(build(options, mode, compiles=False), tokens, options) for mode in MODES}
+    stages = {mode: build(options, mode, compiles=options.compile) for mode in MODES}
+    for stage in stages.values():
+        step(stage, tokens, options)  # kernels are made
     times: dict[Recompute, list[float]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
         for mode, stage in stages.items():

@@ -182,7 +182,9 @@ def choose_device(config: Config, local_rank: int, local_world_size: int) -> tor
 
 
 def take_device(device: torch.device) -> None:
-    """Makes it this process' own, before anything is put on it."""
+    """Makes it this process' own, before anything is put on it. What is compiled for it is so in this process: helpers
+    would outlive a worker that is killed."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if device.type == "cuda":
         for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

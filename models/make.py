@@ -18,7 +18,8 @@ FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
     """The model's constructor as the trainer asks for it."""
-    on = Placement(tp=tp, policy=policy_of(config.precision), device=device)
+    compiles = config.run.compile == "elementwise"
+    on = Placement(tp=tp, policy=policy_of(config.precision), device=device, compiles=compiles)
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
     return make_decoder(config.model, layers, num_positions=num_positions, on=on, recompute=recompute)
 

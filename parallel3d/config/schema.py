@@ -361,6 +361,9 @@ class RunConfig(Section):
     """cuda: a GPU for each rank, and NCCL. cuda_shared: the ranks of a machine share its GPUs, and gloo works on copies
     in the host's memory: for tests. auto: cuda if every rank of a machine can have a GPU, else cpu; all machines must
     be alike."""
+    compile: Literal["never", "elementwise"] = "never"
+    """elementwise: RMSNorm, rotary positions and SwiGLU become one kernel each, forward and backward: torch.compile
+    makes them in the first step, in some seconds, on CPUs with a C++ compiler. Changes last bits. GPT-2 has none."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait for a peer, in seconds."""
 

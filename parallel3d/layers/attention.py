@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
-from parallel3d.layers.rotary import HeadLayout, RotaryTable, split_and_rotate, split_heads
+from parallel3d.layers.rotary import HeadLayout, RotaryTable, rotated_heads, split_and_rotate, split_heads
 from parallel3d.sharding import Chunk
 
 
@@ -41,6 +41,7 @@ class CausalSelfAttention(nn.Module):
             num_kv_heads=max(1, num_kv_heads // on.tp.group.size),
             head_size=head_size,
         )
+        self.rotate = on.kernel(rotated_heads) if on.compiles else split_and_rotate
         chunks = (
             Chunk(name="q", size=hidden_size),
             Chunk(name="k", size=kv_size, max_parts=num_kv_heads),
@@ -62,7 +63,7 @@ class CausalSelfAttention(nn.Module):
         if table is None:
             q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
         else:
-            q, k, v = split_and_rotate(qkv, table, self.heads, batch_size)
+            q, k, v = self.rotate(qkv, table, self.heads, batch_size)
         with self.qkv.tp.products.attention():
             mixed = scaled_dot_product_attention(
                 q.transpose(1, 2),

@@ -6,6 +6,8 @@ LayerNorm (Ba et al. 2016): y = w * (x - mean(x)) / sqrt(var(x) + eps) + b.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,32 +19,52 @@ from parallel3d.layers.placement import Placement
 from parallel3d.sharding import ParamSharding
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, sensitive: torch.dtype) -> tuple[Tensor, Tensor]:
+    """y in x's format, and 1/rms (tokens, 1)."""
+    wide = x.to(sensitive)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
+def rms_norm_grads(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dx = scale * (g - n * mean(g * n)) with n = x * scale, g = grad * w; dw = sum over tokens of grad * n."""
+    normed = x.to(scale.dtype) * scale
+    wide_grad = grad.to(scale.dtype)
+    product = wide_grad * normed
+    weight_grad = product.sum(0)
+    inner = (product @ weight.to(scale.dtype).unsqueeze(1)).div_(-x.shape[-1])
+    input_grad = torch.mul(wide_grad, weight, out=product)
+    return input_grad.addcmul_(normed, inner).mul_(scale).to(x.dtype), weight_grad
+
+
+@dataclass(frozen=True)
+class _RmsKernels:
+    """The two functions above, compiled or not."""
+
+    forward: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class _RmsNorm(Function):
     """Saves x and 1/rms (tokens, 1); the weight's gradient is added to its main gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, eps: float, sensitive: torch.dtype) -> Tensor:
-        wide = x.to(sensitive)
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, eps: float, sensitive: torch.dtype, kernels: _RmsKernels
+    ) -> Tensor:
+        y, scale = kernels.forward(x, weight.detach(), eps, sensitive)
         ctx.save_for_backward(x, scale)
-        ctx.weight = weight
-        return (wide * scale).mul_(weight).to(x.dtype)
+        ctx.weight, ctx.kernels = weight, kernels
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        """dx = scale * (g - n * mean(g * n)) with n = x * scale, g = grad * w; dw = sum over tokens of grad * n."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         x, scale = ctx.saved_tensors
-        weight = ctx.weight.detach()
-        normed = x.to(scale.dtype) * scale
-        wide_grad = grad.to(scale.dtype)
-        product = wide_grad * normed
-        ctx.weight.grad_buffer().add_(product.sum(0))
+        input_grad, weight_grad = ctx.kernels.backward(grad, x, scale, ctx.weight.detach())
+        ctx.weight.grad_buffer().add_(weight_grad)
         ctx.weight.grad_added()
-        inner = (product @ weight.to(scale.dtype).unsqueeze(1)).div_(-x.shape[-1])
-        input_grad = torch.mul(wide_grad, weight, out=product)
-        input_grad = input_grad.addcmul_(normed, inner).mul_(scale)
-        return input_grad.to(x.dtype), None, None, None
+        return input_grad, None, None, None, None
 
 
 class _LayerNorm(Function):
@@ -85,13 +107,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.sensitive = on.policy.sensitive
+        self.kernels = _RmsKernels(on.kernel(rms_norm), on.kernel(rms_norm_grads))
         sharding = ParamSharding(
             name=name, shape=(hidden_size,), partial_grad=on.tp.cuts_tokens, init_std=None, is_norm_or_bias=True
         )
         self.weight = on.parameter(sharding)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RmsNorm.apply(x, self.weight, self.eps, self.sensitive)
+        return _RmsNorm.apply(x, self.weight, self.eps, self.sensitive, self.kernels)
 
 
 class LayerNorm(nn.Module):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -10,6 +13,9 @@ from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.precision.policy import Policy
 from parallel3d.sharding import ParamSharding
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +25,19 @@ class Placement:
     tp: TensorParallel
     policy: Policy
     device: torch.device | str = "cpu"
+    compiles: bool = False
+    """Whether chains of elementwise operations become one kernel each."""
+
+    def kernel(self, function: Callable[P, R]) -> Callable[P, R]:
+        """A function of tensors without side effects, compiled if that is asked for."""
+        return _compiled(function) if self.compiles else function
 
     def parameter(self, sharding: ParamSharding) -> ShardedParameter:
         """This rank's share of a parameter, not yet initialised."""
         return ShardedParameter(sharding, tp_size=self.tp.group.size, dtype=self.policy.compute, device=self.device)
+
+
+@cache
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """One for all layers; made at the first call with tensors of new shapes."""
+    return torch.compile(function, dynamic=False, fullgraph=True)

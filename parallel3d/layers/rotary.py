@@ -78,6 +78,19 @@ class _SplitRotate(Function):
         return grad.view(ctx.shape), None, None, None
 
 
+def rotated_heads(qkv: Tensor, table: RotaryTable, heads: HeadLayout, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_and_rotate` as a formula, which a compiler differentiates and makes a kernel of."""
+    seq = qkv.shape[0] // batch_size
+    cos, sin = table.cos[:seq, None], table.sin[:seq, None]
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    q, k, v = split_heads(qkv.view(batch_size, seq, -1), heads)
+    return rotate(q), rotate(k), v.clone()
+
+
 def split_and_rotate(
     qkv: Tensor, table: RotaryTable, heads: HeadLayout, batch_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:

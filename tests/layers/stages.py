@@ -30,8 +30,8 @@ def model_config(**changes):
     return ModelConfig(**{**sizes, **changes})
 
 
-def build(config, tp, policy="fp64", recompute="none", device="cpu"):
-    on = Placement(tp=tp, policy=POLICIES[policy], device=device)
+def build(config, tp, policy="fp64", recompute="none", device="cpu", compiles=False):
+    on = Placement(tp=tp, policy=POLICIES[policy], device=device, compiles=compiles)
     stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on, recompute=recompute)
     for p in parameters_of(stage):
         value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)

@@ -1,0 +1,44 @@
+"""Compiled elementwise chains: the formulas are the layers', and so is what torch.compile makes of them."""
+
+import pytest
+import torch
+from stages import build, micro_batch, model_config, relative, tokens
+
+from parallel3d.comm.tensor_parallel import solo_region
+from parallel3d.layers import placement
+from parallel3d.layers.parameter import parameters_of
+
+# fp64: operations in another order. bf16: eager code rounds after every operation, a kernel once; 8 bits.
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 3e-2}
+
+
+def gradients(policy, compiles, recompute="none"):
+    config = model_config(hidden_dropout=0.2, num_key_value_heads=2)
+    stage = build(config, solo_region(), policy, recompute, compiles=compiles)
+    inputs, targets = tokens(config.vocab_size)
+    loss = stage(inputs, micro_batch(), targets)
+    loss.backward()
+    return {p.sharding.name: p.main_grad for p in parameters_of(stage)} | {"loss": loss.detach()}
+
+
+def assert_near(policy, recompute="none"):
+    ours, theirs = gradients(policy, True, recompute), gradients(policy, False)
+    far = {name: relative(ours[name], theirs[name]) for name in theirs}
+    assert {name: distance for name, distance in far.items() if distance > TOLERANCE[policy]} == {}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("policy", TOLERANCE)
+def test_the_formulas_are_the_layers(monkeypatch, policy, recompute):
+    """Without a compiler: torch differentiates them."""
+    made = []
+    monkeypatch.setattr(placement, "_compiled", lambda function: made.append(function.__name__) or function)
+    assert_near(policy, recompute)
+    assert set(made) == {"rms_norm", "rms_norm_grads", "silu_times", "rotated_heads"}
+
+
+@pytest.mark.slow
+def test_what_a_compiler_makes_of_them():
+    """Takes some 20 s: six kernels of C++ for one format, whatever the number of layers."""
+    torch._dynamo.reset()
+    assert_near("fp32", "selective")
