@@ -7,7 +7,8 @@ runs the quickstart model on pp2 x dp2, round after round and every other round 
 without backups of the optimizer's state (the same work: what is left is heartbeats, entries, epochs, abort tokens), and
 this tree with them. Printed are the medians of a step and the ratios within each round, of medians and of lower
 quartiles: noise only ever makes a step longer. Without `--baseline` only the price of backups is measured. Nothing else
-may run meanwhile.
+may run meanwhile. `--aids` measures the debug aids in the same way: none, as shipped (overdue steps are told), and the
+replica check in every step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS = 5
+BACKUPS = {"elastic, no backups": ["elastic.zero_backups=0"], "elastic, backups": ["elastic.zero_backups=1"]}
+AIDS = {
+    "no debug aids": ["debug.overdue_factor=null"],
+    "as shipped": [],
+    "replica check every step": ["debug.replica_check_every=1"],
+}
 
 
 def main() -> None:
@@ -30,11 +37,11 @@ def main() -> None:
     parser.add_argument("--baseline", type=Path, help="root of another source tree")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="timed steps of a run")
+    parser.add_argument("--aids", action="store_true", help="the price of the debug aids in place of backups")
     options = parser.parse_args()
     contestants: dict[str, tuple[Path, list[str]]] = {
         **({"baseline": (options.baseline.resolve(), [])} if options.baseline else {}),
-        "elastic, no backups": (ROOT, ["elastic.zero_backups=0"]),
-        "elastic, backups": (ROOT, ["elastic.zero_backups=1"]),
+        **{name: (ROOT, overrides) for name, overrides in (AIDS if options.aids else BACKUPS).items()},
     }
     steps: dict[str, list[list[float]]] = {name: [] for name in contestants}
     for number in range(options.rounds):

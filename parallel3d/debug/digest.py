@@ -30,12 +30,12 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def _digest_one(tensor: Tensor, number: int) -> int:
-    words, total = _words(tensor), 0
-    salts = _salts(tensor.device)
+    words = _words(tensor)
+    total, salts = words.new_zeros(()), _salts(tensor.device)
     for start in range(0, len(words), CHUNK_WORDS):
         part = words[start : start + CHUNK_WORDS]
-        total += int(bits(key_of("digest", number, start), part ^ salts[: len(part)]).sum().item())
-    return total
+        total += bits(key_of("digest", number, start), part ^ salts[: len(part)]).sum()
+    return int(total.item())  # the one wait for a device
 
 
 def _words(tensor: Tensor) -> Tensor:
