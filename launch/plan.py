@@ -154,6 +154,8 @@ def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, re
     head = costs.head / costs.layer
     recomputed = "" if config.parallel.recompute == "none" else " and what the layer at work recomputes"
     yield f"(the head costs {head:.2f} layers; bytes are an estimate and leave the head's logits{recomputed} out)"
+    if plan.request.virtual_stages > 1:
+        yield "(in flight counts a micro-batch once for each chunk that holds it)"
 
 
 def describe_routes(plan: Plan) -> Iterator[str]:

@@ -183,11 +183,15 @@ class Trainer:
             "tokens": state.tokens_trained,
             "seconds": self._training_s,
             "tokens_per_s": tokens_per_s,
-            "bubble": median(self._bubbles) if self._bubbles else None,
-            "planned_bubble": self.rank.train_plan.bubble,
+            **(self._bubble() if self.rank.grid.pp_size > 1 else {}),
             "flops_per_s": tokens_per_s * flops_per_token(config.model, config.batch.sequence_length),
             "stopped_early": bool(state.entries and state.entries[-1].stop),
         }
+
+    def _bubble(self) -> dict[str, float | None]:
+        """Measured and planned, of the grid that is there at the end."""
+        measured = median(self._bubbles) if self._bubbles else None
+        return {"bubble": measured, "planned_bubble": self.rank.train_plan.bubble}
 
 
 def describe_start(rank: RankRuntime) -> str:

@@ -122,6 +122,7 @@ def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     assert {"final_loss", "unigram_entropy", "tokens", "seconds", "tokens_per_s", "world"} <= summary.keys()
     assert summary["world"] == 4 and summary["exit_code"] == 0
+    assert 0 < summary["bubble"] < 1 and 0 < summary["planned_bubble"] < 1
     assert "unigram entropy" in out and "optimizer state by rank" in out and str(run) in out
     assert sorted(path.name for path in (run / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
 

@@ -57,6 +57,22 @@ def test_the_report_after_losses(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_report_of_virtual_stages(tmp_path):
+    sizes = ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.stage_replicas=[1,1,1]"]
+    done = run_script(tmp_path, *sizes, "batch.num_micro_batches=6", "--png", "plan.png")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[:1] + line.split()[2:5] for line in lines if " (2) " in line] == [
+        ["0", "0-0", "3-3", "(2)"],
+        ["1", "1-1", "4-4", "(2)"],
+        ["2", "2-2", "5-5", "(2)"],
+    ]
+    assert "interleaved on 3 stages of 2 chunks x 1 replicas, 6 micro-batches" in done.stdout
+    assert "bubble 14.3%" in done.stdout  # (3 - 1) / (2 * 6 + 3 - 1)
+    assert "stage 0   0a  1a  2a  0b  1b  2b" in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
