@@ -145,6 +145,10 @@ def warnings(config: Config) -> list[str]:
             "parallel.sequence_parallel has no effect at parallel.tp_size 1",
         ),
         (
+            config.run.compile == "elementwise" and config.model.architecture == "gpt2",
+            'run.compile "elementwise" has no effect on gpt2, whose norms and activations are kernels already',
+        ),
+        (
             config.schedule.kind != "constant" and decay_steps < config.run.num_steps,
             f"the learning rate stays at its lowest from update {decay_steps} of {config.run.num_steps} on"
             " (schedule.decay_steps)",

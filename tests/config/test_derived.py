@@ -112,6 +112,7 @@ def test_layout_and_tokens():
             "no multiple of parallel.pp_size",
         ),
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
+        ({"model": {"architecture": "gpt2"}, "run": {"compile": "elementwise"}}, "no effect on gpt2"),
         ({"schedule": {"decay_steps": 50}}, "from update 50 of 100"),
         ({"schedule": {"warmup_steps": 100}}, "within its warmup"),
         ({"precision": {"loss_scale": {"initial": 2.0}}}, "no effect on policy fp32"),
