@@ -136,7 +136,7 @@ class ParallelConfig(Section):
     """Size of a gradient bucket, in MiB of main gradients."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What a layer recomputes in the backward pass to keep less until then: selective keeps its matrix products and
-    attention, full only its input. Neither changes a number. Where the backward pass is split (zb-h1), what the weights'
+    attention, full only its input. Neither changes a number. Where the backward pass is split (zb-h1), what its second
     half needs is kept from the first half on, all the same."""
     p2p_slots: PositiveInt = 3
     """Messages in flight between two stages' replicas, per ordered pair."""
