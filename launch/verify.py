@@ -33,7 +33,7 @@ from parallel3d.data.corpus import Corpus  # noqa: E402
 from parallel3d.data.lanes import Lanes  # noqa: E402
 from parallel3d.errors import ConfigError, UserError  # noqa: E402
 from parallel3d.pipeline.check import check_plan  # noqa: E402
-from parallel3d.precision.policy import POLICIES  # noqa: E402
+from parallel3d.precision.policy import policy_of  # noqa: E402
 from parallel3d.trainer.build import (  # noqa: E402
     RankRuntime,
     Transports,
@@ -204,7 +204,7 @@ def check_memory(cases: Sequence[Case], *, may_exceed: bool) -> None:
 
 def estimate_bytes(config: Config) -> int:
     """All ranks' weights, gradients, optimizer states and activations, and what is kept for the comparison."""
-    policy, replicas = POLICIES[config.precision.policy], stage_replicas(config)
+    policy, replicas = policy_of(config.precision), stage_replicas(config)
     weight, grad, state = policy.compute.itemsize, policy.grad.itemsize, policy.state.itemsize
     num_holders = len(replicas) * (1 + config.elastic.zero_backups)
     if config.parallel.zero_stage == 0:

@@ -7,8 +7,10 @@ import torch
 from models.decoder import DecoderStage
 from models.gpt2 import Gpt2
 from models.llama import Llama
+from parallel3d.backends import choose_backend
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.layers import apex_norm
 from parallel3d.layers.placement import Placement
 from parallel3d.precision.policy import policy_of
 from parallel3d.recompute import Recompute
@@ -18,8 +20,15 @@ FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
     """The model's constructor as the trainer asks for it."""
-    compiles = config.run.compile == "elementwise"
-    on = Placement(tp=tp, policy=policy_of(config.precision), device=device, compiles=compiles)
+    module, name = apex_norm.SYMBOL
+    asked = config.model.norm_backend
+    on = Placement(
+        tp=tp,
+        policy=policy_of(config.precision),
+        device=device,
+        compiles=config.run.compile == "elementwise",
+        norm_backend=choose_backend("model.norm_backend", asked, module=module, name=name, device_type=device.type),
+    )
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
     return make_decoder(config.model, layers, num_positions=num_positions, on=on, recompute=recompute)
 

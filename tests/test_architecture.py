@@ -26,6 +26,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.errors": -1,  # below all others: everybody raises them
     "parallel3d.comm.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
     "parallel3d.ramps": 0,
+    "parallel3d.backends": 0,
     "parallel3d.waits": 0,
     "parallel3d.random_keys": 0,
     "parallel3d.config": 0,
@@ -52,6 +53,7 @@ FLOORS: dict[str, int] = {
 PURE: tuple[str, ...] = (
     "parallel3d.errors",
     "parallel3d.ramps",
+    "parallel3d.backends",
     "parallel3d.waits",
     "parallel3d.config",
     "parallel3d.topology.grid",

@@ -355,6 +355,17 @@ def _check_dumps(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(field="debug.dump_tensors.steps", value=steps, rule=rule, fix="Name steps that there are")
 
 
+def _check_optimizer_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
+    policy, fitting = config.precision.policy, ("fp32", "fp16", "bf16")
+    if config.optimizer.backend == "apex" and policy not in fitting:
+        yield Problem(
+            field="optimizer.backend",
+            value="apex",
+            rule=f"apex updates fp32 weights, and precision.policy {policy} has none",
+            fix=f"Take torch or auto, or a policy of {', '.join(fitting)}",
+        )
+
+
 def _num_ranks(config: Config, world_size: int | None) -> int:
     return sum(derived.stage_replicas(config)) * config.parallel.tp_size if world_size is None else world_size
 
@@ -377,6 +388,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_loss_scale, ("precision.loss_scale",)),
+    (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
     (_check_dumps, ("debug.dump_tensors.steps", "run.num_steps")),

@@ -80,6 +80,9 @@ class ModelConfig(Section):
     """Base of llama's rotary frequencies."""
     layer_norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside gpt2's LayerNorm."""
+    norm_backend: Literal["torch", "apex", "auto"] = "torch"
+    """What runs the norms: ours in torch, or NVIDIA apex's fused ones (CUDA; never run yet). auto: apex where it is
+    installed."""
     activation_function: Literal["gelu_new", "gelu"] | None = None
     """Of gpt2's MLP: GELU in the form with tanh (gelu_new) or the exact one (gelu). Null: gelu_new."""
     hidden_dropout: Fraction = 0.0
@@ -192,6 +195,9 @@ class PrecisionConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
+    backend: Literal["torch", "apex", "auto"] = "torch"
+    """What runs the update: torch's fused kernel, or NVIDIA apex's FusedAdam (CUDA; precision.policy fp32, fp16 or
+    bf16; never run yet). auto: apex where it is installed and fits."""
     learning_rate: PositiveFloat
     """Peak learning rate; `schedule` says how it is reached and left."""
     beta1: Fraction = 0.9

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel3d.layers import apex_norm
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import Placement
 from parallel3d.sharding import ParamSharding
@@ -108,12 +109,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.sensitive = on.policy.sensitive
         self.kernels = _RmsKernels(on.kernel(rms_norm), on.kernel(rms_norm_grads))
+        self.backend = on.norm_backend
         sharding = ParamSharding(
             name=name, shape=(hidden_size,), partial_grad=on.tp.cuts_tokens, init_std=None, is_norm_or_bias=True
         )
         self.weight = on.parameter(sharding)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.backend == "apex":
+            return apex_norm.rms_norm(x, self.weight, self.eps)
         return _RmsNorm.apply(x, self.weight, self.eps, self.sensitive, self.kernels)
 
 
@@ -124,6 +128,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.sensitive = on.policy.sensitive
+        self.backend = on.norm_backend
         weight, bias = (
             ParamSharding(
                 name=f"{name}.{part}",
@@ -137,4 +142,6 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = on.parameter(weight), on.parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.backend == "apex":
+            return apex_norm.layer_norm(x, self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.sensitive)

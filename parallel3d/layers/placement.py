@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from parallel3d.backends import Backend
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.precision.policy import Policy
@@ -27,6 +28,7 @@ class Placement:
     device: torch.device | str = "cpu"
     compiles: bool = False
     """Whether chains of elementwise operations become one kernel each."""
+    norm_backend: Backend = "torch"
 
     def kernel(self, function: Callable[P, R]) -> Callable[P, R]:
         """A function of tensors without side effects, compiled if that is asked for."""

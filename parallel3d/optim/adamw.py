@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from parallel3d.backends import Backend
 from parallel3d.precision.stochastic_rounding import Noise, noise_of, round_to_bf16
 
 _BLOCK = 1 << 15
@@ -30,6 +31,8 @@ class AdamWSettings:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    backend: Backend = "torch"
+    """What runs the update of weights that are not narrow."""
 
 
 @dataclass(frozen=True, kw_only=True)

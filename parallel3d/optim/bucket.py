@@ -15,12 +15,15 @@ from parallel3d.comm.staging import HostCopy
 from parallel3d.layers.micro_batch import MicroBatch, Site
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
+from parallel3d.optim.apex_adamw import adamw_apex
 from parallel3d.optim.buckets import BucketPlan
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
 from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
+
+KERNELS = {"torch": adamw_fused, "apex": adamw_apex}
 
 
 class Shard:
@@ -193,7 +196,7 @@ class Bucket:
         for shard in self.shards:
             tensors = (shard.master, shard.moments, shard.grads)
             if self._policy.update_rounding == "none":
-                adamw_fused(*tensors, step, self._settings, weight_decay=weight_decay)
+                KERNELS[self._settings.backend](*tensors, step, self._settings, weight_decay=weight_decay)
                 continue
             noise = None
             if self._policy.update_rounding == "stochastic":

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from parallel3d.backends import Backend, choose_backend
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.group import AbsentGroup, Group
 from parallel3d.comm.messages import Links
@@ -22,6 +23,7 @@ from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, sta
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.optim import apex_adamw
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.cut import Cuts, plan_cuts
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
@@ -318,6 +320,7 @@ def prepare_rank(
             beta2=config.optimizer.beta2,
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
+            backend=optimizer_backend(config, device),
         ),
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
@@ -347,6 +350,15 @@ def prepare_rank(
         probe=probe,
         label=label,
     )
+
+
+def optimizer_backend(config: Config, device: torch.device) -> Backend:
+    """What runs the updates; ConfigError where it can't be had."""
+    asked = config.optimizer.backend
+    if asked == "auto" and policy_of(config.precision).state != torch.float32:
+        asked = "torch"
+    module, name = apex_adamw.SYMBOL
+    return choose_backend("optimizer.backend", asked, module=module, name=name, device_type=device.type)
 
 
 def exact_format(config: Config, batch: BatchPlan, tp_size: int) -> FixedPoint | None:
