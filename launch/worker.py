@@ -32,6 +32,7 @@ from parallel3d.elastic.pulse import Mode
 from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
 from parallel3d.errors import ConfigError, Problem
+from parallel3d.monitor.run_folder import TRACES
 from parallel3d.pipeline.instructions import Instruction
 from parallel3d.topology.groups import is_world
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
@@ -56,7 +57,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     corpus = open_text(config, token, lambda text: control.publish({"kind": "notice", "text": text}))
     lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
     prefetcher = Prefetcher(lanes, config.data.prefetch, token)
-    directory = Path(str(config.run.directory))
+    directory = Path(str(config.run.directory)) / TRACES
     trace = make_trace(config.debug.profile, rank=context.rank, directory=directory, device=device)
     probe = WorkerProbe(config, context, trace)
     rank = prepare_rank(

@@ -29,6 +29,8 @@ class RankDump:
     rank: int
     place: str
     """Its coordinates, for people."""
+    ranks: tuple[int, ...]
+    """All ranks of the grid that made the step."""
     losses: Mapping[int, float]
     """By the first sequence slot of each micro-batch that ended here: the sum of its token losses, in nats."""
     num_target_tokens: int
@@ -48,6 +50,7 @@ def write_dump(directory: Path, dump: RankDump) -> Path:
         "step": dump.step,
         "rank": dump.rank,
         "place": dump.place,
+        "ranks": dump.ranks,
         "losses": {str(slot): loss for slot, loss in dump.losses.items()},
         "num_target_tokens": dump.num_target_tokens,
         "sequence_length": dump.sequence_length,
@@ -68,6 +71,7 @@ def read_dump(path: Path) -> RankDump:
         step=metadata["step"],
         rank=metadata["rank"],
         place=metadata["place"],
+        ranks=tuple(metadata["ranks"]),
         losses={int(slot): loss for slot, loss in metadata["losses"].items()},
         num_target_tokens=metadata["num_target_tokens"],
         sequence_length=metadata["sequence_length"],
@@ -76,5 +80,11 @@ def read_dump(path: Path) -> RankDump:
 
 
 def read_step(folder: Path) -> list[RankDump]:
-    """All ranks' files of a step."""
-    return [read_dump(path) for path in sorted(folder.glob("rank-*.safetensors"))]
+    """All ranks' files of a step.
+
+    Those of ranks that are not in the smallest grid are left over: from a larger layout that was dumped into the same
+    folder before, or from a rank that was lost just after it had written.
+    """
+    dumps = [read_dump(path) for path in sorted(folder.glob("rank-*.safetensors"))]
+    smallest = min((len(dump.ranks) for dump in dumps), default=0)
+    return [dump for dump in dumps if len(dump.ranks) == smallest]

@@ -17,8 +17,6 @@ from parallel3d.config.schema import ProfileConfig
 from parallel3d.pipeline.executor import NO_LABEL
 from parallel3d.pipeline.instructions import Instruction
 
-FOLDER = "profile"
-
 
 class NoTrace:
     """Records nothing."""
@@ -72,8 +70,8 @@ class StepTrace(NoTrace):
 
 
 def make_trace(config: ProfileConfig, *, rank: int, directory: Path, device: torch.device) -> NoTrace:
-    """What the configuration asks of this rank; traces go into the folder `profile` of the run's `directory`."""
+    """What the configuration asks of this rank: traces go into `directory`."""
     if not config.steps or rank not in config.ranks:
         return NoTrace()
     first, last = config.steps
-    return StepTrace(directory / FOLDER / f"rank-{rank}.json", first=first, last=last, device=device)
+    return StepTrace(directory / f"rank-{rank}.json", first=first, last=last, device=device)

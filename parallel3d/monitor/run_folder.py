@@ -6,6 +6,7 @@ metrics.jsonl      a line per step, and a line with "event" for whatever else ha
 summary.json       how the run ended, with its figures
 loss.png           the training loss
 logs/rank-N.log    what worker N printed
+dumps/, profile/   what debug.dump_tensors and debug.profile ask for, written by the workers themselves
 previous-N/        an earlier run's files: nothing is overwritten
 """
 
@@ -23,6 +24,7 @@ from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
 CHART, LOGS, LOCK = "loss.png", "logs", ".lock"
+DUMPS, TRACES = "dumps", "profile"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
 
@@ -121,7 +123,11 @@ def _drop_cut_line(path: Path) -> None:
 
 def _move_aside(path: Path) -> Path | None:
     """Moves an earlier run's files into the next free previous-N; None when there are none."""
-    old = [path / name for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, CHART, LOGS) if (path / name).exists()]
+    old = [
+        path / name
+        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, CHART, LOGS, DUMPS, TRACES)
+        if (path / name).exists()
+    ]
     if not old:
         return None
     number = 1

@@ -13,10 +13,9 @@ from parallel3d.debug.dump import RankDump, write_dump
 from parallel3d.debug.record import Recorder, name_modules, recording
 from parallel3d.debug.slab import Slab, parameter_slab
 from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.monitor.run_folder import DUMPS
 from parallel3d.trainer.build import RankRuntime
 from parallel3d.trainer.entry import Entry
-
-FOLDER = "dumps"
 
 
 @contextmanager
@@ -44,6 +43,7 @@ def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
         step=entry.iteration,
         rank=rank.rank,
         place=str(rank.place),
+        ranks=rank.grid.ranks,
         losses=recorder.losses,
         num_target_tokens=entry.num_target_tokens,
         sequence_length=recorder.batch.sequence_length,
@@ -54,7 +54,7 @@ def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
 
 def dump_directory(rank: RankRuntime) -> Path:
     config = rank.config
-    return Path(config.debug.dump_tensors.directory or Path(str(config.run.directory)) / FOLDER)
+    return Path(config.debug.dump_tensors.directory or Path(str(config.run.directory)) / DUMPS)
 
 
 def _parameters(rank: RankRuntime, scale: float) -> Iterator[tuple[Slab, Tensor]]:

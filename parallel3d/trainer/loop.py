@@ -126,9 +126,16 @@ class Trainer:
         self._num_timed += 1
         self._losses[step] = report.entry.loss
         self._bubbles.append(report.bubble)
+        self._tell_aids(report)
+        self._tell(report.entry, report, self.data_wait_s() - waited)
+
+    def _tell_aids(self, report: StepReport) -> None:
+        """What the debug aids have to say of a step."""
         if report.warning and self.rank.is_leader:
             self.publish({"kind": "notice", "text": f"warning: {report.warning}"})
-        self._tell(report.entry, report, self.data_wait_s() - waited)
+        if report.dump is not None and self.rank.is_leader:
+            text = f"step {report.entry.iteration}: the tensors asked for are in {report.dump.parent}"
+            self.publish({"kind": "notice", "text": text})
 
     def _evaluate(self) -> None:
         self.on_phase(Phase.EVALUATE, self.rank.state.iteration)

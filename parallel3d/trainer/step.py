@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,8 @@ class StepReport:
     """Share of the pipeline's time in which its busiest rank does not compute."""
     warning: str = ""
     """What the replica check has found, where the run goes on."""
+    dump: Path | None = None
+    """This rank's file of the step's tensors, where they were asked for."""
 
 
 def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) -> StepReport:
@@ -44,8 +47,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
         result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
     entry, bubble = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave), result)
-    if recorder is not None:
-        write(rank, entry, recorder)
+    dump = None if recorder is None else write(rank, entry, recorder)
     warning = settle(rank, batch.iteration) if entry.differing_stages else ""
     rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
     rank.optimizer.update(rank.state.iteration, rank.update_step())
@@ -55,6 +57,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
         step_s=time.perf_counter() - started,
         bubble=bubble,
         warning=warning,
+        dump=dump,
     )
 
 

@@ -29,7 +29,7 @@ def names_in(path):
 def test_the_steps_asked_for_are_recorded(tmp_path):
     trace = make_trace(ProfileConfig(steps=[2, 3]), rank=0, directory=tmp_path, device=CPU)
     run_steps(trace, range(1, 6))
-    names = names_in(tmp_path / "profile" / "rank-0.json")
+    names = names_in(tmp_path / "rank-0.json")
     assert {"step 2", "step 3", "forward 3", "send activation 3 -> (1, 0)", "aten::add"} <= set(names)
     assert not {"step 1", "step 4"} & set(names)
     assert names.count("forward 3") == 2
@@ -38,7 +38,7 @@ def test_the_steps_asked_for_are_recorded(tmp_path):
 def test_a_run_that_ends_within_leaves_what_there_is(tmp_path):
     trace = make_trace(ProfileConfig(steps=[2, 9], ranks=[4]), rank=4, directory=tmp_path, device=CPU)
     run_steps(trace, range(1, 3))
-    assert "step 2" in names_in(tmp_path / "profile" / "rank-4.json")
+    assert "step 2" in names_in(tmp_path / "rank-4.json")
 
 
 def test_others_record_nothing(tmp_path):
