@@ -7,6 +7,7 @@ its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -64,6 +65,8 @@ class CausalSelfAttention(nn.Module):
             q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
         else:
             q, k, v = self.rotate(qkv, table, self.heads, batch_size)
+        if q.dtype is torch.float16 and q.device.type == "cpu":  # torch's fp16 kernel takes 17 times as long
+            q, k, v = q.float(), k.float(), v.float()
         with self.qkv.tp.products.attention():
             mixed = scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -72,4 +75,5 @@ class CausalSelfAttention(nn.Module):
                 is_causal=True,
                 enable_gqa=self.heads.num_kv_heads != self.heads.num_query_heads,
             )
-        return self.output(mixed.transpose(1, 2).reshape(-1, self.heads.query_size), micro_batch)
+        mixed = mixed.to(qkv.dtype).transpose(1, 2).reshape(-1, self.heads.query_size)
+        return self.output(mixed, micro_batch)

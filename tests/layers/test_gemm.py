@@ -99,3 +99,24 @@ def test_a_product_over_nothing_is_zero():
     total = torch.ones(4, 6)
     add_matmul(total, a, b)
     assert torch.equal(total, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE, ODD])
+def test_fp16_products_are_fp32_products_rounded_once(size):
+    a, b = factors(size, True, False, dtype=torch.float16)
+    product = matmul(a, b)
+    assert product.dtype is torch.float16 and torch.equal(product, matmul(a.float(), b.float()).half())
+    total = torch.zeros(size[0], size[2])
+    add_matmul(total, a, b)
+    assert torch.equal(total, product.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_wide_products_are_not_rounded_before_they_are_added(dtype):
+    a, b = factors(LARGE, True, False, dtype=dtype)
+    exact = a.double() @ b.double()
+    wide, narrow = torch.zeros(LARGE[0], LARGE[2]), torch.zeros(LARGE[0], LARGE[2])
+    add_matmul(wide, a, b, wide=True)
+    add_matmul(narrow, a, b)
+    torch.testing.assert_close(wide.double(), exact, **TOLERANCE)
+    assert (narrow - exact).abs().max() > 100 * (wide - exact).abs().max()
