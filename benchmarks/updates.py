@@ -1,11 +1,12 @@
 """What an update costs by number format: nanoseconds an element, one thread.
 
-    python benchmarks/updates.py [--elements 8000000] [--rounds 7] [--threads 1]
+    MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \\
+        python benchmarks/updates.py [--elements 8000000] [--rounds 7] [--threads 1]
 
 One flat range, as a bucket's owner updates it: torch's fused AdamW on fp32 weights (12 bytes of weights and moments an
 element, 4 of gradient), with a copy of the master weights into bf16, and AdamW on bf16 weights and moments (6 and 2
 bytes) rounded to the nearest or stochastically. Contestants in turn, round after round; printed are medians and the
-fastest.
+fastest. The variables keep freed memory in the process, as workers do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The convergence benchmark's table, and one run of three steps."""
+"""The convergence benchmark's table and one run of three steps; the contestants of the updates benchmark."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.convergence import POLICIES, Result, run, table  # noqa: E402
+from benchmarks.updates import make_contestants  # noqa: E402
 from parallel3d.precision.policy import POLICIES as ROWS  # noqa: E402
 
 
@@ -37,3 +38,8 @@ def test_a_run_of_three_steps():
     small = ["model.hidden_size=12", "model.intermediate_size=16", "run.evaluate_batches=1"]
     done = run("bf16_sr", 1, 3, small)
     assert done.num_updates == 3 and done.final_loss is not None and done.evaluation_loss is not None
+
+
+def test_every_update_that_is_timed_is_one():
+    for update in make_contestants(1000).values():
+        update()

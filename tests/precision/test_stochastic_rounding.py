@@ -86,6 +86,17 @@ def test_no_nan_turns_into_a_number():
     assert round_to_bf16(torch.tensor([nan]), torch.tensor([3], dtype=torch.int32)).isnan().all()
 
 
+@pytest.mark.parametrize("place", [0, 5, 9_999])
+def test_one_nan_among_many_numbers_is_seen(place):
+    """Large ones and infinities, too, whose sum says nothing."""
+    x = torch.full((10_000,), 3e38)
+    x[7] = inf
+    noises = torch.full((10_000,), 0xFFFF, dtype=torch.int32)
+    assert not round_to_bf16(x, noises).isnan().any()
+    x.view(torch.int32)[place] = 0x7FFF_FFFF
+    assert round_to_bf16(x, noises).isnan().nonzero().tolist() == [[place]]
+
+
 def test_the_processors_treatment_of_subnormals_does_not_matter():
     x = from_bits([0x0000_8000, 0x0001_4000, 0x8000_8000])
     added = torch.tensor([0x8000, 0x4000, 0x8000], dtype=torch.int32)
