@@ -44,7 +44,7 @@ from parallel3d.trainer.build import (  # noqa: E402
     split_layers,
     start_rank,
 )
-from parallel3d.trainer.compare import Comparison, compare_runs, tolerance_of  # noqa: E402
+from parallel3d.trainer.compare import OVERFLOW, Comparison, compare_runs, tolerance_of  # noqa: E402
 from parallel3d.trainer.verify import LayoutRun, run_in_threads  # noqa: E402
 
 ONE_PROCESS = "tp1.pp1.dp1"
@@ -320,7 +320,7 @@ def describe_outcome(outcome: Outcome) -> list[str]:
     if comparison is None:
         return [name, ranks, "", "", "", "", "FAILED"]
     loss, *tensors = (getattr(comparison, kind) for kind in KINDS)
-    cells = [f"{each.value:.1e} {each.where}" if each.value else "0" for each in tensors]
+    cells = [f"{each.value:.1e} {each.where}" if each.value or each is OVERFLOW else "0" for each in tensors]
     return [name, ranks, f"{loss.value:.1e}", *cells, "ok" if comparison.is_equal else "BEYOND"]
 
 

@@ -7,7 +7,7 @@ text that was read, is compared bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,18 +104,22 @@ class Comparison:
         return not self.findings
 
 
+OVERFLOW = Difference(value=0.0, where="(overflow)")
+
+
 def compare_runs(ours: LayoutRun, theirs: LayoutRun, tolerance: Tolerance) -> Comparison:
-    """Two runs of equally many steps; `theirs` is the one that is right."""
+    """Two runs of equally many steps; `theirs` is the one that is right.
+
+    Gradients and norms of a step that overflows in both, and so updates nothing in either, are not compared.
+    """
+    finite = [mine.finite or yours.finite for mine, yours in zip(ours.entries, theirs.entries)]
     differences = {
         "loss": _differences(_losses(ours), _losses(theirs)),
-        "first_gradients": _differences(ours.first_gradients, theirs.first_gradients),
-        "gradients": _differences(ours.gradients, theirs.gradients),
+        "first_gradients": _differences(ours.first_gradients, theirs.first_gradients) if finite[0] else [OVERFLOW],
+        "gradients": _differences(ours.gradients, theirs.gradients) if finite[-1] else [OVERFLOW],
         "weights": _differences(_settle(ours.weights, theirs, tolerance), theirs.weights),
     }
-    norms = _differences(
-        _by_step("gradient norm", ours.grad_norms),
-        _by_step("gradient norm", theirs.grad_norms),
-    )
+    norms = _differences(*(_by_step("gradient norm", run.grad_norms, finite) for run in (ours, theirs)))
     findings = [
         *_find_unequal_starts(ours, theirs),
         *_beyond(differences["loss"], tolerance.loss, "the"),
@@ -134,9 +138,10 @@ def _losses(run: LayoutRun) -> dict[str, Tensor]:
     return losses
 
 
-def _by_step(what: str, numbers: tuple[float, ...]) -> dict[str, Tensor]:
-    values = torch.tensor(numbers, dtype=torch.float64)
-    return {f"{what} of step {step}": value for step, value in enumerate(values, start=1)}
+def _by_step(what: str, numbers: Sequence[float], counts: Sequence[bool] | None = None) -> dict[str, Tensor]:
+    """A number of every step, or of those that count."""
+    values = enumerate(torch.tensor(numbers, dtype=torch.float64), start=1)
+    return {f"{what} of step {step}": value for step, value in values if counts is None or counts[step - 1]}
 
 
 def _differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[Difference]:
@@ -151,10 +156,13 @@ def _settle(weights: Mapping[str, Tensor], theirs: LayoutRun, tolerance: Toleran
 
     Such are most biases of keys: they move all scores of a query alike, so that their gradient is 0 but for rounding.
     """
-    limits = ((theirs.first_gradients, tolerance.first_gradients), (theirs.gradients, tolerance.gradients))
+    limits = (
+        (theirs.entries[0], theirs.first_gradients, tolerance.first_gradients),
+        (theirs.entries[-1], theirs.gradients, tolerance.gradients),
+    )
     settled = dict(weights)
     for name, weight in theirs.weights.items():
-        for gradients, limit in limits:
+        for gradients, limit in ((gradients, limit) for entry, gradients, limit in limits if entry.finite):
             size = gradients[name].abs()
             floor = limit * size.square().mean().sqrt()
             settled[name] = torch.where((size > 0) & (size < floor), weight, settled[name])

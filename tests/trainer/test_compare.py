@@ -80,3 +80,13 @@ def test_everything_beyond_is_named_up_to_a_few(run_layout):
     spoilt = {name: weight * 2 for name, weight in run.weights.items()}
     (finding,) = compare_runs(replace(run, weights=spoilt), run, TOLERANCES["fp32"]).findings
     assert f"and {len(spoilt) - 1} more of {len(spoilt)} do" in finding and finding.endswith(", ...")
+
+
+def test_a_step_that_overflows_on_both_sides_is_not_compared(run_layout):
+    """Policy fp16 begins with a scale that is too large: nothing is updated. On one side alone it counts."""
+    changes = dict(precision=dict(policy="fp16", loss_scale=dict(initial=2.0**40)), run=dict(evaluate_batches=1))
+    runs = [run_layout(steps=2, parallel=parallel, **changes) for parallel in ({}, dict(dp_size=2, pp_size=2))]
+    assert not runs[0].entries[0].finite
+    assert compare_runs(runs[1], runs[0], TOLERANCES["fp16"]).findings == ()
+    fine = run_layout(steps=2, precision=dict(policy="fp16"))
+    assert any("gradient" in finding for finding in compare_runs(runs[1], fine, TOLERANCES["fp16"]).findings)
