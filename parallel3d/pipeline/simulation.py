@@ -254,15 +254,14 @@ class _Simulation:
             self._compute(replica, _BACKWARD_WEIGHT, number, self.weight_costs)
 
     def _start_forward(self, replica: int) -> bool:
-        room = min(self.room[replica], self.free[replica])
-        if room <= 0:
+        if not (self.room[replica] and self.free[replica]):
             return False
         number = lane = -1
         lanes = self.activations[replica]
         for key, queue in lanes.items():
             if queue and (number < 0 or queue[0] < number) and self._fits(replica, queue[0]):
                 number, lane = queue[0], key
-        if number < 0 or self.turns and not self._is_its_turn(replica, number, room):
+        if number < 0 or self.turns and not self._is_its_turn(replica, number):
             return False
         route, stage = self.routes[number], self.stage_of[replica]
         is_last_chunk = self.chunk_of[number] == self.last_chunk
@@ -303,10 +302,10 @@ class _Simulation:
         self._compute(replica, self.backward_op, number, self.backward_costs)
         return True
 
-    def _is_its_turn(self, replica: int, number: int, room: int) -> bool:
+    def _is_its_turn(self, replica: int, number: int) -> bool:
         """With chunks there must be room for all that comes before it too; on a straight grid nothing is skipped."""
         skipped = self.turns[self.stage_of[replica]][number] - self.forwards_begun[replica]
-        return skipped == 0 if self.in_order else skipped < room
+        return skipped == 0 if self.in_order else skipped < min(self.room[replica], self.free[replica])
 
     def _fits(self, replica: int, number: int) -> bool:
         """Whether the slots for a forward's messages are free."""
