@@ -37,7 +37,8 @@ goes on, by induction over the stages: there are finitely many forwards, so the 
 gradient, so the second can always send one, and so on to the last, so backwards never stop; the halves for the weights
 need no message and send none, so they never stop either; so the caps always free up, so forwards never stop. (With two
 stages and one slot targets and activation share it: the activation is promised the slot that its targets leave at the
-last stage's next pause, which depends on nobody.)
+last stage's next pause. There it reads in the order in which messages came, so that it never waits for somebody who
+waits for that slot; in another order one damaged grid in a hundred got stuck.)
 
 With chunks the pairs close a ring. So there the reader of a full pair reads at its next pause what it does not need
 yet: slots stop nobody for longer than that. And room? If all stood still, let s be the first slice whose forward is
@@ -210,6 +211,8 @@ class _Simulation:
         self.activations: list[_Lanes] = [defaultdict(deque) for _ in self.stage_of]
         self.gradients: list[_Lanes] = [defaultdict(deque) for _ in self.stage_of]
         self.unread: list[dict[int, deque[_Message]]] = [defaultdict(deque) for _ in self.stage_of]
+        self.arrivals: list[dict[_Message, int]] = [{} for _ in self.stage_of]
+        """Their order over all pairs of a reader."""
         self.in_hand: list[set[_Message]] = [set() for _ in self.stage_of]
         """Messages that were read before they are used."""
         self.reads_early = [self.last_chunk > 0 or self._reads_targets_early(stage) for stage in self.stage_of]
@@ -390,6 +393,7 @@ class _Simulation:
     def _deliver(self, source: int, reader: int, op: Op, number: int) -> None:
         if self.last_chunk or op is _READ_TARGETS:  # else lanes say it all: a pair's oldest message is used first
             self.unread[reader][source].append((op, number))
+            self.arrivals[reader][op, number] = len(self.arrivals[reader])
         self._wake(reader)
 
     def _read(self, replica: int, source: int, op: Op, number: int) -> None:
@@ -418,7 +422,12 @@ class _Simulation:
         return stage == self.last > 0 and (self.last > 1 or self.slots == 1)
 
     def _read_from_full_pairs(self, replica: int) -> None:
-        """Frees a slot of each full pair: with chunks of any, else of those that hold targets."""
-        for source, queue in self.unread[replica].items():
-            while queue and self.used[source * self.num_replicas + replica] >= self.full:
-                self._read_early(replica, source)
+        """Frees a slot of each full pair: with chunks of any, else of those that hold targets.
+
+        In the order in which the messages came, because later ones may come from who waits for the slot of an earlier.
+        """
+        queues, arrivals = self.unread[replica], self.arrivals[replica]
+        while full := [
+            s for s, queue in queues.items() if queue and self.used[s * self.num_replicas + replica] >= self.full
+        ]:
+            self._read_early(replica, min(full, key=lambda source: arrivals[queues[source][0]]))

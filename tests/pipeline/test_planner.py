@@ -221,6 +221,26 @@ def test_damaged_grids_have_sound_plans(replicas, num_micro_batches, rule, split
     assert plan.makespan == max(ends.values())
 
 
+@settings(max_examples=300)
+@given(st.integers(0, 10**6), st.sampled_from(["1f1b", "gpipe", "zb-h1", "forward", "interleaved"]))
+def test_two_stages_with_one_slot_never_get_stuck(seed, rule):
+    """Targets and activation of a micro-batch share it, so that a send may wait; about 1 % of these are delicate."""
+    numbers = Random(seed)
+    chunks = 2 if rule == "interleaved" else 1
+    costs = [tuple(numbers.randint(1, 4) for _ in range(2 * chunks)) for _ in range(3)]
+    request = PlanRequest(
+        replicas=tuple(tuple(numbers.sample(range(6), numbers.randint(1, 4))) for _ in range(2)),
+        num_micro_batches=numbers.randint(4, 30),
+        rule=rule,
+        virtual_stages=chunks,
+        costs=StageCosts(forward=costs[0], backward_input=costs[1], backward_weight=costs[2]),
+        slots=1,
+        split_backward=rule != "forward" and numbers.random() < 0.5,
+        extra_in_flight=numbers.randint(0, 3),
+    )
+    check_plan(plan_pipeline(request), slots=1)
+
+
 def test_more_in_flight_fills_the_bubbles_that_rerouting_makes():
     damaged = lose(4, 4, (1, 2))
     spans = [plan_pipeline(make_request(damaged, 32, extra_in_flight=extra)).makespan for extra in range(3)]
