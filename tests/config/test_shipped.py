@@ -76,7 +76,7 @@ def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tupl
     assert (config.optimizer.weight_decay, config.optimizer.decay_norms_and_biases) == (0.1, True)
     assert (config.schedule.warmup_steps, config.schedule.decay_steps) == (2000, 500_000)
     assert (config.schedule.min_ratio, config.schedule.decay_form) == (0.1, "clamp")
-    assert config.precision.policy == "bf16"
+    assert config.precision.policy == {1: "bf16_sr", 8: "bf16"}[layout[1]]  # section III-D
     assert (config.model.initializer_range, config.model.initializer_depth_scaling) == (0.02, "num_layers")
 
 

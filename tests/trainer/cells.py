@@ -398,6 +398,7 @@ CELLS: list[Cell] = [
     cell("gloo-tp4-dp2-kv2-sp", transport="gloo", tp_size=4, dp_size=2, kv=2, sequence_parallel=True),
     cell("gloo-cube-fp32", transport="gloo", policy="fp32", **CUBE),
     cell("gloo-tp2-dp2-bf16", transport="gloo", policy="bf16", tp_size=2, dp_size=2, sequence_parallel=True),
+    cell("gloo-tp2-pp2-fp16", transport="gloo", policy="fp16", tp_size=2, pp_size=2, sequence_parallel=True),
     cell("gloo-tp2-dp2-bf16_sr", transport="gloo", policy="bf16_sr", tp_size=2, dp_size=2, sequence_parallel=True),
     Cell(
         name="gloo-cube-fifty-steps",
