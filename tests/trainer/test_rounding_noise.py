@@ -1,10 +1,13 @@
 """bf16_sr in whole runs: what every tensor-parallel rank holds stays the same on all of them; seeds count."""
 
+import cells
 import pytest
 import torch
 
+from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import key_of
+from parallel3d.trainer.build import build_grid
 
 LAYOUTS = [dict(tp_size=4), dict(tp_size=2, sequence_parallel=True), dict(tp_size=2, pp_size=2, dp_size=2)]
 
@@ -58,3 +61,24 @@ def test_each_place_that_is_asked_for_changes_the_run(run_layout):
     assert rounded[0] != plain[0]
     for other in (accumulated, rounded):
         assert other == pytest.approx(plain, rel=2e-2)
+
+
+def test_each_term_that_is_added_has_noise_of_its_own():
+    """Iteration, first slot of the micro-batch and pass key it; elements that get nothing stay as they are."""
+    config = cells.make_config(precision=dict(policy="bf16_sr", stochastic_rounding=["accumulation"]))
+    bucket = cells.prepare(config, build_grid(config), 0).optimizer.buckets[0]
+
+    def rounded(site="backward", iteration=3, slot=2):
+        batch = MicroBatch(seed=config.run.seed, iteration=iteration, slots=(slot,), sequence_length=16)
+        bucket.clear()
+        bucket.totals.fill_(1.0)
+        for _ in range(2):  # the second time there is nothing to add
+            bucket.grads[::2] = 0.001 * (not bucket.totals.ne(1.0).any())
+            assert bucket.close_term(batch, site) and not bucket.grads.any()
+        return bucket.totals.clone()
+
+    plain = rounded()
+    assert plain[::2].unique().tolist() == [1.0, 1.0078125] and (plain[1::2] == 1.0).all()
+    assert torch.equal(rounded(), plain)
+    for other in (rounded("forward"), rounded(iteration=4), rounded(slot=3)):
+        assert not torch.equal(other, plain)
