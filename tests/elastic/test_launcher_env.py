@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from parallel3d.elastic.finder import Finder
 from parallel3d.elastic.launcher_env import LauncherEnv, read_launcher_env
 from parallel3d.errors import LaunchError
 
@@ -148,3 +149,13 @@ def test_what_started_last_counts():
 def test_a_broken_variable_of_slurm_or_mpi_is_named(variables, named):
     with pytest.raises(LaunchError, match=named):
         read_launcher_env(variables)
+
+
+def test_on_one_host_the_coordinator_is_at_the_loopback_address():
+    """Where it listens, whatever name MASTER_ADDR has for this host."""
+    env = {**OPEN_MPI, "MASTER_ADDR": "node01", "MASTER_PORT": "4242"}
+    for variables, address in ((env, "127.0.0.1"), ({**env, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "node01")):
+        finder = Finder(env=read_launcher_env(variables), listener=None, timeout_s=1.0)
+        assert finder.find() == (address, 4242)
+        finder.forked()
+        finder.close()

@@ -160,17 +160,3 @@ def test_processes_that_another_launcher_has_started(folder: Folder, variables):
     assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outs)
     assert "lost rank 0 (pp0 dp0 tp0): killed by SIGKILL in step 2" in outs[0] and "final loss" in outs[0]
     folder.judge(variables.__name__, faults)
-
-
-def test_a_shell_inside_an_allocation_starts_its_own_workers(folder: Folder):
-    shell = {**slurm(0), "SLURM_STEP_ID": "4294967290"}
-    command = [
-        sys.executable,
-        TRAIN,
-        "--config",
-        str(folder.config("shell", [])),
-        "parallel.dp_size=1",
-        "run.num_steps=1",
-    ]
-    code, out = run(command, **shell)
-    assert code == 0 and "2 ranks: 2 stages x 1 replicas" in out, out
