@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from parallel3d.checkpoint.catalogue import Catalogue, Found, verify  # noqa: E402
 from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
@@ -28,6 +31,9 @@ from parallel3d.monitor.environment import describe_environment  # noqa: E402
 from parallel3d.monitor.run_folder import LOGS, ContinuedFolder, RunFolder  # noqa: E402
 from parallel3d.monitor.sinks import RunReport  # noqa: E402
 from parallel3d.topology.grid import Grid  # noqa: E402
+
+STOP_AND_SAVE_S = 120.0
+"""From a stop asked for to SIGKILL, where a checkpoint is written in between."""
 
 
 def main(arguments: list[str]) -> int:
@@ -64,24 +70,30 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers under this process's guard; returns the run's exit code."""
-    directory = Path(str(config.run.directory))
+    directory, start = Path(str(config.run.directory)), choose_start(config)
 
     def open_report() -> RunReport:
         environment = describe_environment(sys.orig_argv)
-        return RunReport(RunFolder(directory, config=dump_config(config), environment=environment), title=title)
+        folder = RunFolder(
+            directory, config=dump_config(config), environment=environment, history_to=history_of(config, start)
+        )
+        report = RunReport(folder, title=title)
+        for record in prepare_checkpoints(config, start):
+            report.publish(record)
+        return report
 
     def reopen_report() -> RunReport:
         return RunReport(ContinuedFolder(directory), title=title)
 
     return run_workers(
-        partial(work, config),
+        partial(work, config, start.path),
         world_size=world_size(config),
         logs=directory / LOGS,
         open_report=open_report,
         reopen_report=reopen_report,
         env=env,
         preload=("torch",),
-        limits=Limits(start_s=config.run.timeout_s),
+        limits=limits_of(config),
         elastic=elastic_settings(config),
     )
 
@@ -101,10 +113,56 @@ def elastic_settings(config: Config) -> ElasticSettings:
     )
 
 
-def work(config: Config, context: WorkerContext) -> int:
+def limits_of(config: Config) -> Limits:
+    """A stop that saves may take longer."""
+    saves = config.checkpoint.save_at_end or config.checkpoint.every
+    return Limits(start_s=config.run.timeout_s, **({"stop_grace_s": STOP_AND_SAVE_S} if saves else {}))
+
+
+def choose_start(config: Config) -> Found:
+    """The checkpoint with which the run begins, all of its bytes verified; every guardian comes to the same one.
+
+    Raises CheckpointError when one that was asked for by its path is damaged.
+    """
+    resume = config.run.resume
+    if resume == "never":
+        return Found(path=None, index=None, damaged=())
+    if resume == "auto":
+        return checkpoints_of(config).find_newest_good()
+    path = Path(resume).resolve()
+    return Found(path=path, index=verify(path), damaged=())
+
+
+def checkpoints_of(config: Config) -> Catalogue:
+    return Catalogue(Path(str(config.checkpoint.directory)))
+
+
+def history_of(config: Config, start: Found) -> int:
+    """The step up to which the run's folder holds the very run that goes on; 0: another run's."""
+    is_own = start.path is not None and start.path.parent == checkpoints_of(config).directory.resolve()
+    return start.index.step if start.index is not None and (is_own or config.run.resume == "auto") else 0
+
+
+def prepare_checkpoints(config: Config, start: Found) -> Iterator[dict[str, Any]]:
+    """Moves aside what the run does not go on from; records for the report."""
+    for text in start.damaged:
+        yield {"kind": "notice", "text": f"passed over: {text}"}
+    try:
+        aside = checkpoints_of(config).set_aside(after=history_of(config, start))
+    except OSError as error:
+        raise UserError(f"can't write into {config.checkpoint.directory} ({error.strerror})") from None
+    if aside is not None:
+        yield {"kind": "notice", "text": f"checkpoints that this run does not go on from are now in {aside}"}
+    if start.index is not None:
+        yield {"event": "resumed_from", "step": start.index.step, "path": str(start.path)}
+    elif config.run.resume == "auto":
+        yield {"kind": "notice", "text": "no checkpoint to go on from: from the start"}
+
+
+def work(config: Config, start: Path | None, context: WorkerContext) -> int:
     from launch.worker import run_worker  # brings torch: a guardian under a launcher stays without it
 
-    return run_worker(config, context)
+    return run_worker(config, context, start)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from models.make import make_stage
+from parallel3d.checkpoint.catalogue import Catalogue
 from parallel3d.comm.abort import AbortToken
 from parallel3d.comm.gloo import GlooGroup
 from parallel3d.comm.group import Group, SoloGroup
@@ -38,13 +39,15 @@ from parallel3d.topology.groups import is_world
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
 from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
 from parallel3d.trainer.recover import Member, Network
+from parallel3d.trainer.resume import resume
+from parallel3d.trainer.saving import AsyncSaving, NoSaving, Saving
 
 WARMUP_STEPS = 2
 NUM_ROUND_TRIPS = 20
 
 
-def run_worker(config: Config, context: WorkerContext) -> int:
-    """Trains as one rank of the run; returns its exit code."""
+def run_worker(config: Config, context: WorkerContext, start: Path | None = None) -> int:
+    """Trains as one rank of the run, from the checkpoint `start` if there is one; returns its exit code."""
     control, token = context.control, context.control.token
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     device = choose_device(config, context.local_rank, context.local_world_size)
@@ -73,10 +76,16 @@ def run_worker(config: Config, context: WorkerContext) -> int:
         label=trace.label,
     )
     probe.flip_bit = lambda: flip_bit(rank)
+    text = identify(corpus)
+    if start is not None:
+        for line in resume(rank, start, text):
+            if context.rank == grid.ranks[0]:
+                control.publish({"kind": "notice", "text": line})
     train_rank(
         rank,
         context,
         probe,
+        saving=make_saving(rank, text),
         on_epoch=lambda record: tell_epoch(record, rank, corpus, control),
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=lambda: describe_run(rank, corpus),
@@ -103,6 +112,24 @@ def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **
     if is_here:
         rank.close()
     return is_here
+
+
+def identify(corpus: Corpus) -> dict[str, Any]:
+    """What tells this text, cut and tokenised as it is, from another."""
+    return {
+        "fingerprint": corpus.fingerprint,
+        "num_train_tokens": corpus.num_train_tokens,
+        "num_documents": len(corpus.train),
+        "document_chars": corpus.document_chars,
+        "vocab_size": corpus.tokenizer.vocab_size,
+    }
+
+
+def make_saving(rank: RankRuntime, text: dict[str, Any]) -> Saving:
+    settings = rank.config.checkpoint
+    if settings.every is None and not settings.save_at_end:
+        return NoSaving()
+    return AsyncSaving(rank, Catalogue(Path(str(settings.directory))), text)
 
 
 class WorkerProbe:

@@ -56,6 +56,10 @@ class DataError(UserError):
     """Text that can't be read or used: the message names the file."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, or of another run; the message names the file, or what differs."""
+
+
 class LaunchError(UserError):
     """The run can't be started: a launcher's variable, a port, or an address that nobody answers at."""
 

@@ -66,6 +66,7 @@ PURE: tuple[str, ...] = (
     ),
     "parallel3d.pipeline.route_map",
     *(f"parallel3d.optim.{name}" for name in ("buckets", "cut")),
+    *(f"parallel3d.checkpoint.{name}" for name in ("pieces", "index")),
     "parallel3d.debug.replicas",
     *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
     *(f"parallel3d.elastic.{name}" for name in ("launcher_env", "slurm")),

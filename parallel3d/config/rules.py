@@ -268,6 +268,17 @@ def _check_sources(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
+def _check_resume(config: Config, world_size: int | None) -> Iterator[Problem]:
+    resume = config.run.resume
+    if resume not in ("never", "auto") and not Path(expand_home(resume)).is_dir():
+        yield Problem(
+            field="run.resume",
+            value=resume,
+            rule=f"is neither never nor auto, and no folder, seen from {Path.cwd()}",
+            fix="Give the path of a checkpoint, such as runs/NAME/checkpoints/latest",
+        )
+
+
 def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
     path = config.data.tokenizer.path
     if path is not None and not Path(expand_home(path)).is_file():
@@ -387,6 +398,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_sources, ("data.sources",)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
+    (_check_resume, ("run.resume",)),
     (_check_loss_scale, ("precision.loss_scale",)),
     (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),

@@ -346,8 +346,29 @@ class ElasticConfig(Section):
     """Faults to draw and inject beside them."""
 
 
+class CheckpointConfig(Section):
+    """What a run keeps of itself on disk. Saves are written while training goes on; each is complete or not there."""
+
+    every: PositiveInt | None = None
+    """Steps between two saves. One that comes while another is still being written is skipped. Null: none."""
+    save_at_end: bool = True
+    """Save after the last step, and after a stop (Ctrl-C, SIGTERM), before the workers end. With `every` a stop saves
+    in any case."""
+    keep_last: PositiveInt = 2
+    """So many of the newest checkpoints are kept, and the one with the lowest loss."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps that are a multiple of this are kept for ever. Null: none."""
+    directory: str | None = None
+    """Folder of the checkpoints; on several hosts one that all share. Null: checkpoints in the run's folder."""
+
+
 class RunConfig(Section):
     """One training run."""
+
+    resume: str = "never"
+    """never: from the start. auto: from the newest good checkpoint of this run's folder, if there is one; damaged ones
+    are named and passed over. Else the path of a checkpoint. The layout may be another one; model, seed, text and
+    batch.global_batch_size may not."""
 
     directory: str | None = None
     """Folder of logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
@@ -439,6 +460,8 @@ class Config(Section):
     """The text to train on."""
     elastic: ElasticConfig = ElasticConfig()
     """What happens when workers die."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a run keeps of itself on disk."""
     debug: DebugConfig = DebugConfig()
     """Aids for the case that something is wrong; all that cost anything are off."""
     run: RunConfig

@@ -2,7 +2,7 @@
 
 config.json        the configuration as resolved; starts the same run again
 environment.json   versions, machine, commit, command line
-metrics.jsonl      a line per step, and a line with "event" for whatever else happened
+metrics.jsonl      a line per step, and a line with "event" for whatever else happened; of a resumed run from its start
 summary.json       how the run ended, with its figures
 loss.png           the training loss
 logs/rank-N.log    what worker N printed
@@ -32,8 +32,9 @@ LOCK_RETRY_S = 0.05
 class RunFolder:
     """An open run folder. Made before any worker starts; raises UserError where it can't be written."""
 
-    def __init__(self, path: Path, *, config: str, environment: dict[str, Any]):
-        """`config`: the text of config.json. Files of an earlier run are moved into `moved_to`."""
+    def __init__(self, path: Path, *, config: str, environment: dict[str, Any], history_to: int = 0):
+        """`config`: the text of config.json. Files of an earlier run are moved into `moved_to`; where this run goes on
+        with it, its lines up to step `history_to` are taken over."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -43,6 +44,8 @@ class RunFolder:
             (path / LOGS).mkdir()
             (path / CONFIG).write_text(config.rstrip() + "\n")
             (path / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
+            if self.moved_to and history_to:
+                _copy_history(self.moved_to / METRICS, path / METRICS, history_to)
             self._metrics = (path / METRICS).open("a", buffering=1)
         except BlockingIOError:
             raise UserError(
@@ -119,6 +122,17 @@ def _drop_cut_line(path: Path) -> None:
     """Takes away a last line that a crash has cut, so that another can follow."""
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _copy_history(source: Path, target: Path, last_step: int) -> None:
+    """The lines before the first one of a step after `last_step`."""
+    if not source.exists():
+        return
+    with target.open("w") as file:
+        for line in read_metrics(source):
+            if line.get("step", 0) > last_step:
+                break
+            file.write(json.dumps(line) + "\n")
 
 
 def _move_aside(path: Path) -> Path | None:

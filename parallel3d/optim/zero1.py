@@ -55,6 +55,9 @@ from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
 from parallel3d.topology.groups import Groups
 
+FirstShard = Callable[[Bucket, range], Shard]
+"""Makes a range of a bucket as the run, or what is left of it, starts with it."""
+
 Probe = Callable[[str], None]
 """Told of each phase that a step or a recovery enters; where faults are injected."""
 
@@ -131,6 +134,7 @@ class ShardedOptimizer:
         """Gradients that each bucket gets in a micro-batch: one from each module that uses a parameter."""
         self._stale: set[int] = set()
         """Buckets that were updated here and not gathered since: what others own of them is old."""
+        self._first_shard: FirstShard = Bucket.first_shard
         self._pending: tuple[CutChange, list[list[Shard]]] | None = None
         self._reducing: list[Work] = []
         self._gathering: dict[int, Work] = {}
@@ -242,6 +246,16 @@ class ShardedOptimizer:
         """The iteration to which all ranges have been updated."""
         return min(bucket.version for bucket in self.buckets)
 
+    def start_from(self, version: int, first_shard: FirstShard) -> None:
+        """Begins at `version`, with the ranges that `first_shard` gives, in place of the start of a run.
+
+        Weights that others own are old until they are gathered.
+        """
+        self._first_shard = first_shard
+        for bucket in self.buckets:
+            bucket.version = version
+        self._stale = set(range(len(self.buckets))) if self._is_sharded else set()
+
     # --- membership -----------------------------------------------------------------------------------------------
 
     def recut(self, change: CutChange, links: Links) -> int:
@@ -256,7 +270,7 @@ class ShardedOptimizer:
             new = change.new.of(bucket.plan.key)
             if change.old is None:
                 spans = [bucket.plan.range_of(number, new.num_ranges) for number in new.ranges_of(self.rank)]
-                shards.append([bucket.first_shard(span) for span in spans])
+                shards.append([self._first_shard(bucket, span) for span in spans])
             else:
                 moved, received = self._move_bucket(index, change.old.of(bucket.plan.key), new, change, links)
                 shards.append(moved)

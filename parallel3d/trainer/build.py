@@ -88,6 +88,7 @@ class EpochParts:
     grid: Grid
     groups: Groups[Group]
     links: Links
+    token: AbortToken
     executor: Executor
     plans: Plans
 
@@ -115,6 +116,8 @@ class RankRuntime:
     observe: Observer
     probe: Probe
     label: Label = lambda instruction: NO_LABEL
+    resumed_from: int = 0
+    """The iteration of the checkpoint with which this run has begun; 0: from the start."""
     parts: EpochParts | None = None
 
     @property
@@ -124,6 +127,11 @@ class RankRuntime:
     @property
     def groups(self) -> Groups[Group]:
         return self._parts.groups
+
+    @property
+    def token(self) -> AbortToken:
+        """Aborted when the epoch is over."""
+        return self._parts.token
 
     @property
     def executor(self) -> Executor:
@@ -192,7 +200,13 @@ class RankRuntime:
             after_compute=self.optimizer.close_term,
         )
         self.parts = EpochParts(
-            epoch=epoch, grid=grid, groups=groups, links=transports.links, executor=executor, plans=plans
+            epoch=epoch,
+            grid=grid,
+            groups=groups,
+            links=transports.links,
+            token=transports.token,
+            executor=executor,
+            plans=plans,
         )
 
     def leave(self) -> Groups[Group] | None:
@@ -395,6 +409,8 @@ def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: 
     rank.optimizer.commit()
     groups = rank.build_groups(grid, epoch, transports)
     rank.join(epoch, groups, Plans(rank.config, grid), transports)
+    if not rank.optimizer.is_whole:  # it has begun from a checkpoint
+        rank.optimizer.gather()
 
 
 def build_learning_rate(config: Config) -> Ramp:

@@ -8,6 +8,7 @@ iteration's scratch changes before its entry is held, and folding an entry twice
     non-finite             every rank: 1 if its owned gradients hold an infinity or a NaN
     target tokens, loss    the last stage of each micro-batch's route, tensor-parallel rank 0
     stop, leave            every rank that was asked to stop the run, or to leave it
+    saved, not saved       every rank whose part of the save under way is on disk, or can't be written
     cursors                the first stage of each micro-batch's route, tensor-parallel rank 0, for its slots
     audit                  each (virtual stage, micro-batch): the replica that ran its backward pass: it must be 1
     replica check          where one is due: every rank, to the words of its stage (debug/replicas.py)
@@ -29,7 +30,18 @@ from parallel3d.precision.loss_scale import UNSCALED, LossScale
 Json = dict[str, Any]
 
 _SUMS = ("squared_norm", "loss_sum")  # exact: the same in whatever order micro-batches and ranges are added
-_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave")
+_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "num_not_saved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveWord:
+    """What one rank says of its part of the save under way; neither: still at it, or there is none."""
+
+    is_on_disk: bool = False
+    has_failed: bool = False
+
+
+NO_WORD = SaveWord()
 
 
 @dataclass(kw_only=True)
@@ -42,6 +54,7 @@ class Contribution:
     loss_sum: ExactSum = ExactSum()
     stop: bool = False
     leave: bool = False
+    saved: SaveWord = NO_WORD
     cursors: Mapping[int, Cursor] = field(default_factory=dict)
     audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
     check: Mapping[int, Sequence[int]] | None = None
@@ -63,6 +76,10 @@ class Entry:
     cursors: tuple[Cursor, ...]
     differing_stages: tuple[int, ...] = ()
     """Stages where the replica check has found copies that differ."""
+    num_saved: int = 0
+    """Ranks whose part of the save under way is on disk."""
+    num_not_saved: int = 0
+    """Ranks that can't write theirs."""
 
     @property
     def loss(self) -> float:
@@ -137,6 +154,8 @@ class EntryLayout:
             float(part.num_target_tokens),
             float(part.stop),
             float(part.leave),
+            float(part.saved.is_on_disk),
+            float(part.saved.has_failed),
         ]
         for slot, cursor in part.cursors.items():
             start = self._cursor(slot)
@@ -161,7 +180,9 @@ class EntryLayout:
             ExactSum.from_slots(total[number * NUM_SLOTS : (number + 1) * NUM_SLOTS]).value
             for number in range(len(_SUMS))
         )
-        non_finite, num_target_tokens, stop, leave = total[len(_SUMS) * NUM_SLOTS : self._cursor(0)]
+        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved = total[
+            len(_SUMS) * NUM_SLOTS : self._cursor(0)
+        ]
         return Entry(
             iteration=iteration,
             squared_norm=squared_norm,
@@ -170,6 +191,8 @@ class EntryLayout:
             loss_sum=loss_sum,
             stop=stop > 0,
             leave=leave > 0,
+            num_saved=int(num_saved),
+            num_not_saved=int(num_not_saved),
             cursors=tuple(
                 Cursor.from_ints([int(x) for x in total[self._cursor(s) : self._cursor(s) + Cursor.NUM_INTS]])
                 for s in range(self.num_slots)

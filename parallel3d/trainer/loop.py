@@ -1,7 +1,7 @@
 """The trainer: a small state machine around the step.
 
-    RECOVER --a place in an epoch--> STEP --every evaluate_every--> EVALUATE --> STEP ... --> EVALUATE --> STOP
-    STEP --a request to stop--> STOP        STEP --somebody departs--> RECOVER        any --the epoch ends--> RECOVER
+    RECOVER --a place in an epoch--> STEP --where due--> EVALUATE --where due--> SAVE --> STEP ... --> STOP
+    STEP --a request to stop--> SAVE --> STOP    STEP --somebody departs--> RECOVER    any --the epoch ends--> RECOVER
 
 What comes next follows from the state alone, so that after a loss everybody goes on at the same place. It talks through
 `publish`: records, one a step from the leader, for whoever writes files and draws bars.
@@ -10,8 +10,8 @@ What comes next follows from the state alone, so that after a loss everybody goe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime
 from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.recover import Member
+from parallel3d.trainer.saving import NoSaving, Saving
 from parallel3d.trainer.step import StepReport, evaluate, train_step
 
 FINAL_STEPS = 10
@@ -35,6 +36,7 @@ class Phase(Enum):
     RECOVER = "recover"
     STEP = "step"
     EVALUATE = "evaluate"
+    SAVE = "save"
     STOP = "stop"
 
 
@@ -47,6 +49,7 @@ class Trainer:
     publish: Callable[[dict[str, Any]], None]
     stop_requested: Callable[[], bool]
     leave_requested: Callable[[], bool] = lambda: False
+    saving: Saving = field(default_factory=NoSaving)
     on_epoch: Callable[[EpochRecord], None] = lambda record: None
     """Called on every rank of the grid once an epoch is in force; may use its groups."""
     on_phase: Callable[[Phase, int], None] = lambda phase, step: None
@@ -82,17 +85,19 @@ class Trainer:
         assert record is not None
         self._joined_at = self.rank.state.iteration
         self._bubbles = []
+        self._say(self.saving.begin_epoch())
         self.on_epoch(record)
         if self.rank.is_leader and self.rank.config.run.show_routes:
             self._tell_routes()
         for entry in self.rank.state.entries:
             self._losses[entry.iteration] = entry.loss
-            if entry.iteration > record.last_told:  # whoever led before may have died with the news
+            # whoever led before may have died with the news
+            if entry.iteration > max(record.last_told, self.rank.resumed_from):
                 self._tell(entry)
         self._tell_evaluation()
 
     def _train(self) -> Phase:
-        actions = {Phase.STEP: self._step, Phase.EVALUATE: self._evaluate}
+        actions = {Phase.STEP: self._step, Phase.EVALUATE: self._evaluate, Phase.SAVE: self._save}
         while (phase := self._next_phase()) in actions:
             actions[phase]()
         if phase is Phase.STOP:
@@ -107,13 +112,15 @@ class Trainer:
         state, run = self.rank.state, self.rank.config.run
         last = state.entries[-1] if state.entries else None
         if last is not None and last.stop:
-            return Phase.STOP
+            return Phase.SAVE if self.saving.is_due(state.iteration, ends=True, early=True) else Phase.STOP
         if last is not None and last.leave and last.iteration > self._joined_at:
             return Phase.RECOVER
         is_over = state.iteration >= run.num_steps
         is_due = is_over or (run.evaluate_every is not None and state.iteration % run.evaluate_every == 0)
         if state.iteration > 0 and is_due and not state.is_evaluated:
             return Phase.EVALUATE
+        if self.saving.is_due(state.iteration, ends=is_over):
+            return Phase.SAVE
         return Phase.STOP if is_over else Phase.STEP
 
     def _step(self) -> None:
@@ -121,7 +128,9 @@ class Trainer:
         self.publish({"kind": "progress", "step": step})
         self.on_phase(Phase.STEP, step)
         waited = self.data_wait_s()
-        report = train_step(self.rank, stop=self.stop_requested(), leave=self.leave_requested())
+        saved = self.saving.word()
+        report = train_step(self.rank, stop=self.stop_requested(), leave=self.leave_requested(), saved=saved)
+        self._say(self.saving.note(report.entry))
         self._training_s += report.step_s
         self._num_timed += 1
         self._losses[step] = report.entry.loss
@@ -144,6 +153,19 @@ class Trainer:
         evaluate(self.rank)
         self._tell_evaluation()
 
+    def _save(self) -> None:
+        """Between two steps a save begins; at the run's end it is finished."""
+        state = self.rank.state
+        self.on_phase(Phase.SAVE, state.iteration)
+        losses = [loss for step, loss in self._losses.items() if step > self.saving.last_step]
+        loss = sum(losses) / len(losses) if losses else None
+        is_last = state.entries[-1].stop or state.iteration >= self.rank.config.run.num_steps
+        self._say(self.saving.save_now(loss) if is_last else self.saving.begin(loss))
+
+    def _say(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.publish({"kind": "notice", "text": text})
+
     def _tell_routes(self) -> None:
         rank = self.rank
         table = draw_route_map(rank.train_plan.routes, rank.grid.replicas, rank.first_grid.replicas)
@@ -151,7 +173,8 @@ class Trainer:
 
     def _tell_evaluation(self) -> None:
         state = self.rank.state
-        if self.rank.is_leader and state.is_evaluated and state.evaluations[-1].loss is not None:
+        is_new = self.rank.is_leader and state.is_evaluated and state.iteration > self.rank.resumed_from
+        if is_new and state.evaluations[-1].loss is not None:
             self.publish({"kind": "evaluation", "step": state.iteration, "loss": state.evaluations[-1].loss})
 
     def _tell(self, entry: Entry, report: StepReport | None = None, data_wait_s: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.build import RankRuntime
 from parallel3d.trainer.dumps import record, write
-from parallel3d.trainer.entry import Contribution, Entry, EvaluationEntry
+from parallel3d.trainer.entry import NO_WORD, Contribution, Entry, EvaluationEntry, SaveWord
 from parallel3d.trainer.replicas import is_due, replica_words, settle
 
 
@@ -33,10 +33,11 @@ class StepReport:
     """This rank's file of the step's tensors, where they were asked for."""
 
 
-def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) -> StepReport:
+def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False, saved: SaveWord = NO_WORD) -> StepReport:
     """Runs one iteration: lists, reduction, the one all-reduce, fold, update. `rank.state` moves on with the fold.
 
-    `stop` asks all ranks to stop after this step, `leave` that this one may depart then. An iteration with a
+    `stop` asks all ranks to stop after this step, `leave` that this one may depart then; `saved` is
+    this rank's word on the save under way. An iteration with a
     non-finite gradient updates nothing, on all ranks alike.
     """
     started = time.perf_counter()
@@ -46,7 +47,8 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
     with record(rank, batch) as recorder:
         result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
-    entry, bubble = agree(rank, batch.iteration, contribution(rank, result, stop=stop, leave=leave), result)
+    part = contribution(rank, result, stop=stop, leave=leave, saved=saved)
+    entry, bubble = agree(rank, batch.iteration, part, result)
     dump = None if recorder is None else write(rank, entry, recorder)
     warning = settle(rank, batch.iteration) if entry.differing_stages else ""
     rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
@@ -61,10 +63,12 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False) ->
     )
 
 
-def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool) -> Contribution:
+def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool, saved: SaveWord) -> Contribution:
     """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
     optimizer = rank.optimizer
-    part = Contribution(squared_norm=optimizer.squared_norm(), is_finite=optimizer.is_finite, stop=stop, leave=leave)
+    part = Contribution(
+        squared_norm=optimizer.squared_norm(), is_finite=optimizer.is_finite, stop=stop, leave=leave, saved=saved
+    )
     if rank.place.tp == 0:
         part.loss_sum = ExactSum.of(result.losses.values())
         part.num_target_tokens = result.num_target_tokens

@@ -29,6 +29,7 @@ from parallel3d.trainer.build import RankRuntime, Transports, build_grid
 from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.recover import Member, Network
+from parallel3d.trainer.saving import NoSaving, Saving
 from parallel3d.trainer.step import evaluate, train_step
 
 BuildRank = Callable[[int, Transports], RankRuntime]
@@ -125,6 +126,8 @@ class ElasticRun:
     dead: tuple[int, ...]
     moved_bytes: int
     num_tokens: int
+    notices: tuple[str, ...] = ()
+    """What was told to a person, by whatever rank."""
 
 
 class ThreadNetwork(Network):
@@ -144,18 +147,26 @@ class ThreadNetwork(Network):
 
 
 def run_elastic_in_threads(
-    config: Config, prepare: Callable[[int, FaultInjector], RankRuntime], faults: Sequence[FaultConfig]
+    config: Config,
+    prepare: Callable[[int, FaultInjector], RankRuntime],
+    faults: Sequence[FaultConfig],
+    *,
+    save: Callable[[RankRuntime], Saving] = lambda rank: NoSaving(),
+    stop_at: int | None = None,
 ) -> ElasticRun:
-    """Trains to the end of `config` with the real trainer, while `faults` take ranks out.
+    """Trains to the end of `config`, or to the step `stop_at`, with the real trainer, while `faults` take ranks out.
 
-    `prepare(rank, probe)` makes a rank as `build.prepare_rank` does.
+    `prepare(rank, probe)` makes a rank as `build.prepare_rank` does, `save` what saves for it.
     """
     grid = build_grid(config)
     world = ThreadWorld(len(grid.ranks), slots=config.parallel.p2p_slots)
     table = ThreadTable(world, grid, zero_stage=config.parallel.zero_stage, zero_backups=config.elastic.zero_backups)
     steps: dict[int, dict[str, Any]] = {}
+    notices: list[str] = []
 
     def publish(record: dict[str, Any]) -> None:
+        if record["kind"] == "notice":
+            notices.append(record["text"])
         if record["kind"] == "step" and record["step"] not in steps:
             steps[record["step"]] = record
             table.protocol.last_told = record["step"]
@@ -175,7 +186,8 @@ def run_elastic_in_threads(
             rank=runtime,
             member=member,
             publish=publish,
-            stop_requested=lambda: False,
+            stop_requested=lambda: stop_at is not None and runtime.state.iteration + 1 >= stop_at,
+            saving=save(runtime),
             leave_requested=lambda: rank in table.departing,
             on_phase=lambda phase, step: injector.begin_step(step),
         )
@@ -207,6 +219,7 @@ def run_elastic_in_threads(
         dead=tuple(rank for rank in grid.ranks if rank not in table.protocol.live),
         moved_bytes=table.moved_bytes,
         num_tokens=max((record["tokens"] for record in steps.values()), default=0),
+        notices=tuple(notices),
     )
 
 

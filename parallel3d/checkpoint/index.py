@@ -1,0 +1,177 @@
+"""A checkpoint's index: what it holds, where, and in which state the run was. Pure.
+
+One JSON file beside the shards. Tensors are named as in the model, with the chunks of fused parameters apart; each is
+there in some *kinds*: weight (master weights where there are any), and the two moments of AdamW. The rectangles
+("pieces") of a tensor are the same for all of its kinds::
+
+    tensors: layers.0.attention.q.weight: {shape: [4096, 4096], kinds: {weight: F32, moment1: F32, moment2: F32},
+                                           pieces: [{file: rank-00003.safetensors, start: [0, 0], shape: [1024, 4096]}]}
+    key of a piece in its file:  moment1/layers.0.attention.q.weight/0-0
+
+The first line carries the hash of all that follows, so that a changed byte is found; every shard's hash is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import PurePath
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from parallel3d.errors import CheckpointError
+
+FORMAT_VERSION = 1
+INDEX = "index.json"
+KINDS = ("weight", "moment1", "moment2")
+Format = Literal["F64", "F32", "F16", "BF16"]
+
+_FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class IndexedPiece(_Record):
+    """A rectangle of a tensor, in a file."""
+
+    file: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class IndexedTensor(_Record):
+    """One tensor of the model."""
+
+    shape: tuple[int, ...]
+    kinds: dict[str, Format]
+    pieces: tuple[IndexedPiece, ...]
+
+
+class IndexedFile(_Record):
+    """One file of the checkpoint as it must be."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Part(_Record):
+    """What one rank has written."""
+
+    file: IndexedFile | None
+    tensors: dict[str, IndexedTensor]
+
+
+class RunFacts(_Record):
+    """What the run that saves says of itself."""
+
+    state: dict[str, Any]
+    """trainer/resume.py: counters, cursors, the last entries."""
+    evaluation_loss: float | None = None
+    """Of this very step."""
+    training_loss: float | None = None
+    """Mean over the steps since the save before."""
+    config: dict[str, Any]
+    """As resolved."""
+    text: dict[str, Any] = {}
+    """What tells one corpus from another."""
+    versions: dict[str, str | None] = {}
+
+
+class Index(_Record):
+    """All of a checkpoint but the numbers themselves."""
+
+    format: Literal[1] = 1
+    step: int
+    created_at: str
+    facts: RunFacts
+    files: tuple[IndexedFile, ...]
+    tensors: dict[str, IndexedTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def key_of(kind: str, tensor: str, start: Iterable[int]) -> str:
+    """The name of a piece in its file."""
+    return f"{kind}/{tensor}/{'-'.join(map(str, start))}"
+
+
+def merge_parts(parts: Iterable[Part]) -> tuple[tuple[IndexedFile, ...], dict[str, IndexedTensor]]:
+    """Files and tensors of the whole; CheckpointError when the parts do not make up every tensor."""
+    files: list[IndexedFile] = []
+    tensors: dict[str, IndexedTensor] = {}
+    for part in parts:
+        files += [part.file] if part.file else []
+        for name, tensor in part.tensors.items():
+            known = tensors.get(name, tensor.model_copy(update={"pieces": ()}))
+            if (known.shape, known.kinds) != (tensor.shape, tensor.kinds):
+                raise CheckpointError(f"two ranks differ about {name}: {known.shape} and {tensor.shape}")
+            tensors[name] = known.model_copy(update={"pieces": (*known.pieces, *tensor.pieces)})
+    for problem in _gaps(tensors):
+        raise CheckpointError(problem)
+    return tuple(files), {name: tensors[name] for name in sorted(tensors)}
+
+
+def encode_index(index: Index) -> bytes:
+    """The file's bytes."""
+    body = json.dumps(index.model_dump(mode="python"), separators=(",", ":"))[1:].encode()
+    return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
+
+
+def decode_index(data: bytes, where: str) -> Index:
+    """The index; CheckpointError naming `where` for anything but what encode_index has made."""
+    first = _FIRST_LINE.match(data)
+    if first is None or hashlib.sha256(body := data[first.end() :]).hexdigest().encode() != first[1]:
+        raise CheckpointError(f"{where} is damaged: it is not what was written")
+    fields = json.loads(b"{" + body)
+    if fields.get("format") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} has format {fields.get('format')!r}, this version of parallel3d reads format {FORMAT_VERSION}"
+        )
+    try:
+        index = Index.model_validate_json(b"{" + body)
+    except ValidationError as error:
+        raise CheckpointError(f"{where} is no index of a checkpoint: {error.errors()[0]['msg']}") from None
+    for problem in _gaps(index.tensors, {file.name for file in index.files}):
+        raise CheckpointError(f"{where}: {problem}")
+    return index
+
+
+def encode_part(part: Part) -> bytes:
+    return part.model_dump_json().encode()
+
+
+def decode_part(data: bytes, where: str) -> Part:
+    try:
+        return Part.model_validate_json(data)
+    except ValidationError as error:
+        raise CheckpointError(f"{where} is damaged: {error.errors()[0]['msg']}") from None
+
+
+def _gaps(tensors: Mapping[str, IndexedTensor], files: set[str] | None = None) -> Iterable[str]:
+    """Tensors that their pieces do not make up, and files in other places, in sentences."""
+    for file in files or ():
+        if PurePath(file).name != file:
+            yield f"{file!r} is no name of a file in the checkpoint's folder"
+    for name, tensor in tensors.items():
+        rank = len(tensor.shape)
+        for piece in tensor.pieces:
+            inside = len(piece.start) == len(piece.shape) == rank and all(
+                first >= 0 and length > 0 and first + length <= size
+                for first, length, size in zip(piece.start, piece.shape, tensor.shape)
+            )
+            if not inside:
+                yield f"a piece of {name} lies outside of it: {piece.start}, {piece.shape}"
+            if files is not None and piece.file not in files:
+                yield f"{name} names a file that is not listed: {piece.file}"
+        num_elements = sum(prod(piece.shape) for piece in tensor.pieces)
+        if num_elements != prod(tensor.shape):
+            yield f"{name} has {num_elements} of its {prod(tensor.shape)} elements"

@@ -1,0 +1,89 @@
+"""Reads what a rank needs of a checkpoint, whatever layout wrote it: slices, straight from the files that hold them.
+
+Values are rounded to the format that they are wanted in: exact from a narrower format (bf16 -> fp32), to the nearest
+from a wider one (fp32 -> bf16_sr). A policy with master weights reads those, and rounds its weights from them, as ever.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from parallel3d.checkpoint.index import KINDS, Index, key_of
+from parallel3d.checkpoint.pieces import Numbers, overlap, tensors_of
+from parallel3d.checkpoint.snapshot import bucket_pieces
+from parallel3d.errors import CheckpointError
+from parallel3d.optim.bucket import Bucket, Shard
+
+
+class CheckpointReader:
+    """One checkpoint, open for reading; files are opened when something of them is first needed."""
+
+    def __init__(self, folder: Path, index: Index):
+        self.folder = folder
+        self.index = index
+        self._open: dict[str, Any] = {}
+
+    def read(self, kind: str, tensor: str, start: Numbers, shape: Numbers) -> Tensor:
+        """A rectangle of a tensor, in the format in which it was saved.
+
+        Raises CheckpointError when the checkpoint lacks it, or a file is not what the index says.
+        """
+        known = self.index.tensors.get(tensor)
+        if known is None or kind not in known.kinds:
+            raise CheckpointError(f"{self.folder} holds no {kind} of {tensor}")
+        whole, num_found = None, 0
+        for piece in known.pieces:
+            if (common := overlap(start, shape, piece.start, piece.shape)) is None:
+                continue
+            first, size = common
+            values = self._slice(piece.file, key_of(kind, tensor, piece.start), piece.shape, piece.start, first, size)
+            if size == shape:
+                return values
+            whole = values.new_empty(shape) if whole is None else whole
+            whole[tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, size))] = values
+            num_found += values.numel()
+        if whole is None or num_found != whole.numel():
+            raise CheckpointError(f"{self.folder} lacks {kind} of {tensor} from {start}, {shape}")
+        return whole
+
+    def _slice(self, file: str, key: str, shape: Numbers, start: Numbers, first: Numbers, size: Numbers) -> Tensor:
+        path = self.folder / file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(path, framework="pt")
+            stored = self._open[file].get_slice(key)
+            if tuple(stored.get_shape()) != shape:
+                raise CheckpointError(f"{path} is damaged: {key} has shape {stored.get_shape()}, not {shape}")
+            return stored[tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, size))]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+@torch.no_grad()
+def load_shard(reader: CheckpointReader, bucket: Bucket, span: range, *, tp_rank: int, tp_size: int) -> Shard:
+    """A range of optimizer state as the checkpoint has it; padding is zero."""
+    _check_shapes(reader, bucket)
+    shard = bucket.empty_shard(span)
+    shard.moments.zero_()
+    states = (shard.master, *shard.moments)
+    for piece in bucket_pieces(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
+        for kind, state in zip(KINDS, states):
+            values = reader.read(kind, piece.tensor, piece.start, piece.shape)
+            torch.as_strided(
+                state, piece.shape, piece.strides, state.storage_offset() + piece.offset - span.start
+            ).copy_(values)
+    return shard
+
+
+def _check_shapes(reader: CheckpointReader, bucket: Bucket) -> None:
+    for parameter in bucket.parameters:
+        for name, shape in tensors_of(parameter.sharding).items():
+            known = reader.index.tensors.get(name)
+            if known is None or known.shape != shape:
+                there = "is not there" if known is None else f"has shape {known.shape}"
+                raise CheckpointError(f"{reader.folder} is of another model: {name} {there}, this one's is {shape}")

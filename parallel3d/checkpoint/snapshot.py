@@ -1,0 +1,83 @@
+"""A consistent copy of what one rank writes, in host memory: training goes on while it is written.
+
+Taken between two steps, when every range that the rank owns is at the same version. It holds weights (the master
+weights where there are any) and both moments of the owned ranges: (1 + 2) x the state's format x parameters / replicas,
+which is the memory that a save takes, beside one contiguous piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.index import KINDS
+from parallel3d.checkpoint.pieces import Numbers, Piece, pieces_of, tensors_of, written_span
+from parallel3d.optim.bucket import Bucket
+from parallel3d.optim.zero1 import ShardedOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A part of a bucket: its rectangles, and a copy of its elements by kind, each (elements,)."""
+
+    start: int
+    pieces: tuple[Piece, ...]
+    states: tuple[Tensor, ...]
+    """In the order of `KINDS`."""
+
+    def tensors(self) -> Iterator[tuple[str, Piece, Tensor]]:
+        """(kind, piece, values) of everything, values of the piece's shape."""
+        for kind, state in zip(KINDS, self.states):
+            for piece in self.pieces:
+                yield kind, piece, torch.as_strided(state, piece.shape, piece.strides, piece.offset - self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What one rank writes."""
+
+    ranges: tuple[Range, ...]
+    shapes: dict[str, Numbers]
+    """Of the tensors that it has something of."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.nbytes for part in self.ranges for state in part.states)
+
+
+@torch.no_grad()
+def take_snapshot(optimizer: ShardedOptimizer, *, tp_rank: int, tp_size: int) -> Snapshot:
+    """Copies what this rank writes; the next step may begin as soon as this returns."""
+    ranges: list[Range] = []
+    shapes: dict[str, Numbers] = {}
+    for bucket in optimizer.buckets:
+        span = written_span(bucket.plan, optimizer.cut_of(bucket), optimizer.rank)
+        pieces = bucket_pieces(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=False)
+        if not pieces:
+            continue
+        shard = bucket.owned
+        part = slice(span.start - shard.span.start, span.stop - shard.span.start)
+        states = (shard.master[part], shard.moments[0, part], shard.moments[1, part])
+        ranges.append(Range(start=span.start, pieces=pieces, states=tuple(_copy(state) for state in states)))
+        named = {piece.tensor for piece in pieces}
+        for parameter in bucket.parameters:
+            shapes |= {name: shape for name, shape in tensors_of(parameter.sharding).items() if name in named}
+    return Snapshot(ranges=tuple(ranges), shapes=shapes)
+
+
+def bucket_pieces(bucket: Bucket, span: range, *, tp_rank: int, tp_size: int, with_copies: bool) -> tuple[Piece, ...]:
+    """The rectangles of all parameters within a range of the bucket."""
+    return tuple(
+        piece
+        for parameter, place in zip(bucket.parameters, bucket.plan.places)
+        for piece in pieces_of(
+            parameter.sharding, place, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=with_copies
+        )
+    )
+
+
+def _copy(state: Tensor) -> Tensor:
+    return state.detach().to("cpu", copy=True)

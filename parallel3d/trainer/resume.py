@@ -1,0 +1,123 @@
+"""A run's state as a checkpoint keeps it, and the way from a checkpoint into a run.
+
+The start of a run is a recovery from nothing: every rank makes its ranges from the seed. A resumed run makes them from
+the files instead, on whatever layout; everything else is a fold over entries, and comes with the index.
+
+What must be as it was: the model, the seed and the number of sequences a step (each has a lane of its own), and the
+text. All else may differ, and is told: layout, precision, learning rate, length of the run ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.catalogue import read_index
+from parallel3d.checkpoint.index import Index
+from parallel3d.checkpoint.read import CheckpointReader, load_shard
+from parallel3d.config.schema import Config
+from parallel3d.data.lanes import Cursor
+from parallel3d.errors import CheckpointError
+from parallel3d.precision.loss_scale import LossScale
+from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
+
+Json = dict[str, Any]
+
+FREE_IN_MODEL = ("hidden_dropout", "initializer_range", "initializer_depth_scaling", "norm_backend")
+"""Fields of the model that say nothing of its weights."""
+SAME = ("run.seed", "batch.global_batch_size")
+UNTOLD = ("description", "source", "run.directory", "run.resume", "run.timeout_s", "data.cache_directory")
+"""Fields whose change is nobody's concern."""
+
+
+def state_to_json(state: TrainState) -> Json:
+    """Everything but what one moment asked for: a request to stop, words on a save."""
+    return {
+        "iteration": state.iteration,
+        "num_updates": state.num_updates,
+        "tokens_read": state.tokens_read,
+        "tokens_trained": state.tokens_trained,
+        "cursors": [list(cursor.to_ints()) for cursor in state.cursors],
+        "entries": [
+            replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0).to_json() for entry in state.entries
+        ],
+        "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
+        "loss_scale": {"scale": state.loss_scale.scale, "num_finite": state.loss_scale.num_finite},
+    }
+
+
+def state_from_json(data: Json, fresh: TrainState) -> TrainState:
+    """The state; `fresh`, that of a run at its start, gives the loss scale's rule, and its scale if it had none."""
+    return TrainState(
+        iteration=data["iteration"],
+        num_updates=data["num_updates"],
+        tokens_read=data["tokens_read"],
+        tokens_trained=data["tokens_trained"],
+        cursors=tuple(Cursor.from_ints(ints) for ints in data["cursors"]),
+        entries=tuple(Entry.from_json(entry) for entry in data["entries"]),
+        evaluations=tuple(EvaluationEntry.from_json(evaluation) for evaluation in data["evaluations"]),
+        loss_scale=_loss_scale(data["loss_scale"], fresh.loss_scale),
+    )
+
+
+def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
+    """Lets a prepared rank begin from a checkpoint, of which the bytes have been verified; what a person shall know.
+
+    Raises CheckpointError for one of another run.
+    """
+    index = read_index(folder)
+    if problems := [*_conflicts(index, rank.config, text)]:
+        raise CheckpointError(f"{folder} is of another run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    try:
+        rank.state = state_from_json(index.facts.state, rank.state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder} holds a state that this version can't read: {error!r}") from None
+    rank.resumed_from = rank.state.iteration
+    load = partial(load_shard, CheckpointReader(folder, index), tp_rank=rank.place.tp, tp_size=rank.first_grid.tp_size)
+    rank.optimizer.start_from(rank.state.iteration, load)
+    changed = ", ".join(_changes(index.facts.config, rank.config.model_dump()))
+    told = f"going on from {folder}, after step {rank.state.iteration}"
+    return [told, *([f"changed since then: {changed}"] if changed else [])]
+
+
+def _conflicts(index: Index, config: Config, text: Json) -> Iterator[str]:
+    """What keeps a run of `config` from going on where the checkpoint's stood, in sentences."""
+    was, now = _flat(index.facts.config), _flat(config.model_dump())
+    for field in sorted(was.keys() | now.keys()):
+        is_model = field.startswith("model.") and field.removeprefix("model.") not in FREE_IN_MODEL
+        if (is_model or field in SAME) and was.get(field) != now.get(field):
+            yield f"{field} was {was.get(field)!r}, it is {now.get(field)!r}"
+    before = index.facts.text
+    if before.get("fingerprint") != text.get("fingerprint"):
+        different = [
+            f"{name} was {before.get(name)}, it is {text[name]}"
+            for name in text
+            if name != "fingerprint" and before.get(name) != text[name]
+        ]
+        yield f"the text is another one ({'; '.join(different) or 'of the same size'}): its lanes can't be gone on with"
+
+
+def _changes(before: Json, now: Json) -> Iterator[str]:
+    was, is_now = _flat(before), _flat(now)
+    for field in is_now:
+        if field in was and was[field] != is_now[field] and not field.startswith(UNTOLD):
+            yield f"{field} {was[field]} -> {is_now[field]}"
+
+
+def _flat(tree: Json, path: str = "") -> Json:
+    """Nested objects by their fields' full names."""
+    flat: Json = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{path}{name}.") if isinstance(value, dict) and value else {f"{path}{name}": value}
+    return flat
+
+
+def _loss_scale(saved: Json, fresh: LossScale) -> LossScale:
+    """A policy that scales nothing leaves 1: where scaling begins with this run, it begins as the run says."""
+    if not fresh.is_dynamic or saved["scale"] == 1.0:
+        return fresh
+    return replace(fresh, scale=saved["scale"], num_finite=saved["num_finite"])

@@ -1,0 +1,61 @@
+"""Small checkpoints without a model: two ranks, two tensors, values that say which step they are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from parallel3d.checkpoint.catalogue import Catalogue, Found
+from parallel3d.checkpoint.disk import Disk
+from parallel3d.checkpoint.index import RunFacts
+from parallel3d.checkpoint.pieces import Piece
+from parallel3d.checkpoint.read import CheckpointReader
+from parallel3d.checkpoint.snapshot import Range, Snapshot
+from parallel3d.checkpoint.write import publish, write_part
+
+RANKS = (0, 1)
+SHAPES = {"a.weight": (6, 5), "b.bias": (7,)}
+
+
+def snapshot(rank: int, step: int) -> Snapshot:
+    """Rank 0 has the upper rows of a; rank 1 the lower ones, and b."""
+    pieces = [Piece(tensor="a.weight", start=(3 * rank, 0), shape=(3, 5), offset=10, strides=(5, 1))]
+    if rank == 1:
+        pieces.append(Piece(tensor="b.bias", start=(0,), shape=(7,), offset=25, strides=(1,)))
+    states = tuple(torch.arange(25.0) + 1000 * step + 100 * kind + 50 * rank for kind in range(3))
+    shapes = {piece.tensor: SHAPES[piece.tensor] for piece in pieces}
+    return Snapshot(ranges=(Range(start=10, pieces=tuple(pieces), states=states),), shapes=shapes)
+
+
+def save(
+    directory: Path,
+    step: int,
+    *,
+    disk: Disk | None = None,
+    keep_last: int = 2,
+    keep_every: int | None = None,
+    epoch: int = 0,
+    **facts,
+) -> Path:
+    """What the ranks of a run do between them, one after the other."""
+    catalogue = Catalogue(directory, disk)
+    partial = catalogue.partial_path(step, epoch)
+    catalogue.remove_leftovers(keep=partial)
+    for rank in RANKS:
+        write_part(catalogue.disk, partial, rank, snapshot(rank, step))
+    everything = RunFacts(state={"iteration": step}, config={}, **facts)
+    publish(catalogue, partial, step, RANKS, everything, keep_last=keep_last, keep_every=keep_every)
+    return catalogue.path_of(step)
+
+
+def assert_is(found: Found, step: int) -> None:
+    """The checkpoint is the one of `step`, to the last value."""
+    assert found.path is not None and found.index is not None and found.index.step == step
+    reader = CheckpointReader(found.path, found.index)
+    for kind, name in enumerate(("weight", "moment1", "moment2")):
+        a = reader.read(name, "a.weight", (0, 0), (6, 5))
+        rows = [(torch.arange(15.0) + 1000 * step + 100 * kind + 50 * rank).view(3, 5) for rank in RANKS]
+        assert torch.equal(a, torch.cat(rows))
+        b = reader.read(name, "b.bias", (2,), (3,))
+        assert torch.equal(b, torch.arange(17.0, 20.0) + 1000 * step + 100 * kind + 50)

@@ -1,0 +1,136 @@
+"""A save ends at any of its file operations, by a death or by a full disk: what was published stays, nothing is in the
+way of the next save."""
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+
+import pytest
+from small import assert_is, save
+
+from parallel3d.checkpoint.catalogue import Catalogue
+from parallel3d.checkpoint.disk import Disk
+
+OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "link", "remove_file", "remove_folder")
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class FailingDisk(Disk):
+    """Every operation from the `last`-th on raises; a write has got half of its data out by then."""
+
+    def __init__(self, last: int, error: BaseException):
+        self.names: list[str] = []
+        self._last, self._error = last, error
+
+    def count(self, name: str) -> None:
+        self.names.append(name)
+        if len(self.names) >= self._last:
+            raise self._error
+
+    def write(self, file, data):
+        try:
+            self.count("write")
+        except BaseException:
+            super().write(file, memoryview(data)[: len(data) // 2])
+            raise
+        super().write(file, data)
+
+
+def counted(name):
+    def method(self, *arguments):
+        self.count(name)
+        return getattr(Disk, name)(self, *arguments)
+
+    return method
+
+
+for name in OPERATIONS:
+    if name != "write":
+        setattr(FailingDisk, name, counted(name))
+
+
+def history(directory):
+    """Two published checkpoints, of which the third save removes one; one of the same step as the third is there."""
+    save(directory, 1, evaluation_loss=2.0)
+    save(directory, 2, evaluation_loss=1.0)
+
+
+def operations_of_a_save(tmp_path):
+    history(tmp_path)
+    disk = FailingDisk(10**9, Killed())
+    save(tmp_path, 3, disk=disk, evaluation_loss=0.5)
+    return disk.names
+
+
+def test_every_operation_is_counted(tmp_path):
+    """A method that changes files and is not in the list would not be tested."""
+    names = operations_of_a_save(tmp_path)
+    assert set(names) == set(OPERATIONS)
+    changing = {name for name in vars(Disk) if not name.startswith("_")} - {"remove_tree", "write_file"}
+    assert changing == set(OPERATIONS)
+
+
+NUM_OPERATIONS = 70
+
+
+@pytest.mark.parametrize("last", range(1, NUM_OPERATIONS))
+def test_killed_at_any_operation(tmp_path, last):
+    history(tmp_path)
+    killed = False
+    try:
+        save(tmp_path, 3, disk=FailingDisk(last, Killed()), evaluation_loss=0.5)
+    except Killed:
+        killed = True
+    catalogue = Catalogue(tmp_path)
+    found = catalogue.find_newest_good()
+    assert not found.damaged  # a name that can be seen is that of a whole checkpoint
+    assert_is(found, 3 if catalogue.path_of(3).exists() else 2)
+    assert catalogue.path_of(3).exists() or killed
+    assert (tmp_path / "latest" / "index.json").exists()
+    save(tmp_path, 4, evaluation_loss=0.7)
+    assert_is(catalogue.find_newest_good(), 4)
+    names = sorted(os.listdir(tmp_path))
+    assert [name for name in names if "." in name] == []
+    assert os.readlink(tmp_path / "latest") == "step-00000004"
+
+
+def test_all_operations_were_among_these(tmp_path):
+    assert len(operations_of_a_save(tmp_path)) < NUM_OPERATIONS
+
+
+@pytest.mark.parametrize("last", range(1, NUM_OPERATIONS, 3))
+def test_killed_while_a_step_is_saved_again(tmp_path, last):
+    """After a loss at the run's end its last step is saved anew: the one before it stays in any case."""
+    history(tmp_path)
+    save(tmp_path, 3)
+    with suppress(Killed):
+        save(tmp_path, 3, epoch=1, disk=FailingDisk(last, Killed()))
+    found = Catalogue(tmp_path).find_newest_good()
+    assert not found.damaged
+    assert_is(found, 3 if Catalogue(tmp_path).path_of(3).exists() else 2)
+    save(tmp_path, 4)
+    assert [name for name in sorted(os.listdir(tmp_path)) if "." in name] == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("last", range(1, NUM_OPERATIONS, 4))
+def test_a_failing_disk_leaves_the_checkpoint_before(tmp_path, last, number):
+    history(tmp_path)
+    with suppress(OSError):
+        save(tmp_path, 3, disk=FailingDisk(last, OSError(number, os.strerror(number))))
+    found = Catalogue(tmp_path).find_newest_good()
+    assert not found.damaged and found.index.step in (2, 3)
+    save(tmp_path, 4)
+    assert_is(Catalogue(tmp_path).find_newest_good(), 4)
+
+
+def test_a_folder_that_has_vanished_comes_back(tmp_path):
+    directory = tmp_path / "checkpoints"
+    save(directory, 1)
+    shutil.rmtree(directory)
+    save(directory, 2)
+    assert_is(Catalogue(directory).find_newest_good(), 2)

@@ -1,0 +1,96 @@
+"""Saves and loads of whole layouts in threads, without a trainer: what is compared is on disk, or in the parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cells
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.catalogue import Catalogue, verify
+from parallel3d.checkpoint.disk import Disk
+from parallel3d.checkpoint.index import RunFacts
+from parallel3d.checkpoint.read import CheckpointReader
+from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
+from parallel3d.checkpoint.write import publish, write_part
+from parallel3d.config.schema import Config
+from parallel3d.testing.threads import ThreadWorld, run_threads
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid, start_rank
+from parallel3d.trainer.resume import resume, state_to_json
+from parallel3d.trainer.step import train_step
+from parallel3d.trainer.verify import RankRun, assemble
+
+TEXT = {"fingerprint": "topics"}
+
+
+def run_layout(
+    config: Config, *, start: Path | None = None, steps: int = 0
+) -> tuple[dict[str, Tensor], list[Snapshot], list[RankRuntime]]:
+    """Global weights of a layout that begins from a checkpoint or the seed, and what each rank would save."""
+    grid = build_grid(config)
+
+    def body(rank: int, world: ThreadWorld) -> tuple[RankRun, Snapshot, RankRuntime]:
+        transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
+        runtime = cells.prepare(config, grid, rank)
+        if start is not None:
+            resume(runtime, start, TEXT)
+        start_rank(runtime, grid, transports)
+        for _ in range(steps):
+            train_step(runtime)
+        runtime.optimizer.finish_gather()
+        weights = {p.sharding.name: p.detach().clone() for b in runtime.optimizer.buckets for p in b.parameters}
+        run = RankRun(
+            place=runtime.place,
+            shardings={p.sharding.name: p.sharding for b in runtime.optimizer.buckets for p in b.parameters},
+            entries=list(runtime.state.entries),
+            initial=weights,
+            weights=weights,
+        )
+        snapshot = take_snapshot(runtime.optimizer, tp_rank=runtime.place.tp, tp_size=grid.tp_size)
+        return run, snapshot, runtime
+
+    done = run_threads(len(grid.ranks), body, world=ThreadWorld(len(grid.ranks)))
+    runs, snapshots, runtimes = zip(*done)
+    return dict(assemble(runs).weights), list(snapshots), list(runtimes)
+
+
+def save(
+    directory: Path,
+    snapshots: list[Snapshot],
+    runtime: RankRuntime,
+    *,
+    step: int | None = None,
+    disk: Disk | None = None,
+    keep_last: int = 9,
+    loss: float | None = None,
+) -> Path:
+    """Writes what all ranks have, one after the other, and publishes it."""
+    catalogue = Catalogue(directory, disk)
+    step = runtime.state.iteration if step is None else step
+    partial = catalogue.partial_path(step, 0)
+    catalogue.remove_leftovers(keep=partial)
+    for rank, snapshot in enumerate(snapshots):
+        write_part(catalogue.disk, partial, rank, snapshot)
+    facts = RunFacts(
+        state=state_to_json(runtime.state), config=runtime.config.model_dump(), text=TEXT, evaluation_loss=loss
+    )
+    publish(catalogue, partial, step, range(len(snapshots)), facts, keep_last=keep_last, keep_every=None)
+    return catalogue.path_of(step)
+
+
+def read_all(folder: Path) -> dict[tuple[str, str], Tensor]:
+    """Every tensor of a checkpoint, whole, by (kind, name)."""
+    index = verify(folder)
+    reader = CheckpointReader(folder, index)
+    return {
+        (kind, name): reader.read(kind, name, (0,) * len(tensor.shape), tensor.shape)
+        for name, tensor in index.tensors.items()
+        for kind in tensor.kinds
+    }
+
+
+def assert_equal(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [key for key in theirs if not torch.equal(ours[key], theirs[key])]
+    assert not different, different
