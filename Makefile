@@ -10,7 +10,7 @@ demo: $(VENV)/.ok
 	$(VENV)/bin/python launch/demo.py
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/.ok
 	$(VENV)/bin/ruff check .

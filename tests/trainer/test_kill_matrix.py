@@ -301,9 +301,9 @@ def count_iterations(config, faults):
     def watch(rank, runtime):
         begin = runtime.optimizer.begin_iteration
 
-        def noted(iteration, num_micro_batches):
+        def noted(iteration, *rest):
             begun.append((rank, iteration))
-            begin(iteration, num_micro_batches)
+            begin(iteration, *rest)
 
         runtime.optimizer.begin_iteration = noted
 
