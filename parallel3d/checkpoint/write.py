@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -47,6 +50,7 @@ FORMATS: dict[torch.dtype, Format] = {
     torch.bfloat16: "BF16",
 }
 CHUNK_BYTES = 8 << 20
+NICENESS = 10
 
 T = TypeVar("T")
 
@@ -76,17 +80,8 @@ def write_part(
     disk.sync_folder(folder)
 
 
-def publish(
-    catalogue: Catalogue,
-    partial: Path,
-    step: int,
-    ranks: Sequence[int],
-    facts: RunFacts,
-    *,
-    keep_last: int,
-    keep_every: int | None,
-) -> Index:
-    """Makes a checkpoint of the parts that all `ranks` have on disk, and removes older ones that are not kept.
+def publish(catalogue: Catalogue, partial: Path, step: int, ranks: Sequence[int], facts: RunFacts) -> Index:
+    """Makes a checkpoint of the parts that all `ranks` have on disk.
 
     Raises OSError, or CheckpointError when the parts do not make up the model.
     """
@@ -107,7 +102,6 @@ def publish(
     disk.write_file(partial / INDEX, encode_index(index))
     disk.sync_folder(partial)
     catalogue.publish(partial, step)
-    catalogue.tidy(keep_last=keep_last, keep_every=keep_every)
     return index
 
 
@@ -170,7 +164,7 @@ def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:
 
 
 class Backroom:
-    """One thread that does work in order; a process may end before it has."""
+    """One thread that does work in order, when nobody else wants the core; a process may end before it has."""
 
     def __init__(self, name: str):
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -187,6 +181,9 @@ class Backroom:
         return future
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where threads have priorities of their own, and hand them on
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             work, future = self._work.get()  # bounded: a daemon's, there may never be more
             try:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from parallel3d.checkpoint.catalogue import Catalogue
-from parallel3d.checkpoint.index import Index, RunFacts
+from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
 from parallel3d.checkpoint.write import Backroom, SaveAbandoned, publish, write_part
 from parallel3d.comm.abort import POLL_S
@@ -113,7 +113,7 @@ class AsyncSaving(Saving):
         self._settings = rank.config.checkpoint
         self._backroom = Backroom("save")
         self._save: _Save | None = None
-        self._publishing: deque[tuple[int, Future[Index]]] = deque()
+        self._publishing: deque[tuple[int, Future[str]]] = deque()
         """What this rank publishes, oldest first."""
         self._considered: int | None = None
         """The iteration at which a save was due, and begun or skipped, in this epoch."""
@@ -209,17 +209,16 @@ class AsyncSaving(Saving):
                 self._publishing.append((save.step, self._backroom.submit(lambda: self._publish(save))))
         return []
 
-    def _publish(self, save: _Save) -> Index:
-        settings = self._settings
-        return publish(
-            self._catalogue,
-            save.partial,
-            save.step,
-            save.ranks,
-            save.facts,
-            keep_last=settings.keep_last,
-            keep_every=settings.keep_every,
-        )
+    def _publish(self, save: _Save) -> str:
+        """What a person shall know of it."""
+        catalogue, settings = self._catalogue, self._settings
+        index = publish(catalogue, save.partial, save.step, save.ranks, save.facts)
+        text = f"saved step {save.step}: {catalogue.path_of(save.step)}, {index.num_bytes / 1e6:,.1f} MB"
+        try:
+            catalogue.tidy(keep_last=settings.keep_last, keep_every=settings.keep_every)
+        except OSError as error:
+            return f"{text}; older ones can't be removed ({_describe(error)})"
+        return text
 
     def _finish(self) -> list[str]:
         """Waits until the save under way, if there is one, has been settled by all ranks."""
@@ -253,8 +252,7 @@ class AsyncSaving(Saving):
             if error is not None:
                 texts.append(f"the checkpoint of step {step} is given up: it can't be published ({_describe(error)})")
                 continue
-            num_bytes = future.result().num_bytes  # bounded: it is done
-            texts.append(f"saved step {step}: {self._catalogue.path_of(step)}, {num_bytes / 1e6:,.1f} MB")
+            texts.append(future.result())  # bounded: it is done
         return texts
 
     def _as_leader(self, text: str) -> list[str]:

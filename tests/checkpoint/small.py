@@ -45,7 +45,8 @@ def save(
     for rank in RANKS:
         write_part(catalogue.disk, partial, rank, snapshot(rank, step))
     everything = RunFacts(state={"iteration": step}, config={}, **facts)
-    publish(catalogue, partial, step, RANKS, everything, keep_last=keep_last, keep_every=keep_every)
+    publish(catalogue, partial, step, RANKS, everything)
+    catalogue.tidy(keep_last=keep_last, keep_every=keep_every)
     return catalogue.path_of(step)
 
 

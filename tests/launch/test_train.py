@@ -18,48 +18,6 @@ ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A text file: sources of the standard library, about 1 MB."""
-    path = tmp_path_factory.mktemp("text") / "library.txt"
-    sources = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
-    path.write_text("\n".join(source.read_text(errors="replace") for source in sources))
-    return path
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def config_file(tmp_path, text, cache):
-    config = {
-        "model": {
-            "vocab_size": 512,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
-        "parallel": {"pp_size": 2, "dp_size": 2},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 32},
-        "optimizer": {"learning_rate": 1e-2},
-        "data": {"sources": [str(text)], "cache_directory": str(cache)},
-        "run": {
-            "num_steps": 12,
-            "threads_per_rank": 1,
-            "evaluate_every": 6,
-            "evaluate_batches": 1,
-            "directory": str(tmp_path / "run"),
-            "timeout_s": 60.0,
-        },
-    }
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
 def start(*arguments, launcher=()):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.catalogue import Catalogue, verify
-from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.read import CheckpointReader
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
@@ -61,21 +60,16 @@ def save(
     runtime: RankRuntime,
     *,
     step: int | None = None,
-    disk: Disk | None = None,
-    keep_last: int = 9,
-    loss: float | None = None,
 ) -> Path:
     """Writes what all ranks have, one after the other, and publishes it."""
-    catalogue = Catalogue(directory, disk)
+    catalogue = Catalogue(directory)
     step = runtime.state.iteration if step is None else step
     partial = catalogue.partial_path(step, 0)
     catalogue.remove_leftovers(keep=partial)
     for rank, snapshot in enumerate(snapshots):
         write_part(catalogue.disk, partial, rank, snapshot)
-    facts = RunFacts(
-        state=state_to_json(runtime.state), config=runtime.config.model_dump(), text=TEXT, evaluation_loss=loss
-    )
-    publish(catalogue, partial, step, range(len(snapshots)), facts, keep_last=keep_last, keep_every=None)
+    facts = RunFacts(state=state_to_json(runtime.state), config=runtime.config.model_dump(), text=TEXT)
+    publish(catalogue, partial, step, range(len(snapshots)), facts)
     return catalogue.path_of(step)
 
 

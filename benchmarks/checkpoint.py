@@ -1,0 +1,228 @@
+"""What a save costs a run, and how fast it is written.
+
+`python benchmarks/checkpoint.py [--hidden-size 1024] [--saves 5] [--out FILE]`, one process and one model (200M
+parameters as it is by default, 12 bytes each on disk), in one run:
+
+    plain step      the median step while nothing is written
+    saved step      the median step while a save is written, without the copy of the snapshot, which is given apart
+    paused          MB/s of a save while training waits, beside safetensors' save_file with fsync of the same tensors
+    peak            the largest resident memory while a save is written, above that before the copy
+    torch           torch.distributed.checkpoint.async_save of the same tensors, beside training
+
+Nothing else may run meanwhile. All write into --directory: choose the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from models.make import make_stage  # noqa: E402
+from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
+from parallel3d.checkpoint.index import RunFacts  # noqa: E402
+from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot  # noqa: E402
+from parallel3d.checkpoint.write import Backroom, publish, write_part  # noqa: E402
+from parallel3d.config.derived import num_parameters  # noqa: E402
+from parallel3d.config.load import resolve  # noqa: E402
+from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.data.lanes import Cursor  # noqa: E402
+from parallel3d.testing.threads import ThreadWorld  # noqa: E402
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank  # noqa: E402
+from parallel3d.trainer.resume import state_to_json  # noqa: E402
+from parallel3d.trainer.step import train_step  # noqa: E402
+
+
+class RandomTokens:
+    """Lanes of random tokens: the text costs nothing here."""
+
+    def __init__(self, vocab_size: int):
+        self._numbers, self._vocab_size = np.random.default_rng(0), vocab_size
+
+    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[np.ndarray, Cursor]:
+        tokens = self._numbers.integers(0, self._vocab_size, num_tokens + 1, dtype=np.int32)
+        return tokens, Cursor(cursor.epoch, cursor.document, cursor.offset + num_tokens)
+
+
+def build(options: argparse.Namespace) -> RankRuntime:
+    config = Config.model_validate(
+        {
+            "model": {
+                "vocab_size": options.vocab_size,
+                "hidden_size": options.hidden_size,
+                "intermediate_size": options.hidden_size * 8 // 3 // 16 * 16,
+                "num_hidden_layers": options.num_hidden_layers,
+                "num_attention_heads": options.hidden_size // 64,
+            },
+            "batch": {"global_batch_size": 1, "micro_batch_size": 1, "sequence_length": options.sequence_length},
+            "optimizer": {"learning_rate": 1e-4},
+            "run": {"num_steps": 10**6},
+        }
+    )
+    config = resolve(config, config_path="benchmark.json")
+    grid, world = build_grid(config), ThreadWorld(1)
+    rank = prepare_rank(
+        config,
+        0,
+        grid,
+        make_stage=make_stage,
+        train_lanes=RandomTokens(options.vocab_size),
+        evaluate_lanes=None,
+        device=torch.device("cpu"),
+    )
+    start_rank(rank, grid, Transports(make_group=world.make_group(0), links=world.links(0), token=world.tokens[0]))
+    return rank
+
+
+def snapshot_of(rank: RankRuntime) -> Snapshot:
+    return take_snapshot(rank.optimizer, tp_rank=0, tp_size=1)
+
+
+def save(rank: RankRuntime, directory: Path, snapshot: Snapshot) -> None:
+    """All of a save but the copy."""
+    catalogue, step = Catalogue(directory), rank.state.iteration
+    partial = catalogue.partial_path(step, 0)
+    write_part(catalogue.disk, partial, 0, snapshot)
+    facts = RunFacts(state=state_to_json(rank.state), config=rank.config.model_dump())
+    publish(catalogue, partial, step, [0], facts)
+    catalogue.tidy(keep_last=1, keep_every=None)
+
+
+def tensors_of(snapshot: Snapshot) -> dict[str, Tensor]:
+    return {
+        f"{kind}/{piece.tensor}/{piece.start}": values
+        for part in snapshot.ranges
+        for kind, piece, values in part.tensors()
+    }
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def steps_during(rank: RankRuntime, is_done: Callable[[], bool]) -> list[float]:
+    """The steps that have both begun and ended before the save has."""
+    steps = []
+    while not is_done():
+        steps.append(timed(lambda: train_step(rank)))
+    return steps[:-1] or steps
+
+
+@contextmanager
+def peak_memory() -> Iterator[dict[str, float]]:
+    """MB of the largest resident memory within, above that at its beginning."""
+    before, found, over = _resident_mb(), {"mb": 0.0}, threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            found["mb"] = max(found["mb"], _resident_mb() - before)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join(1.0)
+
+
+def _resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    rank = build(options)
+    for _ in range(options.warmup):
+        train_step(rank)
+    backroom = Backroom("save")
+    plain, saved, copies, ours, theirs, torch_steps, peaks = [], [], [], [], [], [], []
+    for number in range(options.saves):
+        plain += [timed(lambda: train_step(rank)) for _ in range(options.steps)]
+        with peak_memory() as peak:
+            started = time.perf_counter()
+            snapshot = snapshot_of(rank)
+            copies.append(time.perf_counter() - started)
+            work = backroom.submit(lambda taken=snapshot: save(rank, directory / "ours", taken))
+            del snapshot
+            saved += steps_during(rank, work.done)
+            work.result()
+        peaks.append(peak["mb"])
+        snapshot = snapshot_of(rank)
+        num_mb = snapshot.num_bytes / 1e6
+        ours.append(num_mb / timed(lambda taken=snapshot: save(rank, directory / "paused", taken)))
+        theirs.append(num_mb / timed(lambda taken=snapshot: plain_save(taken, directory / "plain.safetensors")))
+        tensors = tensors_of(snapshot)
+        future = dcp.async_save(tensors, checkpoint_id=directory / f"torch-{number}", no_dist=True)
+        torch_steps += steps_during(rank, future.done)
+        future.result()
+        shutil.rmtree(directory / f"torch-{number}")
+        del snapshot, tensors
+    return {
+        "parameters": num_parameters(rank.config.model),
+        "saved_mb": num_mb,
+        "plain_step_s": statistics.median(plain),
+        "saved_step_s": statistics.median(saved),
+        "num_saved_steps": len(saved),
+        "snapshot_s": statistics.median(copies),
+        "ratio": statistics.median(saved) / statistics.median(plain),
+        "paused_mb_per_s": statistics.median(ours),
+        "safetensors_mb_per_s": statistics.median(theirs),
+        "speed_ratio": statistics.median(ours) / statistics.median(theirs),
+        "writer_peak_mb": max(peaks),
+        "torch_async_step_s": statistics.median(torch_steps),
+    }
+
+
+def plain_save(snapshot: Snapshot, path: Path) -> None:
+    save_file(tensors_of(snapshot), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in [
+        ("vocab-size", 16384),
+        ("hidden-size", 1024),
+        ("num-hidden-layers", 13),
+        ("sequence-length", 512),
+        ("saves", 5),
+        ("steps", 5),
+        ("warmup", 3),
+    ]:
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--directory", type=Path, help="where to write; a temporary folder if not given")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        figures = measure(options, Path(directory))
+    for name, value in figures.items():
+        print(f"{name:22} {value:,.3f}" if isinstance(value, float) else f"{name:22} {value:,}")
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""A small run as people start it: a text, a cache, a configuration file."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text file: sources of the standard library, about 1 MB."""
+    path = tmp_path_factory.mktemp("text") / "library.txt"
+    sources = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
+    path.write_text("\n".join(source.read_text(errors="replace") for source in sources))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def config_file(tmp_path, text, cache):
+    config = {
+        "model": {
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "parallel": {"pp_size": 2, "dp_size": 2},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 32},
+        "optimizer": {"learning_rate": 1e-2},
+        "data": {"sources": [str(text)], "cache_directory": str(cache)},
+        "run": {
+            "num_steps": 12,
+            "threads_per_rank": 1,
+            "evaluate_every": 6,
+            "evaluate_batches": 1,
+            "directory": str(tmp_path / "run"),
+            "timeout_s": 60.0,
+        },
+    }
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(config))
+    return path
