@@ -158,3 +158,18 @@ def test_the_error_in_a_log(tmp_path: Path):
     assert cpu.last_error(log) == "RuntimeError: gloo"
     log.write_text("")
     assert cpu.last_error(log) == "no output"
+
+
+def test_the_benchmark_of_checkpoints(tmp_path):
+    """Two tiny saves of each kind; nothing is left in the folder."""
+    small = "--hidden-size 64 --num-hidden-layers 1 --sequence-length 8 --vocab-size 64 --saves 2 --steps 1 --warmup 1"
+    out = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint.py"), *small.split(), "--out", str(out)]
+    (tmp_path / "disk").mkdir()
+    done = subprocess.run(
+        [*command, "--directory", str(tmp_path / "disk")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["saved_mb"] > 0 and figures["num_saved_steps"] >= 1
+    assert not list((tmp_path / "disk").iterdir())

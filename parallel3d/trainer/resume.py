@@ -46,7 +46,7 @@ def state_to_json(state: TrainState) -> Json:
             replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0).to_json() for entry in state.entries
         ],
         "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
-        "loss_scale": {"scale": state.loss_scale.scale, "num_finite": state.loss_scale.num_finite},
+        "loss_scale": _loss_scale_to_json(state.loss_scale),
     }
 
 
@@ -116,8 +116,13 @@ def _flat(tree: Json, path: str = "") -> Json:
     return flat
 
 
-def _loss_scale(saved: Json, fresh: LossScale) -> LossScale:
-    """A policy that scales nothing leaves 1: where scaling begins with this run, it begins as the run says."""
-    if not fresh.is_dynamic or saved["scale"] == 1.0:
+def _loss_scale_to_json(loss_scale: LossScale) -> Json | None:
+    """None where the policy scales nothing."""
+    return {"scale": loss_scale.scale, "num_finite": loss_scale.num_finite} if loss_scale.is_dynamic else None
+
+
+def _loss_scale(saved: Json | None, fresh: LossScale) -> LossScale:
+    """Goes on where both runs scale; where scaling begins with this one, it begins as this one says."""
+    if saved is None or not fresh.is_dynamic:
         return fresh
     return replace(fresh, scale=saved["scale"], num_finite=saved["num_finite"])
