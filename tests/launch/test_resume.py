@@ -47,10 +47,12 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     stalled = 'elastic.faults=[{"rank": 0, "step": 36, "phase": "forward", "kind": "stop"}]'
     patient = 'elastic.silence={"min_s": 600.0, "max_s": 600.0}'
     process = start("--config", config_file, *RESUME, stalled, patient)  # step 36 never ends
-    wait_for_step(run, 35)
-    wait_for_checkpoint(run)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    try:
+        wait_for_step(run, 35)
+        wait_for_checkpoint(run)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     newest = Catalogue(run / "checkpoints").steps()[-1]
     code, out, err = finish(start("--config", config_file, *RESUME))
     assert code == 0, out + err
