@@ -1,7 +1,7 @@
 """A decoder over a range of layers, whatever its family: embedding, layers, final norm, head.
 
 A stage that holds the first layer has the embedding, one that holds the last has the final norm and the head. Between
-the stages travels one tensor (tokens_local, hidden). A family says what its layers and norms are.
+the stages travels one tensor (tokens_local, hidden). A family says what its norms and MLPs are.
 
 A tied head is the embedding's matrix. The first stage and the last each hold it, as parameters of one name; a stage
 that is both holds one parameter, which two modules use.
@@ -14,29 +14,76 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from parallel3d.config.derived import has_qkv_bias, num_key_value_heads
 from parallel3d.config.schema import ModelConfig
+from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.dropout import dropout
 from parallel3d.layers.embedding import VocabParallelEmbedding
+from parallel3d.layers.init import depth_scale
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
+from parallel3d.layers.rotary import RotaryTable
 from parallel3d.recompute import Recompute, run_layer
 
 
 class Family(ABC):
-    """What sets one family of decoders apart from another."""
+    """What sets one family of decoders apart from another: its norms, its MLP, and how it knows positions."""
+
+    table: RotaryTable | None = None
+    """Rotates queries and keys, the same table in all layers; None: nothing is rotated."""
+    has_output_bias = False
+    """Of the attention's output projection."""
+
+    def __init__(self, config: ModelConfig, *, num_positions: int, on: Placement):
+        self.config = config
+        self.num_positions = num_positions
+        self.on = on
 
     def positions(self) -> nn.Module | None:
         """What adds positions to the embedded tokens: (x (tokens_local, hidden), micro_batch) -> the same shape."""
         return None
 
     @abstractmethod
-    def layer(self, index: int) -> nn.Module:
-        """The 0-based layer: called with (x (tokens_local, hidden), micro_batch), gives the same shape."""
+    def norm(self, name: str) -> nn.Module:
+        """A norm: (tokens_local, hidden) -> the same."""
 
     @abstractmethod
-    def norm(self, name: str) -> nn.Module:
-        """A norm like those of the layers, for the end: (tokens_local, hidden) -> the same."""
+    def mlp(self, name: str, *, output_init_std: float) -> nn.Module:
+        """A layer's MLP: (x (tokens_local, hidden), micro_batch) -> the same shape."""
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); `index` is 0-based."""
+
+    def __init__(self, family: Family, index: int):
+        super().__init__()
+        config, on, name = family.config, family.on, f"layers.{index}"
+        scale = depth_scale(config.initializer_depth_scaling, layer=index, num_layers=config.num_hidden_layers)
+        output_init_std = config.initializer_range * scale
+        self.index, self.tp, self.drop = index, on.tp, config.hidden_dropout
+        self.attention_norm = family.norm(f"{name}.attention_norm")
+        self.attention = CausalSelfAttention(
+            f"{name}.attention",
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=num_key_value_heads(config),
+            table=family.table,
+            init_std=config.initializer_range,
+            output_init_std=output_init_std,
+            qkv_bias=has_qkv_bias(config),
+            output_bias=family.has_output_bias,
+            on=on,
+        )
+        self.mlp_norm = family.norm(f"{name}.mlp_norm")
+        self.mlp = family.mlp(f"{name}.mlp", output_init_std=output_init_std)
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        x = x + self._dropout(self.attention(self.attention_norm(x), micro_batch), micro_batch, "attention")
+        return x + self._dropout(self.mlp(self.mlp_norm(x), micro_batch), micro_batch, "mlp")
+
+    def _dropout(self, x: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
+        return dropout(x, self.drop, micro_batch=micro_batch, layer=self.index, site=site, tp=self.tp)
 
 
 class DecoderStage(nn.Module):
@@ -46,17 +93,16 @@ class DecoderStage(nn.Module):
     needs the targets (tokens,).
     """
 
-    def __init__(
-        self, config: ModelConfig, layers: range, family: Family, *, on: Placement, recompute: Recompute = "none"
-    ):
+    def __init__(self, family: Family, layers: range, *, recompute: Recompute = "none"):
         super().__init__()
+        config, on = family.config, family.on
         self.tp, self.drop, self.recompute = on.tp, config.hidden_dropout, recompute
         sizes, std, tied = (config.vocab_size, config.hidden_size), config.initializer_range, config.tie_word_embeddings
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         name, head_name = "embedding.weight", "embedding.weight" if tied else "head.weight"
         self.embedding = VocabParallelEmbedding(name, *sizes, init_std=std, on=on, tied=tied) if is_first else None
         self.positions = family.positions() if is_first else None
-        self.layers = nn.ModuleList(family.layer(index) for index in layers)
+        self.layers = nn.ModuleList(DecoderLayer(family, index) for index in layers)
         self.final_norm = family.norm("final_norm") if is_last else None
         self.head = LinearCrossEntropy(head_name, *sizes, init_std=std, on=on, tied=tied) if is_last else None
         if tied and self.embedding is not None and self.head is not None:

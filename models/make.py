@@ -38,4 +38,4 @@ def make_decoder(
 ) -> DecoderStage:
     """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
     family = FAMILIES[config.architecture](config, num_positions=num_positions, on=on)
-    return DecoderStage(config, layers, family, on=on, recompute=recompute)
+    return DecoderStage(family, layers, recompute=recompute)

@@ -19,7 +19,10 @@ from parallel3d.sharding import Chunk
 
 
 class CausalSelfAttention(nn.Module):
-    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are the micro-batch's sequences laid end to end."""
+    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are the micro-batch's sequences laid end to end.
+
+    `table` None: nothing is rotated.
+    """
 
     def __init__(
         self,
@@ -28,6 +31,7 @@ class CausalSelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
+        table: RotaryTable | None,
         init_std: float,
         output_init_std: float,
         qkv_bias: bool = False,
@@ -35,6 +39,7 @@ class CausalSelfAttention(nn.Module):
         on: Placement,
     ):
         super().__init__()
+        self.table = table
         head_size = hidden_size // num_heads
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
@@ -58,13 +63,12 @@ class CausalSelfAttention(nn.Module):
             on=on,
         )
 
-    def forward(self, x: Tensor, table: RotaryTable | None, micro_batch: MicroBatch) -> Tensor:
-        """`table` None: nothing is rotated."""
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         qkv, batch_size = self.qkv(x, micro_batch), micro_batch.batch_size
-        if table is None:
+        if self.table is None:
             q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
         else:
-            q, k, v = self.rotate(qkv, table, self.heads, batch_size)
+            q, k, v = self.rotate(qkv, self.table, self.heads, batch_size)
         if q.dtype is torch.float16 and q.device.type == "cpu":  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
         with self.qkv.tp.products.attention():

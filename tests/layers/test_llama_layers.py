@@ -138,7 +138,8 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
     hidden = parts[0](inputs, micro_batch())
     assert parts[1](hidden, micro_batch(), targets).item() == full(inputs, micro_batch(), targets).item()
     assert not [name for name, _ in full.named_buffers()]
-    assert full.layers[0].table is full.layers[1].table and full.layers[0].table.cos.shape == (SEQ, 4)
+    first, second = (layer.attention.table for layer in full.layers)
+    assert first is second and first.cos.shape == (SEQ, 4)
 
 
 @pytest.mark.parametrize(
