@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.config.schema import TokenizerConfig  # noqa: E402
 from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
 from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
 
@@ -27,7 +28,7 @@ def main() -> None:
             f"{documents:,} documents, {corpus.num_train_tokens:,} training tokens, "
             f"unigram entropy {corpus.unigram_entropy:.3f} nats"
         )
-        lanes = Lanes(corpus.train, corpus.tokenizer, 1, NUM_LANES)
+        lanes = Lanes(corpus.train, 1, NUM_LANES)
         cursors = [Cursor.start()] * NUM_LANES
         started = time.perf_counter()
         for _ in range(NUM_STEPS):
@@ -43,8 +44,7 @@ def open_built_in(folder: Path) -> Corpus:
         document_chars=None,
         validation_fraction=0.01,
         num_lanes=NUM_LANES,
-        tokenizer_vocab_size=4096,
-        tokenizer_path=None,
+        tokenizer=TokenizerConfig(vocab_size=4096),
         cache_directory=folder,
         token=AbortToken(),
         notice=lambda text: None,

@@ -265,7 +265,7 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> Layou
     """The case's first steps, every rank a thread; says how it gets on."""
     config, started = case.config, time.monotonic()
     grid = build_grid(config)
-    lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
+    lanes = Lanes(corpus.train, config.run.seed, plan_batch(config, 0).num_slots)
     torch.set_num_threads(choose_num_threads(config, len(grid.ranks)))  # of every thread that begins after this
 
     def build(rank: int, transports: Transports) -> RankRuntime:

@@ -58,7 +58,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
     control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
 
     corpus = open_text(config, token, lambda text: control.publish({"kind": "notice", "text": text}))
-    lanes = Lanes(corpus.train, corpus.tokenizer, config.run.seed, plan_batch(config, 0).num_slots)
+    lanes = Lanes(corpus.train, config.run.seed, plan_batch(config, 0).num_slots)
     prefetcher = Prefetcher(lanes, config.data.prefetch, token)
     directory = Path(str(config.run.directory)) / TRACES
     trace = make_trace(config.debug.profile, rank=context.rank, directory=directory, device=device)
@@ -222,15 +222,14 @@ def take_device(device: torch.device) -> None:
 def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) -> Corpus:
     """The corpus; built by one rank of each host on first use, which gives `notice` of it."""
     data = config.data
-    assert data.tokenizer.vocab_size is not None and data.cache_directory is not None
+    assert data.cache_directory is not None
     return open_corpus(
         sources=data.sources,
         text_column=data.text_column,
         document_chars=data.document_chars,
         validation_fraction=data.validation_fraction,
         num_lanes=plan_batch(config, 0).num_slots,
-        tokenizer_vocab_size=data.tokenizer.vocab_size,
-        tokenizer_path=data.tokenizer.path,
+        tokenizer=data.tokenizer,
         cache_directory=Path(data.cache_directory),
         token=token,
         notice=notice,
@@ -240,7 +239,7 @@ def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) 
 def evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
     """As many lanes as the validation text can feed; None when there is none."""
     num_lanes = min(plan_batch(config, 0).num_slots, len(corpus.validation))
-    return Lanes(corpus.validation, corpus.tokenizer, config.run.seed, num_lanes) if num_lanes else None
+    return Lanes(corpus.validation, config.run.seed, num_lanes) if num_lanes else None
 
 
 class SocketNetwork(Network):

@@ -257,6 +257,26 @@ def _check_tokenizer(config: Config, world_size: int | None) -> Iterator[Problem
         )
 
 
+def _check_bytes(config: Config, world_size: int | None) -> Iterator[Problem]:
+    tokenizer, rows = config.data.tokenizer, config.model.vocab_size
+    if tokenizer.kind != "bytes":
+        return
+    if rows < NUM_BYTE_TOKENS:
+        yield Problem(
+            field="model.vocab_size",
+            value=rows,
+            rule=f"data.tokenizer.kind bytes has {NUM_BYTE_TOKENS} tokens: the bytes and EOS",
+            fix=f"Take {NUM_BYTE_TOKENS} or more",
+        )
+    if tokenizer.path is not None:
+        yield Problem(
+            field="data.tokenizer.path",
+            value=tokenizer.path,
+            rule="data.tokenizer.kind bytes reads no file",
+            fix="Leave one of them out",
+        )
+
+
 def _check_sources(config: Config, world_size: int | None) -> Iterator[Problem]:
     for index, source in enumerate(config.data.sources):
         if not (Path(expand_home(source)).exists() or glob.glob(expand_home(source), recursive=True)):
@@ -288,6 +308,9 @@ def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Pr
             rule=f"no such file, seen from {Path.cwd()}",
             fix="Correct the path; without it a tokenizer is trained on the corpus",
         )
+
+
+NUM_BYTE_TOKENS = 257
 
 
 def expand_home(path: str) -> str:
@@ -395,6 +418,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
     (_check_warmup, ("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps")),
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
+    (_check_bytes, ("data.tokenizer", "model.vocab_size")),
     (_check_sources, ("data.sources",)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),

@@ -232,8 +232,8 @@ class ScheduleConfig(Section):
 class TokenizerConfig(Section):
     """How text becomes tokens."""
 
-    kind: Literal["sentencepiece"] = "sentencepiece"
-    """Byte-pair encoding by SentencePiece."""
+    kind: Literal["sentencepiece", "bytes"] = "sentencepiece"
+    """sentencepiece: byte-pair encoding; bytes: the 256 bytes of UTF-8 and EOS, which want model.vocab_size 257."""
     vocab_size: PositiveInt | None = None
     """Pieces of a tokenizer that is trained on the corpus; at most model.vocab_size. Null: model.vocab_size."""
     path: str | None = None

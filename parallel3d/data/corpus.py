@@ -29,11 +29,13 @@ import numpy as np
 import sentencepiece
 
 from parallel3d.comm.abort import POLL_S, AbortToken
+from parallel3d.config.schema import TokenizerConfig
+from parallel3d.data.documents import TokenDocuments, TokenizedDocuments
 from parallel3d.data.sources import DocumentSet, Format, SourceFile, build_formats, find_files
-from parallel3d.data.tokenizer import SentencePieceTokenizer, Tokenizer, train_tokenizer
+from parallel3d.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from parallel3d.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MIN_DOCUMENT_CHARS, MAX_DOCUMENT_CHARS = 256, 65_536
 DOCUMENTS_PER_LANE = 8
 CHUNK_BYTES, MAX_CHUNKS = 2048, 1536  # the tokenizer is trained on at most 3 MB, in well under a second
@@ -45,8 +47,8 @@ EXACT_BYTES = 32 * 2**20  # tokens of smaller corpora are all counted (5 s), of 
 class Corpus:
     """What training reads, and what its loss is compared with."""
 
-    train: DocumentSet
-    validation: DocumentSet
+    train: TokenDocuments
+    validation: TokenDocuments
     tokenizer: Tokenizer
     unigram_entropy: float
     """Nats a training token (EOS included): the loss of a model that knows the frequencies of the tokens alone."""
@@ -67,8 +69,7 @@ def open_corpus(
     document_chars: int | None,
     validation_fraction: float,
     num_lanes: int,
-    tokenizer_vocab_size: int,
-    tokenizer_path: str | None,
+    tokenizer: TokenizerConfig,
     cache_directory: Path,
     token: AbortToken,
     notice: Callable[[str], None],
@@ -90,7 +91,7 @@ def open_corpus(
         "text_column": text_column,
         "document_chars": document_chars,
         "validation_fraction": validation_fraction,
-        "tokenizer": _tokenizer_recipe(tokenizer_path, tokenizer_vocab_size),
+        "tokenizer": _tokenizer_recipe(tokenizer),
         "versions": [sys.version, sentencepiece.__version__],
     }
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
@@ -99,7 +100,7 @@ def open_corpus(
     if not folder.is_dir():
         with _lock(folder.with_suffix(".lock"), token, notice):
             if not folder.is_dir():
-                builder = _Builder(files, formats, validation_fraction, tokenizer_vocab_size, tokenizer_path)
+                builder = _Builder(files, formats, validation_fraction, tokenizer)
                 builder.build(folder, token, notice)
     return _load(folder, formats, validation_fraction, document_chars)
 
@@ -168,8 +169,7 @@ class _Builder:
     files: Sequence[SourceFile]
     formats: Mapping[str, Format]
     validation_fraction: float
-    vocab_size: int
-    tokenizer_path: str | None
+    settings: TokenizerConfig
 
     def build(self, folder: Path, token: AbortToken, notice: Callable[[str], None]) -> None:
         started = time.perf_counter()
@@ -182,10 +182,11 @@ class _Builder:
             raise DataError(f"there is no text in data.sources ({len(self.files)} files, {self.files[0].path} first)")
         train = documents.select(split(len(documents), self.validation_fraction)[0])
         model = self._tokenizer_model(train, notice)
-        tokenizer = SentencePieceTokenizer(model)
+        tokenizer = build_tokenizer(self.settings.kind, model)
         counts, share = count_tokens(train, tokenizer, token)
         facts = {
             "files": [{"path": str(file.path), "format": file.format} for file in self.files],
+            "tokenizer": self.settings.kind,
             "unigram_entropy": entropy(counts),
             "num_train_tokens": round(int(counts.sum()) / share),
             "counts_are_exact": share == 1,
@@ -202,20 +203,24 @@ class _Builder:
         )
 
     def _tokenizer_model(self, train: DocumentSet, notice: Callable[[str], None]) -> bytes:
-        if self.tokenizer_path is None:
-            notice(f"training a tokenizer of {self.vocab_size:,} pieces")
-            return train_tokenizer(training_chunks(train), self.vocab_size)
-        model = Path(self.tokenizer_path).expanduser().read_bytes()
-        num_pieces = SentencePieceTokenizer(model, name=self.tokenizer_path).vocab_size
-        if num_pieces > self.vocab_size:
+        path, vocab_size = self.settings.path, self.settings.vocab_size
+        if self.settings.kind == "bytes":
+            return b""
+        assert vocab_size is not None, "the configuration is resolved"
+        if path is None:
+            notice(f"training a tokenizer of {vocab_size:,} pieces")
+            return train_tokenizer(training_chunks(train), vocab_size)
+        model = Path(path).expanduser().read_bytes()
+        num_pieces = SentencePieceTokenizer(model, name=path).vocab_size
+        if num_pieces > vocab_size:
             raise DataError(
-                f"{self.tokenizer_path} has {num_pieces:,} pieces, the model a vocabulary of {self.vocab_size:,}: "
+                f"{path} has {num_pieces:,} pieces, the model a vocabulary of {vocab_size:,}: "
                 f"set model.vocab_size to {num_pieces} or more"
             )
         return model
 
     def _fingerprint(self, documents: DocumentSet, model: bytes) -> str:
-        digest = hashlib.sha256(json.dumps([FORMAT_VERSION, self.validation_fraction]).encode())
+        digest = hashlib.sha256(json.dumps([FORMAT_VERSION, self.validation_fraction, self.settings.kind]).encode())
         for file in self.files:
             with file.path.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
@@ -232,22 +237,23 @@ def _load(folder: Path, formats: Mapping[str, Format], validation_fraction: floa
         places=np.load(folder / "documents.npy"),
     )
     train, validation = split(len(documents), validation_fraction)
+    tokenizer = build_tokenizer(facts.pop("tokenizer"), (folder / "tokenizer.model").read_bytes())
     return Corpus(
-        train=documents.select(train),
-        validation=documents.select(validation),
-        tokenizer=SentencePieceTokenizer((folder / "tokenizer.model").read_bytes()),
+        train=TokenizedDocuments(documents.select(train), tokenizer),
+        validation=TokenizedDocuments(documents.select(validation), tokenizer),
+        tokenizer=tokenizer,
         document_chars=document_chars,
         **facts,
     )
 
 
-def _tokenizer_recipe(path: str | None, vocab_size: int) -> list[object]:
-    if path is None:
-        return [vocab_size]
-    file = Path(path).expanduser()
+def _tokenizer_recipe(settings: TokenizerConfig) -> list[object]:
+    if settings.path is None:
+        return [settings.kind, settings.vocab_size]
+    file = Path(settings.path).expanduser()
     if not file.is_file():
-        raise DataError(f"data.tokenizer.path: there is no file {path}")
-    return [vocab_size, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
+        raise DataError(f"data.tokenizer.path: there is no file {settings.path}")
+    return [settings.kind, settings.vocab_size, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
 
 
 @contextmanager

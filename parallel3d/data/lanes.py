@@ -18,8 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from parallel3d.data.sources import Documents
-from parallel3d.data.tokenizer import Tokenizer
+from parallel3d.data.documents import TokenDocuments
 from parallel3d.errors import DataError
 
 
@@ -52,7 +51,7 @@ class Cursor:
 class Lanes:
     """The lanes of one set of documents. Reading is thread-safe; each lane remembers its last tokenised document."""
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, seed: int, num_lanes: int):
+    def __init__(self, documents: TokenDocuments, seed: int, num_lanes: int):
         if len(documents) < num_lanes:
             raise DataError(
                 f"{len(documents)} documents can't feed {num_lanes} sequences a step: give more text, lower "
@@ -60,7 +59,6 @@ class Lanes:
             )
         self.num_lanes = num_lanes
         self._documents = documents
-        self._tokenizer = tokenizer
         # Lanes pass from one data epoch to the next at different times: two permutations are in use.
         self._permutation = lru_cache(maxsize=2)(lambda epoch: permutation(len(documents), seed, epoch))
         self._last: dict[int, tuple[Cursor, np.ndarray]] = {}
@@ -112,8 +110,8 @@ class Lanes:
             raise DataError(
                 f"lane {lane}: {opening} lies outside its {len(sequence)} documents: the corpus has changed"
             )
-        text = self._documents.read(int(sequence[opening.document]))
-        tokens = np.append(self._tokenizer.encode(text), np.int32(self._tokenizer.eos_id))
+        document = self._documents.tokens(int(sequence[opening.document]))
+        tokens = np.append(document, np.int32(self._documents.eos_id))
         self._last[lane] = (opening, tokens)
         return tokens
 

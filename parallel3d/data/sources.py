@@ -26,14 +26,6 @@ FOLDER_SUFFIXES = (".txt", ".jsonl")
 NOT_BUILT_IN = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
-class Documents(Protocol):
-    """What lanes need: how many documents, and the text of one (an index, never a slice)."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> str: ...
-
-
 class Format(Protocol):
     """How documents lie in one kind of file."""
 

@@ -1,8 +1,9 @@
 """Text to token ids and back, without loss.
 
-A SentencePiece BPE model with identity normalisation and byte fallback: whatever the text (tabs, newlines, control
-characters, emoji), decode(encode(text)) == text. Newlines and runs of spaces are ordinary pieces, so that source code
-stays short. There is no BOS; EOS separates documents and never comes out of encode.
+Either the bytes themselves, or a SentencePiece BPE model with identity normalisation and byte fallback: whatever the
+text (tabs, newlines, control characters, emoji), decode(encode(text)) == text. Newlines and runs of spaces are ordinary
+pieces, so that source code stays short. There is no BOS; EOS separates documents and never comes out of encode. The
+same text gives the same ids in every process and thread.
 """
 
 from __future__ import annotations
@@ -71,6 +72,25 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
+
+
+class ByteTokenizer:
+    """The bytes of the text in UTF-8, and EOS as the 257th id: no training, no file."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Bytes that are no valid UTF-8, as a model may write them, become U+FFFD."""
+        return bytes(token for token in ids if token < self.eos_id).decode(errors="replace")
+
+
+def build_tokenizer(kind: str, model: bytes, *, name: str = "the tokenizer") -> Tokenizer:
+    """The tokenizer of this kind (data.tokenizer.kind); `model` is what train_tokenizer returned, and b"" for bytes."""
+    return ByteTokenizer() if kind == "bytes" else SentencePieceTokenizer(model, name=name)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -171,6 +171,11 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["parallel.pp_size=2", "parallel.stage_replicas=[1,5]"], {"batch.num_micro_batches"}),
         (["schedule.warmup_steps=6", "schedule.decay_steps=5"], {"schedule.warmup_steps"}),
         (["data.tokenizer.vocab_size=65"], {"data.tokenizer.vocab_size"}),
+        (["data.tokenizer.kind=bytes"], {"model.vocab_size"}),
+        (
+            ["data.tokenizer.kind=bytes", "model.vocab_size=257", "data.tokenizer.path=configs/README.md"],
+            {"data.tokenizer.path"},
+        ),
         (['data.sources=["nowhere.txt"]'], {"data.sources.0"}),
         (['data.sources=["~nobody/text"]'], {"data.sources.0"}),
         (["data.tokenizer.path=nowhere.model"], {"data.tokenizer.path"}),

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.comm.abort import AbortToken
+from parallel3d.config.schema import TokenizerConfig
 from parallel3d.data import corpus as module
 from parallel3d.data.corpus import choose_document_chars, entropy, open_corpus, split
 from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import DataError, EpochEnded
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog", "run", "to", "its", "house", "of"]
@@ -37,8 +39,7 @@ def open_words(source, cache, *, notice=lambda text: None, token=None, **setting
         "document_chars": None,
         "validation_fraction": 0.01,
         "num_lanes": 4,
-        "tokenizer_vocab_size": 320,
-        "tokenizer_path": None,
+        "tokenizer": TokenizerConfig(vocab_size=320),
         **settings,
     }
     return open_corpus(**arguments, cache_directory=cache, token=token or AbortToken(), notice=notice)
@@ -46,15 +47,15 @@ def open_words(source, cache, *, notice=lambda text: None, token=None, **setting
 
 def test_documents_tokenizer_and_counts(source, tmp_path):
     corpus = open_words(source, tmp_path / "cache")
-    texts = [corpus.train.read(index) for index in range(len(corpus.train))]
-    held_out = [corpus.validation.read(index) for index in range(len(corpus.validation))]
+    texts = [corpus.train.documents.read(index) for index in range(len(corpus.train))]
+    held_out = [corpus.validation.documents.read(index) for index in range(len(corpus.validation))]
     assert len(held_out) >= 1 and len(texts) >= 4 * 8
     assert sorted("".join(texts + held_out).splitlines()) == sorted(source.read_text().splitlines())
     tokens = [token for text in texts for token in [*corpus.tokenizer.encode(text).tolist(), corpus.tokenizer.eos_id]]
     p = [tokens.count(token) / len(tokens) for token in set(tokens)]
     assert corpus.num_train_tokens == len(tokens) and corpus.counts_are_exact
     assert corpus.unigram_entropy == pytest.approx(-sum(x * math.log(x) for x in p), rel=1e-12)
-    lanes = Lanes(corpus.train, corpus.tokenizer, 1, 4)
+    lanes = Lanes(corpus.train, 1, 4)
     opening = corpus.tokenizer.decode(lanes.read(2, Cursor.start(), 20)[0])
     assert len(opening) > 20 and texts[lanes.document_sequence(2, 0)[0]].startswith(opening)
 
@@ -69,7 +70,7 @@ def test_the_second_opening_builds_nothing_and_needs_no_lock(source, tmp_path):
         second = open_words(source, tmp_path / "cache", notice=told.append, token=_aborted())
     assert told == []
     assert (second.fingerprint, second.unigram_entropy) == (first.fingerprint, first.unigram_entropy)
-    assert second.train.read(5) == first.train.read(5)
+    assert second.train.documents.read(5) == first.train.documents.read(5)
 
 
 def test_what_decides_the_content_decides_the_cache(source, tmp_path):
@@ -80,10 +81,11 @@ def test_what_decides_the_content_decides_the_cache(source, tmp_path):
     changed = [
         fingerprint(document_chars=512),
         fingerprint(validation_fraction=0.1),
-        fingerprint(tokenizer_vocab_size=300),
+        fingerprint(tokenizer=TokenizerConfig(vocab_size=300)),
+        fingerprint(tokenizer=TokenizerConfig(kind="bytes")),
     ]
     source.write_text(source.read_text()[:-100])
-    assert len({first, *changed, fingerprint()}) == 5
+    assert len({first, *changed, fingerprint()}) == 6
 
 
 def test_the_fingerprint_does_not_know_where_the_files_are(source, tmp_path):
@@ -107,10 +109,10 @@ def test_a_larger_corpus_is_counted_on_a_sample(source, tmp_path, monkeypatch):
 def test_the_tokenizer_learns_from_all_of_the_corpus(source, tmp_path, monkeypatch):
     corpus = open_words(source, tmp_path / "cache", validation_fraction=0.0, document_chars=1000)
     assert len(corpus.validation) == 0
-    assert "".join(module.training_chunks(corpus.train)) == source.read_text()
+    assert "".join(module.training_chunks(corpus.train.documents)) == source.read_text()
     monkeypatch.setattr(module, "MAX_CHUNKS", 5)
     monkeypatch.setattr(module, "CHUNK_BYTES", 300)
-    chunks = list(module.training_chunks(corpus.train))
+    chunks = list(module.training_chunks(corpus.train.documents))
     places = [source.read_text().index(chunk) / source.stat().st_size for chunk in chunks]
     assert len(chunks) in (4, 5) and np.allclose(np.diff(places), 1 / len(chunks), atol=0.05)
 
@@ -118,13 +120,22 @@ def test_the_tokenizer_learns_from_all_of_the_corpus(source, tmp_path, monkeypat
 def test_a_given_tokenizer_is_used_and_must_fit_the_model(source, tmp_path):
     model = tmp_path / "my.model"
     model.write_bytes(module.train_tokenizer(["the cat sat"], 300))
-    corpus = open_words(source, tmp_path / "cache", tokenizer_path=str(model))
+    corpus = open_words(source, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=320, path=str(model)))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model)).vocab_size()
     assert corpus.tokenizer.vocab_size == pieces
     with pytest.raises(DataError, match=rf"has {pieces} pieces, the model a vocabulary of 265: set model.vocab_size"):
-        open_words(source, tmp_path / "cache", tokenizer_path=str(model), tokenizer_vocab_size=265)
+        open_words(source, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=265, path=str(model)))
     with pytest.raises(DataError, match="no file .*nothing.model"):
-        open_words(source, tmp_path / "cache", tokenizer_path=str(tmp_path / "nothing.model"))
+        open_words(
+            source, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=320, path=str(tmp_path / "nothing.model"))
+        )
+
+
+def test_bytes_need_no_training(source, tmp_path):
+    corpus = open_words(source, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes"), validation_fraction=0.0)
+    assert isinstance(corpus.tokenizer, ByteTokenizer)
+    assert corpus.num_train_tokens == source.stat().st_size + len(corpus.train)
+    assert bytes(corpus.train.tokens(0)[:20].tolist()) == source.read_bytes()[:20]
 
 
 def test_no_text_at_all_is_told(source, tmp_path):
@@ -270,7 +281,7 @@ def _build(source, cache, results):
 
 
 def test_the_built_in_corpus(tmp_path):
-    corpus = open_words(None, tmp_path, sources=[], num_lanes=16, tokenizer_vocab_size=1024)
+    corpus = open_words(None, tmp_path, sources=[], num_lanes=16, tokenizer=TokenizerConfig(vocab_size=1024))
     assert len(corpus.train) > 1000 and len(corpus.validation) >= 16
     assert corpus.num_train_tokens > 1_000_000 and corpus.tokenizer.vocab_size == 1024
     assert 4 < corpus.unigram_entropy < math.log(1024)

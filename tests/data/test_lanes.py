@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Cursor, Lanes, _splitmix64, permutation
 from parallel3d.errors import DataError
 
@@ -42,7 +43,9 @@ seeds = st.integers(-(2**63), 2**64)
 @st.composite
 def lanes_of_corpora(draw):
     documents = draw(corpora)
-    return Lanes(documents, Characters(), draw(seeds), draw(st.integers(1, len(documents)))), documents
+    return Lanes(
+        TokenizedDocuments(documents, Characters()), draw(seeds), draw(st.integers(1, len(documents)))
+    ), documents
 
 
 def walk(lanes, lane, lengths, cursor=None):
@@ -104,7 +107,7 @@ def test_every_split_of_the_slots_sees_the_same_tokens(micro_batch_size, dp_size
     """Each replica has lanes and memory of its own and takes every dp-th micro-batch."""
     generator = random.Random(7)
     documents = Texts("".join(generator.choices("abcxyz", k=generator.randrange(40))) for _ in range(50))
-    replicas = [Lanes(documents, Characters(), 5, 8) for _ in range(dp_size)]
+    replicas = [Lanes(TokenizedDocuments(documents, Characters()), 5, 8) for _ in range(dp_size)]
     cursors, seen = [Cursor.start()] * 8, {}
     for step in range(10):
         for micro_batch in range(8 // micro_batch_size):
@@ -116,7 +119,7 @@ def test_every_split_of_the_slots_sees_the_same_tokens(micro_batch_size, dp_size
 
 
 def _one_process(documents):
-    lanes = Lanes(documents, Characters(), 5, 8)
+    lanes = Lanes(TokenizedDocuments(documents, Characters()), 5, 8)
     return {
         (step, slot): tokens.tobytes()
         for slot in range(8)
@@ -133,7 +136,7 @@ def test_sequential_reads_tokenise_each_document_once():
             return super().encode(text)
 
     documents = Texts("abc" * 20 + letter for letter in "abcdef")
-    lanes = Lanes(documents, Counting(), 1, 2)
+    lanes = Lanes(TokenizedDocuments(documents, Counting()), 1, 2)
     walk(lanes, 0, [5] * 36)  # 180 of the 186 tokens of its 3 documents
     assert len(calls) == 3
 
@@ -155,16 +158,16 @@ def test_permutations_differ_by_seed_and_epoch_and_are_pinned():
 
 def test_too_few_documents_says_what_to_do():
     with pytest.raises(DataError, match="2 documents can't feed 3 sequences a step: .*document_chars"):
-        Lanes(Texts(["a", "b"]), Characters(), 0, 3)
+        Lanes(TokenizedDocuments(Texts(["a", "b"]), Characters()), 0, 3)
 
 
 @pytest.mark.parametrize("cursor", [Cursor(0, 0, 2), Cursor(0, 2, 0)])
 def test_a_cursor_of_another_corpus_is_told(cursor):
-    lanes = Lanes(Texts(["a", "b"]), Characters(), 0, 1)
+    lanes = Lanes(TokenizedDocuments(Texts(["a", "b"]), Characters()), 0, 1)
     with pytest.raises(DataError, match=re.escape(f"lane 0: {cursor} lies outside")):
         lanes.read(0, cursor, 1)
 
 
 def test_a_lane_that_is_not_there():
     with pytest.raises(IndexError):
-        Lanes(Texts(["a"]), Characters(), 0, 1).read(1, Cursor.start(), 1)
+        Lanes(TokenizedDocuments(Texts(["a"]), Characters()), 0, 1).read(1, Cursor.start(), 1)

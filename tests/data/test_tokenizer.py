@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parallel3d.data import tokenizer as module
-from parallel3d.data.tokenizer import SentencePieceTokenizer, train_tokenizer
+from parallel3d.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, train_tokenizer
 from parallel3d.errors import DataError
 
 SAMPLE = ["def f(x):\n    return x + 1\n\n\nclass A:\n\tpass  # a comment\n", "the cat sat on the mat, the end.\n"] * 8
@@ -17,23 +17,32 @@ def tokenizer():
     return SentencePieceTokenizer(train_tokenizer(SAMPLE, 340))
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])) | st.text(" \n\t\r\0▁ade<>/s\u2028\ufeff"))
-@example("▁")
-@example(" ▁ ▁▁a")
-@example("</s><unk><s><0x41>")
-@example("  lead and trail \n\n\t\r\n ")
-@example("\0\x01\x7f\x85\u200b\ufeff😀👩‍👩‍👧é漢\U0010ffff")
-@example("")
-def test_round_trip(tokenizer, text):
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text(" \n\t\r\0▁ade<>/s\u2028\ufeff"))
+@example(text="▁")
+@example(text=" ▁ ▁▁a")
+@example(text="</s><unk><s><0x41>")
+@example(text="  lead and trail \n\n\t\r\n ")
+@example(text="\0\x01\x7f\x85\u200b\ufeff😀👩‍👩‍👧é漢\U0010ffff")
+@example(text="")
+def test_round_trip(tokenizer, kind, text):
+    tokenizer = ByteTokenizer() if kind == "bytes" else tokenizer
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
+    assert np.array_equal(ids, tokenizer.encode(text))
     assert ids.dtype == np.int32
-    assert not np.isin(ids, [tokenizer.eos_id, module.UNK_ID]).any()
+    assert not (ids == tokenizer.eos_id).any()
+    assert kind == "bytes" or not (ids == module.UNK_ID).any()
     assert (ids < tokenizer.vocab_size).all()
 
 
 def test_eos_has_no_text(tokenizer):
     assert tokenizer.decode([*tokenizer.encode("a b"), tokenizer.eos_id]) == "a b"
+
+
+def test_bytes_of_a_model_that_are_no_text_are_marked():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([*"é".encode(), 0xC3, tokenizer.eos_id, 65]) == "é\ufffdA"
 
 
 def test_it_learns_newlines_and_indentation(tokenizer):

@@ -17,14 +17,15 @@ from math import inf, prod
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from launch.worker import SocketNetwork
 from models.make import make_stage
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
+from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
+from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.elastic.membership import EpochRecord
 from parallel3d.elastic.run import run_workers
 from parallel3d.elastic.spawn import WorkerContext
@@ -53,19 +54,6 @@ class Texts:
 def _lines_of_the_topics() -> list[str]:
     topics = (pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     return [line.strip() for topic in topics for line in topic.splitlines() if line.strip()][:2000]
-
-
-class ByteTokenizer:
-    """Bytes as tokens, 256 ends a document."""
-
-    vocab_size = 257
-    eos_id = 256
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def decode(self, ids) -> str:
-        return bytes(i for i in ids if i < 256).decode()
 
 
 def make_config(*, world_size: int | None = None, **changes) -> Config:
@@ -102,7 +90,7 @@ def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **watchers)
         grid,
         make_stage=make_stage,
         train_lanes=train_lanes or topic_lanes(config),
-        evaluate_lanes=Lanes(Texts(), ByteTokenizer(), config.run.seed + 1, 5),
+        evaluate_lanes=Lanes(TokenizedDocuments(Texts(), ByteTokenizer()), config.run.seed + 1, 5),
         device=torch.device("cpu"),
         **watchers,
     )
@@ -116,7 +104,7 @@ def build(config: Config, grid: Grid, rank: int, transports: Transports, train_l
 
 
 def topic_lanes(config: Config) -> Lanes:
-    return Lanes(Texts(), ByteTokenizer(), config.run.seed, config.batch.global_batch_size)
+    return Lanes(TokenizedDocuments(Texts(), ByteTokenizer()), config.run.seed, config.batch.global_batch_size)
 
 
 def run_cell_in_threads(*, steps: int = 3, slots: int = 3, **changes) -> LayoutRun:

@@ -1,0 +1,51 @@
+"""What lanes read: documents as tokens, whether they come from text or from a file that was tokenised before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from parallel3d.data.tokenizer import Tokenizer
+
+
+class Documents(Protocol):
+    """An ordered list of texts (an index, never a slice)."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> str: ...
+
+
+class TokenDocuments(Protocol):
+    """An ordered list of documents as tokens. Reading keeps no state: any thread or process may do it, in any order."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document; no document contains it."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Returns the ids of document `index`, int32 (tokens,), without EOS."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """Texts through a tokenizer."""
+
+    documents: Documents
+    tokenizer: Tokenizer
+
+    @property
+    def eos_id(self) -> int:
+        return self.tokenizer.eos_id
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return self.tokenizer.encode(self.documents.read(index))
