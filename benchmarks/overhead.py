@@ -1,14 +1,13 @@
-"""What elasticity costs while nobody dies: the steps of two source trees, or of two settings, in turn.
+"""What elasticity costs while nobody dies: the steps of runs with and without it, in turn.
 
-    git worktree add ../before REVISION          # a tree from before elasticity
-    python benchmarks/overhead.py --baseline ../before [--rounds 5] [--steps 40]
+    python benchmarks/overhead.py [--rounds 5] [--steps 40] [--baseline TREE]
 
-runs the quickstart model on pp2 x dp2, round after round and every other round backwards: the baseline, this tree
-without backups of the optimizer's state (the same work: what is left is heartbeats, entries, epochs, abort tokens), and
-this tree with them. Printed are the medians of a step and the ratios within each round, of medians and of lower
-quartiles: noise only ever makes a step longer. Without `--baseline` only the price of backups is measured. Nothing else
-may run meanwhile. `--aids` measures the debug aids in the same way: none, as shipped (overdue steps are told), and the
-replica check in every step.
+runs the quickstart model on pp2 x dp2, round after round and every other round backwards: with heartbeats, abort tokens
+and progress frames taken away (inelastic.py) and no backups of the optimizer's state; as it is, without backups; and
+with them. `--baseline` adds another source tree (`git worktree add ../before REVISION`). Printed are the medians of a
+step and the ratios within each round, of medians and of lower quartiles: noise only ever makes a step longer. Nothing
+else may run meanwhile: a single round scatters by 3 %. `--aids` measures the debug aids in the same way: none, as
+shipped (overdue steps are told), and the replica check in every step.
 """
 
 from __future__ import annotations
@@ -24,11 +23,16 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS = 5
-BACKUPS = {"elastic, no backups": ["elastic.zero_backups=0"], "elastic, backups": ["elastic.zero_backups=1"]}
+TRAIN = "launch/train.py"
+ELASTICITY = {
+    "nothing of it": ["benchmarks/inelastic.py", "elastic.zero_backups=0"],
+    "elastic, no backups": [TRAIN, "elastic.zero_backups=0"],
+    "elastic, backups": [TRAIN, "elastic.zero_backups=1"],
+}
 AIDS = {
-    "no debug aids": ["debug.overdue_factor=null"],
-    "as shipped": [],
-    "replica check every step": ["debug.replica_check_every=1"],
+    "no debug aids": [TRAIN, "debug.overdue_factor=null"],
+    "as shipped": [TRAIN],
+    "replica check every step": [TRAIN, "debug.replica_check_every=1"],
 }
 
 
@@ -40,14 +44,14 @@ def main() -> None:
     parser.add_argument("--aids", action="store_true", help="the price of the debug aids in place of backups")
     options = parser.parse_args()
     contestants: dict[str, tuple[Path, list[str]]] = {
-        **({"baseline": (options.baseline.resolve(), [])} if options.baseline else {}),
-        **{name: (ROOT, overrides) for name, overrides in (AIDS if options.aids else BACKUPS).items()},
+        **({"baseline": (options.baseline.resolve(), [TRAIN])} if options.baseline else {}),
+        **{name: (ROOT, command) for name, command in (AIDS if options.aids else ELASTICITY).items()},
     }
     steps: dict[str, list[list[float]]] = {name: [] for name in contestants}
     for number in range(options.rounds):
         for name in list(contestants)[:: -1 if number % 2 else 1]:
-            root, overrides = contestants[name]
-            steps[name].append(run(root, overrides, options.steps))
+            root, command = contestants[name]
+            steps[name].append(run(root, *command, num_steps=options.steps))
     first = next(iter(contestants))
     print(f"| | median step | against {first}: medians | lower quartiles | all (lower quartiles) |")
     print("|---|--:|--:|--:|---|")
@@ -71,11 +75,11 @@ def lower_quartile(values: list[float]) -> float:
     return statistics.quantiles(values, n=4)[0]
 
 
-def run(root: Path, overrides: list[str], num_steps: int) -> list[float]:
+def run(root: Path, script: str, *overrides: str, num_steps: int) -> list[float]:
     """Seconds of each timed step."""
     with TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "launch/train.py", "--config", "configs/quickstart.json", f"run.directory={folder}/run"),
+            *(sys.executable, script, "--config", "configs/quickstart.json", f"run.directory={folder}/run"),
             *(f"run.num_steps={num_steps + WARMUP_STEPS}", "run.evaluate_every=null", "run.evaluate_batches=1"),
             *overrides,
         ]

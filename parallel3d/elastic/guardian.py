@@ -23,7 +23,7 @@ from parallel3d.elastic.control import CHUNK_BYTES, FrameReader, encode_frame, o
 from parallel3d.elastic.coordinator import Limits
 from parallel3d.elastic.finder import Finder
 from parallel3d.elastic.membership import Address
-from parallel3d.elastic.pulse import BEAT_S, Patience, Watch
+from parallel3d.elastic.pulse import LOOK_S, Patience, Watch
 from parallel3d.elastic.succession import GuardianPlace, Roster
 from parallel3d.elastic.verdict import EXIT_BY_SIGNAL, signal_name
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError, ProtocolError
@@ -137,7 +137,7 @@ class Guardian:
                 self._ask_next_heir()
                 if parent is not None and os.getppid() != parent:
                     self._kill_all(enforced=False)
-                for key, _ in self._selector.select(BEAT_S if self._watch.active else TICK_S):
+                for key, _ in self._selector.select(LOOK_S if self._watch.active else TICK_S):
                     key.data()
             return self._exit_code
         finally:

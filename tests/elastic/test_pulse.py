@@ -16,6 +16,7 @@ from parallel3d.comm.abort import Wait
 from parallel3d.config.schema import ElasticConfig, TimeoutConfig
 from parallel3d.elastic.pulse import (
     BEAT_S,
+    LOOK_S,
     Mode,
     Patience,
     Pulse,
@@ -55,6 +56,8 @@ def test_patience_follows_the_round_trip_between_its_bounds():
     [
         (0.49, {"stopped": True}, ""),
         (0.51, {"stopped": True}, "silent for 0.5 s (stopped)"),
+        (1.09, {"stopped": True, "moved_s": 1000.6}, ""),  # an instruction is a sign, too
+        (1.11, {"stopped": True, "moved_s": 1000.6}, "silent for 0.5 s (stopped)"),
         (1.99, {}, ""),  # runnable: starved
         (2.01, {}, "silent for 2.0 s"),
         (1.99, {"stopped": None}, ""),  # the kernel can't be asked
@@ -103,8 +106,8 @@ class Ward:
     def pass_time(self, seconds: float) -> dict[int, str]:
         """Looks in the usual rhythm; everything that was seen."""
         seen: dict[int, str] = {}
-        for _ in range(round(seconds / BEAT_S)):
-            self.now_s += BEAT_S
+        for _ in range(round(seconds / LOOK_S)):
+            self.now_s += LOOK_S
             seen |= self.watch.look([1])
         return seen
 
