@@ -1,14 +1,26 @@
-"""Values that follow the run's progress: learning rate now, batch size and sequence length by the same rule.
+"""Values that follow the run's progress, in updates or in tokens trained: the learning rate now.
 
-A ramp rises linearly over its warmup, then stays or decays until `decay_end`. `warmup`, `decay_end` and the position
-given to `at` share one unit, which the caller chooses: updates, or tokens trained.
+A ramp rises linearly over its warmup, stays at its peak until the decay begins, and decays until it ends::
+
+    peak      ____________
+             /            \\
+            /              \\______  min_ratio * peak
+    0      /
+           0  warmup  decay_begin  decay_end
+
+Warmup and decay each have their own unit. GPT-3 counts both in tokens; "Sequence Length Warmup" (Li et al. 2022,
+section 5.1) warms up over updates, since short sequences would stretch a warmup in tokens, and decays over tokens, so
+that runs with other lengths have the same learning rate after the same number of tokens. Where the two overlap the
+lower counts.
 
 Two forms of decay reach `min_ratio`:
 
     floor   peak * (min_ratio + (1 - min_ratio) * shape)    decays all the way, ends at the floor
     clamp   peak * max(min_ratio, shape)                    decays towards 0, flat once it meets the floor (HLAT)
 
-where shape goes from 1 to 0 between `warmup` and `decay_end`.
+where shape goes from 1 to 0 between `decay_begin` and `decay_end`. A late `decay_begin` makes it warmup-stable-decay
+(WSD: Hu et al. 2024, "MiniCPM"), of which the shape 1-sqrt is a form (Hägele et al. 2024, "Scaling laws and
+compute-optimal training beyond fixed training durations").
 """
 
 from __future__ import annotations
@@ -18,10 +30,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-SHAPES: Mapping[str, Callable[[float], float]] = {
+Shape = Literal["constant", "linear", "cosine", "1-sqrt"]
+
+Unit = Literal["updates", "tokens"]
+
+SHAPES: Mapping[Shape, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
 
 
@@ -30,19 +47,28 @@ class Ramp:
     """Linear warmup from 0 to `peak`, then one of SHAPES down to `min_ratio * peak`."""
 
     peak: float
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: Shape = "constant"
     warmup: int = 0
+    warmup_unit: Unit = "updates"
+    decay_begin: int = 0
     decay_end: int = 0
+    """No shape but the constant holds its peak beyond this, even if it has not begun."""
+    decay_unit: Unit = "updates"
     min_ratio: float = 0.0
     form: Literal["floor", "clamp"] = "floor"
 
-    def at(self, position: float) -> float:
-        """The value at `position`: 0 before anything was trained, where a warmup's value is 0 too.
+    def at(self, *, updates: float, tokens: float) -> float:
+        """The value after so many updates, which trained on so many tokens: 0 before the first where a warmup begins.
 
-        A trainer that wants its first update to count asks for `at(num_updates + 1)`.
+        A trainer that wants its first update to count asks after it has counted it.
         """
-        if position < self.warmup:
-            return self.peak * position / self.warmup
+        done: Mapping[Unit, float] = {"updates": updates, "tokens": tokens}
+        return min(self._risen(done[self.warmup_unit]), self._fallen(done[self.decay_unit]))
+
+    def _risen(self, position: float) -> float:
+        return self.peak * position / self.warmup if position < self.warmup else self.peak
+
+    def _fallen(self, position: float) -> float:
         shape = SHAPES[self.kind](self._decayed(position))
         if self.form == "clamp":
             return self.peak * max(self.min_ratio, shape)
@@ -52,4 +78,6 @@ class Ramp:
         """The part of the decay that lies behind `position`, in [0, 1]."""
         if position >= self.decay_end:
             return 1.0
-        return (position - self.warmup) / (self.decay_end - self.warmup)
+        if position <= self.decay_begin:
+            return 0.0
+        return (position - self.decay_begin) / (self.decay_end - self.decay_begin)

@@ -121,7 +121,11 @@ def warnings(config: Config) -> list[str]:
     """What is allowed but hardly meant, one sentence each; of a resolved configuration."""
     parallel, replicas = config.parallel, stage_replicas(config)
     num_micro_batches = batch_sizes(config.batch)[2]
-    decay_steps = config.schedule.decay_steps or config.run.num_steps
+    schedule = config.schedule
+    if schedule.decay_tokens is None:
+        unit, decay_end, run_end = "steps", schedule.decay_steps or config.run.num_steps, config.run.num_steps
+    else:
+        unit, decay_end, run_end = "tokens", schedule.decay_tokens, config.run.num_steps * tokens_per_step(config)
     slices = num_micro_batches / max(replicas) * parallel.virtual_stages
     bubble = (parallel.pp_size - 1) / (slices + parallel.pp_size - 1)
     uneven = sorted({count for count in replicas if num_micro_batches % count})
@@ -149,13 +153,17 @@ def warnings(config: Config) -> list[str]:
             'run.compile "elementwise" has no effect on gpt2, whose norms and activations are kernels already',
         ),
         (
-            config.schedule.kind != "constant" and decay_steps < config.run.num_steps,
-            f"the learning rate stays at its lowest from update {decay_steps} of {config.run.num_steps} on"
-            " (schedule.decay_steps)",
+            schedule.kind != "constant" and decay_end < 0.8 * run_end,
+            f"the learning rate stays at its lowest from {decay_end:,} {unit} of {run_end:,} on"
+            f" (schedule.decay_{unit})",
         ),
         (
-            config.schedule.warmup_steps >= config.run.num_steps,
-            f"the run ends within its warmup of {config.schedule.warmup_steps} updates (schedule.warmup_steps)",
+            schedule.warmup_steps >= config.run.num_steps,
+            f"the run ends within its warmup of {schedule.warmup_steps:,} updates (schedule.warmup_steps)",
+        ),
+        (
+            (schedule.warmup_tokens or 0) >= config.run.num_steps * tokens_per_step(config),
+            f"the run ends within its warmup of {schedule.warmup_tokens or 0:,} tokens (schedule.warmup_tokens)",
         ),
         (
             config.elastic.enabled and not config.elastic.zero_backups and parallel.zero_stage and max(replicas) > 1,

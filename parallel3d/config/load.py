@@ -71,7 +71,8 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
         model["activation_function"] = derived.activation_function(config.model)
     if parallel["stage_replicas"] is None:
         parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
-    schedule["decay_steps"] = schedule["decay_steps"] or max(run["num_steps"], schedule["warmup_steps"])
+    if schedule["decay_tokens"] is None:
+        schedule["decay_steps"] = schedule["decay_steps"] or max(run["num_steps"], schedule["warmup_steps"])
     run["directory"] = expand_home(run["directory"] or f"runs/{Path(config_path).stem}")
     run["resume"] = expand_home(run["resume"])
     raw["checkpoint"]["directory"] = expand_home(raw["checkpoint"]["directory"] or f"{run['directory']}/checkpoints")

@@ -234,16 +234,30 @@ def _check_batch(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def _check_schedule_units(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for part, is_given in (("warmup", config.schedule.warmup_steps > 0), ("decay", config.schedule.decay_steps)):
+        in_tokens = _value(config, f"schedule.{part}_tokens")
+        if is_given and in_tokens is not None:
+            yield Problem(
+                field=f"schedule.{part}_tokens",
+                value=in_tokens,
+                rule=f"excludes schedule.{part}_steps = {_value(config, f'schedule.{part}_steps')}, which says the same"
+                " in updates",
+                fix="Leave one of them out",
+            )
+
+
 def _check_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
-    schedule = config.schedule
-    end = schedule.decay_steps  # a short trial run may end within its warmup: that is a warning
-    if schedule.kind != "constant" and end is not None and schedule.warmup_steps > end:
-        yield Problem(
-            field="schedule.warmup_steps",
-            value=schedule.warmup_steps,
-            rule=f"is longer than the schedule, which ends at schedule.decay_steps = {end}",
-            fix=f"Take at most {end}, or raise schedule.decay_steps",
-        )
+    for unit in ("steps", "tokens"):
+        warmup, end = (_value(config, f"schedule.{part}_{unit}") for part in ("warmup", "decay"))
+        # a short trial run may end within its warmup: that is a warning
+        if config.schedule.kind != "constant" and end is not None and warmup is not None and warmup > end:
+            yield Problem(
+                field=f"schedule.warmup_{unit}",
+                value=warmup,
+                rule=f"is longer than the schedule, which ends at schedule.decay_{unit} = {end}",
+                fix=f"Take at most {end}, or raise schedule.decay_{unit}",
+            )
 
 
 def _check_tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -319,6 +333,7 @@ def expand_home(path: str) -> str:
 
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
 _STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
+_SCHEDULE = tuple(f"schedule.{part}_{unit}" for part in ("warmup", "decay") for unit in ("steps", "tokens"))
 _LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
 
 
@@ -416,7 +431,8 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_stage_replicas, _LAYOUT),
     (_check_world, _LAYOUT),
     (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
-    (_check_warmup, ("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps")),
+    (_check_schedule_units, _SCHEDULE),
+    (_check_warmup, ("schedule.kind", *_SCHEDULE)),
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (_check_bytes, ("data.tokenizer", "model.vocab_size")),
     (_check_sources, ("data.sources",)),

@@ -45,6 +45,7 @@ from parallel3d.topology.grid import Coordinates, Grid
 from parallel3d.topology.groups import Groups, build_groups
 from parallel3d.trainer.entry import EntryLayout, TrainState
 from parallel3d.trainer.loader import EvaluationSequences, LaneLoader, Reader
+from parallel3d.trainer.schedule import build_learning_rate
 
 MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
 """The model's constructor: configuration, layers of this stage, tensor-parallel region, device."""
@@ -159,6 +160,11 @@ class RankRuntime:
         """The batch of the iteration that follows the state's."""
         return replace(plan_batch(self.config, iteration), loss_factor=self.state.loss_scale.factor)
 
+    @property
+    def learning_rate_now(self) -> float:
+        """That of the newest update."""
+        return self.learning_rate.at(updates=self.state.num_updates, tokens=self.state.tokens_trained)
+
     def cuts_on(self, grid: Grid, hosts: Mapping[int, str]) -> Cuts:
         """Who holds which range of this rank's buckets."""
         return cuts_of(self.config, self.place, grid, hosts)
@@ -175,7 +181,7 @@ class RankRuntime:
             return None
         return UpdateStep(
             number=self.state.num_updates,
-            learning_rate=self.learning_rate.at(self.state.num_updates),
+            learning_rate=self.learning_rate_now,
             grad_scale=entry.grad_scale(self.config.optimizer.max_grad_norm),
         )
 
@@ -411,16 +417,3 @@ def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: 
     rank.join(epoch, groups, Plans(rank.config, grid), transports)
     if not rank.optimizer.is_whole:  # it has begun from a checkpoint
         rank.optimizer.gather()
-
-
-def build_learning_rate(config: Config) -> Ramp:
-    """The learning rate by number of updates."""
-    schedule = config.schedule
-    return Ramp(
-        peak=config.optimizer.learning_rate,
-        kind=schedule.kind,
-        warmup=schedule.warmup_steps,
-        decay_end=schedule.decay_steps or config.run.num_steps,
-        min_ratio=schedule.min_ratio,
-        form=schedule.decay_form,
-    )

@@ -193,7 +193,7 @@ class Trainer:
                 "tokens": self.rank.state.tokens_trained,
                 "loss": _json_number(entry.loss),
                 "grad_norm": _json_number(entry.grad_norm) if entry.finite else None,
-                "lr": self.rank.learning_rate.at(self.rank.state.num_updates),
+                "lr": self.rank.learning_rate_now,
                 "num_updates": self.rank.state.num_updates,
                 **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
                 **(_times(report, data_wait_s, self.rank.train_plan.bubble) if report is not None else {}),

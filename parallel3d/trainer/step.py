@@ -55,7 +55,7 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False, sa
     rank.optimizer.update(rank.state.iteration, rank.update_step())
     return StepReport(
         entry=entry,
-        learning_rate=rank.learning_rate.at(rank.state.num_updates),
+        learning_rate=rank.learning_rate_now,
         step_s=time.perf_counter() - started,
         bubble=bubble,
         warning=warning,

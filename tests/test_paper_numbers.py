@@ -1,0 +1,108 @@
+"""Numbers that papers publish, or that follow from their formulas, recomputed by our own functions."""
+
+from __future__ import annotations
+
+from math import cos, pi
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config.load import load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.ramps import Ramp
+from parallel3d.trainer.schedule import build_learning_rate
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def learning_rate(**changes: dict[str, object]) -> Ramp:
+    """That of HLAT-7B's configuration with these sections changed."""
+    raw = load_config(CONFIGS / "hlat_7b.json").model_dump()
+    for section, values in changes.items():
+        raw[section] |= values
+    return build_learning_rate(resolve(Config.model_validate(raw), config_path="paper.json"))
+
+
+# --- HLAT -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("peak", "name"), [(3e-4, "hlat_7b"), (1.5e-4, "hlat_70b")])
+def test_hlat_learning_rate(peak: float, name: str):
+    """max(0.1, 0.5 (1 + cos(pi p))), p = (s - 2000) / (500,000 - 2000), after a linear warmup."""
+    ramp = build_learning_rate(resolve(load_config(CONFIGS / f"{name}.json"), config_path="paper.json"))
+    for step, share in [(0, 0.0), (1000, 0.5), (2000, 1.0), (250_000, 0.50315), (397_994, 0.1), (429_153, 0.1)]:
+        assert ramp.at(updates=step, tokens=0) == pytest.approx(peak * share, rel=1e-5), step
+    assert ramp.at(updates=397_993, tokens=0) > 0.1 * peak
+
+
+def test_hlat_plateau():
+    """p = (s - w - plateau) / (T - w - plateau)."""
+    ramp = learning_rate(schedule=dict(warmup_steps=2000, decay_steps=12_000, plateau_ratio=0.2))
+    values = [ramp.at(updates=step, tokens=0) / 3e-4 for step in (2000, 4000, 6000, 8000, 12_000)]
+    assert values == pytest.approx([1.0, 1.0, 0.5 * (1 + cos(pi / 4)), 0.5, 0.1])
+
+
+# --- Sequence Length Warmup: the learning rate ------------------------------------------------------------------------
+
+SLW_SCHEDULE = dict(
+    kind="cosine",
+    warmup_steps=3000,
+    decay_steps=None,
+    decay_tokens=157_286_400_000,
+    min_ratio=1 / 15,
+    decay_form="floor",
+)
+SLW = dict(
+    batch=dict(global_batch_size=512, micro_batch_size=2, sequence_length=1024),
+    parallel=dict(tp_size=1, dp_size=256, sequence_parallel=False),
+    optimizer=dict(learning_rate=1.5e-4),
+    schedule=SLW_SCHEDULE,
+)
+
+
+def test_tokens_of_a_schedule_by_steps():
+    """lr_decay_tokens = decay_iters x global batch x full length; the budget of 300K baseline steps."""
+    assert SLW_SCHEDULE["decay_tokens"] == 300_000 * 512 * 1024
+    by_tokens = learning_rate(**SLW)
+    by_steps = learning_rate(**SLW | {"schedule": SLW_SCHEDULE | {"decay_tokens": None, "decay_steps": 300_000}})
+    for step in (1, 2999, 3000, 3001, 150_000, 299_999, 300_000, 310_000):
+        tokens = step * 512 * 1024
+        values = [ramp.at(updates=step, tokens=tokens) for ramp in (by_tokens, by_steps)]
+        assert values[0] == pytest.approx(values[1], rel=1e-12), step
+
+
+def test_equal_learning_rate_after_equally_many_tokens():
+    """lr = min + (max - min) / 2 (1 + cos(pi (tokens - w) / (D - w))), however many steps it took."""
+    ramp, w, end = learning_rate(**SLW), 3000 * 512 * 1024, 157_286_400_000
+    for tokens in (w, 2 * w, 50_000_000_000, 120_000_000_000, end):
+        wanted = 1e-5 + 0.5 * (1.5e-4 - 1e-5) * (1 + cos(pi * (tokens - w) / (end - w)))
+        for steps in (3000, 110_000, 330_000):
+            assert ramp.at(updates=steps, tokens=tokens) == pytest.approx(wanted, rel=1e-12)
+    assert ramp.at(updates=1500, tokens=1500 * 512 * 8) == pytest.approx(0.75e-4)  # steps lead the warmup
+
+
+@pytest.mark.parametrize(("tokens", "length", "steps"), [(1_572_864_000, 8, 384_000), (1_572_864_000, 1024, 3000)])
+def test_steps_of_a_warmup_by_tokens(tokens: int, length: int, steps: int):
+    """warmup_iters = X / (min_difficulty x global batch): why the paper counts the warmup in steps."""
+    assert tokens == steps * 512 * length
+    ramp = learning_rate(**SLW | {"schedule": SLW_SCHEDULE | {"warmup_steps": 0, "warmup_tokens": tokens}})
+    for done in (steps // 2, steps):
+        assert ramp.at(updates=done, tokens=done * 512 * length) == pytest.approx(1.5e-4 * done / steps, rel=1e-12)
+
+
+def test_gpt3_learning_rate():
+    """Warmup over 375M tokens, cosine to a tenth at 260B tokens, training to 300B."""
+    ramp = learning_rate(
+        optimizer=dict(learning_rate=6e-4),
+        schedule=dict(
+            warmup_steps=0,
+            warmup_tokens=375_000_000,
+            decay_steps=None,
+            decay_tokens=260_000_000_000,
+            min_ratio=0.1,
+            decay_form="floor",
+        ),
+    )
+    half = (375_000_000 + 260_000_000_000) // 2
+    for tokens, wanted in [(187_500_000, 3e-4), (375_000_000, 6e-4), (half, 3.3e-4), (260e9, 6e-5), (300e9, 6e-5)]:
+        assert ramp.at(updates=0, tokens=tokens) == pytest.approx(wanted, rel=1e-9)
