@@ -86,3 +86,10 @@ def test_gpt2_163m():
     assert derived.tokens_per_step(config) * config.run.num_steps == 3_260_268_544  # 20 tokens a parameter, rounded up
     assert derived.world_size(config) == 8
     assert config.model.max_position_embeddings == config.batch.sequence_length == 1024
+
+
+def test_tinystories_78m():
+    config = shipped("tinystories_78m.json")
+    assert derived.num_parameters(config.model) == 78_408_704
+    assert (derived.tokens_per_step(config), config.run.num_steps) == (128 * 256, 5000)
+    assert derived.world_size(config) == 2
