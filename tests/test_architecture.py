@@ -70,6 +70,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.debug.replicas",
     *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
     *(f"parallel3d.elastic.{name}" for name in ("launcher_env", "slurm")),
+    "parallel3d.monitor.tuning",
     "parallel3d.trainer.schedule",
 )
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")

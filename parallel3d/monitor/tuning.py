@@ -1,0 +1,118 @@
+"""The low-cost search for a sequence-length warmup by short runs ("Sequence Length Warmup", Li et al. 2022, section 4).
+
+    1  begin with a length of 8 and a duration T of a few multiples of the learning rate's warmup
+    2  raise the first length until the validation perplexity does not fluctuate at the very beginning
+    3  search by halving for the longest T without fluctuation within the first few multiples of that warmup
+
+A fluctuation is a perplexity of more than 1.3 times the best one before. The search sees validation alone, and of each
+run only its beginning. It takes for granted that a longer first length, and a shorter duration, are the calmer ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, inf, isfinite, log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A short run: a linear warmup from `start` over `duration` steps, of which `num_steps` are run."""
+
+    start: int
+    duration: int
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A validation loss, in nats; None: not finite, or the run diverged before it."""
+
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fluctuation:
+    """The first evaluation that is too far above the best one before."""
+
+    step: int
+    ratio: float
+    """Of its perplexity to the best one; infinite for a run that has diverged."""
+
+    def __str__(self) -> str:
+        size = f"{self.ratio:.2f} x the best" if isfinite(self.ratio) else "not finite"
+        return f"fluctuates at step {self.step}: perplexity {size}"
+
+
+def first_fluctuation(evaluations: Sequence[Evaluation], tolerance: float) -> Fluctuation | None:
+    """Where a perplexity is more than `tolerance` times the best one before; None: nowhere."""
+    best = inf
+    for evaluation in evaluations:
+        loss = inf if evaluation.loss is None else evaluation.loss
+        if not isfinite(loss) or loss - best > log(tolerance):
+            return Fluctuation(step=evaluation.step, ratio=exp(loss - best) if isfinite(loss) else inf)
+        best = min(best, loss)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is tried, and what counts as calm."""
+
+    starts: Sequence[int]
+    """First lengths, rising."""
+    durations: Sequence[int]
+    """Rising; the first of them is that of step 1."""
+    beginning_steps: int
+    """Steps of a run that tries a first length."""
+    probe_steps: int
+    """Steps of a run that tries a duration."""
+    tolerance: float = 1.3
+
+    @property
+    def max_probes(self) -> int:
+        return len(self.starts) + len(self.durations).bit_length()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The warmup that was found, or None and why."""
+
+    start: int | None
+    duration: int | None
+    reason: str
+
+
+Run = Callable[[Probe], Sequence[Evaluation]]
+"""Trains, and returns the validations in their order."""
+
+Tell = Callable[[Probe, Fluctuation | None], None]
+
+
+def tune(search: Search, run: Run, tell: Tell = lambda probe, fluctuation: None) -> Outcome:
+    """The longest calm duration of the smallest calm first length; at most `search.max_probes` runs."""
+
+    def is_calm(probe: Probe) -> bool:
+        fluctuation = first_fluctuation(run(probe), search.tolerance)
+        tell(probe, fluctuation)
+        return fluctuation is None
+
+    def starts_calmly(start: int) -> bool:
+        return is_calm(Probe(start=start, duration=search.durations[0], num_steps=search.beginning_steps))
+
+    start = next(filter(starts_calmly, search.starts), None)
+    if start is None:
+        return Outcome(start=None, duration=None, reason="every first length fluctuates at the very beginning")
+    calm, wild = 0, len(search.durations) + 1  # numbers of durations, from 1: calm is the longest known to be
+    while wild - calm > 1:
+        middle = (calm + wild) // 2
+        if is_calm(Probe(start=start, duration=search.durations[middle - 1], num_steps=search.probe_steps)):
+            calm = middle
+        else:
+            wild = middle
+    if calm == 0:
+        return Outcome(start=start, duration=None, reason="even the shortest duration fluctuates")
+    is_last = calm == len(search.durations)
+    reason = "the longest that was to be tried" if is_last else f"{search.durations[calm]} fluctuates"
+    return Outcome(start=start, duration=search.durations[calm - 1], reason=reason)
