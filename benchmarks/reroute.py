@@ -30,7 +30,7 @@ from parallel3d.comm.sockets import SocketLinks, open_listener  # noqa: E402
 from parallel3d.comm.tensor_parallel import solo_region  # noqa: E402
 from parallel3d.layers.micro_batch import BatchPlan, MicroBatch  # noqa: E402
 from parallel3d.layers.parameter import ShardedParameter  # noqa: E402
-from parallel3d.pipeline.executor import Executor  # noqa: E402
+from parallel3d.pipeline.executor import Executor, Loaded  # noqa: E402
 from parallel3d.pipeline.partition import StageCosts  # noqa: E402
 from parallel3d.pipeline.planner import Plan, choose_plan, finish_candidates  # noqa: E402
 from parallel3d.pipeline.request import PlanRequest  # noqa: E402
@@ -164,8 +164,9 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
             device=torch.device("cpu"),
             token=token,
         )
+        tokens = torch.zeros(4, dtype=torch.int64)
         ready.wait(60.0)
-        executor.run(plan.lists[place.replica], batch, lambda micro: (torch.zeros(4).long(), torch.zeros(4).long()))
+        executor.run(plan.lists[place.replica], batch, lambda micro: Loaded(tokens, tokens))
         ends.append(time.perf_counter())
         links.close()
 

@@ -278,6 +278,7 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> Layou
             train_lanes=lanes,
             evaluate_lanes=evaluation_lanes(config, corpus),
             device=torch.device("cpu"),
+            eos_id=corpus.tokenizer.eos_id,
         )
         start_rank(runtime, grid, transports)
         return runtime

@@ -71,6 +71,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         train_lanes=prefetcher,
         evaluate_lanes=evaluation_lanes(config, corpus),
         device=device,
+        eos_id=corpus.tokenizer.eos_id,
         observe=probe.observe,
         probe=probe.enter_phase,
         label=trace.label,

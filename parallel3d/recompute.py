@@ -41,7 +41,8 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""Fused attention on all devices. Without a fused kernel the scores (tokens x tokens) exist, and are recomputed."""
+"""Fused attention on all devices. Without a fused kernel the scores (tokens x tokens) exist, and are recomputed; so is
+varlen_attn, which is an operator of another kind."""
 
 
 def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, products: Products) -> Tensor:

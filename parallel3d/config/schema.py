@@ -262,6 +262,9 @@ class DataConfig(Section):
     corpus' size and the number of lanes (batch.global_batch_size)."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
+    document_mask: bool = False
+    """Attention does not cross the end of a document (EOS) in a packed sequence: each document is trained on as if it
+    were a sequence of its own. Also in evaluations."""
     cache_directory: str | None = None
     """Folder for tokenizers and indexes that are made once. Null: ~/.cache/parallel3d."""
     prefetch: PositiveInt = 2

@@ -3,14 +3,20 @@
 The masked half is not computed and no mask tensor exists: torch's SDPA with is_causal. With fewer key/value heads than
 query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer than ranks, a copy of the one head that
 its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
+
+Where documents are kept apart, nobody sees a token of another document: as if each were a sequence of its own. On CPUs
+that is what happens, one SDPA for each; on CUDA in 16-bit formats torch's varlen_attn takes all of them at once.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from parallel3d.comm.staging import to_device
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import Placement
@@ -72,12 +78,40 @@ class CausalSelfAttention(nn.Module):
         if q.dtype is torch.float16 and q.device.type == "cpu":  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
         with self.qkv.tp.products.attention():
-            mixed = scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                is_causal=True,
-                enable_gqa=self.heads.num_kv_heads != self.heads.num_query_heads,
-            )
-        mixed = mixed.to(qkv.dtype).transpose(1, 2).reshape(-1, self.heads.query_size)
-        return self.output(mixed, micro_batch)
+            documents = micro_batch.documents
+            mixed = attend(q, k, v) if documents is None else attend_within(documents, q, k, v)
+        return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]).transpose(1, 2)
+
+
+def attend_within(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same for each of the documents, whose lengths add up to batch * seq: -> (1, batch * seq, query heads, size).
+
+    Splits once and concatenates once: slices would each give a gradient of the whole, to be added up.
+    """
+    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+    if q.is_cuda and q.dtype.itemsize == 2:
+        return _attend_varlen(documents, q, k, v).unsqueeze(0)
+    parts = zip(*(each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v)))
+    return torch.cat([attend(*part) for part in parts], dim=1)
+
+
+def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(tokens, heads, size) each, by torch's kernel for sequences of many lengths. Written, not run yet.
+
+    Key-value heads are repeated: torch 2.11 does not know grouped ones here.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # on CPUs it has no kernel
+
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
+    begins = to_device(torch.tensor([0, *accumulate(documents)], dtype=torch.int32), q.device)
+    longest = max(documents)
+    mixed = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=(-1, 0))
+    assert isinstance(mixed, Tensor)  # there are more results for whoever asks
+    return mixed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +12,11 @@ Site = Literal["forward", "backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Consecutive tokens of one sequence, as far as a rank has them."""
+    """Consecutive tokens of one sequence or document, as far as a rank has them."""
 
     slot: int
     positions: range
-    """Where they stand in the sequence."""
+    """Where they stand in the sequence, or in the document."""
     rows: slice
     """Where they stand among the rank's tokens."""
 
@@ -32,6 +32,8 @@ class MicroBatch:
     training: bool = True
     loss_factor: float = 1.0
     """Multiplies the gradients where they begin."""
+    documents: tuple[int, ...] | None = None
+    """Lengths of the documents, sequences end to end, that attention keeps apart; None: it knows of none."""
 
     @property
     def batch_size(self) -> int:
@@ -43,12 +45,23 @@ class MicroBatch:
 
     def pieces(self, begin: int, num_local: int) -> Iterator[Piece]:
         """Tokens `begin` to `begin + num_local - 1` of the micro-batch, sequence by sequence."""
-        seq = self.sequence_length
-        for number, slot in enumerate(self.slots):
-            first, last = max(begin, number * seq), min(begin + num_local, (number + 1) * seq)
+        return self._cut((self.sequence_length,) * self.batch_size, begin, num_local)
+
+    def document_pieces(self, begin: int, num_local: int) -> Iterator[Piece]:
+        """The same document by document, where they are kept apart: positions are then those in the document."""
+        return self.pieces(begin, num_local) if self.documents is None else self._cut(self.documents, begin, num_local)
+
+    def _cut(self, lengths: Iterable[int], begin: int, num_local: int) -> Iterator[Piece]:
+        start = 0
+        for length in lengths:
+            first, last = max(begin, start), min(begin + num_local, start + length)
             if first < last:
-                positions = range(first - number * seq, last - number * seq)
-                yield Piece(slot=slot, positions=positions, rows=slice(first - begin, last - begin))
+                yield Piece(
+                    slot=self.slots[start // self.sequence_length],
+                    positions=range(first - start, last - start),
+                    rows=slice(first - begin, last - begin),
+                )
+            start += length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +76,8 @@ class BatchPlan:
     training: bool = True
     loss_factor: float = 1.0
     """Multiplies the gradients where they begin; the optimizer divides by it again."""
+    masks_documents: bool = False
+    """Attention keeps documents apart: who loads a micro-batch finds them, the others are told."""
 
     @property
     def num_slots(self) -> int:

@@ -1,4 +1,7 @@
-"""Learned positions: each token gets the row of its index in its sequence added (Radford et al., GPT-2)."""
+"""Learned positions: each token gets the row of its index in its sequence added (Radford et al., GPT-2).
+
+Where attention keeps documents apart, its index in its document: each is then trained on as if it stood alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from parallel3d.sharding import ParamSharding
 
 
 class _AddPositions(Function):
-    """x + the positions' rows; backward adds, sequence by sequence, into those rows' main gradients."""
+    """x + the positions' rows; backward adds, piece by piece, into those rows' main gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: tuple[Piece, ...]) -> Tensor:
@@ -46,5 +49,5 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         num_local = x.shape[0]
-        pieces = tuple(micro_batch.pieces(self.tp.first_local_token(num_local), num_local))
+        pieces = tuple(micro_batch.document_pieces(self.tp.first_local_token(num_local), num_local))
         return _AddPositions.apply(x, self.weight, pieces)

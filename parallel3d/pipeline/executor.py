@@ -12,9 +12,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from parallel3d.comm.messages import Header, Kind, Links
 from parallel3d.comm.staging import HostCopy, to_device
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.errors import EpochEnded
+from parallel3d.layers.documents import num_rows, split_documents, with_documents
 from parallel3d.layers.micro_batch import BatchPlan, MicroBatch, Site
 from parallel3d.layers.parameter import WeightGrads, WeightWork, parameters_of, run_kept
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
@@ -41,9 +42,19 @@ Label = Callable[[Instruction], AbstractContextManager[object]]
 
 NO_LABEL: AbstractContextManager[object] = nullcontext()
 
-Loader = Callable[[MicroBatch], tuple[Tensor, Tensor]]
-"""Inputs and targets of a micro-batch, (tokens,) int64 each."""
 
+class Loaded(NamedTuple):
+    """What a first stage reads for a micro-batch."""
+
+    inputs: Tensor
+    """(tokens,) int64."""
+    targets: Tensor
+    """(tokens,) int64."""
+    documents: tuple[int, ...] | None = None
+    """Their lengths, where attention keeps documents apart."""
+
+
+Loader = Callable[[MicroBatch], Loaded]
 
 Slice = tuple[int, int]
 """(micro-batch, chunk)"""
@@ -117,12 +128,16 @@ class Executor:
     # --- one method for each op -----------------------------------------------------------------------------------
 
     def _load(self, scratch: _Scratch, step: Instruction) -> None:
-        inputs, targets = scratch.load(scratch.batch.micro_batch(step.micro_batch))
-        scratch.inputs[_slice(step)] = inputs
-        scratch.targets[step.micro_batch] = targets
+        loaded = scratch.load(scratch.batch.micro_batch(step.micro_batch))
+        scratch.inputs[_slice(step)] = loaded.inputs
+        scratch.targets[step.micro_batch] = loaded.targets
+        scratch.documents[step.micro_batch] = loaded.documents
 
     def _forward(self, scratch: _Scratch, step: Instruction) -> None:
-        key, micro_batch = _slice(step), scratch.batch.micro_batch(step.micro_batch)
+        key = _slice(step)
+        micro_batch = replace(
+            scratch.batch.micro_batch(step.micro_batch), documents=scratch.documents.get(step.micro_batch)
+        )
         started = time.perf_counter()
         inputs = scratch.inputs.pop(key)
         is_last = self._place.pp == self.grid.pp_size - 1 and step.chunk == len(self.chunks) - 1
@@ -173,21 +188,32 @@ class Executor:
     def _send_targets(self, scratch: _Scratch, step: Instruction) -> None:
         self._send(scratch, step, Kind.TARGETS, scratch.targets.pop(step.micro_batch))
 
-    def _send_tensor(self, scratch: _Scratch, step: Instruction) -> None:
-        kind = Kind.ACTIVATION if step.op is Op.SEND_ACTIVATION else Kind.GRADIENT
-        self._send(scratch, step, kind, scratch.outgoing.pop(_slice(step)))
+    def _send_activation(self, scratch: _Scratch, step: Instruction) -> None:
+        activation, documents = scratch.outgoing.pop(_slice(step)), scratch.documents.get(step.micro_batch)
+        tensor = activation if documents is None else with_documents(activation, documents)
+        self._send(scratch, step, Kind.ACTIVATION, tensor)
+
+    def _send_gradient(self, scratch: _Scratch, step: Instruction) -> None:
+        self._send(scratch, step, Kind.GRADIENT, scratch.outgoing.pop(_slice(step)))
 
     def _receive_targets(self, scratch: _Scratch, step: Instruction) -> None:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
-        scratch.targets[step.micro_batch] = self._receive(scratch, step, Kind.TARGETS, (num_tokens,), torch.int64)
+        targets = self._receive(scratch, step, Kind.TARGETS, (num_tokens,), torch.int64)
+        scratch.targets[step.micro_batch] = to_device(targets, self.device)
 
     def _receive_activation(self, scratch: _Scratch, step: Instruction) -> None:
-        received = self._receive(scratch, step, Kind.ACTIVATION, self._hidden_shape(scratch, step), self.dtype)
-        scratch.inputs[_slice(step)] = received.requires_grad_(scratch.batch.training)
+        num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
+        num_local, hidden_size = self._hidden_shape(scratch, step)
+        has_documents = scratch.batch.masks_documents
+        shape = (num_local + num_rows(num_tokens, hidden_size) * has_documents, hidden_size)
+        received = self._receive(scratch, step, Kind.ACTIVATION, shape, self.dtype)
+        if has_documents:
+            received, scratch.documents[step.micro_batch] = split_documents(received, num_tokens)
+        scratch.inputs[_slice(step)] = to_device(received, self.device).requires_grad_(scratch.batch.training)
 
     def _receive_gradient(self, scratch: _Scratch, step: Instruction) -> None:
-        shape = self._hidden_shape(scratch, step)
-        scratch.gradients[_slice(step)] = self._receive(scratch, step, Kind.GRADIENT, shape, self.dtype)
+        received = self._receive(scratch, step, Kind.GRADIENT, self._hidden_shape(scratch, step), self.dtype)
+        scratch.gradients[_slice(step)] = to_device(received, self.device)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -198,8 +224,9 @@ class Executor:
     def _receive(
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
+        """In the host's memory."""
         header = self._header(scratch, step, kind, shape, dtype)
-        return to_device(self.links.receive(self._peer(step), header), self.device)
+        return self.links.receive(self._peer(step), header)
 
     def _header(
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
@@ -231,12 +258,13 @@ class Executor:
 
 @dataclass
 class _Scratch:
-    """What one run of a list holds between its instructions: by slice, targets and losses by micro-batch."""
+    """What one run of a list holds between its instructions: by slice; targets, documents, losses by micro-batch."""
 
     batch: BatchPlan
     load: Loader
     inputs: dict[Slice, Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
+    documents: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
     live: dict[Slice, tuple[Tensor, Tensor]] = field(default_factory=dict)
     outgoing: dict[Slice, Tensor] = field(default_factory=dict)
     gradients: dict[Slice, Tensor] = field(default_factory=dict)
@@ -257,8 +285,8 @@ _ACTIONS = {
     Op.BACKWARD_WEIGHT: Executor._backward_weight,
     Op.SEND_TARGETS: Executor._send_targets,
     Op.RECV_TARGETS: Executor._receive_targets,
-    Op.SEND_ACTIVATION: Executor._send_tensor,
+    Op.SEND_ACTIVATION: Executor._send_activation,
     Op.RECV_ACTIVATION: Executor._receive_activation,
-    Op.SEND_GRADIENT: Executor._send_tensor,
+    Op.SEND_GRADIENT: Executor._send_gradient,
     Op.RECV_GRADIENT: Executor._receive_gradient,
 }

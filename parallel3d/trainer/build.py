@@ -258,6 +258,7 @@ def plan_batch(config: Config, iteration: int) -> BatchPlan:
         num_micro_batches=config.batch.num_micro_batches,
         micro_batch_size=config.batch.micro_batch_size,
         sequence_length=config.batch.sequence_length,
+        masks_documents=config.data.document_mask,
     )
 
 
@@ -311,17 +312,23 @@ def prepare_rank(
     train_lanes: Reader,
     evaluate_lanes: Lanes | None,
     device: torch.device,
+    eos_id: int | None = None,
     observe: Observer = lambda instruction: None,
     probe: Probe = lambda phase: None,
     label: Label = lambda instruction: NO_LABEL,
 ) -> RankRuntime:
-    """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders."""
+    """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders.
+
+    `eos_id` ends documents in both sets of lanes; needed where attention keeps them apart.
+    """
+    assert eos_id is not None or not config.data.document_mask, "who keeps documents apart must know where they end"
     parallel, place, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
     batch = plan_batch(config, 0)
     tp_ranks = grid.tp_ranks(place.replica)
     tp = TensorParallel(
         group=AbsentGroup(name="none", rank=place.tp, ranks=tp_ranks), sequence_parallel=parallel.sequence_parallel
     )
+    border = eos_id if config.data.document_mask else None
     mine = split_layers(config)[place.pp :: parallel.pp_size]
     chunks = nn.ModuleList(make_stage(config, layers, tp, device) for layers in mine)
     optimizer = ShardedOptimizer(
@@ -356,8 +363,8 @@ def prepare_rank(
         tp=tp,
         chunks=chunks,
         optimizer=optimizer,
-        train_loader=LaneLoader(train_lanes, device),
-        evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device) if evaluate_lanes else None,
+        train_loader=LaneLoader(train_lanes, device, border),
+        evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device, border) if evaluate_lanes else None,
         layout=EntryLayout(
             num_stages=grid.pp_size * parallel.virtual_stages,
             num_micro_batches=batch.num_micro_batches,

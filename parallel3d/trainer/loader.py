@@ -10,11 +10,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from parallel3d.comm.staging import to_device
 from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.layers.documents import document_lengths
 from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.pipeline.executor import Loaded
 
 
 class Reader(Protocol):
@@ -24,11 +25,15 @@ class Reader(Protocol):
 
 
 class LaneLoader:
-    """Loads micro-batches from given cursors; `advanced` are the cursors after what was loaded, by slot."""
+    """Loads micro-batches from given cursors; `advanced` are the cursors after what was loaded, by slot.
 
-    def __init__(self, reader: Reader, device: torch.device):
+    `eos_id` is the token at which documents end, where attention keeps them apart.
+    """
+
+    def __init__(self, reader: Reader, device: torch.device, eos_id: int | None = None):
         self._reader = reader
         self._device = device
+        self._eos_id = eos_id
         self._cursors: tuple[Cursor, ...] = ()
         self.advanced: dict[int, Cursor] = {}
 
@@ -37,14 +42,15 @@ class LaneLoader:
         self._cursors = cursors
         self.advanced = {}
 
-    def load(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, (tokens,) int64 each."""
+    def load(self, micro_batch: MicroBatch) -> Loaded:
         rows = []
         for slot in micro_batch.slots:
-            tokens, self.advanced[slot] = self._reader.read(slot, self._cursors[slot], micro_batch.sequence_length)
-            rows.append(tokens)
-        whole = to_device(torch.from_numpy(np.stack(rows).astype(np.int64)), self._device)
-        return whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1)
+            row, self.advanced[slot] = self._reader.read(slot, self._cursors[slot], micro_batch.sequence_length)
+            rows.append(row)
+        tokens = np.stack(rows).astype(np.int64)
+        documents = None if self._eos_id is None else document_lengths(tokens[:, :-1], self._eos_id)
+        whole = to_device(torch.from_numpy(tokens), self._device)
+        return Loaded(whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1), documents)
 
 
 class EvaluationSequences:

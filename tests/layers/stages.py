@@ -110,13 +110,14 @@ def backward_twice(config, tp, split, policy="fp32", recompute="none"):
     return {p.sharding.name: p.main_grad for p in parameters}, after
 
 
-def differences_of_tensor_parallel(config, size, sequence_parallel):
+def differences_of_tensor_parallel(config, size, sequence_parallel, batch=None):
     """By gradient (and "loss"): how far `size` ranks are from one, as a share of the largest element."""
-    loss, grads = run_stage(config, solo_region(), micro_batch())
+    batch = batch or micro_batch()
+    loss, grads = run_stage(config, solo_region(), batch)
 
     def body(rank, world):
         group = world.make_group(rank)("tp", tuple(range(size)))
-        return run_stage(config, TensorParallel(group=group, sequence_parallel=sequence_parallel), micro_batch())
+        return run_stage(config, TensorParallel(group=group, sequence_parallel=sequence_parallel), batch)
 
     results = run_threads(size, body)
     differences = {"loss": max(abs(result[0] / loss - 1) for result in results)}

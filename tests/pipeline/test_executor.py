@@ -14,7 +14,7 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import Placement
 from parallel3d.pipeline.check import check_plan
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Executor, Loaded
 from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import plan_pipeline
@@ -58,7 +58,7 @@ def load(micro_batch):
         for slot in micro_batch.slots
     ]
     inputs, targets = torch.cat(drawn, dim=1)
-    return inputs.contiguous(), targets.contiguous()
+    return Loaded(inputs.contiguous(), targets.contiguous())
 
 
 def make_chunks(pp, num_stages, virtual_stages, tp, model):

@@ -92,6 +92,7 @@ def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **watchers)
         train_lanes=train_lanes or topic_lanes(config),
         evaluate_lanes=Lanes(TokenizedDocuments(Texts(), ByteTokenizer()), config.run.seed + 1, 5),
         device=torch.device("cpu"),
+        eos_id=ByteTokenizer.eos_id,
         **watchers,
     )
 
@@ -178,6 +179,7 @@ def cell(
     transport="threads",
     architecture="llama",
     kv: int | None = None,
+    documents: bool = False,
     **parallel,
 ) -> Cell:
     """The eps of GPT-2's cells keeps AdamW from making steps of rounding: biases of keys have no gradient at all, as
@@ -195,6 +197,7 @@ def cell(
         precision=dict(policy=policy),
         batch=dict(micro_batch_size=micro),
         elastic=dict(zero_backups=backups),
+        data=dict(document_mask=documents),
     )
     return Cell(name=name, transport=transport, changes=changes)
 
@@ -362,6 +365,28 @@ CELLS: list[Cell] = [
             ("stages-1-2-v2-recompute", 2, 4, dict(pp_size=2, stage_replicas=[1, 2], recompute="selective")),
         ]
     ),
+    *(
+        cell(f"documents-{name}", documents=True, **layout)
+        for name, layout in [
+            ("one", dict(micro=4)),
+            ("cube", CUBE),
+            ("cube-gpt2", dict(architecture="gpt2", **CUBE)),
+            ("tp4-sp-kv1", dict(tp_size=4, kv=1, sequence_parallel=True)),
+            (
+                "tp4-pp2-gpt2-micro2-sp",
+                dict(tp_size=4, pp_size=2, architecture="gpt2", micro=2, sequence_parallel=True),
+            ),
+            ("pp4-zb-h1-gpt2", dict(pp_size=4, schedule="zb-h1", architecture="gpt2")),
+            ("pp2-v2-dp2-micro2", dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2, micro=2)),
+            ("stages-2-1-3-one-slot", dict(pp_size=3, stage_replicas=[2, 1, 3], p2p_slots=1)),
+            ("cube-recompute-full-dropout", dict(recompute="full", drop=0.2, **CUBE)),
+            ("pp2-recompute-selective-zb-h1", dict(pp_size=2, recompute="selective", schedule="zb-h1")),
+            ("tied-cube", dict(tied=True, **CUBE)),
+            ("pp2-tp2-fp32", dict(pp_size=2, tp_size=2, policy="fp32")),
+            ("pp2-tp2-bf16", dict(pp_size=2, tp_size=2, policy="bf16")),
+            ("pp2-tp2-fp16", dict(pp_size=2, tp_size=2, policy="fp16")),
+        ]
+    ),
     *tied_cells(),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
@@ -384,6 +409,7 @@ CELLS: list[Cell] = [
     cell("gloo-cube", transport="gloo", order="dp_pp_tp", **CUBE),
     cell("gloo-cube-gpt2", transport="gloo", architecture="gpt2", drop=0.2, **CUBE),
     cell("gloo-tp4-dp2-kv2-sp", transport="gloo", tp_size=4, dp_size=2, kv=2, sequence_parallel=True),
+    cell("gloo-cube-documents", transport="gloo", documents=True, architecture="gpt2", **CUBE),
     cell("gloo-cube-fp32", transport="gloo", policy="fp32", **CUBE),
     cell("gloo-tp2-dp2-bf16", transport="gloo", policy="bf16", tp_size=2, dp_size=2, sequence_parallel=True),
     cell("gloo-tp2-pp2-fp16", transport="gloo", policy="fp16", tp_size=2, pp_size=2, sequence_parallel=True),

@@ -24,6 +24,7 @@ import pytest
 from thread_cells import (
     AFTER_GO,
     BEFORE_GO,
+    DOCUMENTS,
     EARLY,
     LATE,
     LAYOUTS,
@@ -94,6 +95,20 @@ def test_one_death_with_recomputed_layers(layout, rank, phase):
     done = run(config_of(layout), [die(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("phase", ["forward", "send", "backward", "all_reduce"])
+@pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in DOCUMENTS for rank in (0, 3, 5)])
+def test_one_death_where_documents_are_kept_apart(layout, rank, phase):
+    done = run(config_of(layout), [die(rank, phase)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
+def test_documents_end_within_the_sequences_of_these_runs():
+    config = config_of("documents-pp3-dp2", num_steps=1)
+    together = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": False})})
+    assert run(config).steps[1]["loss"] != run(together).steps[1]["loss"]
 
 
 @pytest.mark.parametrize("layout", SCHEDULES)

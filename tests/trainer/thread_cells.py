@@ -59,6 +59,12 @@ MODELS = {
 }
 """Other models, each with a layout."""
 
+DOCUMENTS = {
+    "documents-pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True),
+    "documents-pp3-dp2": dict(pp_size=3, dp_size=2),
+}
+"""Layouts whose attention keeps documents apart: later stages are told where these begin."""
+
 PRECISIONS = {
     **{f"{policy}-{layout}": (dict(policy=policy), layout) for policy in ("bf16", "bf16_sr") for layout in LAYOUTS},
     "bf16_sr-everywhere": (dict(policy="bf16_sr", stochastic_rounding=["accumulation", "outputs"]), "pp2-dp4"),
@@ -74,7 +80,8 @@ RECOMPUTED = {
 
 
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
-    """Three layers (or one a chunk), two sequences of four tokens a replica, evaluations after every second step.
+    """Three layers (or one a chunk), two sequences of four tokens a replica (of 64 where documents shall end within),
+    evaluations after every second step.
 
     A run takes 0.1 s.
     """
@@ -82,6 +89,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
     layouts = {**LAYOUTS, **SCHEDULES, SPARES: dict(dp_size=3, tp_size=2)}
     others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
     others |= {name: (dict(tie_word_embeddings=True), sizes) for name, sizes in TIED.items()}
+    others |= {name: (dict(architecture="gpt2"), sizes) for name, sizes in DOCUMENTS.items()}
     model, sizes = others[layout] if layout in others else ({}, layouts[layout])
     num_replicas = sizes["dp_size"] if "dp_size" in sizes else max(sizes["stage_replicas"])
     num_layers = max(3, sizes.get("pp_size", 1) * sizes.get("virtual_stages", 1))
@@ -89,10 +97,13 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
     return cells.make_config(
         model=shape | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
-        batch=dict(global_batch_size=2 * num_replicas, micro_batch_size=1, sequence_length=4),
+        batch=dict(
+            global_batch_size=2 * num_replicas, micro_batch_size=1, sequence_length=64 if layout in DOCUMENTS else 4
+        ),
         precision=dict(**precision, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
+        data=dict(document_mask=layout in DOCUMENTS),
     )
 
 
