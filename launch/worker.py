@@ -122,7 +122,7 @@ def identify(corpus: Corpus) -> dict[str, Any]:
         "num_train_tokens": corpus.num_train_tokens,
         "num_documents": len(corpus.train),
         "document_chars": corpus.document_chars,
-        "vocab_size": corpus.tokenizer.vocab_size,
+        "vocab_size": corpus.vocab_size,
     }
 
 

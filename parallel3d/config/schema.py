@@ -246,20 +246,24 @@ class TokenizerConfig(Section):
     """Pieces of a tokenizer that is trained on the corpus; at most model.vocab_size. Null: model.vocab_size."""
     path: str | None = None
     """A trained SentencePiece model file. Null: train one on the corpus, and keep it in data.cache_directory."""
+    eos_id: NonNegativeInt | None = None
+    """The id that ends documents in files of tokens which do not say it themselves (GPT-2's is 50256)."""
 
 
 class DataConfig(Section):
     """The text to train on."""
 
     sources: list[str] = []
-    """Files (.txt, .jsonl), folders or globs. Empty: the built-in corpus, Python's own standard library."""
+    """Files, folders or globs: text (.txt, .jsonl, .arrow, .parquet; other files are read as plain text), or tokens
+    (.safetensors, as launch/prepare.py writes). Empty: the built-in corpus, Python's own standard library."""
     text_column: str = "text"
-    """Name of the text's field in .jsonl files."""
+    """Name of the text's field in .jsonl files, and of its column in .arrow and .parquet files."""
     validation_fraction: Fraction = 0.01
-    """Share of the documents that is kept for evaluation."""
+    """Share of the documents that is kept for evaluation; of tokens without effect where there is a
+    validation.safetensors."""
     document_chars: NonNegativeInt | None = None
-    """Plain text longer than this many characters is cut at line ends into documents. 0: never. Null: chosen by the
-    corpus' size and the number of lanes (batch.global_batch_size)."""
+    """Plain text longer than this many characters is cut at line ends into documents. 0: never, a file is a document
+    and has to fit into memory. Null: chosen by the corpus' size and the number of lanes (batch.global_batch_size)."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """How text becomes tokens."""
     document_mask: bool = False

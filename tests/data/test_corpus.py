@@ -2,7 +2,6 @@
 
 import math
 import multiprocessing
-import random
 import time
 
 import numpy as np
@@ -10,39 +9,23 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from words import open_words, write_words
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.config.schema import TokenizerConfig
-from parallel3d.data import corpus as module
-from parallel3d.data.corpus import choose_document_chars, entropy, open_corpus, split
+from parallel3d.data import cache, text_corpus
+from parallel3d.data.corpus import load_corpus
 from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.places import split
+from parallel3d.data.recipe import choose_document_chars
+from parallel3d.data.text_corpus import entropy, train_tokenizer, training_chunks
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import DataError, EpochEnded
-
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog", "run", "to", "its", "house", "of"]
 
 
 @pytest.fixture
 def source(tmp_path):
-    """About 40 kB of lines of words."""
-    generator = random.Random(3)
-    path = tmp_path / "source" / "words.txt"
-    path.parent.mkdir()
-    path.write_text("".join(" ".join(generator.choices(WORDS, k=8)) + "\n" for _ in range(1500)))
-    return path
-
-
-def open_words(source, cache, *, notice=lambda text: None, token=None, **settings):
-    arguments = {
-        "sources": [str(source)],
-        "text_column": "text",
-        "document_chars": None,
-        "validation_fraction": 0.01,
-        "num_lanes": 4,
-        "tokenizer": TokenizerConfig(vocab_size=320),
-        **settings,
-    }
-    return open_corpus(**arguments, cache_directory=cache, token=token or AbortToken(), notice=notice)
+    return write_words(tmp_path / "source" / "words.txt")
 
 
 def test_documents_tokenizer_and_counts(source, tmp_path):
@@ -66,11 +49,12 @@ def test_the_second_opening_builds_nothing_and_needs_no_lock(source, tmp_path):
     assert any("first use" in text for text in told) and " s; kept" in told[-1]
     told.clear()
     (lock,) = (tmp_path / "cache").glob("*.lock")
-    with module._lock(lock, AbortToken(), told.append):
+    with cache._lock(lock, AbortToken(), told.append):
         second = open_words(source, tmp_path / "cache", notice=told.append, token=_aborted())
     assert told == []
     assert (second.fingerprint, second.unigram_entropy) == (first.fingerprint, first.unigram_entropy)
     assert second.train.documents.read(5) == first.train.documents.read(5)
+    assert np.array_equal(load_corpus(first.folder).train.tokens(5), first.train.tokens(5))
 
 
 def test_what_decides_the_content_decides_the_cache(source, tmp_path):
@@ -98,7 +82,7 @@ def test_the_fingerprint_does_not_know_where_the_files_are(source, tmp_path):
 
 def test_a_larger_corpus_is_counted_on_a_sample(source, tmp_path, monkeypatch):
     exact = open_words(source, tmp_path / "cache")
-    monkeypatch.setattr(module, "EXACT_BYTES", 12_000)
+    monkeypatch.setattr(text_corpus, "EXACT_BYTES", 12_000)
     sampled = open_words(source, tmp_path / "other")
     assert exact.counts_are_exact and not sampled.counts_are_exact
     assert sampled.num_train_tokens == pytest.approx(exact.num_train_tokens, rel=0.02)
@@ -109,17 +93,17 @@ def test_a_larger_corpus_is_counted_on_a_sample(source, tmp_path, monkeypatch):
 def test_the_tokenizer_learns_from_all_of_the_corpus(source, tmp_path, monkeypatch):
     corpus = open_words(source, tmp_path / "cache", validation_fraction=0.0, document_chars=1000)
     assert len(corpus.validation) == 0
-    assert "".join(module.training_chunks(corpus.train.documents)) == source.read_text()
-    monkeypatch.setattr(module, "MAX_CHUNKS", 5)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 300)
-    chunks = list(module.training_chunks(corpus.train.documents))
+    assert "".join(training_chunks(corpus.train.documents)) == source.read_text()
+    monkeypatch.setattr(text_corpus, "MAX_CHUNKS", 5)
+    monkeypatch.setattr(text_corpus, "CHUNK_BYTES", 300)
+    chunks = list(training_chunks(corpus.train.documents))
     places = [source.read_text().index(chunk) / source.stat().st_size for chunk in chunks]
     assert len(chunks) in (4, 5) and np.allclose(np.diff(places), 1 / len(chunks), atol=0.05)
 
 
 def test_a_given_tokenizer_is_used_and_must_fit_the_model(source, tmp_path):
     model = tmp_path / "my.model"
-    model.write_bytes(module.train_tokenizer(["the cat sat"], 300))
+    model.write_bytes(train_tokenizer(["the cat sat"], 300))
     corpus = open_words(source, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=320, path=str(model)))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model)).vocab_size()
     assert corpus.tokenizer.vocab_size == pieces
@@ -182,24 +166,24 @@ def test_entropy():
 
 def test_a_waiting_process_is_silent_for_half_a_minute(source, tmp_path, monkeypatch):
     told, now = [], [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(cache.time, "monotonic", lambda: now[0])
     lock = tmp_path / "corpus.lock"
 
     class Token(AbortToken):
         def sleep(self, seconds):
             now[0] += seconds
-            assert told == [] or now[0] > module.PATIENCE_S
-            if now[0] > 2 * module.PATIENCE_S:
+            assert told == [] or now[0] > cache.PATIENCE_S
+            if now[0] > 2 * cache.PATIENCE_S:
                 self.abort("long enough")
             self.check()
 
-    with module._lock(lock, AbortToken(), print), pytest.raises(EpochEnded), module._lock(lock, Token(), told.append):
+    with cache._lock(lock, AbortToken(), print), pytest.raises(EpochEnded), cache._lock(lock, Token(), told.append):
         pass
     assert told == ["waiting for another process that builds corpus"]
 
 
 def test_a_waiting_process_obeys_the_token(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
     token, told = AbortToken(), []
     open_words(source, tmp_path / "cache")
     (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
@@ -209,13 +193,13 @@ def test_a_waiting_process_obeys_the_token(source, tmp_path, monkeypatch):
         told.append(text)
         token.abort("replica (1, 0) died")
 
-    with module._lock(folder.with_suffix(".lock"), AbortToken(), print), pytest.raises(EpochEnded, match="replica"):
+    with cache._lock(folder.with_suffix(".lock"), AbortToken(), print), pytest.raises(EpochEnded, match="replica"):
         open_words(source, tmp_path / "cache", token=token, notice=told_to_wait)
     assert ["waiting for another process" in text for text in told] == [True]
 
 
 def test_what_a_dead_builder_left_is_thrown_away(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(module.os, "replace", _die)
+    monkeypatch.setattr(cache.os, "replace", _die)
     with pytest.raises(KeyboardInterrupt):
         open_words(source, tmp_path / "cache")
     monkeypatch.undo()
@@ -224,7 +208,12 @@ def test_what_a_dead_builder_left_is_thrown_away(source, tmp_path, monkeypatch):
     corpus = open_words(source, tmp_path / "cache")
     assert len(corpus.train) > 8
     (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    assert sorted(path.name for path in folder.iterdir()) == ["corpus.json", "documents.npy", "tokenizer.model"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "corpus.json",
+        "tokenizer.model",
+        "train.places",
+        "validation.places",
+    ]
 
 
 def _aborted():
@@ -239,7 +228,7 @@ def _die(*_):
 
 @pytest.mark.slow
 def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     first = context.Process(target=_build_and_hang, args=(source, tmp_path / "cache", results))

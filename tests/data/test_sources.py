@@ -7,13 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.data.sources import DocumentSet, build_formats, cut_at_line_ends, find_files
+from parallel3d.data import formats as module
+from parallel3d.data.formats import DocumentSet, PlainText, build_formats, cut_at_line_ends
+from parallel3d.data.places import blocks
+from parallel3d.data.sources import find_files
 from parallel3d.errors import DataError
 
 
 def documents_of(sources, *, text_column="text", document_chars=0):
+    return scan(find_files([str(source) for source in sources]), text_column, document_chars)
+
+
+def scan(files, text_column="text", document_chars=0):
     formats = build_formats(text_column=text_column, document_chars=document_chars)
-    return DocumentSet.scan(find_files([str(source) for source in sources]), formats)
+    rows = [(number, *row) for number, file in enumerate(files) for row in formats[file.format].scan(file.path)]
+    return DocumentSet(files=files, formats=formats, places=next(blocks(rows)))
 
 
 def texts(documents):
@@ -62,8 +70,27 @@ def test_documents_are_no_longer_than_asked_for_and_a_short_tail_joins_the_last(
     assert list(cut_at_line_ends([(100, 100), (10, 10), (10, 10)], 30)) == [(0, 100), (100, 20)]
 
 
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("é漢😀\n"), max_size=60),
+    st.integers(1, 9),
+    st.integers(0, 20),
+)
+def test_a_line_that_is_very_long_is_cut_between_characters(tmp_path_factory, text, limit, document_chars):
+    """Whatever the file, no more than `limit` bytes and a character are looked at at once, and no byte is lost."""
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_LINE_BYTES", limit)
+        pieces = list(module._line_sizes(path))
+        found = list(PlainText(document_chars=document_chars).scan(path))
+    assert sum(size for size, _ in pieces) == len(text.encode()) and sum(chars for _, chars in pieces) == len(text)
+    assert all(size <= limit + 3 for size, _ in pieces)
+    assert "".join(PlainText(document_chars=0).read(path, *place) for place in found) == text
+
+
 def test_json_lines(tmp_path):
     rows = [{"text": "one\n", "body": "eins"}, {"text": "", "body": "zwei"}, {"text": "drei 😀", "body": "3"}]
+    rows.append({"text": None, "body": None})
     path = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps(row) for row in rows))
     assert texts(documents_of([path])) == ["one\n", "drei 😀"]
     assert texts(documents_of([path], text_column="body", document_chars=1)) == ["eins", "zwei", "3"]
@@ -99,11 +126,18 @@ def test_missing_empty_and_repeated_sources_are_told(tmp_path):
         find_files([str(tmp_path / "nothing.txt")])
     with pytest.raises(DataError, match="no file, folder or match"):
         find_files([str(tmp_path / "*.txt")])
-    with pytest.raises(DataError, match="has no .txt or .jsonl file"):
+    with pytest.raises(DataError, match=r"has no file that is read \(.txt, .jsonl, .arrow"):
         find_files([str(tmp_path)])
     path = write(tmp_path / "a.txt", "a")
     with pytest.raises(DataError, match=r"a\.txt: given by two"):
         find_files([str(path), str(tmp_path)])
+
+
+def test_tokens_and_text_do_not_mix(tmp_path):
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / "a.safetensors", "")
+    with pytest.raises(DataError, match=r"mixes tokens \(.*a\.safetensors\) with text \(.*a\.txt\)"):
+        find_files([str(tmp_path)])
 
 
 def test_a_file_that_shrank_is_told(tmp_path):
@@ -126,7 +160,6 @@ def test_the_built_in_corpus_is_the_library_and_its_help():
     names = [file.path.name for file in files]
     assert {"argparse.py", "inspect.py"} <= set(names)
     assert not any("site-packages" in file.path.parts or "test" in file.path.parts for file in files)
-    formats = build_formats(text_column="text", document_chars=0)
-    topics = DocumentSet.scan([file for file in files if file.format == "help_topics"], formats)
+    topics = scan([file for file in files if file.format == "help_topics"])
     assert len(topics) > 50
     assert any("for" in text and "statement" in text for text in texts(topics))

@@ -1,0 +1,171 @@
+"""What large sources cost: `python benchmarks/sources.py --size-mb 4000 [--kinds jsonl,arrow,parquet,text,tokens]`
+
+Writes a file of each kind into a temporary folder (removed in the end), and in a process of its own indexes it as a run
+does on first use, then reads lanes of it, one thread. Prints seconds, tokens/s and the peak of resident memory, pages
+of mapped files included. The tokens are those of the Parquet file, as launch/prepare.py writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.config.schema import TokenizerConfig  # noqa: E402
+from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
+from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
+from parallel3d.data.prepare import prepare  # noqa: E402
+
+KINDS = ("text", "jsonl", "arrow", "parquet", "tokens")
+SUFFIXES = {"text": ".txt", "tokens": ""}
+DOCUMENT_CHARS = 4000
+ROWS_PER_BATCH = 10_000
+NUM_LANES, NUM_TOKENS = 16, 1024
+READ_S = 10.0
+MB = 1_000_000
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Peak memory and speed of large sources.")
+    parser.add_argument("--size-mb", type=int, default=4000, help="of text in each file")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="some of " + ", ".join(KINDS))
+    parser.add_argument("--directory", help="a disk with room for three files")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(measure(Path(options.measure))))
+        return
+    print("| source | size | first use | peak memory | opened again | reads | peak memory |\n" + "|---" * 7 + "|")
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        for kind in options.kinds.split(","):
+            path = Path(folder) / f"source{SUFFIXES.get(kind, '.' + kind)}"
+            write(kind, path, options.size_mb * MB)
+            report(kind, path)
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+def write(kind: str, path: Path, num_bytes: int) -> None:
+    if kind == "tokens":
+        source = path.with_name("for-tokens.parquet")
+        write("parquet", source, num_bytes)
+        done = subprocess.run(
+            [sys.executable, __file__, "--measure", f"{source}>{path}"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        print(f"prepare: {json.loads(done.stdout)}", file=sys.stderr)
+    elif kind in ("text", "jsonl"):
+        with path.open("w") as file:
+            for text in texts(num_bytes):
+                file.write(text if kind == "text" else json.dumps({"text": text}) + "\n")
+    else:
+        write_columns(kind, path, num_bytes)
+
+
+def write_columns(kind: str, path: Path, num_bytes: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([("text", pa.string())])
+    make = pa.ipc.new_file if kind == "arrow" else pq.ParquetWriter
+    with make(path, schema) as writer:
+        rows: list[str] = []
+        for text in texts(num_bytes):
+            rows.append(text)
+            if len(rows) == ROWS_PER_BATCH:
+                writer.write_batch(pa.record_batch([rows], schema=schema))
+                rows = []
+        writer.write_batch(pa.record_batch([rows], schema=schema))
+
+
+def texts(num_bytes: int) -> Iterator[str]:
+    """The standard library's text in pieces, again and again, each with its number, about `num_bytes` in all."""
+    with tempfile.TemporaryDirectory() as cache:
+        train = open_source([], Path(cache)).train
+        pieces = [train.documents.read(index) for index in range(len(train))]  # type: ignore[attr-defined]
+    whole = "".join(pieces)
+    written = 0
+    for number in count():
+        start = number * DOCUMENT_CHARS % (len(whole) - DOCUMENT_CHARS)
+        text = f"{number}\n{whole[start : start + DOCUMENT_CHARS]}\n"
+        written += len(text.encode())
+        yield text
+        if written >= num_bytes:
+            return
+
+
+def report(kind: str, path: Path) -> None:
+    done = subprocess.run([sys.executable, __file__, "--measure", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(
+        f"| {kind} | {found['size_mb']:,.0f} MB | {found['index_s']:.1f} s | {found['index_peak_mb']:,.0f} MB | "
+        f"{found['open_s']:.2f} s | {found['tokens_per_s']:,.0f} tokens/s | {found['read_peak_mb']:,.0f} MB |",
+        flush=True,
+    )
+
+
+def measure(path: Path) -> dict[str, float]:
+    """In a process of its own: indexes a source, opens it again, reads lanes; or prepares `SOURCE>FOLDER`."""
+    source, _, target = str(path).partition(">")
+    with tempfile.TemporaryDirectory(dir=path.parent) as cache:
+        started = time.perf_counter()
+        corpus = open_source([source], Path(cache))
+        index_s, index_peak_mb = time.perf_counter() - started, peak_mb()
+        if target:
+            started = time.perf_counter()
+            done = prepare(corpus, Path(target), num_processes=1, progress=lambda *_: None)
+            seconds = time.perf_counter() - started
+            tokens = done.num_train_tokens + done.num_validation_tokens
+            children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / MB
+            return {"tokens_per_s": tokens / seconds, "writer_peak_mb": peak_mb(), "tokeniser_peak_mb": children}
+        started = time.perf_counter()
+        corpus = open_source([source], Path(cache))
+        open_s = time.perf_counter() - started
+        lanes = Lanes(corpus.train, 1, NUM_LANES)
+        cursors = [Cursor.start()] * NUM_LANES
+        started, num_read = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - started) < READ_S:
+            for lane in range(NUM_LANES):
+                _, cursors[lane] = lanes.read(lane, cursors[lane], NUM_TOKENS)
+                num_read += NUM_TOKENS
+    return {
+        "size_mb": sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])) / MB,
+        "index_s": index_s,
+        "index_peak_mb": index_peak_mb,
+        "open_s": open_s,
+        "tokens_per_s": num_read / elapsed,
+        "read_peak_mb": peak_mb(),
+    }
+
+
+def open_source(sources: list[str], cache: Path) -> Corpus:
+    return open_corpus(
+        sources=sources,
+        text_column="text",
+        document_chars=DOCUMENT_CHARS,
+        validation_fraction=0.01,
+        num_lanes=NUM_LANES,
+        tokenizer=TokenizerConfig(vocab_size=4096),
+        cache_directory=cache,
+        token=AbortToken(),
+        notice=lambda text: None,
+    )
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

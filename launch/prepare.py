@@ -1,0 +1,134 @@
+"""Makes what a run can begin with: `python launch/prepare.py --config FILE [--out FOLDER] [--tokenizer-out FILE] ...`
+
+Reads the text that the configuration's section `data` names, trains its tokenizer unless it names one, and
+
+  --out FOLDER           tokenises all of it into FOLDER: with 'data.sources=["FOLDER"]' a run sees the same batches
+  --tokenizer-out FILE   keeps the tokenizer, for data.tokenizer.path of this and other runs
+
+Ctrl-C leaves nothing half. Exit codes: 0 done, 2 a mistake in what it was given, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm  # noqa: E402
+
+from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
+from parallel3d.data.documents import TokenizedDocuments  # noqa: E402
+from parallel3d.data.prepare import prepare  # noqa: E402
+from parallel3d.errors import DataError, UserError  # noqa: E402
+
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        config = resolve(load_config(options.config, options.overrides), config_path=options.config)
+        corpus = open_text(config)
+        if options.tokenizer_out is not None:
+            keep_tokenizer(corpus, options.tokenizer_out)
+        if options.out is not None:
+            tokenise(corpus, options.out, options.processes)
+        return 0
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a tokenizer, and tokenise a corpus ahead of training.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the tokens into this new folder")
+    parser.add_argument("--tokenizer-out", type=Path, metavar="FILE", help="write the SentencePiece model to this file")
+    num_cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=num_cores, metavar="N", help="that tokenise (default: cores)")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
+    options = parser.parse_intermixed_args(arguments)
+    if wrong := [override for override in options.overrides if "=" not in override]:
+        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    if options.out is None and options.tokenizer_out is None:
+        parser.error("give --out FOLDER, --tokenizer-out FILE, or both")
+    if options.processes < 1:
+        parser.error("--processes: at least 1")
+    return options
+
+
+def open_text(config: Config) -> Corpus:
+    """The corpus as a run of this configuration would open it, from the cache of these runs."""
+    data = config.data
+    assert data.cache_directory is not None and config.batch.global_batch_size is not None
+    return open_corpus(
+        sources=data.sources,
+        text_column=data.text_column,
+        document_chars=data.document_chars,
+        validation_fraction=data.validation_fraction,
+        num_lanes=config.batch.global_batch_size,
+        tokenizer=data.tokenizer,
+        cache_directory=Path(data.cache_directory),
+        token=AbortToken(),
+        notice=tell,
+    )
+
+
+def keep_tokenizer(corpus: Corpus, path: Path) -> None:
+    """Copies the SentencePiece model; whole or not at all."""
+    model = corpus.folder / "tokenizer.model"
+    if not model.stat().st_size:
+        raise DataError("data.tokenizer.kind bytes has no model: nothing to write to --tokenizer-out")
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"can't write {path} ({error})") from error
+    tell(f"tokenizer of {corpus.vocab_size:,} pieces: {path} (data.tokenizer.path)")
+
+
+def tokenise(corpus: Corpus, out: Path, num_processes: int) -> None:
+    """Writes the tokens, with a bar, and says what was written."""
+    total = sum(
+        int(each.documents.num_bytes.sum())
+        for each in (corpus.train, corpus.validation)
+        if isinstance(each, TokenizedDocuments)
+    )
+    started, num_tokens = time.perf_counter(), 0
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenising") as bar:
+
+        def progress(text_bytes: int, tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += tokens
+            bar.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
+            bar.update(text_bytes)
+
+        prepared = prepare(corpus, out, num_processes=num_processes, progress=progress)
+    seconds = time.perf_counter() - started
+    tell(
+        f"{out}: {prepared.num_documents:,} documents, {prepared.num_train_tokens:,} tokens to train on, "
+        f"{prepared.num_validation_tokens:,} to evaluate with, {prepared.num_bytes / 1e6:,.1f} MB, "
+        f"in {seconds:.1f} s ({num_tokens / seconds:,.0f} tokens/s). Train on it with 'data.sources=[\"{out}\"]'"
+    )
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

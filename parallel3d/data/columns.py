@@ -1,0 +1,186 @@
+"""Text in columns: Arrow IPC (file or stream) and Parquet, read a batch at a time whatever the size of the file.
+
+In an Arrow file that is not compressed the documents of a batch lie end to end as bytes: they are found once, and read
+where they are. Those of Parquet files and of compressed Arrow files can't be read one by one; they are written end to
+end into a file of the cache, once. A null is no document. pyarrow finds documents; reading them needs it no more.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from parallel3d.errors import DataError
+
+BATCH_BYTES = 16 * 2**20
+"""About so much text is held at once."""
+MAX_BATCH_ROWS = 65_536
+ARROW_FILE_MAGIC = b"ARROW1"
+
+
+def lies_open(path: Path, column: str) -> bool:
+    """Whether the text of an Arrow file can be read where it is: plain strings, not compressed."""
+    spans = ((chunk.buffers()[2], span) for chunk, span in _arrow_spans(path, column))
+    return next((span is not None for buffer, span in spans if buffer), True)
+
+
+def scan_arrow(path: Path, column: str) -> Iterator[tuple[int, int]]:
+    """Yields (offset in the file, bytes) of each document of an Arrow file whose text lies open."""
+    for batch, (_, span) in enumerate(_arrow_spans(path, column)):
+        if span is None:
+            raise DataError(f"{path}: batch {batch} is compressed and those before it are not: write the file anew")
+        yield from _ranges(*span)
+
+
+def unpack(path: Path, kind: str, column: str, target: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Writes the documents of a Parquet file (`kind` parquet) or an Arrow file end to end, and yields where each is."""
+    chunks = _parquet_chunks(path, column) if kind == "parquet" else (chunk for chunk, _ in _arrow_spans(path, column))
+    position = 0
+    for chunk in chunks:
+        data, offsets, valid = _layout(chunk)
+        first, last = int(offsets[0]), int(offsets[-1])
+        target.write(data[first:last])
+        yield from _ranges(position - first, offsets, valid)
+        position += last - first
+
+
+Span = tuple[int, np.ndarray, np.ndarray]
+"""Where a batch's text begins in the file, the offsets of its rows from there (one more than rows), which are valid."""
+
+
+def _ranges(begin: int, offsets: np.ndarray, valid: np.ndarray) -> Iterator[tuple[int, int]]:
+    sizes = np.diff(offsets) * valid
+    rows = np.flatnonzero(sizes)
+    return zip((begin + offsets[rows]).tolist(), sizes[rows].tolist())
+
+
+def _arrow_spans(path: Path, column: str) -> Iterator[tuple[Any, Span | None]]:
+    """Yields the column of each batch, checked, and where it lies in the file; None when it does not lie there."""
+    arrow = _pyarrow(path)
+    with _readable(path, "Arrow"), path.open("rb") as file:
+        if not path.stat().st_size:
+            raise DataError(f"{path}: an empty file, no Arrow file")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        whole = arrow.py_buffer(mapped)
+        row = seen = 0
+        for batch in _batches(arrow, whole):
+            chunk = _text_of(path, batch, column, row)
+            row += batch.num_rows
+            buffer = chunk.buffers()[2]
+            begin = buffer.address - whole.address if buffer else 0
+            is_open = 0 <= begin < whole.size and chunk.type == batch.schema.field(column).type
+            _, offsets, valid = _layout(chunk)
+            yield chunk, ((begin, offsets, valid) if is_open else None)
+            seen += chunk.nbytes
+            if seen >= BATCH_BYTES:  # pages that were read count as this process' memory until they are let go
+                mapped.madvise(mmap.MADV_DONTNEED)
+                seen = 0
+
+
+def _batches(arrow: Any, whole: Any) -> Iterator[Any]:
+    """The record batches of an IPC file or stream; large ones in parts."""
+    for batch in _whole_batches(arrow, whole):
+        rows = _rows_at_once(batch.num_rows, batch.nbytes)
+        for start in range(0, batch.num_rows, rows):
+            yield batch.slice(start, rows)
+
+
+def _rows_at_once(num_rows: int, num_bytes: int) -> int:
+    """Rows that hold about BATCH_BYTES."""
+    return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), MAX_BATCH_ROWS)
+
+
+def _whole_batches(arrow: Any, whole: Any) -> Iterator[Any]:
+    if whole.slice(0, len(ARROW_FILE_MAGIC)).to_pybytes() != ARROW_FILE_MAGIC:
+        yield from arrow.ipc.open_stream(whole)
+        return
+    reader = arrow.ipc.open_file(whole)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+def _parquet_chunks(path: Path, column: str) -> Iterator[Any]:
+    """The column of a Parquet file, some rows at a time, checked."""
+    arrow = _pyarrow(path)
+    with _readable(path, "Parquet"):
+        file = arrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
+        _check_column(path, file.schema_arrow, column)
+        row = 0
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        rows = min((_rows_at_once(group.num_rows, group.total_byte_size) for group in groups), default=1)
+        for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+            yield _text_of(path, batch, column, row)
+            row += batch.num_rows
+
+
+def _text_of(path: Path, batch: Any, column: str, row: int) -> Any:
+    """The column as an array of strings, known to be valid UTF-8; `row` is the batch's first."""
+    arrow = _pyarrow(path)
+    _check_column(path, batch.schema, column)
+    chunk = batch.column(column)
+    if chunk.type not in (arrow.string(), arrow.large_string()):
+        chunk = chunk.cast(arrow.large_string())
+    try:
+        chunk.validate(full=True)
+    except arrow.ArrowInvalid as error:
+        bad = next((number for number in range(len(chunk)) if not _is_valid(arrow, chunk.slice(number, 1))), None)
+        where = f"{path}, row {row + bad} (from 0)" if bad is not None else str(path)
+        raise DataError(f"{where}: not valid UTF-8 ({error})") from error
+    return chunk
+
+
+def _is_valid(arrow: Any, chunk: Any) -> bool:
+    try:
+        chunk.validate(full=True)
+    except arrow.ArrowInvalid:
+        return False
+    return True
+
+
+def _check_column(path: Path, schema: Any, column: str) -> None:
+    """DataError when there is no such column, or no text in it."""
+    arrow = _pyarrow(path)
+    if schema.names.count(column) != 1:
+        names = ", ".join(map(repr, schema.names))
+        problem = "no column" if column not in schema.names else "more than one column"
+        raise DataError(f"{path}: {problem} {column!r}; it has {names}. data.text_column names the column to read")
+    kind = schema.field(column).type
+    inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    if not (arrow.types.is_string(inner) or arrow.types.is_large_string(inner) or arrow.types.is_string_view(inner)):
+        raise DataError(f"{path}: column {column!r} is {kind}, not text. data.text_column names the column to read")
+
+
+def _layout(chunk: Any) -> tuple[memoryview, np.ndarray, np.ndarray]:
+    """The bytes of an array of strings, the offsets of its rows in them, int64 (rows + 1,), and which are valid."""
+    wide = str(chunk.type).startswith("large")
+    _, offsets, data = chunk.buffers()
+    if offsets is None or not len(chunk):
+        return memoryview(b""), np.zeros(len(chunk) + 1, np.int64), np.zeros(len(chunk), bool)
+    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+    valid = chunk.is_valid().to_numpy(zero_copy_only=False)
+    return memoryview(data or b""), bounds.astype(np.int64), valid
+
+
+@contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
+    """What goes wrong in reading becomes a DataError that names the file."""
+    arrow = _pyarrow(path)
+    try:
+        yield
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a whole {kind} file ({' '.join(str(error).split())})") from error
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading it needs pyarrow, which is not installed: pip install pyarrow") from error
+    return pyarrow

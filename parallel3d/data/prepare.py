@@ -1,0 +1,180 @@
+"""Tokenises a corpus ahead of training, into a folder that is a source of its own: the same lanes, without the work.
+
+    OUT/train.safetensors  OUT/validation.safetensors   one tensor `tokens` each: documents end to end, each with EOS
+    OUT/tokenizer.model                                 the SentencePiece model, where there is one
+
+Processes tokenise parts of about a megabyte, a few ahead of the one that writes, so that memory holds only these. The
+folder gets its name when all is on the disk: whatever ends the work before leaves nothing under that name.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from parallel3d.data.corpus import Corpus, load_corpus
+from parallel3d.data.documents import TokenizedDocuments
+from parallel3d.data.sources import TRAIN_TOKENS, VALIDATION_TOKENS
+from parallel3d.data.token_corpus import TOKENIZER_FILE
+from parallel3d.data.token_file import TokenWriter
+from parallel3d.errors import DataError
+
+PART_BYTES, PART_DOCUMENTS = 2**20, 1000
+PARTS_AHEAD = 3
+"""Of each process."""
+
+Progress = Callable[[int, int], None]
+"""Told after each part: bytes of text, tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What was written."""
+
+    num_documents: int
+    num_train_tokens: int
+    num_validation_tokens: int
+    num_bytes: int
+
+
+def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress) -> Prepared:
+    """Writes the corpus' tokens into the new folder `out`. DataError where that is there, or can't be written."""
+    if corpus.tokenizer is None or not isinstance(corpus.train, TokenizedDocuments):
+        raise DataError("data.sources are tokens already: they can be trained on as they are")
+    if out.exists():
+        raise DataError(f"{out} is there already: remove it, or give another --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise DataError(f"can't write {out} ({error})") from error
+    try:
+        prepared = _fill(scratch, corpus, num_processes, progress)
+        _sync(scratch)
+        scratch.chmod(0o755)  # mkdtemp's is for its owner alone
+        scratch.rename(out)
+        return prepared
+    except BrokenProcessPool as error:
+        raise DataError("a process that tokenises was killed (out of memory?): nothing was written") from error
+    except OSError as error:
+        raise DataError(f"can't write {out} ({error}): nothing was written") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress) -> Prepared:
+    metadata = {
+        "format": "parallel3d tokens",
+        "eos_id": str(corpus.train.eos_id),
+        "vocab_size": str(corpus.vocab_size),
+        "tokenizer": "sentencepiece" if (corpus.folder / TOKENIZER_FILE).stat().st_size else "bytes",
+        "document_chars": str(corpus.document_chars),
+        "fingerprint": corpus.fingerprint,
+    }
+    splits = {"train": TRAIN_TOKENS, "validation": VALIDATION_TOKENS}
+    written = {}
+    context = multiprocessing.get_context("spawn")  # a fork would take along locks of threads that it does not have
+    with ProcessPoolExecutor(num_processes, context, _begin) as pool:
+        try:
+            for split, name in splits.items():
+                with TokenWriter(scratch / name, corpus.vocab_size) as writer:
+                    for ids, part in _tokenised(pool, corpus, split, PARTS_AHEAD * num_processes):
+                        writer.append(ids)
+                        progress(part.num_bytes, len(ids))
+                    num_documents = len(getattr(corpus, split))
+                    writer.finish({**metadata, "split": split, "num_documents": str(num_documents)})
+                written[split] = writer.num_tokens
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if metadata["tokenizer"] == "sentencepiece":
+        shutil.copyfile(corpus.folder / TOKENIZER_FILE, scratch / TOKENIZER_FILE)
+    return Prepared(
+        num_documents=len(corpus.train) + len(corpus.validation),
+        num_train_tokens=written["train"],
+        num_validation_tokens=written["validation"],
+        num_bytes=sum((scratch / name).stat().st_size for name in splits.values()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Documents that are tokenised at once."""
+
+    split: str
+    first: int
+    end: int
+    num_bytes: int
+
+
+def plan_parts(split: str, num_bytes: np.ndarray) -> Iterator[Part]:
+    """Cuts documents of these sizes into parts of about PART_BYTES, and at most PART_DOCUMENTS; pure."""
+    first = size = 0
+    for number, document_bytes in enumerate(map(int, num_bytes)):
+        size += document_bytes
+        if size >= PART_BYTES or number + 1 - first == PART_DOCUMENTS or number + 1 == len(num_bytes):
+            yield Part(split=split, first=first, end=number + 1, num_bytes=size)
+            first, size = number + 1, 0
+
+
+def _tokenised(
+    pool: ProcessPoolExecutor, corpus: Corpus, split: str, num_ahead: int
+) -> Iterator[tuple[np.ndarray, Part]]:
+    """Yields the ids of each part, in order."""
+    ahead: deque[tuple[Future[np.ndarray], Part]] = deque()
+    for part in plan_parts(split, getattr(corpus, split).documents.num_bytes):
+        ahead.append((pool.submit(_tokenise, corpus.folder, part), part))
+        if len(ahead) > num_ahead:
+            future, done = ahead.popleft()
+            yield future.result(), done  # bounded: a process that dies breaks the pool
+    for future, part in ahead:
+        yield future.result(), part  # bounded: a process that dies breaks the pool
+
+
+# --- in the processes that tokenise -----------------------------------------------------------------------------------
+
+_open = lru_cache(maxsize=1)(load_corpus)
+"""Once a process."""
+
+
+def _begin() -> None:
+    """Leaves Ctrl-C, which reaches all processes, to the one that writes; ends with it even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # bounded: by the life of the process that writes, which this one has no use beyond
+    os._exit(1)
+
+
+def _tokenise(folder: Path, part: Part) -> np.ndarray:
+    """The ids of a part's documents, each with its EOS, int32."""
+    documents = getattr(_open(folder), part.split)
+    eos = np.array([documents.eos_id], np.int32)
+    return np.concatenate([piece for index in range(part.first, part.end) for piece in (documents.tokens(index), eos)])
+
+
+def _sync(folder: Path) -> None:
+    """What stands in the folder stays there."""
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

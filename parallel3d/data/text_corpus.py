@@ -1,0 +1,161 @@
+"""Makes a corpus of text: finds the documents, trains the tokenizer, counts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel3d.comm.abort import AbortToken
+from parallel3d.data.columns import lies_open, unpack
+from parallel3d.data.fingerprint import fingerprint
+from parallel3d.data.formats import DocumentSet, build_formats
+from parallel3d.data.places import blocks, load_places, select, split, write_places
+from parallel3d.data.recipe import FORMAT_VERSION, Recipe
+from parallel3d.data.sources import SourceFile
+from parallel3d.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from parallel3d.errors import DataError
+
+CHUNK_BYTES, MAX_CHUNKS = 2048, 1536  # the tokenizer is trained on at most 3 MB, in well under a second
+EXACT_BYTES = 32 * 2**20  # tokens of smaller corpora are all counted (5 s), of larger ones on a sample of this size
+ALL_PLACES = "all.places"
+
+
+def build_text(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable[[str], None]) -> dict[str, Any]:
+    """Fills `folder` with the corpus, and returns what is known of it."""
+    formats = build_formats(text_column=recipe.text_column, document_chars=recipe.document_chars)
+    scan = _Scan(recipe, folder, token)
+    write_places(folder / ALL_PLACES, scan.rows())
+    places = load_places(folder / ALL_PLACES)
+    if not len(places):
+        raise DataError(f"there is no text in data.sources ({len(recipe.files)} files, {recipe.files[0].path} first)")
+    parts = dict(zip(("train", "validation"), split(len(places), recipe.validation_fraction)))
+    for name, indices in parts.items():
+        write_places(folder / f"{name}.places", select(places, indices))
+    (folder / ALL_PLACES).unlink()
+    train = DocumentSet(files=scan.files, formats=formats, places=load_places(folder / "train.places"))
+    model = _tokenizer_model(recipe, train, notice)
+    (folder / "tokenizer.model").write_bytes(model)
+    tokenizer = build_tokenizer(recipe.tokenizer.kind, model)
+    _check_eos(recipe, tokenizer)
+    counts, share = count_tokens(train, tokenizer, token)
+    return {
+        "files": [{"path": _inside(folder, file.path), "format": file.format} for file in scan.files],
+        "text_column": recipe.text_column,
+        "document_chars": recipe.document_chars,
+        "tokenizer": recipe.tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "unigram_entropy": entropy(counts),
+        "num_train_tokens": round(int(counts.sum()) / share),
+        "counts_are_exact": share == 1,
+        "fingerprint": fingerprint(
+            settings=[FORMAT_VERSION, recipe.validation_fraction, recipe.tokenizer.kind],
+            files=[file.path for file in scan.files],
+            places=[folder / f"{name}.places" for name in parts],
+            model=model,
+        ),
+    }
+
+
+@dataclass
+class _Scan:
+    """Reads and checks every byte of the files; what can't be read at random is unpacked on the way."""
+
+    recipe: Recipe
+    folder: Path
+    token: AbortToken
+
+    def __post_init__(self) -> None:
+        self.files = [self._readable(number, file) for number, file in enumerate(self.recipe.files)]
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Yields the places of all documents, in order, some at a time."""
+        for number, (source, file) in enumerate(zip(self.recipe.files, self.files)):
+            for block in blocks(self._scan(source, file)):
+                self.token.check()
+                yield np.insert(block, 0, number, axis=1)
+
+    def _readable(self, number: int, file: SourceFile) -> SourceFile:
+        """The file that documents will be read from."""
+        column = self.recipe.text_column
+        if file.format == "parquet" or (file.format == "arrow" and not lies_open(file.path, column)):
+            return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
+        return file
+
+    def _scan(self, source: SourceFile, file: SourceFile) -> Iterator[tuple[int, int]]:
+        column, chars = self.recipe.text_column, self.recipe.document_chars
+        if source == file:
+            yield from build_formats(text_column=column, document_chars=chars)[file.format].scan(file.path)
+            return
+        with file.path.open("wb") as target:
+            yield from unpack(source.path, source.format, column, target)
+
+
+def training_chunks(documents: DocumentSet) -> Iterator[str]:
+    """Yields pieces of 2 kB for the tokenizer to learn from: all of a small corpus, every n-th of a larger one."""
+    num_chunks = -(-documents.num_bytes // CHUNK_BYTES)  # of each document
+    ends = np.cumsum(num_chunks)
+    total = int(ends[-1])
+    last, text = -1, b""
+    for chunk in range(0, total, -(-total // MAX_CHUNKS)):
+        document = int(np.searchsorted(ends, chunk, side="right"))
+        if document != last:
+            last, text = document, documents.read(document).encode()
+        start = (chunk - int(ends[document] - num_chunks[document])) * CHUNK_BYTES
+        piece = text[start : start + CHUNK_BYTES].decode(errors="ignore")  # it may end inside a character
+        if piece:
+            yield piece
+
+
+def count_tokens(documents: DocumentSet, tokenizer: Tokenizer, token: AbortToken) -> tuple[np.ndarray, float]:
+    """Returns how often each id occurs, EOS once a document, in every n-th document; and the share of bytes counted."""
+    num_bytes = documents.num_bytes
+    step = -(-int(num_bytes.sum()) // EXACT_BYTES)
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    for index in range(0, len(documents), step):
+        token.check()
+        counts += np.bincount(tokenizer.encode(documents.read(index)), minlength=len(counts))
+        counts[tokenizer.eos_id] += 1
+    return counts, float(num_bytes[::step].sum() / num_bytes.sum())
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Returns -sum p ln p of the empirical frequencies, in nats."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def _tokenizer_model(recipe: Recipe, train: DocumentSet, notice: Callable[[str], None]) -> bytes:
+    """The model's bytes: none for bytes, those of data.tokenizer.path, or those of a tokenizer trained here."""
+    path, vocab_size = recipe.tokenizer.path, recipe.tokenizer.vocab_size
+    if recipe.tokenizer.kind == "bytes":
+        return b""
+    assert vocab_size is not None, "the configuration is resolved"
+    if path is None:
+        notice(f"training a tokenizer of {vocab_size:,} pieces")
+        return train_tokenizer(training_chunks(train), vocab_size)
+    model = Path(path).expanduser().read_bytes()
+    num_pieces = SentencePieceTokenizer(model, name=path).vocab_size
+    if num_pieces > vocab_size:
+        raise DataError(
+            f"{path} has {num_pieces:,} pieces, the model a vocabulary of {vocab_size:,}: "
+            f"set model.vocab_size to {num_pieces} or more"
+        )
+    return model
+
+
+def _check_eos(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    asked = recipe.tokenizer.eos_id
+    if asked is not None and asked != tokenizer.eos_id:
+        raise DataError(
+            f"data.tokenizer.eos_id is {asked}, but the tokenizer ends documents with {tokenizer.eos_id}: leave it out "
+            "(it is for files of tokens)"
+        )
+
+
+def _inside(folder: Path, path: Path) -> str:
+    """A file of the corpus' own folder by its name alone: the folder is renamed when it is whole."""
+    return path.name if path.parent == folder else str(path)

@@ -1,0 +1,162 @@
+"""Files of tokens: safetensors with one tensor `tokens` of uint16 or uint32, documents end to end, each with its EOS.
+
+    8 bytes: size of the header | header (JSON, padded with spaces) | tokens ...
+    {"__metadata__": {"eos_id": "1", ...}, "tokens": {"dtype": "U16", "shape": [n], "data_offsets": [0, 2 n]}}
+
+A file is memory-mapped a window at a time, so that reading holds no more than it asks for, and keeps no state. It is
+written as tokens come: the header, whose room is known and whose content is not, comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from parallel3d.errors import DataError
+
+TENSOR = "tokens"
+DTYPES: dict[str, np.dtype] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+HEADER_BYTES = 4096
+"""Room for the header of a file that we write, its size included."""
+MAX_HEADER_BYTES = 100 * 2**20
+"""The format's own limit."""
+WINDOW_TOKENS = 2**21
+"""Tokens that a scan looks at at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """One file of tokens."""
+
+    path: Path
+    dtype: np.dtype
+    data_offset: int
+    """Bytes before the first token."""
+    num_tokens: int
+    metadata: Mapping[str, str]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Returns `count` ids from number `start` on, int32 (count,)."""
+        return self.window(start, count).astype(np.int32)
+
+    def window(self, start: int, count: int) -> np.ndarray:
+        """The same in the file's own type, mapped, not read."""
+        if not 0 <= start <= start + count <= self.num_tokens:
+            raise IndexError(f"{self.path}: tokens {start} to {start + count} of {self.num_tokens}")
+        if count == 0:
+            return np.zeros(0, self.dtype)
+        offset = self.data_offset + start * self.dtype.itemsize
+        try:
+            return np.memmap(self.path, self.dtype, "r", offset, (count,))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path}: not what it was when it was indexed ({error}); start again") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedDocuments:
+    """The documents of token files."""
+
+    files: Sequence[TokenFile]
+    places: np.ndarray
+    """int64 (documents, 3): number of the file, first token, tokens without EOS."""
+    eos_id: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def tokens(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        number, start, count = self.places[index].tolist()
+        return self.files[number].read(start, count)
+
+
+def open_token_file(path: Path) -> TokenFile:
+    """Reads the header; DataError when it is not a whole file with one tensor `tokens` of uint16 or uint32."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+                raise DataError(f"{path}: no safetensors file, or cut short")
+            header = json.loads(file.read(header_bytes))
+        metadata = header.pop("__metadata__", {})
+        tensor = header.get(TENSOR)
+        if tensor is None:
+            names = ", ".join(map(repr, header)) or "none"
+            raise DataError(f"{path}: no tensor {TENSOR!r}; it has {names}")
+        dtype, shape = str(tensor["dtype"]), [int(size) for size in tensor["shape"]]
+        begin, end = (int(offset) for offset in tensor["data_offsets"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: no safetensors file that can be read ({error})") from error
+    if dtype not in DTYPES or len(shape) != 1:
+        raise DataError(f"{path}: {TENSOR!r} is {dtype} of shape {shape}; it must be uint16 or uint32, all in one row")
+    start = 8 + header_bytes + begin
+    if end - begin != shape[0] * DTYPES[dtype].itemsize or 8 + header_bytes + end > size:
+        raise DataError(f"{path}: cut short: {size:,} bytes, its header says {8 + header_bytes + end:,}")
+    return TokenFile(path=path, dtype=DTYPES[dtype], data_offset=start, num_tokens=shape[0], metadata=metadata)
+
+
+def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields (first token, tokens without EOS) of the documents, int64 (documents, 2), some at a time.
+
+    Adds to `counts`, int64 (vocabulary,), how often each id occurs. A last document need not have its EOS. DataError at
+    an id that the vocabulary does not have, and when EOS never occurs.
+    """
+    opened = 0
+    for start in range(0, file.num_tokens, WINDOW_TOKENS):
+        ids = file.window(start, min(WINDOW_TOKENS, file.num_tokens - start))
+        if ids.max() >= len(counts):
+            at = int(np.argmax(ids >= len(counts)))
+            raise DataError(
+                f"{file.path}: token {start + at} is {ids[at]}, and the vocabulary has {len(counts):,}: "
+                "raise model.vocab_size, or data.tokenizer.vocab_size"
+            )
+        counts += np.bincount(ids, minlength=len(counts))
+        ends = start + np.flatnonzero(ids == eos_id)
+        starts = np.append(opened, ends + 1)
+        yield np.stack([starts[:-1], ends - starts[:-1]], axis=1)
+        opened = int(starts[-1])
+    if opened == 0 and file.num_tokens:
+        raise DataError(f"{file.path}: no token is {eos_id}, which should end each document: see data.tokenizer.eos_id")
+    if opened < file.num_tokens:
+        yield np.array([[opened, file.num_tokens - opened]])
+
+
+class TokenWriter:
+    """Writes a file of tokens as they come, however many; without `finish` no safetensors file."""
+
+    def __init__(self, path: Path, vocab_size: int):
+        self.num_tokens = 0
+        self._name = "U16" if vocab_size <= 2**16 else "U32"
+        self._file = path.open("wb")
+        self._file.write(bytes(HEADER_BYTES))  # no valid header
+
+    def append(self, ids: np.ndarray) -> None:
+        """Adds whole documents, each with its EOS."""
+        self._file.write(ids.astype(DTYPES[self._name]).tobytes())
+        self.num_tokens += len(ids)
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Writes the header, with which the file is whole."""
+        size = self.num_tokens * DTYPES[self._name].itemsize
+        tensor = {"dtype": self._name, "shape": [self.num_tokens], "data_offsets": [0, size]}
+        header = json.dumps({"__metadata__": dict(metadata), TENSOR: tensor}).encode()
+        room = HEADER_BYTES - 8
+        assert len(header) <= room, f"a header of {len(header)} bytes"
+        self._file.seek(0)
+        self._file.write(room.to_bytes(8, "little") + header.ljust(room))
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,289 @@
+"""Text that was tokenised before is the same text: the same batches, and the same run to a checkpoint."""
+
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from test_columns import write_table
+from words import lines, open_words, write_words
+
+from parallel3d.config.schema import TokenizerConfig
+from parallel3d.data import prepare as module
+from parallel3d.data.documents import TokenizedDocuments
+from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.prepare import plan_parts, prepare
+from parallel3d.data.token_file import PackedDocuments
+from parallel3d.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+NUM_LANES, LENGTH, NUM_STEPS = 4, 33, 40
+
+
+def hash_of_stream(documents):
+    """Of what all lanes read in some steps, over several data epochs."""
+    lanes, digest = Lanes(documents, seed=7, num_lanes=NUM_LANES), hashlib.sha256()
+    cursors = [Cursor.start()] * NUM_LANES
+    for _ in range(NUM_STEPS):
+        for lane in range(NUM_LANES):
+            tokens, cursors[lane] = lanes.read(lane, cursors[lane], LENGTH)
+            digest.update(tokens.tobytes())
+    return digest.hexdigest()
+
+
+def write_source(folder, kind):
+    """The words as documents of this kind of file."""
+    folder.mkdir()
+    texts = ["".join(lines()[start : start + 30]) for start in range(0, 1500, 30)]
+    if kind == "txt":
+        write_words(folder / "words.txt")
+    elif kind == "jsonl":
+        (folder / "words.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    else:
+        suffix = "parquet" if kind == "parquet" else "arrow"
+        write_table(folder / f"words.{suffix}", texts, kind, batch_rows=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tokenizer's file, so that it is trained once."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    corpus = open_words(write_words(folder / "words.txt"), folder / "cache")
+    return corpus.folder / "tokenizer.model"
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "stream", "compressed", "parquet"])
+def test_prepared_tokens_give_the_batches_of_the_text(tmp_path, model, kind):
+    tokenizer = TokenizerConfig(vocab_size=320, path=str(model))
+    text = open_words(write_source(tmp_path / "source", kind), tmp_path / "cache", tokenizer=tokenizer)
+    told = []
+    done = prepare(text, tmp_path / "out", num_processes=2, progress=lambda size, tokens: told.append((size, tokens)))
+    tokens = open_words(tmp_path / "out", tmp_path / "cache")
+    assert isinstance(text.train, TokenizedDocuments) and isinstance(tokens.train, PackedDocuments)
+    assert hash_of_stream(tokens.train) == hash_of_stream(text.train)
+    assert [tokens.validation.tokens(i).tolist() for i in range(len(tokens.validation))] == [
+        text.validation.tokens(i).tolist() for i in range(len(text.validation))
+    ]
+    same = ("fingerprint", "num_train_tokens", "vocab_size", "document_chars", "unigram_entropy")
+    assert all(getattr(tokens, name) == getattr(text, name) for name in same)
+    assert tokens.tokenizer.decode(tokens.train.tokens(0)) == text.train.documents.read(0)
+    assert sum(tokens for _, tokens in told) == done.num_train_tokens + done.num_validation_tokens
+    assert sum(size for size, _ in told) == sum(
+        each.documents.num_bytes.sum() for each in (text.train, text.validation)
+    )
+
+
+def test_the_same_text_in_every_kind_of_file_is_the_same_stream(tmp_path, model):
+    tokenizer = TokenizerConfig(vocab_size=320, path=str(model))
+    hashes = {
+        hash_of_stream(open_words(write_source(tmp_path / kind, kind), tmp_path / "cache", tokenizer=tokenizer).train)
+        for kind in ("jsonl", "file", "stream", "compressed", "parquet")
+    }
+    assert len(hashes) == 1
+
+
+def test_prepared_bytes(tmp_path):
+    text = open_words(write_words(tmp_path / "words.txt"), tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes"))
+    prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
+    loaded = load_file(tmp_path / "out" / "train.safetensors")["tokens"]
+    assert loaded.dtype == np.uint16 and (loaded == 256).sum() == len(text.train) and loaded[-1] == 256
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    tokens = open_words(tmp_path / "out", tmp_path / "cache")
+    assert hash_of_stream(tokens.train) == hash_of_stream(text.train)
+    assert tokens.tokenizer.decode(tokens.train.tokens(3)) == text.train.documents.read(3)
+
+
+def test_no_validation_is_kept_as_none(tmp_path):
+    settings = {"tokenizer": TokenizerConfig(kind="bytes"), "validation_fraction": 0.0}
+    text = open_words(write_words(tmp_path / "words.txt"), tmp_path / "cache", **settings)
+    prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
+    tokens = open_words(tmp_path / "out", tmp_path / "cache")  # validation_fraction 0.01 would take some
+    assert len(tokens.validation) == 0 and hash_of_stream(tokens.train) == hash_of_stream(text.train)
+
+
+def test_what_was_prepared_is_not_prepared_again(tmp_path):
+    text = open_words(write_words(tmp_path / "words.txt"), tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes"))
+    prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
+    with pytest.raises(DataError, match="out is there already: remove it, or give another --out"):
+        prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
+    tokens = open_words(tmp_path / "out", tmp_path / "cache")
+    with pytest.raises(DataError, match="are tokens already"):
+        prepare(tokens, tmp_path / "other", num_processes=1, progress=lambda *_: None)
+
+
+@pytest.mark.parametrize("when", ["writing", "reading"])
+def test_an_error_halfway_leaves_nothing(tmp_path, monkeypatch, when):
+    source = write_words(tmp_path / "source" / "words.txt")
+    text = open_words(source, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes"))
+    monkeypatch.setattr(module, "PART_BYTES", 1000)
+    folder = tmp_path / "target"
+
+    def progress(size, tokens):
+        if when == "writing":
+            raise OSError("no space left on device")
+        source.write_bytes(b"")
+
+    told = "no space left.*nothing was written" if when == "writing" else "words.txt: shorter than when"
+    with pytest.raises(DataError, match=told):
+        prepare(text, folder / "out", num_processes=1, progress=progress)
+    assert list(folder.iterdir()) == []
+
+
+# --- files of tokens by others ----------------------------------------------------------------------------------------
+
+
+def write_alien(path, num_documents=50, **extra):
+    """GPT-2's tokens without a word on what ends a document."""
+    path.parent.mkdir(exist_ok=True)
+    ids = np.concatenate([[*range(number + 1), 50256] for number in range(num_documents)])
+    save_file({"tokens": ids.astype(np.uint16)}, path, **extra)
+    return path
+
+
+def test_tokens_of_others_need_the_id_that_ends_documents(tmp_path):
+    path, cache = write_alien(tmp_path / "alien" / "train.safetensors"), tmp_path / "cache"
+    with pytest.raises(DataError, match=r"train\.safetensors does not say which id.*GPT-2's is 50256"):
+        open_words(path, cache, tokenizer=TokenizerConfig(vocab_size=50257))
+    tokenizer = TokenizerConfig(vocab_size=50257, eos_id=50256)
+    corpus = open_words(path, cache, tokenizer=tokenizer, validation_fraction=0.1)
+    assert (len(corpus.train), len(corpus.validation), corpus.vocab_size) == (45, 5, 50257)
+    assert (corpus.tokenizer, corpus.train.eos_id) == (None, 50256)
+    assert corpus.train.tokens(2).tolist() == [0, 1, 2]
+    assert corpus.num_train_tokens == sum(len(corpus.train.tokens(index)) + 1 for index in range(45))
+    write_alien(path.with_name("validation.safetensors"), num_documents=9)
+    corpus = open_words(path.parent, cache, tokenizer=tokenizer, validation_fraction=0.1)
+    assert (len(corpus.train), len(corpus.validation)) == (50, 9)
+    with pytest.raises(DataError, match="no tokens to train on"):
+        open_words(path.with_name("validation.safetensors"), cache, tokenizer=tokenizer)
+
+
+def test_who_says_what_ends_a_document_has_to_agree(tmp_path):
+    path = write_alien(tmp_path / "alien" / "a.safetensors", metadata={"eos_id": "50256"})
+    tokenizer = TokenizerConfig(vocab_size=50257)
+    assert len(open_words(path, tmp_path / "cache", tokenizer=tokenizer, validation_fraction=0.0).train) == 50
+    with pytest.raises(DataError, match=r"differs: 50256 in .*a\.safetensors, 3 in data.tokenizer.eos_id"):
+        open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=50257, eos_id=3))
+    with pytest.raises(DataError, match="data.tokenizer.eos_id is 3, but the tokenizer ends documents with 256"):
+        text = write_words(tmp_path / "words.txt")
+        open_words(text, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes", eos_id=3))
+
+
+@given(st.lists(st.integers(1, 3_000_000), max_size=300))
+def test_parts_are_all_documents_in_order(sizes):
+    parts = list(plan_parts("train", np.array(sizes, np.int64)))
+    assert [index for part in parts for index in range(part.first, part.end)] == list(range(len(sizes)))
+    assert [part.num_bytes for part in parts] == [sum(sizes[part.first : part.end]) for part in parts]
+    assert all(sum(sizes[part.first : part.end - 1]) < module.PART_BYTES for part in parts)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    config = {
+        "model": {
+            "vocab_size": 320,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "batch": {"global_batch_size": 4, "micro_batch_size": 4, "sequence_length": 16},
+        "optimizer": {"learning_rate": 0.01},
+        "data": {"sources": [str(write_words(tmp_path / "words.txt"))], "cache_directory": str(tmp_path / "cache")},
+        "run": {"num_steps": 2, "threads_per_rank": 1, "directory": str(tmp_path / "run")},
+    }
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start(*arguments):
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def run(*arguments):
+    process = start(*arguments)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, config_file):
+    out, model = tmp_path / "out", tmp_path / "kept" / "my.model"
+    code, _, told = run("--config", config_file, "--out", out, "--tokenizer-out", model, "--processes", 1)
+    assert code == 0, told
+    assert "data.tokenizer.path" in told and f'data.sources=["{out}"]' in told
+    assert sorted(path.name for path in out.iterdir()) == [
+        "tokenizer.model",
+        "train.safetensors",
+        "validation.safetensors",
+    ]
+    assert model.read_bytes() == (out / "tokenizer.model").read_bytes()
+    text = open_words(tmp_path / "words.txt", tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=320))
+    assert hash_of_stream(open_words(out, tmp_path / "cache").train) == hash_of_stream(text.train)
+    code, _, told = run("--config", config_file, "--out", out)
+    assert code == 2 and "is there already" in told and "Traceback" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+def test_whoever_ends_it_no_half_folder_has_the_name_and_no_process_stays(tmp_path, config_file, end):
+    big = tmp_path / "big.txt"
+    big.write_text("".join(lines()) * 100)
+    process = start("--config", config_file, "--out", tmp_path / "out" / "x", "--processes", 2,
+                    f'data.sources=["{big}"]', "data.tokenizer.kind=bytes", "data.document_chars=256")  # fmt: skip
+    until(lambda: any(path.stat().st_size for path in (tmp_path / "out").glob(".x-*/train.safetensors")), process)
+    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    process.send_signal(end)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    assert not (tmp_path / "out" / "x").exists()
+    if end == signal.SIGINT:
+        assert "nothing was written" in err and "Traceback" not in err
+        assert list((tmp_path / "out").iterdir()) == []
+    until(lambda: not any(is_alive(pid) for pid in children))
+
+
+def until(condition, process=None):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.slow
+def test_mistakes_are_one_message(tmp_path, config_file):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    parquet = write_table(tmp_path / "a.parquet", ["x"], "parquet")
+    for override, told in (
+        (f'data.sources=["{empty}"]', "there is no text in data.sources (1 files"),
+        (f'data.sources=["{parquet}"]', "a.parquet: no column 'body'; it has 'number', 'text'"),
+    ):
+        code, _, err = run("--config", config_file, "--out", tmp_path / "out", override, "data.text_column=body")
+        assert code == 2 and told in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+    code, _, err = run("--config", config_file)
+    assert code == 2 and re.search("give --out FOLDER, --tokenizer-out FILE, or both", err)
