@@ -1,0 +1,40 @@
+"""What this rank's device can do: from the configuration, a data sheet, or measured."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from parallel3d.config.schema import Config
+from parallel3d.layers.gemm import matmul
+from parallel3d.monitor.flops import Peak, listed_peak
+from parallel3d.precision.policy import policy_of
+
+NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+SIZES = {"cpu": 512, "cuda": 8192}
+NUM_PRODUCTS = 4
+"""The first one is warm-up: threads start, kernels are made."""
+
+
+def find_peak(config: Config, device: torch.device) -> Peak:
+    """As `monitor.peak_flops` says; measured it takes some 10 ms of a CPU."""
+    if config.monitor.peak_flops is not None:
+        return Peak(flops_per_s=config.monitor.peak_flops, source="configuration")
+    number_format = policy_of(config.precision).compute
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return listed_peak(name, NAMES[number_format]) or measure_peak(device, number_format)
+
+
+def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:
+    """The best of a few large matrix products, by the kernel that the layers use."""
+    size = SIZES.get(device.type, 512)
+    matrix = torch.full((size, size), 0.5, dtype=number_format, device=device)
+    best_s = float("inf")
+    for _ in range(NUM_PRODUCTS):
+        started = time.perf_counter()
+        matmul(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # bounded: its own product
+        best_s = min(best_s, time.perf_counter() - started)
+    return Peak(flops_per_s=2.0 * size**3 / best_s, source="measured")

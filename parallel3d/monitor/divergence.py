@@ -1,0 +1,128 @@
+"""When training has diverged for good. Pure.
+
+"Sequence Length Warmup" (Li et al. 2022, section 5.2, Figure 6) saw the largest element of Adam's sqrt(v) become a flat
+line after divergence: gradients so large that all of them are clipped. A loss spike that is being recovered from looks
+alike for a while; so the rule for the flat line asks for all of this in a row of n updates:
+
+    loss and mean loss are more than 1.2 times the lowest mean that there was, and every gradient was clipped
+    the largest sqrt(v) stays within 10 %
+    the losses of the second half are not lower, on the mean, than those of the first: nothing recovers
+
+The mean loss is an exponential one over some 20 steps: single losses of small batches scatter so that most of them are
+far above the lowest. n is the time in which sqrt(v) falls to half where gradients vanish, n = 2 ln 2 / -ln(beta2), at
+least 20: within it a line is flat only if large gradients go on feeding it (27 updates at beta2 0.95, 1386 at 0.999).
+
+Another rule, where it is set: a loss above `max_loss_ratio` times the lowest before. Losses and gradients that are not
+finite are the trainer's own sign.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf, isfinite, log
+
+from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO
+
+FLAT = 1.1
+MIN_FLAT_UPDATES = 20
+SMOOTHING_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceRules:
+    """What is taken for divergence."""
+
+    beta2: float = 0.95
+    max_loss_ratio: float | None = None
+    stops: bool = True
+    """Whether divergence ends the run; else it is only told."""
+
+    @property
+    def num_flat(self) -> int:
+        """Updates over which the largest sqrt(v) must be flat."""
+        half_life = -2.0 * log(2.0) / log(self.beta2) if self.beta2 > 0.0 else 0.0
+        return max(MIN_FLAT_UPDATES, round(half_life))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Updates in a row with a high loss, clipped gradients and a flat line."""
+
+    num_updates: int = 0
+    lowest: float = inf
+    highest: float = 0.0
+    """Of the largest sqrt(v) in them."""
+    first_half: float = 0.0
+    second_half: float = 0.0
+    """Sums of their losses."""
+
+
+NO_ROW = Row()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """A fold over the steps of a run: how far the signs of divergence have come."""
+
+    rules: DivergenceRules = DivergenceRules()
+    num_steps: int = 0
+    mean_loss: float = 0.0
+    """Exponential, over SMOOTHING_STEPS."""
+    lowest_mean: float = inf
+    """Since there are so many."""
+    row: Row = NO_ROW
+    reason: str = ""
+    """Why the newest step is one of a run that has diverged; empty: it is not."""
+
+    def after(
+        self, *, loss: float, loss_ratio: float | None, is_clipped: bool, variance_max: float | None
+    ) -> Divergence:
+        """The fold with one more step; `variance_max` None where it was not measured."""
+        if not isfinite(loss):
+            return replace(self, row=NO_ROW, reason="")
+        seen = self._with_loss(loss)
+        limit = self.rules.max_loss_ratio
+        if limit is not None and loss_ratio is not None and loss_ratio > limit:
+            reason = f"the loss is {loss_ratio:.2f} times the lowest before, monitor.max_loss_ratio is {limit:g}"
+            return replace(seen, row=NO_ROW, reason=reason)
+        if not is_clipped or min(loss, seen.mean_loss) <= UNSTABLE_RATIO * seen.lowest_mean:
+            return replace(seen, row=NO_ROW)
+        row = _with_variance(self.row, variance_max)
+        return seen._judge(_with_loss(row, loss, self.rules.num_flat // 2))
+
+    def _with_loss(self, loss: float) -> Divergence:
+        """The mean with one more loss; without a reason."""
+        count = min(self.num_steps + 1, SMOOTHING_STEPS)
+        mean = self.mean_loss + (loss - self.mean_loss) / count
+        lowest = min(self.lowest_mean, mean) if count == SMOOTHING_STEPS else inf
+        return replace(self, num_steps=self.num_steps + 1, mean_loss=mean, lowest_mean=lowest, reason="")
+
+    def _judge(self, row: Row) -> Divergence:
+        """Decides on a row that is long enough, and lets go of it."""
+        half = self.rules.num_flat // 2
+        if row.num_updates < self.rules.num_flat or row.highest == 0.0:
+            return replace(self, row=row)
+        if row.second_half / (row.num_updates - half) < row.first_half / half:
+            return replace(self, row=NO_ROW)  # it recovers
+        reason = (
+            f"for {row.num_updates} updates the loss was more than {UNSTABLE_RATIO:g} times its lowest mean, all"
+            f" gradients were clipped, and Adam's largest sqrt(v) was flat ({row.lowest:.3g} to {row.highest:.3g})"
+        )
+        return replace(self, row=NO_ROW, reason=reason)
+
+
+def _with_variance(row: Row, value: float | None) -> Row:
+    """The row with one more point of the line; begun anew where that is not flat."""
+    if value is None:
+        return row
+    lowest, highest = min(row.lowest, value), max(row.highest, value)
+    if highest <= FLAT * lowest and isfinite(highest):
+        return replace(row, lowest=lowest, highest=highest)
+    return Row(lowest=value, highest=value) if isfinite(value) else NO_ROW
+
+
+def _with_loss(row: Row, loss: float, half: int) -> Row:
+    """The row with one more update; `half` of them are its first half."""
+    if row.num_updates < half:
+        return replace(row, num_updates=row.num_updates + 1, first_half=row.first_half + loss)
+    return replace(row, num_updates=row.num_updates + 1, second_half=row.second_half + loss)
