@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from parallel3d.elastic.pulse import Mode
 from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
 from parallel3d.errors import ConfigError, Problem
+from parallel3d.monitor.device_peak import find_peak
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.pipeline.instructions import Instruction
 from parallel3d.topology.groups import is_world
@@ -320,6 +322,9 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
     state[rank.grid.ranks.index(rank.rank)] = rank.optimizer.state_bytes()
     rank.groups.world.all_reduce(state)
     round_trip_s = measure_round_trip(rank)
+    peak = find_peak(rank.config, rank.device)
+    flops_per_s = rank.groups.world.all_reduce(torch.tensor([peak.flops_per_s], dtype=torch.float64)).item()
+    rank.peak = replace(peak, flops_per_s=flops_per_s / len(rank.grid.ranks))
     if not rank.is_leader:
         return
     held = " ".join(f"{size / 2**20:.1f}" for size in state.tolist())
@@ -327,6 +332,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
         f"model: {num_parameters(rank.config.model):,} parameters, {rank.config.precision.policy}",
         describe_start(rank),
         f"optimizer state by rank: {held} MiB",
+        f"MFU is of {rank.peak.flops_per_s / 1e9:,.0f} GFLOP/s a rank ({rank.peak.source})",
         f"text: {corpus.num_train_tokens:,} training tokens, unigram entropy {corpus.unigram_entropy:.3f} nats a token",
         *(f"warning: {text}" for text in warnings(rank.config)),
     ]

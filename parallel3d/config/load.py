@@ -23,7 +23,8 @@ from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
 from parallel3d.config.rules import broken_rules, expand_home
-from parallel3d.config.schema import Config, Section
+from parallel3d.config.schema import Config
+from parallel3d.config.section import Section
 from parallel3d.errors import ConfigError, Problem
 
 CACHE_DIRECTORY = "~/.cache/parallel3d"

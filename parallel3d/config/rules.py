@@ -386,6 +386,17 @@ def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
                 yield Problem(field=f"elastic.faults.{number}.{name}", value=value, rule=rule, fix=fix)
 
 
+def _check_evaluations(config: Config, world_size: int | None) -> Iterator[Problem]:
+    run = config.run
+    if run.evaluate_every is not None and run.evaluate_share is not None:
+        yield Problem(
+            field="run.evaluate_share",
+            value=run.evaluate_share,
+            rule=f"excludes run.evaluate_every = {run.evaluate_every}: evaluations come by time or by steps",
+            fix="Leave one of them out",
+        )
+
+
 def _check_profile(config: Config, world_size: int | None) -> Iterator[Problem]:
     steps, ranks = config.debug.profile.steps, config.debug.profile.ranks
     if steps and (len(steps) != 2 or steps[0] > steps[1] or steps[1] > config.run.num_steps):
@@ -443,6 +454,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
+    (_check_evaluations, ("run.evaluate_every", "run.evaluate_share")),
     (_check_dumps, ("debug.dump_tensors.steps", "run.num_steps")),
     (_check_profile, ("debug.profile.steps", "debug.profile.ranks", "run.num_steps", *_LAYOUT)),
 )

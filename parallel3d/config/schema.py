@@ -12,7 +12,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from parallel3d.config.monitor import MonitorConfig
+from parallel3d.config.section import Section
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share in [0, 1)."""
@@ -38,14 +41,6 @@ FaultPhase = Literal[
     "recovery_groups",
 ]
 """Where a fault can be injected."""
-
-
-class Section(BaseModel):
-    """Strict, closed and frozen: what all parts of the configuration have in common."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelConfig(Section):
@@ -395,7 +390,14 @@ class RunConfig(Section):
     """CPU threads of each rank. Null: the machine's cores shared out over its ranks; 1 with precision.sums exact, where
     the layout must not decide."""
     evaluate_every: PositiveInt | None = None
-    """Steps between two evaluations. Null: only at the end."""
+    """Steps between two evaluations. Null: as evaluate_share says."""
+    evaluate_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """In place of evaluate_every: evaluate whenever it takes at most this share of the time since the last evaluation.
+    Null: by steps, or not before the end."""
+    evaluate_at_start: bool = False
+    """Evaluate before the first step, too."""
+    evaluate_at_end: bool = True
+    """Evaluate after the last step. false, with evaluate_every and evaluate_share null: no evaluation at all."""
     evaluate_batches: PositiveInt = 4
     """Global batches of one evaluation."""
     show_routes: bool = False
@@ -477,6 +479,8 @@ class Config(Section):
     """What happens when workers die."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What a run keeps of itself on disk."""
+    monitor: MonitorConfig = MonitorConfig()
+    """What is recorded of a run's course, and what ends a run that has diverged."""
     debug: DebugConfig = DebugConfig()
     """Aids for the case that something is wrong; all that cost anything are off."""
     run: RunConfig

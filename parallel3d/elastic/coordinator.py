@@ -284,7 +284,7 @@ class Coordinator:
             self._pace.note(record, time.monotonic())
         match record:
             case {"kind": "step" | "evaluation" as kind, "step": int(step)}:
-                if step <= self._last_told.get(kind, 0):
+                if step <= self._last_told.get(kind, -1):
                     return
                 self._last_told[kind] = step
             case {"kind": "round_trip", "seconds": seconds}:

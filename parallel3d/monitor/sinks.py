@@ -36,6 +36,10 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens", "tokens", "{:,}".format),
     ("seconds", "seconds", "{:,.1f}".format),
     ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("mfu", "MFU", "{:.1%}".format),
+    ("unstable_steps", "steps above 1.2 x lowest loss", "{:,}".format),
+    ("largest_loss_ratio", "largest loss ratio", "{:.3f}".format),
+    ("fraction_clipped", "updates with clipped gradient", "{:.1%}".format),
     ("bubble", "pipeline bubble", "{:.1%}".format),
     ("planned_bubble", "planned bubble", "{:.1%}".format),
     ("world", "workers", str),
@@ -231,7 +235,7 @@ class RunReport:
 
 
 def _step_text(record: dict[str, Any]) -> str:
-    loss, speed = record.get("loss"), record.get("tokens_per_s")
+    loss, speed = record.get("loss"), record.get("mean_tokens_per_s", record.get("tokens_per_s"))
     parts = [f"loss {loss:.4f}" if loss is not None else "", f"{speed:,.0f} tokens/s" if speed is not None else ""]
     return "  ".join(part for part in parts if part)
 

@@ -17,6 +17,8 @@ from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
 from parallel3d.optim.apex_adamw import adamw_apex
 from parallel3d.optim.buckets import BucketPlan
+from parallel3d.optim.measure import measure_state
+from parallel3d.optim.norms import StateNorms
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
@@ -166,14 +168,24 @@ class Bucket:
 
     def squared_norm(self, tp_rank: int) -> ExactSum:
         """Of the owned gradients that rank `tp_rank` counts."""
-        start = self.owned.span.start
-        counted = self.plan.counted(range(start, self.owned.span.stop), tp_rank)
-        parts = [slice(part.start - start, part.stop - start) for part in counted]
+        parts = self._counted(tp_rank)
         if self.fixed is not None:
             return sum((sum_of_squares(self.owned.sums[part], self.fixed) for part in parts), start=ExactSum())
         wide = torch.promote_types(self._policy.grad, torch.float32)
         norms = [torch.linalg.vector_norm(self.owned.grads[part], dtype=wide).double() for part in parts]
         return ExactSum.of(HostCopy(torch.stack(norms).square()).read().tolist()) if norms else ExactSum()
+
+    def state_norms(self, tp_rank: int) -> StateNorms:
+        """Of the owned weights and second moments that rank `tp_rank` counts."""
+        master, second_moment, exact = self.owned.master, self.owned.moments[1], self.fixed is not None
+        parts = (part for part in self._counted(tp_rank) if part.stop > part.start)
+        return sum((measure_state(master[p], second_moment[p], exact=exact) for p in parts), start=StateNorms())
+
+    def _counted(self, tp_rank: int) -> list[slice]:
+        """The parts of the owned range that rank `tp_rank` counts in sums over the model."""
+        span = range(self.owned.span.start, self.owned.span.stop)
+        counted = self.plan.counted(span, tp_rank)
+        return [slice(part.start - span.start, part.stop - span.start) for part in counted]
 
     def sum_copies(self, tp: Group) -> None:
         """Adds up the gradients of the elements that several ranks hold, over those ranks.

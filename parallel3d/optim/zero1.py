@@ -50,6 +50,7 @@ from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.buckets import plan_buckets
 from parallel3d.optim.cut import Cut, Cuts, plan_moves
+from parallel3d.optim.norms import StateNorms
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
@@ -187,11 +188,19 @@ class ShardedOptimizer:
 
     def squared_norm(self) -> ExactSum:
         """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
-        counted = [bucket for bucket in self.buckets if self._is_sharded or self._holders_of(bucket).rank == 0]
-        total = sum((bucket.squared_norm(self._groups.tp.rank) for bucket in counted), start=ExactSum())
+        total = sum((bucket.squared_norm(self._groups.tp.rank) for bucket in self._counted), start=ExactSum())
         if self._is_sharded:
             self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
         return total
+
+    def state_norms(self) -> StateNorms:
+        """This rank's part of the norms of weights and second moments as they are before the update, likewise."""
+        return sum((bucket.state_norms(self._groups.tp.rank) for bucket in self._counted), start=StateNorms())
+
+    @property
+    def _counted(self) -> list[Bucket]:
+        """The buckets of which this rank's owned range counts in sums over the model."""
+        return [bucket for bucket in self.buckets if self._is_sharded or self._holders_of(bucket).rank == 0]
 
     def update(self, version: int, step: UpdateStep | None) -> None:
         """Brings every range held to `version`, and starts the gathers. None: the iteration updates nothing."""

@@ -23,6 +23,9 @@ from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, sta
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.monitor.divergence import Divergence, DivergenceRules
+from parallel3d.monitor.flops import Peak
+from parallel3d.monitor.watch import Watch
 from parallel3d.optim import apex_adamw
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.cut import Cuts, plan_cuts
@@ -117,6 +120,8 @@ class RankRuntime:
     observe: Observer
     probe: Probe
     label: Label = lambda instruction: NO_LABEL
+    peak: Peak | None = None
+    """What a rank's device can do, once that is known: the mean over the ranks."""
     resumed_from: int = 0
     """The iteration of the checkpoint with which this run has begun; 0: from the start."""
     parts: EpochParts | None = None
@@ -369,10 +374,11 @@ def prepare_rank(
             num_stages=grid.pp_size * parallel.virtual_stages,
             num_micro_batches=batch.num_micro_batches,
             num_slots=batch.num_slots,
+            num_ranks=len(grid.ranks) if config.monitor.norms_every is not None else 0,
         ),
         learning_rate=build_learning_rate(config),
         device=device,
-        state=TrainState.start(batch.num_slots, build_loss_scale(config, batch)),
+        state=TrainState.start(batch.num_slots, build_loss_scale(config, batch), build_watch(config)),
         observe=observe,
         probe=probe,
         label=label,
@@ -413,6 +419,16 @@ def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
         min_scale=scale.min,
         num_tokens_log2=(batch.num_tokens - 1).bit_length(),
     )
+
+
+def build_watch(config: Config) -> Watch:
+    """The monitors' rules, and nothing seen yet."""
+    rules = DivergenceRules(
+        beta2=config.optimizer.beta2,
+        max_loss_ratio=config.monitor.max_loss_ratio,
+        stops=config.monitor.divergence == "stop",
+    )
+    return Watch(max_grad_norm=config.optimizer.max_grad_norm, divergence=Divergence(rules=rules))
 
 
 def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: int = 0) -> None:

@@ -8,9 +8,12 @@ iteration's scratch changes before its entry is held, and folding an entry twice
     non-finite             every rank: 1 if its owned gradients hold an infinity or a NaN
     target tokens, loss    the last stage of each micro-batch's route, tensor-parallel rank 0
     stop, leave            every rank that was asked to stop the run, or to leave it
+    evaluate               the leader, where its clock says that an evaluation is due
     saved, not saved       every rank whose part of the save under way is on disk, or can't be written
     cursors                the first stage of each micro-batch's route, tensor-parallel rank 0, for its slots
     audit                  each (virtual stage, micro-batch): the replica that ran its backward pass: it must be 1
+    norms                  where they are measured: every rank, its owned elements of weights and second moments as they
+                           are before this iteration's update; of the largest each rank has a slot of its own
     replica check          where one is due: every rank, to the words of its stage (debug/replicas.py)
 """
 
@@ -18,19 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import isfinite, sqrt
 from typing import Any
 
 from parallel3d.data.lanes import Cursor
 from parallel3d.debug.replicas import NUM_WORDS, differ
 from parallel3d.errors import ProtocolError
+from parallel3d.monitor.watch import NOTHING_SEEN, StepFacts, Watch
+from parallel3d.optim.norms import StateNorms, larger
 from parallel3d.precision.fixed_point import NUM_SLOTS, ExactSum
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
 
 Json = dict[str, Any]
 
 _SUMS = ("squared_norm", "loss_sum")  # exact: the same in whatever order micro-batches and ranges are added
-_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "num_not_saved")
+_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "num_not_saved", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +60,14 @@ class Contribution:
     loss_sum: ExactSum = ExactSum()
     stop: bool = False
     leave: bool = False
+    evaluate: bool = False
     saved: SaveWord = NO_WORD
     cursors: Mapping[int, Cursor] = field(default_factory=dict)
     audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    norms: StateNorms | None = None
+    """None where they are not measured, on all ranks alike."""
+    rank: int = 0
+    """Whose part it is: its number in the run's first grid."""
     check: Mapping[int, Sequence[int]] | None = None
     """Words of the replica check by stage; None where none is due, on all ranks alike."""
 
@@ -80,6 +91,14 @@ class Entry:
     """Ranks whose part of the save under way is on disk."""
     num_not_saved: int = 0
     """Ranks that can't write theirs."""
+    evaluate: bool = False
+    """An evaluation is due by the leader's clock: it follows this iteration."""
+    param_norm: float | None = None
+    """l2 norm of all weights with which the iteration began; None where it was not measured, as the next two."""
+    variance_norm: float | None = None
+    """l1 norm of Adam's sqrt(v) then."""
+    variance_max: float | None = None
+    """The largest element of sqrt(v) then."""
 
     @property
     def loss(self) -> float:
@@ -90,6 +109,17 @@ class Entry:
     def grad_norm(self) -> float:
         """Norm of the gradient of the mean loss, before clipping."""
         return sqrt(self.squared_norm) / self.num_target_tokens
+
+    @property
+    def facts(self) -> StepFacts:
+        """What the monitors are told."""
+        return StepFacts(
+            loss=self.loss,
+            grad_norm=self.grad_norm if self.finite else None,
+            param_norm=self.param_norm,
+            variance_norm=self.variance_norm,
+            variance_max=self.variance_max,
+        )
 
     def grad_scale(self, max_grad_norm: float | None) -> float:
         """The factor that turns a sum of token gradients into the clipped gradient of the mean loss."""
@@ -137,11 +167,13 @@ class EntryLayout:
     """Virtual stages: each chunk of layers has one backward pass of every micro-batch."""
     num_micro_batches: int
     num_slots: int
+    num_ranks: int = 0
+    """Of the run's first grid, where norms of weights and second moments have places; 0: they have none."""
 
     @property
     def size(self) -> int:
         """Without the replica check, which is not in every vector."""
-        return self._cursor(0) + self.num_slots * Cursor.NUM_INTS + self.num_stages * self.num_micro_batches
+        return self._largest + self.num_ranks if self.num_ranks else self._norms
 
     def pack(self, part: Contribution) -> list[float]:
         """One rank's vector. A norm or loss that is not finite travels as a flag."""
@@ -156,12 +188,17 @@ class EntryLayout:
             float(part.leave),
             float(part.saved.is_on_disk),
             float(part.saved.has_failed),
+            float(part.evaluate),
         ]
         for slot, cursor in part.cursors.items():
             start = self._cursor(slot)
             vector[start : start + Cursor.NUM_INTS] = map(float, cursor.to_ints())
         for (stage, micro_batch), count in part.audit.items():
             vector[self._audit(stage, micro_batch)] = float(count)
+        if part.norms is not None:
+            sums = (1.0, *part.norms.squared_weights.to_slots(), *part.norms.variance.to_slots())
+            vector[self._norms : self._norms + len(sums)] = sums
+            vector[self._largest + part.rank] = part.norms.variance_max
         if part.check is not None:
             none = (0,) * NUM_WORDS
             vector += [float(word) for stage in range(self.num_stages) for word in part.check.get(stage, none)]
@@ -180,7 +217,7 @@ class EntryLayout:
             ExactSum.from_slots(total[number * NUM_SLOTS : (number + 1) * NUM_SLOTS]).value
             for number in range(len(_SUMS))
         )
-        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved = total[
+        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved, evaluate = total[
             len(_SUMS) * NUM_SLOTS : self._cursor(0)
         ]
         return Entry(
@@ -193,12 +230,26 @@ class EntryLayout:
             leave=leave > 0,
             num_saved=int(num_saved),
             num_not_saved=int(num_not_saved),
+            evaluate=evaluate > 0,
+            **self._unpack_norms(total),
             cursors=tuple(
                 Cursor.from_ints([int(x) for x in total[self._cursor(s) : self._cursor(s) + Cursor.NUM_INTS]])
                 for s in range(self.num_slots)
             ),
             differing_stages=tuple(stage for stage, words in enumerate(self._checks(total)) if differ(words)),
         )
+
+    def _unpack_norms(self, total: list[float]) -> dict[str, float]:
+        """The entry's norms, if they were measured."""
+        if not self.num_ranks or total[self._norms] == 0.0:
+            return {}
+        sums = total[self._norms + 1 : self._largest]
+        squared_weights, variance = (ExactSum.from_slots(sums[start : start + NUM_SLOTS]) for start in (0, NUM_SLOTS))
+        return {
+            "param_norm": sqrt(squared_weights.value),
+            "variance_norm": variance.value,
+            "variance_max": reduce(larger, total[self._largest : self.size]),
+        }
 
     def _checks(self, total: list[float]) -> list[list[float]]:
         """The words of the replica check by stage, if one was due."""
@@ -210,6 +261,16 @@ class EntryLayout:
 
     def _audit(self, stage: int, micro_batch: int) -> int:
         return self._cursor(self.num_slots) + stage * self.num_micro_batches + micro_batch
+
+    @property
+    def _norms(self) -> int:
+        """How many ranks have measured, and their sums."""
+        return self._audit(self.num_stages, 0)
+
+    @property
+    def _largest(self) -> int:
+        """What each rank has found the largest."""
+        return self._norms + 1 + 2 * NUM_SLOTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +290,12 @@ class TrainState:
     """The last one, if any."""
     loss_scale: LossScale = UNSCALED
     """Of the next iteration."""
+    watch: Watch = NOTHING_SEEN
+    """What the monitors know of the run's course."""
 
     @staticmethod
-    def start(num_slots: int, loss_scale: LossScale = UNSCALED) -> TrainState:
-        return TrainState(cursors=(Cursor.start(),) * num_slots, loss_scale=loss_scale)
+    def start(num_slots: int, loss_scale: LossScale = UNSCALED, watch: Watch = NOTHING_SEEN) -> TrainState:
+        return TrainState(cursors=(Cursor.start(),) * num_slots, loss_scale=loss_scale, watch=watch)
 
     @property
     def is_evaluated(self) -> bool:
@@ -261,4 +324,5 @@ class TrainState:
             cursors=entry.cursors,
             entries=(*self.entries, entry)[-2:],
             loss_scale=self.loss_scale.after(finite=entry.finite),
+            watch=self.watch.after(entry.facts),
         )

@@ -10,6 +10,7 @@ What comes next follows from the state alone, so that after a loss everybody goe
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,12 +18,15 @@ from statistics import median
 from typing import Any
 
 from parallel3d.config.derived import flops_per_token, tokens_per_step
+from parallel3d.config.schema import RunConfig
 from parallel3d.elastic.membership import EpochRecord
 from parallel3d.errors import EpochEnded
+from parallel3d.monitor.watch import perplexity
 from parallel3d.pipeline.route_map import draw_route_map
 from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime
-from parallel3d.trainer.entry import Entry
+from parallel3d.trainer.entry import Entry, TrainState
+from parallel3d.trainer.progress import Progress
 from parallel3d.trainer.recover import Member
 from parallel3d.trainer.saving import NoSaving, Saving
 from parallel3d.trainer.step import StepReport, evaluate, train_step
@@ -59,6 +63,7 @@ class Trainer:
     """What the summary says beyond the trainer's own figures."""
 
     def __post_init__(self) -> None:
+        self._progress = Progress(self.rank.config)
         self._losses: dict[int, float] = {}
         self._training_s = 0.0
         self._num_timed = 0
@@ -116,8 +121,7 @@ class Trainer:
         if last is not None and last.leave and last.iteration > self._joined_at:
             return Phase.RECOVER
         is_over = state.iteration >= run.num_steps
-        is_due = is_over or (run.evaluate_every is not None and state.iteration % run.evaluate_every == 0)
-        if state.iteration > 0 and is_due and not state.is_evaluated:
+        if evaluation_is_due(state, run, is_over=is_over) and not state.is_evaluated:
             return Phase.EVALUATE
         if self.saving.is_due(state.iteration, ends=is_over):
             return Phase.SAVE
@@ -129,12 +133,19 @@ class Trainer:
         self.on_phase(Phase.STEP, step)
         waited = self.data_wait_s()
         saved = self.saving.word()
-        report = train_step(self.rank, stop=self.stop_requested(), leave=self.leave_requested(), saved=saved)
+        report = train_step(
+            self.rank,
+            stop=self.stop_requested(),
+            leave=self.leave_requested(),
+            evaluate=self.rank.is_leader and self._progress.wants_evaluation,
+            saved=saved,
+        )
         self._say(self.saving.note(report.entry))
+        self._progress.note_step(report, len(self.rank.grid.ranks))
         self._training_s += report.step_s
         self._num_timed += 1
         self._losses[step] = report.entry.loss
-        self._bubbles.append(report.bubble)
+        self._bubbles.append(report.telemetry.bubble)
         self._tell_aids(report)
         self._tell(report.entry, report, self.data_wait_s() - waited)
 
@@ -150,8 +161,10 @@ class Trainer:
         self.on_phase(Phase.EVALUATE, self.rank.state.iteration)
         if self.rank.is_leader:
             self.publish({"kind": "evaluating", "step": self.rank.state.iteration})
+        started = time.perf_counter()
         evaluate(self.rank)
-        self._tell_evaluation()
+        self._progress.note_evaluation(time.perf_counter() - started)
+        self._tell_evaluation(time.perf_counter() - started)
 
     def _save(self) -> None:
         """Between two steps a save begins; at the run's end it is finished."""
@@ -171,11 +184,14 @@ class Trainer:
         table = draw_route_map(rank.train_plan.routes, rank.grid.replicas, rank.first_grid.replicas)
         self.publish({"kind": "notice", "text": table or "the routes of this grid do not fit on a screen"})
 
-    def _tell_evaluation(self) -> None:
-        state = self.rank.state
-        is_new = self.rank.is_leader and state.is_evaluated and state.iteration > self.rank.resumed_from
-        if is_new and state.evaluations[-1].loss is not None:
-            self.publish({"kind": "evaluation", "step": state.iteration, "loss": state.evaluations[-1].loss})
+    def _tell_evaluation(self, seconds: float | None = None) -> None:
+        """The leader's record of an evaluation; without its time where another rank led it."""
+        state, since = self.rank.state, self.rank.resumed_from
+        is_new = state.is_evaluated and (state.iteration > since or since == 0)
+        if self.rank.is_leader and is_new and (loss := state.evaluations[-1].loss) is not None:
+            figures = {"loss": loss, "tokens": state.tokens_trained, **perplexity(loss)}
+            times = {} if seconds is None else {"seconds": seconds}
+            self.publish({"kind": "evaluation", "step": state.iteration, **figures, **times})
 
     def _tell(self, entry: Entry, report: StepReport | None = None, data_wait_s: float = 0.0) -> None:
         """The leader's record of a step; without figures of time for one that it did not time itself."""
@@ -196,9 +212,14 @@ class Trainer:
                 "lr": self.rank.learning_rate_now,
                 "num_updates": self.rank.state.num_updates,
                 **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
-                **(_times(report, data_wait_s, self.rank.train_plan.bubble) if report is not None else {}),
+                **(self.rank.state.watch.figures() if entry.iteration == self.rank.state.iteration else {}),
+                **(self._times(report, data_wait_s) if report is not None else {}),
             }
         )
+
+    def _times(self, report: StepReport, data_wait_s: float) -> dict[str, Any]:
+        num_ranks = len(self.rank.grid.ranks)
+        return self._progress.figures(report, data_wait_s=data_wait_s, num_ranks=num_ranks, peak=self.rank.peak)
 
     def _summary(self) -> dict[str, Any]:
         last_steps = sorted(self._losses)[-FINAL_STEPS:]
@@ -216,6 +237,8 @@ class Trainer:
             **(self._bubble() if self.rank.grid.pp_size > 1 else {}),
             "flops_per_s": tokens_per_s * flops_per_token(config.model, config.batch.sequence_length),
             "stopped_early": bool(state.entries and state.entries[-1].stop),
+            **state.watch.summary(),
+            **self._progress.summary(self.rank.peak),
         }
 
     def _bubble(self) -> dict[str, float | None]:
@@ -240,14 +263,12 @@ def describe_layout(grid: Grid) -> str:
     return f"{grid.pp_size} stages x {replicas} replicas x tp {grid.tp_size}"
 
 
-def _times(report: StepReport, data_wait_s: float, planned_bubble: float) -> dict[str, float]:
-    return {
-        "tokens_per_s": report.entry.num_target_tokens / report.step_s,
-        "step_s": report.step_s,
-        "bubble": report.bubble,
-        "planned_bubble": planned_bubble,
-        "data_wait_s": data_wait_s,
-    }
+def evaluation_is_due(state: TrainState, run: RunConfig, *, is_over: bool) -> bool:
+    """Whether an evaluation belongs between the newest step and the next."""
+    if state.iteration == 0:
+        return run.evaluate_at_start
+    by_steps = run.evaluate_every is not None and state.iteration % run.evaluate_every == 0
+    return by_steps or state.entries[-1].evaluate or (is_over and run.evaluate_at_end)
 
 
 def _json_number(value: float) -> float | None:

@@ -47,6 +47,7 @@ def state_to_json(state: TrainState) -> Json:
         ],
         "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
         "loss_scale": _loss_scale_to_json(state.loss_scale),
+        "watch": state.watch.to_json(),
     }
 
 
@@ -61,6 +62,7 @@ def state_from_json(data: Json, fresh: TrainState) -> TrainState:
         entries=tuple(Entry.from_json(entry) for entry in data["entries"]),
         evaluations=tuple(EvaluationEntry.from_json(evaluation) for evaluation in data["evaluations"]),
         loss_scale=_loss_scale(data["loss_scale"], fresh.loss_scale),
+        watch=fresh.watch.from_json(data["watch"]) if "watch" in data else fresh.watch,  # older ones have none
     )
 
 

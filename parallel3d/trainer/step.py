@@ -9,7 +9,10 @@ from pathlib import Path
 
 import torch
 
+from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Cursor
+from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.monitor.memory import used_bytes
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.build import RankRuntime
@@ -17,27 +20,43 @@ from parallel3d.trainer.dumps import record, write
 from parallel3d.trainer.entry import NO_WORD, Contribution, Entry, EvaluationEntry, SaveWord
 from parallel3d.trainer.replicas import is_due, replica_words, settle
 
+NUM_TOLD = 3
+"""Numbers that a rank tells beside its part of the entry: seconds busy, seconds of the run, bytes held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """What the ranks have told each other of an iteration, beside its entry."""
+
+    bubble: float
+    """Share of the pipeline's time in which its busiest rank does not compute."""
+    memory_bytes: int
+    """Of the rank that holds most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step gave: its entry, the learning rate of its update, this rank's seconds, and the pipeline's bubble."""
+    """What a step gave: its entry, the learning rate of its update, this rank's seconds, and what all have told."""
 
     entry: Entry
     learning_rate: float
     step_s: float
-    bubble: float
-    """Share of the pipeline's time in which its busiest rank does not compute."""
+    batch: BatchPlan
+    telemetry: Telemetry
+    planned_bubble: float
     warning: str = ""
     """What the replica check has found, where the run goes on."""
     dump: Path | None = None
     """This rank's file of the step's tensors, where they were asked for."""
 
 
-def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False, saved: SaveWord = NO_WORD) -> StepReport:
+def train_step(
+    rank: RankRuntime, *, stop: bool = False, leave: bool = False, evaluate: bool = False, saved: SaveWord = NO_WORD
+) -> StepReport:
     """Runs one iteration: lists, reduction, the one all-reduce, fold, update. `rank.state` moves on with the fold.
 
-    `stop` asks all ranks to stop after this step, `leave` that this one may depart then; `saved` is
-    this rank's word on the save under way. An iteration with a
+    `stop` asks all ranks to stop after this step, `leave` that this one may depart then, `evaluate` for an
+    evaluation after it; `saved` is this rank's word on the save under way. An iteration with a
     non-finite gradient updates nothing, on all ranks alike.
     """
     started = time.perf_counter()
@@ -47,8 +66,8 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False, sa
     with record(rank, batch) as recorder:
         result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
-    part = contribution(rank, result, stop=stop, leave=leave, saved=saved)
-    entry, bubble = agree(rank, batch.iteration, part, result)
+    part = contribution(rank, result, stop=stop, leave=leave, evaluate=evaluate, saved=saved)
+    entry, telemetry = agree(rank, batch.iteration, part, result)
     dump = None if recorder is None else write(rank, entry, recorder)
     warning = settle(rank, batch.iteration) if entry.differing_stages else ""
     rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
@@ -57,17 +76,28 @@ def train_step(rank: RankRuntime, *, stop: bool = False, leave: bool = False, sa
         entry=entry,
         learning_rate=rank.learning_rate_now,
         step_s=time.perf_counter() - started,
-        bubble=bubble,
+        batch=batch,
+        telemetry=telemetry,
+        planned_bubble=rank.train_plan.bubble,
         warning=warning,
         dump=dump,
     )
 
 
-def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool, saved: SaveWord) -> Contribution:
+def contribution(
+    rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, saved: SaveWord
+) -> Contribution:
     """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
     optimizer = rank.optimizer
     part = Contribution(
-        squared_norm=optimizer.squared_norm(), is_finite=optimizer.is_finite, stop=stop, leave=leave, saved=saved
+        squared_norm=optimizer.squared_norm(),
+        is_finite=optimizer.is_finite,
+        stop=stop,
+        leave=leave,
+        evaluate=evaluate,
+        saved=saved,
+        norms=optimizer.state_norms() if measures_norms(rank.config, rank.state.iteration + 1) else None,
+        rank=rank.rank,
     )
     if rank.place.tp == 0:
         part.loss_sum = ExactSum.of(result.losses.values())
@@ -80,30 +110,40 @@ def contribution(rank: RankRuntime, result: StageResult, *, stop: bool, leave: b
     return part
 
 
-def agree(rank: RankRuntime, iteration: int, part: Contribution, result: StageResult) -> tuple[Entry, float]:
-    """The one all-reduce over all ranks of the grid: the entry, and the iteration's bubble.
+def agree(rank: RankRuntime, iteration: int, part: Contribution, result: StageResult) -> tuple[Entry, Telemetry]:
+    """The one all-reduce over all ranks of the grid: the entry, and what else they tell each other.
 
-    Every rank's seconds ride behind what the entry is made of. They are never part of it: a replay is the same entry.
+    Every rank's seconds and bytes ride behind what the entry is made of. They are never part of it: a replay is the
+    same entry.
     """
-    words, seconds = rank.layout.pack(part), [0.0] * (2 * len(rank.grid.ranks))
-    place = 2 * rank.grid.ranks.index(rank.rank)
-    seconds[place : place + 2] = result.busy_s, result.run_s
-    vector = torch.tensor(words + seconds, dtype=torch.float64)
+    words, told = rank.layout.pack(part), [0.0] * (NUM_TOLD * len(rank.grid.ranks))
+    place = NUM_TOLD * rank.grid.ranks.index(rank.rank)
+    told[place : place + NUM_TOLD] = result.busy_s, result.run_s, float(used_bytes(rank.device))
+    vector = torch.tensor(words + told, dtype=torch.float64)
     work = rank.groups.world.all_reduce_async(vector)
     rank.probe("all_reduce")
     work.wait()
     total = vector.tolist()
-    return rank.layout.unpack(iteration, total[: len(words)]), bubble_of(total[len(words) :])
+    busy_s, run_s, num_bytes = (total[len(words) + number :: NUM_TOLD] for number in range(NUM_TOLD))
+    return rank.layout.unpack(iteration, total[: len(words)]), Telemetry(
+        bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes))
+    )
 
 
-def bubble_of(seconds: Sequence[float]) -> float:
-    """1 - busy / run of the ranks' (busy, run) seconds, one after the other; the longest of each.
+def measures_norms(config: Config, iteration: int) -> bool:
+    """Whether an iteration measures weights and second moments as they are before its update."""
+    every = config.monitor.norms_every
+    return every is not None and (iteration - 1) % every == 0
+
+
+def bubble_of(busy: Sequence[float], run: Sequence[float]) -> float:
+    """1 - busy / run of the ranks' seconds; the longest of each.
 
     Lists begin together, after the last iteration's all-reduce, and a rank's run includes its waits: the longest run is
     the pipeline's. Reduction and update, which no schedule can hide, are not in it; nor is what a rank computes for
     nobody but itself in between.
     """
-    busy_s, run_s = max(seconds[::2]), max(seconds[1::2])
+    busy_s, run_s = max(busy), max(run)
     return 1.0 - busy_s / run_s if run_s else 0.0
 
 

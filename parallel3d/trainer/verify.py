@@ -126,6 +126,8 @@ class ElasticRun:
     dead: tuple[int, ...]
     moved_bytes: int
     num_tokens: int
+    evaluations: Mapping[int, float] = field(default_factory=dict)
+    """The leader's losses, by step."""
     notices: tuple[str, ...] = ()
     """What was told to a person, by whatever rank."""
 
@@ -163,10 +165,13 @@ def run_elastic_in_threads(
     table = ThreadTable(world, grid, zero_stage=config.parallel.zero_stage, zero_backups=config.elastic.zero_backups)
     steps: dict[int, dict[str, Any]] = {}
     notices: list[str] = []
+    evaluations: dict[int, float] = {}
 
     def publish(record: dict[str, Any]) -> None:
         if record["kind"] == "notice":
             notices.append(record["text"])
+        if record["kind"] == "evaluation":
+            evaluations[record["step"]] = record["loss"]
         if record["kind"] == "step" and record["step"] not in steps:
             steps[record["step"]] = record
             table.protocol.last_told = record["step"]
@@ -219,6 +224,7 @@ def run_elastic_in_threads(
         dead=tuple(rank for rank in grid.ranks if rank not in table.protocol.live),
         moved_bytes=table.moved_bytes,
         num_tokens=max((record["tokens"] for record in steps.values()), default=0),
+        evaluations=evaluations,
         notices=tuple(notices),
     )
 

@@ -1,6 +1,7 @@
 """Entries: exact on every way they travel; the state that is a fold over them."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from parallel3d.data.lanes import Cursor
 from parallel3d.errors import ProtocolError
+from parallel3d.optim.norms import StateNorms
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.entry import Contribution, Entry, EntryLayout, EvaluationEntry, TrainState, entry_from_json
 
@@ -26,6 +28,10 @@ entries = st.builds(
     stop=st.booleans(),
     leave=st.booleans(),
     cursors=st.lists(cursors, max_size=5).map(tuple),
+    evaluate=st.booleans(),
+    param_norm=st.none() | st.floats(0),
+    variance_norm=st.none() | st.floats(0),
+    variance_max=st.none() | st.floats(0),
 )
 evaluations = st.builds(EvaluationEntry, iteration=st.integers(1, 2**40), loss=st.none() | st.floats())
 
@@ -108,6 +114,45 @@ def test_one_rank_that_is_not_finite_is_enough(part):
     ranks = [Contribution(num_target_tokens=1, audit=AUDIT), Contribution(**part), Contribution()]
     found = LAYOUT.unpack(1, [sum(values) for values in zip(*map(LAYOUT.pack, ranks))])
     assert not found.finite and found.squared_norm == 0.0
+
+
+@given(
+    st.lists(st.none() | st.tuples(*[st.floats(2**-40, 1e20)] * 3), min_size=5, max_size=5),
+    st.permutations(range(5)),
+)
+def test_norms_are_those_of_all_ranks_that_have_measured(measured, order):
+    """Sums are exact in any order; of the largest each rank has a slot of its own."""
+    layout = replace(LAYOUT, num_ranks=5)
+    norms = [
+        values
+        and StateNorms(
+            squared_weights=ExactSum.of([values[0]]), variance=ExactSum.of([values[1]]), variance_max=values[2]
+        )
+        for values in measured
+    ]
+    audit = Contribution(num_target_tokens=1, audit=AUDIT)
+    vectors = [layout.pack(audit), *(layout.pack(Contribution(norms=norms[rank], rank=rank)) for rank in order)]
+    found = layout.unpack(1, [sum(values) for values in zip(*vectors)])
+    known = [values for values in measured if values is not None]
+    if not known:
+        assert (found.param_norm, found.variance_norm, found.variance_max) == (None, None, None)
+        return
+    squares, sums, largest = zip(*known)
+    assert found.param_norm == math.sqrt(ExactSum.of(squares).value)
+    assert (found.variance_norm, found.variance_max) == (ExactSum.of(sums).value, max(largest))
+
+
+def test_a_weight_that_is_no_number_shows():
+    layout = replace(LAYOUT, num_ranks=2)
+    broken = StateNorms(
+        squared_weights=ExactSum.of([math.nan]), variance=ExactSum.of([math.inf]), variance_max=math.nan
+    )
+    vectors = [
+        layout.pack(Contribution(num_target_tokens=1, audit=AUDIT, norms=StateNorms(variance_max=3.0))),
+        layout.pack(Contribution(norms=broken, rank=1)),
+    ]
+    found = layout.unpack(1, [sum(values) for values in zip(*vectors)])
+    assert math.isnan(found.param_norm) and math.isinf(found.variance_norm) and math.isnan(found.variance_max)
 
 
 def test_the_gradient_is_scaled_to_the_mean_and_clipped():

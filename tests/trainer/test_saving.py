@@ -9,7 +9,7 @@ import cells
 import pytest
 import torch
 from saves import TEXT, assert_equal, read_all
-from thread_cells import die
+from thread_cells import MONITORED, die
 
 from parallel3d.checkpoint.catalogue import Catalogue
 from parallel3d.checkpoint.disk import Disk
@@ -81,8 +81,8 @@ def assert_goes_on(done, whole, *, steps=range(4, 7)):
     """The steps, the evaluation and the weights are those of the run that was never interrupted."""
     assert sorted(done.steps) == list(steps)
     for step in steps:
-        for name in ("loss", "grad_norm", "lr", "tokens", "num_updates"):
-            assert done.steps[step][name] == whole.steps[step][name], f"{name} of step {step}"
+        for name in ("loss", "grad_norm", "lr", "tokens", "num_updates", *MONITORED):
+            assert done.steps[step].get(name) == whole.steps[step].get(name), f"{name} of step {step}"
     assert done.run.evaluation == whole.run.evaluation
     assert_equal(done.run.weights, whole.run.weights)
 

@@ -130,15 +130,15 @@ def test_a_micro_batch_counted_twice_is_no_entry():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "bubble"),
+    ("busy", "run", "bubble"),
     [
-        ([3.0, 4.0], 0.25),
-        ([3.0, 4.0, 1.0, 5.0, 2.5, 2.5], 0.4),  # the busiest computes for 3 s of the 5 s that the longest list takes
-        ([0.0, 0.0], 0.0),
+        ([3.0], [4.0], 0.25),
+        ([3.0, 1.0, 2.5], [4.0, 5.0, 2.5], 0.4),  # the busiest computes for 3 s of the 5 s that the longest list takes
+        ([0.0], [0.0], 0.0),
     ],
 )
-def test_the_bubble_is_the_busiest_ranks_idle_share(seconds, bubble):
-    assert bubble_of(seconds) == pytest.approx(bubble)
+def test_the_bubble_is_the_busiest_ranks_idle_share(busy, run, bubble):
+    assert bubble_of(busy, run) == pytest.approx(bubble)
 
 
 def test_seconds_ride_behind_the_entry_and_not_in_it():
@@ -154,13 +154,14 @@ def test_seconds_ride_behind_the_entry_and_not_in_it():
 
         rank.executor.run = timed if rank.state.iteration == 0 else plain
         report = train_step(rank)
-        return report.bubble, report.entry
+        return report.telemetry.bubble, report.entry
 
     bubbles, entries = zip(*run(body, parallel=LAYOUT))
     assert set(bubbles) == {0.5} and len(set(entries)) == 1
     plain = run(lambda rank, lanes: train_step(rank), parallel=LAYOUT)
     assert {report.entry for report in plain} == set(entries)
-    assert len({report.bubble for report in plain}) == 1 and 0 <= plain[0].bubble < 1
+    assert len({report.telemetry for report in plain}) == 1 and 0 <= plain[0].telemetry.bubble < 1
+    assert plain[0].telemetry.memory_bytes > 10e6
 
 
 @pytest.mark.parametrize("dp,micro,pp", [(2, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 1)])

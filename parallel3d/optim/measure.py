@@ -1,0 +1,63 @@
+"""Measures the size of weights and of Adam's second moment.
+
+"Sequence Length Warmup" (Li et al. 2022, section 3) follows the l1 norm and the largest element of sqrt(v),
+v = beta2 v + (1 - beta2) g^2 not corrected for its start: l1, so that single elements do not rule the sum.
+
+Ranges go block by block, so that the roots stay in a core's cache. With exact sums each element's square, and each
+root, is rounded to a multiple of 2**-60, and these are added as integers: the same bits on every cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.staging import HostCopy
+from parallel3d.optim.norms import StateNorms
+from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum
+
+_BLOCK = 1 << 16
+_DEVICE_BLOCK = 1 << 24
+_COARSE_LOG2, _FINE_LOG2 = 20, 60
+"""Two digits of an element: whole multiples of 2**-20, and what is left in multiples of 2**-60."""
+
+
+def measure_state(weights: Tensor, second_moment: Tensor, *, exact: bool) -> StateNorms:
+    """Of `weights` (n,) and v (n,), n > 0, of any float formats; sums in fp32 at least, over blocks in fp64."""
+    size = _BLOCK if weights.device.type == "cpu" else _DEVICE_BLOCK
+    roots = (torch.sqrt(_wide(block)) for block in second_moment.split(size))
+    largest = torch.sqrt(_wide(second_moment.max()))
+    if exact:
+        squares = (block.double().square() for block in weights.split(size))
+        return StateNorms(
+            squared_weights=_exact_sum(squares),
+            variance=_exact_sum(roots),
+            variance_max=HostCopy(largest).read().item(),
+        )
+    norms = torch.stack([torch.linalg.vector_norm(_wide(block)) for block in weights.split(size)]).double()
+    sums = torch.stack([block.sum() for block in roots]).double()
+    squared, variance, maximum = (
+        HostCopy(torch.stack([norms.square().sum(), sums.sum(), largest.double()])).read().tolist()
+    )
+    return StateNorms(squared_weights=ExactSum.of([squared]), variance=ExactSum.of([variance]), variance_max=maximum)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _exact_sum(blocks: Iterable[Tensor]) -> ExactSum:
+    """Of elements from 0 on, below 2**26 in blocks of up to 2**16: no integer sum gets beyond 2**62."""
+    total = ExactSum()
+    for block in blocks:
+        scaled = block.double() * 2.0**_COARSE_LOG2
+        if not torch.isfinite(scaled).all():
+            total += ExactSum(rest=scaled.sum().item())
+            continue
+        coarse = scaled.floor()
+        fine = ((scaled - coarse) * 2.0 ** (_FINE_LOG2 - _COARSE_LOG2)).round()
+        for digit, log2 in ((coarse, _COARSE_LOG2), (fine, _FINE_LOG2)):
+            total += ExactSum(units=int(digit.to(torch.int64).sum()) << (-UNIT_LOG2 - log2))
+    return total
