@@ -22,18 +22,20 @@ from pathlib import Path
 
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import INDEX, Index, IndexedFile, decode_index
+from parallel3d.checkpoint.strip import strip_moments
 from parallel3d.errors import CheckpointError
 
 LATEST, BEST = "latest", "best"
 MAX_READERS = 8
 
 _NAME = re.compile(r"step-(\d{8,})")
+_PREVIOUS = re.compile(r"previous-\d+")
 _LEFTOVER = re.compile(r"step-\d{8,}\.\w+\.(partial|removed)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The newest good checkpoint, if there is one, and what is wrong with newer ones."""
+    """The newest checkpoint that a run can go on from, if there is one, and what is wrong with newer ones."""
 
     path: Path | None
     index: Index | None
@@ -64,7 +66,8 @@ class Catalogue:
         damaged: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return Found(path=self.path_of(step), index=verify(self.path_of(step)), damaged=tuple(damaged))
+                index = verify_whole(self.path_of(step))
+                return Found(path=self.path_of(step), index=index, damaged=tuple(damaged))
             except CheckpointError as error:
                 damaged.append(str(error))
         return Found(path=None, index=None, damaged=tuple(damaged))
@@ -84,7 +87,6 @@ class Catalogue:
         replaced = self._claim(target) if target.exists() else None
         self.disk.rename(partial, target)
         self.disk.sync_folder(self.directory)
-        self.point(LATEST, step)
         if replaced is not None:
             self.disk.remove_tree(replaced)
 
@@ -96,14 +98,22 @@ class Catalogue:
         self.disk.rename(temporary, self.directory / name)
         self.disk.sync_folder(self.directory)
 
-    def tidy(self, *, keep_last: int, keep_every: int | None) -> None:
-        """Points `best`, and removes what need not be kept: neither among the last, nor the best, nor permanent."""
+    def tidy(self, *, keep_last: int, keep_every: int | None, weights_only: bool = False) -> None:
+        """Points `latest` and `best`, and removes what need not be kept: neither among the last, nor the best, nor
+        permanent. With `weights_only` those that are no more than permanent lose their moments.
+
+        Raises OSError, and CheckpointError where a permanent one is damaged.
+        """
         steps = self.steps()
+        self.point(LATEST, steps[-1])
         best = best_of(self._losses(steps))
         if best is not None:
             self.point(BEST, best)
-        for step in superfluous(steps, keep_last=keep_last, keep_every=keep_every, best=best):
+        superfluous, permanent = outlived(steps, keep_last=keep_last, keep_every=keep_every, best=best)
+        for step in superfluous:
             self._remove(self.path_of(step))
+        for step in permanent if weights_only else ():
+            strip_moments(self.path_of(step), read_index(self.path_of(step)), self.disk)
 
     def set_aside(self, after: int) -> Path | None:
         """Moves checkpoints of later steps into the next free previous-N: the run does not go on from them."""
@@ -122,6 +132,11 @@ class Catalogue:
                 if left and name == LATEST:
                     self.point(name, left[-1])
         return target
+
+    def set_aside_bytes(self) -> int:
+        """What lies in all of previous-N."""
+        folders = [self.directory / name for name in _listdir(self.directory) if _PREVIOUS.fullmatch(name)]
+        return sum(file.lstat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
     def _remove(self, path: Path) -> None:
         try:
@@ -154,12 +169,13 @@ def best_of(losses: Iterator[tuple[int, float | None, float | None]]) -> int | N
     return min(evaluated or trained, default=(0.0, None))[1]
 
 
-def superfluous(steps: Sequence[int], *, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
-    """The steps, of those given in ascending order, whose checkpoints need not be kept."""
-    newest = set(steps[-keep_last:])
-    return [
-        step for step in steps if step not in newest and step != best and not (keep_every and step % keep_every == 0)
-    ]
+def outlived(
+    steps: Sequence[int], *, keep_last: int, keep_every: int | None, best: int | None
+) -> tuple[list[int], list[int]]:
+    """Of `steps`, ascending, those neither among the last nor the best: (need not be kept, are kept for ever)."""
+    old = [step for step in steps[:-keep_last] if step != best]
+    permanent = [step for step in old if keep_every and step % keep_every == 0]
+    return [step for step in old if step not in permanent], permanent
 
 
 def read_index(folder: Path) -> Index:
@@ -180,6 +196,13 @@ def verify(folder: Path) -> Index:
             if problem:
                 raise CheckpointError(problem)
     return index
+
+
+def verify_whole(folder: Path) -> Index:
+    """The same of a checkpoint that a run can go on from."""
+    if not read_index(folder).has_moments:
+        raise CheckpointError(f"{folder} holds weights alone: a run can't go on from it")
+    return verify(folder)
 
 
 def _mistake(folder: Path, file: IndexedFile) -> str:

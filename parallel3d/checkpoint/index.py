@@ -27,7 +27,10 @@ from parallel3d.errors import CheckpointError
 
 FORMAT_VERSION = 1
 INDEX = "index.json"
-KINDS = ("weight", "moment1", "moment2")
+WEIGHT = "weight"
+KINDS = (WEIGHT, "moment1", "moment2")
+FREE_IN_MODEL = ("hidden_dropout", "initializer_range", "initializer_depth_scaling", "norm_backend")
+"""Fields of the configuration's model that say nothing of its weights."""
 Format = Literal["F64", "F32", "F16", "BF16"]
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
@@ -82,6 +85,8 @@ class RunFacts(_Record):
     text: dict[str, Any] = {}
     """What tells one corpus from another."""
     versions: dict[str, str | None] = {}
+    averaged: tuple[str, ...] = ()
+    """Of an average: the checkpoints that it was made of."""
 
 
 class Index(_Record):
@@ -97,6 +102,11 @@ class Index(_Record):
     @property
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer's state is there, too: no run goes on from weights alone."""
+        return all(tensor.kinds.keys() >= set(KINDS) for tensor in self.tensors.values())
 
 
 def key_of(kind: str, tensor: str, start: Iterable[int]) -> str:

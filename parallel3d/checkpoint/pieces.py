@@ -103,6 +103,13 @@ def boxes(start: int, stop: int, shape: Numbers) -> Iterator[tuple[Numbers, Numb
         yield from _in_row(last, last * inner, stop, shape)
 
 
+def row_blocks(shape: Numbers, max_elements: int) -> Iterator[tuple[Numbers, Numbers]]:
+    """A tensor as (start, shape) of whole rows, in order; a block is larger than `max_elements` only if a row is."""
+    num_rows = max(1, max_elements // prod(shape[1:]))
+    for row in range(0, shape[0], num_rows):
+        yield _with((0,) * len(shape), 0, row), _with(shape, 0, min(num_rows, shape[0] - row))
+
+
 def written_span(plan: BucketPlan, cut: Cut, rank: int) -> range:
     """The elements that `rank` writes: the range that it owns; of a single range, an equal share for each holder."""
     if cut.num_ranges == 1:

@@ -6,6 +6,7 @@ from a wider one (fp32 -> bf16_sr). A policy with master weights reads those, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,23 @@ class CheckpointReader:
 
 
 @torch.no_grad()
-def load_shard(reader: CheckpointReader, bucket: Bucket, span: range, *, tp_rank: int, tp_size: int) -> Shard:
-    """A range of optimizer state as the checkpoint has it; padding is zero."""
+def load_shard(
+    reader: CheckpointReader,
+    bucket: Bucket,
+    span: range,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    kinds: Sequence[str] = KINDS,
+) -> Shard:
+    """A range of optimizer state as the checkpoint has it; padding is zero, and so are moments that are not among the
+    `kinds` to read."""
     _check_shapes(reader, bucket)
     shard = bucket.empty_shard(span)
     shard.moments.zero_()
     states = (shard.master, *shard.moments)
     for piece in bucket_pieces(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
-        for kind, state in zip(KINDS, states):
+        for kind, state in zip(kinds, states):
             values = reader.read(kind, piece.tensor, piece.start, piece.shape)
             torch.as_strided(
                 state, piece.shape, piece.strides, state.storage_offset() + piece.offset - span.start

@@ -1,22 +1,19 @@
 """Writes a snapshot as a safetensors file with the hash of its bytes, and makes a checkpoint of all ranks' parts.
 
-The file's format is simple enough to be written straight from the snapshot (8 bytes length, a JSON header, the tensors
-end to end), so that nothing is copied once more, and hashed on the way, so that nothing is read again.
+The file is written straight from the snapshot: beside that the writer takes the memory of one rectangle that does not
+lie in one piece, at most.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +27,6 @@ from parallel3d.checkpoint.index import (
     KINDS,
     Format,
     Index,
-    IndexedFile,
     IndexedPiece,
     IndexedTensor,
     Part,
@@ -41,6 +37,7 @@ from parallel3d.checkpoint.index import (
     key_of,
     merge_parts,
 )
+from parallel3d.checkpoint.shard import CHUNK_BYTES, StoredTensor, write_shard
 from parallel3d.checkpoint.snapshot import Snapshot
 
 FORMATS: dict[torch.dtype, Format] = {
@@ -49,7 +46,6 @@ FORMATS: dict[torch.dtype, Format] = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-CHUNK_BYTES = 8 << 20
 NICENESS = 10
 
 T = TypeVar("T")
@@ -75,7 +71,9 @@ def write_part(
     `check` is called between chunks, and may raise to end it.
     """
     disk.make_folder(folder)
-    file = _write_shard(disk, folder / shard_name(rank), snapshot, check) if snapshot.ranges else None
+    file = None
+    if snapshot.ranges:
+        file = write_shard(disk, folder / shard_name(rank), _stored(snapshot), _chunks(snapshot), check=check)
     disk.write_file(folder / part_name(rank), encode_part(Part(file=file, tensors=_indexed(snapshot, rank))))
     disk.sync_folder(folder)
 
@@ -105,49 +103,26 @@ def publish(catalogue: Catalogue, partial: Path, step: int, ranks: Sequence[int]
     return index
 
 
-def _write_shard(disk: Disk, path: Path, snapshot: Snapshot, check: Callable[[], None]) -> IndexedFile:
-    header = _header(snapshot)
-    digest, size = hashlib.sha256(), 0
-    with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as hasher:
-        for chunk in chain([memoryview(header)], _chunks(snapshot)):
-            check()
-            hashed = hasher.submit(digest.update, chunk)
-            disk.write(file, chunk)
-            hashed.result()  # bounded: it computes
-            size += len(chunk)
-        disk.sync(file)
-    return IndexedFile(name=path.name, size=size, sha256=digest.hexdigest())
+def _stored(snapshot: Snapshot) -> Iterator[StoredTensor]:
+    """All tensors of a rank's file, in order."""
+    for part in snapshot.ranges:
+        for kind, piece, values in part.tensors():
+            key = key_of(kind, piece.tensor, piece.start)
+            yield StoredTensor(key=key, format=FORMATS[values.dtype], shape=piece.shape)
 
 
 def _chunks(snapshot: Snapshot) -> Iterator[memoryview]:
-    """The bytes of all tensors, in the header's order."""
+    """Their bytes."""
     for part in snapshot.ranges:
         for _, _, values in part.tensors():
-            data = _bytes_of(values)
+            data = bytes_of(values)
             for start in range(0, len(data), CHUNK_BYTES):
                 yield data[start : start + CHUNK_BYTES]
 
 
-def _bytes_of(values: Tensor) -> memoryview:
+def bytes_of(values: Tensor) -> memoryview:
+    """A tensor's elements, one after the other; of one in host memory that lies in one piece without a copy."""
     return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _header(snapshot: Snapshot) -> bytes:
-    """The file's length and header, padded so that the tensors begin at a multiple of 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for part in snapshot.ranges:
-        for kind, piece, values in part.tensors():
-            end = offset + values.nbytes
-            entries[key_of(kind, piece.tensor, piece.start)] = {
-                "dtype": FORMATS[values.dtype],
-                "shape": list(piece.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:

@@ -313,6 +313,16 @@ def _check_resume(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def _check_permanent(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if config.checkpoint.keep_every_weights_only and config.checkpoint.keep_every is None:
+        yield Problem(
+            field="checkpoint.keep_every_weights_only",
+            value=True,
+            rule="without checkpoint.keep_every no checkpoint is kept for ever",
+            fix="Set checkpoint.keep_every to a number of steps, or leave this out",
+        )
+
+
 def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
     path = config.data.tokenizer.path
     if path is not None and not Path(expand_home(path)).is_file():
@@ -450,6 +460,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_resume, ("run.resume",)),
+    (_check_permanent, ("checkpoint.keep_every_weights_only", "checkpoint.keep_every")),
     (_check_loss_scale, ("precision.loss_scale",)),
     (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),

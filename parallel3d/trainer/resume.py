@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.catalogue import read_index
-from parallel3d.checkpoint.index import Index
+from parallel3d.checkpoint.index import FREE_IN_MODEL, Index
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Cursor
@@ -27,8 +27,6 @@ from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
 
 Json = dict[str, Any]
 
-FREE_IN_MODEL = ("hidden_dropout", "initializer_range", "initializer_depth_scaling", "norm_backend")
-"""Fields of the model that say nothing of its weights."""
 SAME = ("run.seed", "batch.global_batch_size")
 UNTOLD = ("description", "source", "run.directory", "run.resume", "run.timeout_s", "data.cache_directory")
 """Fields whose change is nobody's concern."""

@@ -117,7 +117,6 @@ class AsyncSaving(Saving):
         """What this rank publishes, oldest first."""
         self._considered: int | None = None
         """The iteration at which a save was due, and begun or skipped, in this epoch."""
-        self._told_failure = False
 
     def is_due(self, iteration: int, *, ends: bool, early: bool = False) -> bool:
         if iteration in (self._considered, self._rank.resumed_from):
@@ -178,7 +177,7 @@ class AsyncSaving(Saving):
             ),
             given_up=given_up,
         )
-        self.last_step, self._told_failure = step, False
+        self.last_step = step
 
     def _facts(self, training_loss: float | None) -> RunFacts:
         state = self._rank.state
@@ -215,9 +214,13 @@ class AsyncSaving(Saving):
         index = publish(catalogue, save.partial, save.step, save.ranks, save.facts)
         text = f"saved step {save.step}: {catalogue.path_of(save.step)}, {index.num_bytes / 1e6:,.1f} MB"
         try:
-            catalogue.tidy(keep_last=settings.keep_last, keep_every=settings.keep_every)
-        except OSError as error:
-            return f"{text}; older ones can't be removed ({_describe(error)})"
+            catalogue.tidy(
+                keep_last=settings.keep_last,
+                keep_every=settings.keep_every,
+                weights_only=settings.keep_every_weights_only,
+            )
+        except (OSError, CheckpointError) as error:
+            return f"{text}; older ones stay as they are ({_describe(error)})"
         return text
 
     def _finish(self) -> list[str]:

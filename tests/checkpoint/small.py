@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from parallel3d.checkpoint.catalogue import Catalogue, Found
+from parallel3d.checkpoint.catalogue import Catalogue, Found, verify
 from parallel3d.checkpoint.disk import Disk
-from parallel3d.checkpoint.index import RunFacts
+from parallel3d.checkpoint.index import Index, RunFacts
 from parallel3d.checkpoint.pieces import Piece
 from parallel3d.checkpoint.read import CheckpointReader
 from parallel3d.checkpoint.snapshot import Range, Snapshot
@@ -35,6 +35,7 @@ def save(
     disk: Disk | None = None,
     keep_last: int = 2,
     keep_every: int | None = None,
+    weights_only: bool = False,
     epoch: int = 0,
     **facts,
 ) -> Path:
@@ -46,15 +47,28 @@ def save(
         write_part(catalogue.disk, partial, rank, snapshot(rank, step))
     everything = RunFacts(state={"iteration": step}, config={}, **facts)
     publish(catalogue, partial, step, RANKS, everything)
-    catalogue.tidy(keep_last=keep_last, keep_every=keep_every)
+    catalogue.tidy(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
     return catalogue.path_of(step)
 
 
 def assert_is(found: Found, step: int) -> None:
     """The checkpoint is the one of `step`, to the last value."""
     assert found.path is not None and found.index is not None and found.index.step == step
-    reader = CheckpointReader(found.path, found.index)
-    for kind, name in enumerate(("weight", "moment1", "moment2")):
+    assert_holds(found.path, found.index, ("weight", "moment1", "moment2"))
+
+
+def assert_weights(folder: Path, step: int) -> Index:
+    """Every byte is as it was written, the weights are those of `step`; the index."""
+    index = verify(folder)
+    assert index.step == step
+    assert_holds(folder, index, ("weight",))
+    return index
+
+
+def assert_holds(folder: Path, index: Index, kinds: tuple[str, ...]) -> None:
+    """These kinds are those of the index's step, to the last value."""
+    reader, step = CheckpointReader(folder, index), index.step
+    for kind, name in enumerate(kinds):
         a = reader.read(name, "a.weight", (0, 0), (6, 5))
         rows = [(torch.arange(15.0) + 1000 * step + 100 * kind + 50 * rank).view(3, 5) for rank in RANKS]
         assert torch.equal(a, torch.cat(rows))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import assert_is, save
 
-from parallel3d.checkpoint.catalogue import Catalogue, best_of, superfluous, verify
+from parallel3d.checkpoint.catalogue import Catalogue, best_of, outlived, verify
 from parallel3d.errors import CheckpointError
 
 
@@ -32,11 +32,15 @@ def test_best_compares_like_with_like():
 
 
 @given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.none() | st.integers(1, 7))
-def test_the_newest_are_never_superfluous(steps, keep_last, keep_every):
+def test_the_newest_the_best_and_the_permanent_are_never_superfluous(steps, keep_last, keep_every):
     ordered = sorted(steps)
-    gone = superfluous(ordered, keep_last=keep_last, keep_every=keep_every, best=ordered[0] if ordered else None)
-    assert not set(gone) & set(ordered[-keep_last:])
-    assert len(ordered) - len(gone) <= keep_last + 1 + len([s for s in ordered if keep_every and s % keep_every == 0])
+    best = ordered[0] if ordered else None
+    gone, permanent = outlived(ordered, keep_last=keep_last, keep_every=keep_every, best=best)
+    kept = {*ordered[-keep_last:], *ordered[:1]}
+    assert not kept & {*gone, *permanent} and sorted(kept | {*gone, *permanent}) == ordered
+    assert [keep_every is not None and step % keep_every == 0 for step in sorted(gone + permanent)] == [
+        step in permanent for step in sorted(gone + permanent)
+    ]
 
 
 def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path):
@@ -65,6 +69,9 @@ def test_later_steps_are_set_aside_not_lost(tmp_path):
     assert_is(Catalogue(aside).find_newest_good(), 3)
     assert Catalogue(tmp_path).set_aside(after=0).name == "previous-2"
     assert not (tmp_path / "latest").is_symlink()
+    assert Catalogue(tmp_path).set_aside_bytes() == sum(
+        path.stat().st_size for path in tmp_path.rglob("previous-*/*/*") if path.is_file()
+    )
 
 
 def flip(path, place, bits=0x55):

@@ -7,10 +7,11 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from small import assert_is, save
+from small import assert_is, assert_weights, save
 
-from parallel3d.checkpoint.catalogue import Catalogue
+from parallel3d.checkpoint.catalogue import Catalogue, verify, verify_whole
 from parallel3d.checkpoint.disk import Disk
+from parallel3d.errors import CheckpointError
 
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "link", "remove_file", "remove_folder")
 
@@ -134,3 +135,71 @@ def test_a_folder_that_has_vanished_comes_back(tmp_path):
     shutil.rmtree(directory)
     save(directory, 2)
     assert_is(Catalogue(directory).find_newest_good(), 2)
+
+
+# --- weights alone ----------------------------------------------------------------------------------------------------
+
+
+def longer_history(directory, disk=None):
+    """With the third save the first checkpoint, kept for ever, is to lose its moments."""
+    for step, loss in ((1, 2.0), (2, 1.0)):
+        save(directory, step, evaluation_loss=loss, keep_every=1, weights_only=True)
+    save(directory, 3, disk=disk, evaluation_loss=0.5, keep_every=1, weights_only=True)
+
+
+NUM_STRIP_OPERATIONS = 95
+
+
+@pytest.mark.parametrize("last", range(40, NUM_STRIP_OPERATIONS))
+def test_killed_while_moments_are_dropped(tmp_path, last):
+    """The checkpoint is whole or of weights alone, and good in any case; the next save finishes what was begun."""
+    with suppress(Killed):
+        longer_history(tmp_path, FailingDisk(last, Killed()))
+    catalogue = Catalogue(tmp_path)
+    for step in catalogue.steps():
+        assert_weights(catalogue.path_of(step), step)
+    assert catalogue.steps()[:2] == [1, 2]
+    save(tmp_path, 4, evaluation_loss=0.7, keep_every=1, weights_only=True)
+    steps = catalogue.steps()
+    for step in steps:
+        index = assert_weights(catalogue.path_of(step), step)
+        assert index.has_moments == (step in steps[-2:])
+        listed = {"index.json", *(file.name for file in index.files)}
+        assert {path.name for path in catalogue.path_of(step).iterdir()} == listed
+
+
+def test_all_operations_of_dropping_moments_were_among_these(tmp_path):
+    disk = FailingDisk(10**9, Killed())
+    longer_history(tmp_path, disk)
+    assert len(disk.names) < NUM_STRIP_OPERATIONS
+    assert [size < 0.7 for size in sizes(tmp_path)] == [True, False, False]
+
+
+def sizes(directory):
+    """Bytes of the checkpoints, beside those of the newest."""
+    catalogue = Catalogue(directory)
+    found = [verify(catalogue.path_of(step)).num_bytes for step in catalogue.steps()]
+    return [size / found[-1] for size in found]
+
+
+def test_a_damaged_one_keeps_its_moments_and_is_named(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, keep_every=1, weights_only=True)
+    shard = tmp_path / "step-00000001" / "rank-00001.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + b"x")  # among the moments
+    with pytest.raises(CheckpointError, match="rank-00001.safetensors is damaged"):
+        save(tmp_path, 3, keep_every=1, weights_only=True)
+    shard.write_bytes(data)
+    assert verify(tmp_path / "step-00000001").has_moments
+    assert_is(Catalogue(tmp_path).find_newest_good(), 3)
+
+
+def test_no_run_goes_on_from_weights_alone(tmp_path):
+    longer_history(tmp_path)
+    for step in (2, 3):
+        os.remove(tmp_path / f"step-0000000{step}" / "rank-00000.safetensors")
+    found = Catalogue(tmp_path).find_newest_good()
+    assert found.path is None and "step-00000001 holds weights alone" in found.damaged[-1]
+    with pytest.raises(CheckpointError, match="step-00000001 holds weights alone"):
+        verify_whole(tmp_path / "step-00000001")

@@ -1,0 +1,66 @@
+"""Averages checkpoints: `python launch/average.py --last 2 --checkpoints FOLDER --out FOLDER`, or their names.
+
+The mean of the weights, summed in fp64 and rounded to fp32, of checkpoints of one model on whatever layouts and in
+whatever precision, as a checkpoint of weights alone. Exit codes: 0 done, 2 a mistake in what it was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel3d.checkpoint.average import average  # noqa: E402
+from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
+from parallel3d.errors import UserError  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        folders = choose_checkpoints(options)
+        index = average(folders, options.out)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"can't write {options.out} ({error.strerror})", file=sys.stderr)
+        return UserError.exit_code
+    print(f"the mean of {len(folders)} checkpoints: {', '.join(map(str, folders))}")
+    print(f"written to {options.out}: {index.num_bytes / 1e6:,.1f} MB, weights in fp32")
+    return 0
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Average the weights of checkpoints.")
+    parser.add_argument("named", nargs="*", type=Path, metavar="CHECKPOINT", help="folders to average, by name")
+    parser.add_argument("--last", type=int, metavar="N", help="the newest N of --checkpoints in place of names")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="a run's folder of checkpoints")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the new checkpoint")
+    options = parser.parse_intermixed_args(arguments)
+    if bool(options.named) == bool(options.checkpoints) or (options.last is None) != (options.checkpoints is None):
+        parser.error("give either the names of checkpoints, or --last N with --checkpoints FOLDER")
+    if options.last is not None and options.last < 1:
+        parser.error("--last takes a number from 1 on")
+    return options
+
+
+def choose_checkpoints(options: argparse.Namespace) -> list[Path]:
+    """The folders to average; UserError where there are not as many."""
+    if options.named:
+        folders = [folder.resolve() for folder in options.named]  # links such as latest and best
+        if len(set(folders)) < len(folders):
+            raise UserError(f"the same checkpoint twice: {', '.join(map(str, options.named))}")
+        return folders
+    catalogue = Catalogue(options.checkpoints)
+    steps = catalogue.steps()
+    if len(steps) < options.last:
+        there = ", ".join(catalogue.path_of(step).name for step in steps) or "none"
+        raise UserError(f"{options.checkpoints} holds fewer than {options.last} checkpoints: {there}")
+    return [catalogue.path_of(step).resolve() for step in steps[-options.last :]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

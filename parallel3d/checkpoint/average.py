@@ -1,0 +1,105 @@
+"""The mean of the weights of several checkpoints, as a checkpoint of weights alone.
+
+Element by element the sum in fp64, divided, and rounded once to fp32: neither the order of the checkpoints nor their
+layouts change a bit, and checkpoints of different precision can be mixed. It goes block by block of rows: the memory is
+that of a few blocks, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.catalogue import verify
+from parallel3d.checkpoint.disk import Disk
+from parallel3d.checkpoint.index import (
+    FREE_IN_MODEL,
+    INDEX,
+    WEIGHT,
+    Index,
+    IndexedPiece,
+    IndexedTensor,
+    encode_index,
+    key_of,
+)
+from parallel3d.checkpoint.pieces import Numbers, row_blocks
+from parallel3d.checkpoint.read import CheckpointReader
+from parallel3d.checkpoint.shard import StoredTensor, write_shard
+from parallel3d.checkpoint.write import bytes_of
+from parallel3d.errors import CheckpointError
+
+FILE = "weights.safetensors"
+BLOCK_ELEMENTS = 4 << 20
+
+
+def average(folders: Sequence[Path], target: Path, *, disk: Disk | None = None) -> Index:
+    """Writes the mean of the checkpoints' weights to the folder `target`, which must not exist; it is whole or not
+    there. Every byte of the checkpoints is verified first.
+
+    Raises CheckpointError for a damaged checkpoint, and where they are of different models; OSError.
+    """
+    disk = disk or Disk()
+    if target.exists():
+        raise CheckpointError(f"{target} exists: nothing is overwritten, name another folder")
+    readers = [CheckpointReader(folder, verify(folder)) for folder in folders]
+    if problem := next(_differences(readers), ""):
+        raise CheckpointError(problem)
+    newest = max((reader.index for reader in readers), key=lambda index: index.step)
+    partial = target.with_name(f"{target.name}.partial")
+    if partial.exists():  # of an attempt that was interrupted
+        disk.remove_tree(partial)
+    disk.make_folder(partial)
+    shapes = {name: tensor.shape for name, tensor in newest.tensors.items()}
+    stored = (StoredTensor(key=_key(name, shape), format="F32", shape=shape) for name, shape in shapes.items())
+    blocks = ((name, *block) for name, shape in shapes.items() for block in row_blocks(shape, BLOCK_ELEMENTS))
+    file = write_shard(disk, partial / FILE, stored, (bytes_of(mean_of(readers, *block)) for block in blocks))
+    index = Index(
+        step=newest.step,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        facts=newest.facts.model_copy(update={"state": {}, "averaged": tuple(str(folder) for folder in folders)}),
+        files=(file,),
+        tensors={name: _indexed(shape) for name, shape in shapes.items()},
+    )
+    disk.write_file(partial / INDEX, encode_index(index))
+    disk.sync_folder(partial)
+    disk.rename(partial, target)
+    disk.sync_folder(target.parent)
+    return index
+
+
+@torch.no_grad()
+def mean_of(readers: Sequence[CheckpointReader], tensor: str, start: Numbers, shape: Numbers) -> Tensor:
+    """The mean of a rectangle, summed in fp64: fp32, of that shape."""
+    total = torch.zeros(shape, dtype=torch.float64)
+    for reader in readers:
+        total += reader.read(WEIGHT, tensor, start, shape)
+    return (total / len(readers)).float()
+
+
+def _differences(readers: Sequence[CheckpointReader]) -> Iterator[str]:
+    """What makes them checkpoints of different models, in sentences."""
+    first, *others = readers
+    for other in others:
+        was, now = (reader.index.facts.config.get("model", {}) for reader in (first, other))
+        for field in sorted((was.keys() | now.keys()) - set(FREE_IN_MODEL)):
+            if was.get(field) != now.get(field):
+                here, there = (f"{side.get(field)!r}" for side in (was, now))
+                yield f"different models: model.{field} is {here} in {first.folder}, {there} in {other.folder}"
+        ours, theirs = first.index.tensors, other.index.tensors
+        for name in sorted(ours.keys() | theirs.keys()):
+            here, there = (f"{side[name].shape}" if name in side else "not there" for side in (ours, theirs))
+            if here != there:
+                yield f"different models: {name} is {here} in {first.folder}, {there} in {other.folder}"
+
+
+def _key(name: str, shape: Numbers) -> str:
+    return key_of(WEIGHT, name, (0,) * len(shape))
+
+
+def _indexed(shape: Numbers) -> IndexedTensor:
+    piece = IndexedPiece(file=FILE, start=(0,) * len(shape), shape=shape)
+    return IndexedTensor(shape=shape, kinds={WEIGHT: "F32"}, pieces=(piece,))

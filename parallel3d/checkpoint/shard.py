@@ -1,0 +1,75 @@
+"""Files of tensors in safetensors' format, written straight from bytes and hashed on the way. No torch.
+
+The format is simple enough (8 bytes length, a JSON header, the tensors end to end) to be written without the library,
+which would copy each tensor once more; and the hash needs no second reading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+
+from parallel3d.checkpoint.disk import Disk
+from parallel3d.checkpoint.index import Format, IndexedFile
+from parallel3d.checkpoint.pieces import Numbers
+
+CHUNK_BYTES = 8 << 20
+"""What is written, and hashed beside it, at a time."""
+
+FORMAT_BYTES: dict[Format, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """What a file's header says of one of its tensors."""
+
+    key: str
+    format: Format
+    shape: Numbers
+
+    @property
+    def num_bytes(self) -> int:
+        return FORMAT_BYTES[self.format] * prod(self.shape)
+
+
+def write_shard(
+    disk: Disk,
+    path: Path,
+    tensors: Iterable[StoredTensor],
+    chunks: Iterable[memoryview],
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> IndexedFile:
+    """Writes and syncs a file of `tensors`, whose bytes, in that order, are `chunks`. Raises OSError.
+
+    `check` is called between chunks, and may raise to end it.
+    """
+    digest, size = hashlib.sha256(), 0
+    with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as hasher:
+        for chunk in chain([memoryview(encode_header(tensors))], chunks):
+            check()
+            hashed = hasher.submit(digest.update, chunk)
+            disk.write(file, chunk)
+            hashed.result()  # bounded: it computes
+            size += len(chunk)
+        disk.sync(file)
+    return IndexedFile(name=path.name, size=size, sha256=digest.hexdigest())
+
+
+def encode_header(tensors: Iterable[StoredTensor]) -> bytes:
+    """The file's length and header, padded so that the tensors begin at a multiple of 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        entries[tensor.key] = {"dtype": tensor.format, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
