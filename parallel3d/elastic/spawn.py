@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,24 @@ def _run(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
         return getattr(error, "exit_code", 1)
 
 
+class LogStream(io.TextIOBase):
+    """Text to a file descriptor, at once. A full disk loses lines of the log, and never ends a worker."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            os.write(self._descriptor, text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+
 def _write_output_to(log: Path) -> None:
     """Sends everything this process prints, C++ and a crash's traceback included, to the end of its log."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -178,6 +198,6 @@ def _write_output_to(log: Path) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)  # type: ignore[assignment]
     faulthandler.enable(file=2)
     faulthandler.register(ASK_SIGNAL, file=2, all_threads=True)  # in C: it needs nothing of a Python that hangs

@@ -12,6 +12,7 @@ previous-N/        an earlier run's files: nothing is overwritten
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -46,7 +47,7 @@ class RunFolder:
             (path / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
             if self.moved_to and history_to:
                 _copy_history(self.moved_to / METRICS, path / METRICS, history_to)
-            self._metrics = (path / METRICS).open("a", buffering=1)
+            self._metrics = (path / METRICS).open("ab", buffering=0)
         except BlockingIOError:
             raise UserError(
                 f"another run is writing into {path}: wait for it, or set run.directory to another folder"
@@ -57,8 +58,13 @@ class RunFolder:
             ) from None
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl, on disk before this returns as far as Python decides."""
-        self._metrics.write(json.dumps(_strict(line)) + "\n")
+        """Adds a line to metrics.jsonl, on disk before this returns as far as Python decides; raises OSError
+        where not all of it can be written, and nothing of it stays."""
+        data = (json.dumps(_strict(line)) + "\n").encode()
+        size = os.fstat(self._metrics.fileno()).st_size
+        if self._metrics.write(data) < len(data):
+            os.ftruncate(self._metrics.fileno(), size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         temporary = self.path / f".{SUMMARY}"
@@ -101,7 +107,7 @@ class ContinuedFolder(RunFolder):
             self._lock = (self.path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _drop_cut_line(self.path / METRICS)
-            self._metrics = (self.path / METRICS).open("a", buffering=1)
+            self._metrics = (self.path / METRICS).open("ab", buffering=0)
             self._refusal = None
         except OSError as error:
             self._refusal = error
