@@ -3,13 +3,15 @@
 `python benchmarks/checkpoint.py [--hidden-size 1024] [--saves 5] [--out FILE]`, one process and one model (200M
 parameters as it is by default, 12 bytes each on disk), in one run:
 
-    plain step      the median step while nothing is written
-    saved step      the median step while a save is written, without the copy of the snapshot, which is given apart
-    paused          MB/s of a save while training waits, beside safetensors' save_file with fsync of the same tensors
-    peak            the largest resident memory while a save is written, above that before the copy
-    torch           torch.distributed.checkpoint.async_save of the same tensors, beside training
+    plain    the median step while nothing is written
+    ours     beside training: the seconds of the snapshot's copy, for which training waits; the median step while the
+             save is written, in seconds and in plain steps; MB/s of the writing; the largest resident memory above that
+             before the copy, in MB, of which the snapshot itself is `saved_mb`
+    torch    the same of torch.distributed.checkpoint.async_save, of the same tensors: training waits for its call
+    paused   MB/s of a save while training waits, hashes and fsync included, beside safetensors' save_file with fsync
 
-Nothing else may run meanwhile. All write into --directory: choose the disk.
+A step counts for a save if it has both begun and ended meanwhile. Nothing else may run. All write into --directory:
+choose the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,46 +160,71 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for _ in range(options.warmup):
         train_step(rank)
     backroom = Backroom("save")
-    plain, saved, copies, ours, theirs, torch_steps, peaks = [], [], [], [], [], [], []
-    for number in range(options.saves):
-        plain += [timed(lambda: train_step(rank)) for _ in range(options.steps)]
-        with peak_memory() as peak:
-            started = time.perf_counter()
-            snapshot = snapshot_of(rank)
-            copies.append(time.perf_counter() - started)
-            work = backroom.submit(lambda taken=snapshot: save(rank, directory / "ours", taken))
-            del snapshot
-            saved += steps_during(rank, work.done)
-            work.result()
-        peaks.append(peak["mb"])
+    plain, paused, library = [], [], []
+    ours, torchs = BesideTraining(), BesideTraining()
+
+    def begin_ours() -> Future[None]:
         snapshot = snapshot_of(rank)
-        num_mb = snapshot.num_bytes / 1e6
-        ours.append(num_mb / timed(lambda taken=snapshot: save(rank, directory / "paused", taken)))
-        theirs.append(num_mb / timed(lambda taken=snapshot: plain_save(taken, directory / "plain.safetensors")))
-        tensors = tensors_of(snapshot)
-        future = dcp.async_save(tensors, checkpoint_id=directory / f"torch-{number}", no_dist=True)
-        torch_steps += steps_during(rank, future.done)
-        future.result()
-        shutil.rmtree(directory / f"torch-{number}")
+        return backroom.submit(lambda: save(rank, directory / "ours", snapshot))
+
+    for _ in range(options.saves):
+        plain += [timed(lambda: train_step(rank)) for _ in range(options.steps)]
+        ours.measure(rank, begin_ours)
+        snapshot = snapshot_of(rank)
+        num_mb, tensors = snapshot.num_bytes / 1e6, tensors_of(snapshot)
+        torchs.measure(rank, partial(dcp.async_save, tensors, checkpoint_id=directory / "torch", no_dist=True))
+        shutil.rmtree(directory / "torch")
+        paused.append(num_mb / timed(partial(save, rank, directory / "paused", snapshot)))
+        library.append(num_mb / timed(partial(plain_save, tensors, directory / "plain.safetensors")))
         del snapshot, tensors
+    plain_s = statistics.median(plain)
     return {
         "parameters": num_parameters(rank.config.model),
         "saved_mb": num_mb,
-        "plain_step_s": statistics.median(plain),
-        "saved_step_s": statistics.median(saved),
-        "num_saved_steps": len(saved),
-        "snapshot_s": statistics.median(copies),
-        "ratio": statistics.median(saved) / statistics.median(plain),
-        "paused_mb_per_s": statistics.median(ours),
-        "safetensors_mb_per_s": statistics.median(theirs),
-        "speed_ratio": statistics.median(ours) / statistics.median(theirs),
-        "writer_peak_mb": max(peaks),
-        "torch_async_step_s": statistics.median(torch_steps),
+        "plain_step_s": plain_s,
+        **{f"ours_{name}": value for name, value in ours.figures(plain_s, num_mb).items()},
+        **{f"torch_{name}": value for name, value in torchs.figures(plain_s, num_mb).items()},
+        "paused_mb_per_s": statistics.median(paused),
+        "safetensors_mb_per_s": statistics.median(library),
+        "speed_ratio": statistics.median(paused) / statistics.median(library),
     }
 
 
-def plain_save(snapshot: Snapshot, path: Path) -> None:
-    save_file(tensors_of(snapshot), path)
+class BesideTraining:
+    """What saves of one kind cost the training beside which they are written."""
+
+    def __init__(self) -> None:
+        self._waits: list[float] = []
+        self._steps: list[float] = []
+        self._writes: list[float] = []
+        self._peaks: list[float] = []
+
+    def measure(self, rank: RankRuntime, begin: Callable[[], Future[Any]]) -> None:
+        """One save; training waits until `begin` returns."""
+        with peak_memory() as peak:
+            started = time.perf_counter()
+            future = begin()
+            begun = time.perf_counter()
+            future.add_done_callback(lambda _: self._writes.append(time.perf_counter() - begun))
+            self._steps += steps_during(rank, future.done)
+            future.result()
+        self._waits.append(begun - started)
+        self._peaks.append(peak["mb"])
+
+    def figures(self, plain_s: float, num_mb: float) -> dict[str, Any]:
+        step_s = statistics.median(self._steps)
+        return {
+            "wait_s": statistics.median(self._waits),
+            "step_s": step_s,
+            "step_ratio": step_s / plain_s,
+            "num_steps": len(self._steps),
+            "mb_per_s": num_mb / statistics.median(self._writes),
+            "peak_mb": max(self._peaks),
+        }
+
+
+def plain_save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
