@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.checkpoint.catalogue import Catalogue, Found, verify  # noqa: E402
+from launch.child import run_script  # noqa: E402
+from parallel3d.checkpoint.catalogue import Catalogue, Found, verify_whole  # noqa: E402
 from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
@@ -49,6 +50,8 @@ def main(arguments: list[str]) -> int:
         if options.print_config:
             print(dump_config(config))
             return 0
+        if options.rehearse and (code := rehearse(options, env)):
+            return code
         return train(config, env, title=Path(options.config).stem)
     except UserError as error:
         if env is None or env.local_rank == 0:  # once a host
@@ -60,12 +63,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a model as one JSON file says.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
     parser.add_argument("--print-config", action="store_true", help="print the configuration as resolved, and leave")
+    parser.add_argument("--rehearse", action="store_true", help="first 4 steps with a save and a resume, then the run")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers, not by people")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
     options = parser.parse_intermixed_args(arguments)
     if wrong := [override for override in options.overrides if "=" not in override]:
         parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
     return options
+
+
+def rehearse(options: argparse.Namespace, env: LauncherEnv | None) -> int:
+    """Proves saving and resuming, in processes of its own; 0 where the run may begin."""
+    if env is not None:
+        raise UserError(
+            "--rehearse starts workers of its own, beside those of the launcher that has started this process: rehearse"
+            " on one host first (python launch/rehearse.py --config FILE ...), then start the run without --rehearse"
+        )
+    return run_script("rehearse.py", ["--config", options.config, *options.overrides])
 
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
@@ -130,7 +144,7 @@ def choose_start(config: Config) -> Found:
     if resume == "auto":
         return checkpoints_of(config).find_newest_good()
     path = Path(resume).resolve()
-    return Found(path=path, index=verify(path), damaged=())
+    return Found(path=path, index=verify_whole(path), damaged=())
 
 
 def checkpoints_of(config: Config) -> Catalogue:
@@ -149,10 +163,14 @@ def prepare_checkpoints(config: Config, start: Found) -> Iterator[dict[str, Any]
         yield {"kind": "notice", "text": f"passed over: {text}"}
     try:
         aside = checkpoints_of(config).set_aside(after=history_of(config, start))
+        num_bytes = checkpoints_of(config).set_aside_bytes()
     except OSError as error:
         raise UserError(f"can't write into {config.checkpoint.directory} ({error.strerror})") from None
     if aside is not None:
         yield {"kind": "notice", "text": f"checkpoints that this run does not go on from are now in {aside}"}
+    if num_bytes:
+        text = f"{num_bytes / 1e6:,.1f} MB of such checkpoints are kept until you remove {config.checkpoint.directory}"
+        yield {"kind": "notice", "text": f"{text}/previous-*"}
     if start.index is not None:
         yield {"event": "resumed_from", "step": start.index.step, "path": str(start.path)}
     elif config.run.resume == "auto":

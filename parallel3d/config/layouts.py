@@ -87,6 +87,32 @@ def layout_of(config: Config) -> Layout:
     return Layout(name=name, fields={})
 
 
+def other_layouts(config: Config) -> Iterator[Layout]:
+    """Layouts of straight grids that could take over the run of a resolved configuration, the most fitting first.
+
+    As many ranks as it has come before fewer, then: no rank holds more of the model, tensor parallelism does not grow
+    (it may already fill a host), as few ranks a replica as that leaves, and the wider tensor parallelism.
+    """
+    tp_size, replicas = config.parallel.tp_size, stage_replicas(config)
+    model_ranks = tp_size * len(replicas)
+
+    def fitness(grid: tuple[int, int, int]) -> tuple[bool, bool, int, int]:
+        tp, pp, _ = grid
+        return tp * pp < model_ranks, tp > tp_size, tp * pp, -tp
+
+    for num_ranks in range(sum(replicas) * tp_size, 0, -1):
+        for tp, pp, dp in sorted(_grids(num_ranks), key=fitness):
+            if (tp, (dp,) * pp) != (tp_size, replicas):
+                yield parse_layout(f"tp{tp}.pp{pp}.dp{dp}")
+
+
+def _grids(num_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dp) of that product."""
+    divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    for tp in divisors:
+        yield from ((tp, pp, num_ranks // tp // pp) for pp in divisors if num_ranks // tp % pp == 0)
+
+
 def usual_layouts(fits: Callable[[Layout], bool]) -> Iterator[Layout]:
     """A few layouts that between them use every axis, as far as they fit."""
     for alternatives in USUAL:

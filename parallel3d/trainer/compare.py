@@ -74,9 +74,10 @@ gradients, weights): fp64 1e-15, 4e-15, 8e-15; fp32 5e-7, 1e-6, 1e-6; fp16 2e-3,
 1e-2."""
 
 
-def tolerance_of(config: Config) -> Tolerance:
-    """What a run of this configuration is allowed, compared with one process that differs in nothing but its layout."""
-    if config.precision.sums == "exact" and config.parallel.tp_size == 1:
+def tolerance_of(config: Config, *, tp_size: int = 1) -> Tolerance:
+    """What a run of this configuration is allowed, compared with one that differs in nothing but its layout, which has
+    that tensor-parallel size: by default with one process."""
+    if config.precision.sums == "exact" and config.parallel.tp_size == tp_size:
         return BITWISE
     return TOLERANCES[config.precision.policy]
 
