@@ -33,7 +33,7 @@ from launch.worker import WorkerProbe, train_rank  # noqa: E402
 from parallel3d.comm.tensor_parallel import TensorParallel  # noqa: E402
 from parallel3d.config.load import check_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.lanes import Cursor  # noqa: E402
+from parallel3d.data.reader import LaneCursor, Read, Reader  # noqa: E402
 from parallel3d.elastic.membership import EpochRecord  # noqa: E402
 from parallel3d.elastic.run import run_workers  # noqa: E402
 from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
@@ -95,10 +95,10 @@ class SleepingChunk(nn.Module):
         return y.sum(dtype=torch.float64) if self.is_last else y
 
 
-class NoText:
+class NoText(Reader):
     """Lanes of zeros."""
 
-    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[Any, Cursor]:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
         return torch.zeros(num_tokens + 1, dtype=torch.int32).numpy(), cursor
 
 

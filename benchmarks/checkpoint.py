@@ -49,22 +49,22 @@ from parallel3d.checkpoint.write import Backroom, publish, write_part  # noqa: E
 from parallel3d.config.derived import num_parameters  # noqa: E402
 from parallel3d.config.load import resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.lanes import Cursor  # noqa: E402
+from parallel3d.data.reader import LaneCursor, Read, Reader  # noqa: E402
 from parallel3d.testing.threads import ThreadWorld  # noqa: E402
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank  # noqa: E402
 from parallel3d.trainer.resume import state_to_json  # noqa: E402
 from parallel3d.trainer.step import train_step  # noqa: E402
 
 
-class RandomTokens:
+class RandomTokens(Reader):
     """Lanes of random tokens: the text costs nothing here."""
 
     def __init__(self, vocab_size: int):
         self._numbers, self._vocab_size = np.random.default_rng(0), vocab_size
 
-    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[np.ndarray, Cursor]:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
         tokens = self._numbers.integers(0, self._vocab_size, num_tokens + 1, dtype=np.int32)
-        return tokens, Cursor(cursor.epoch, cursor.document, cursor.offset + num_tokens)
+        return tokens, cursor
 
 
 def build(options: argparse.Namespace) -> RankRuntime:

@@ -30,7 +30,6 @@ from parallel3d.config.layouts import HELP, Layout, layout_of, parse_layout, par
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.data.corpus import Corpus  # noqa: E402
-from parallel3d.data.lanes import Lanes  # noqa: E402
 from parallel3d.errors import ConfigError, UserError  # noqa: E402
 from parallel3d.pipeline.check import check_plan  # noqa: E402
 from parallel3d.precision.policy import policy_of  # noqa: E402
@@ -45,6 +44,7 @@ from parallel3d.trainer.build import (  # noqa: E402
     start_rank,
 )
 from parallel3d.trainer.compare import OVERFLOW, Comparison, compare_runs, tolerance_of  # noqa: E402
+from parallel3d.trainer.text import build_reader  # noqa: E402
 from parallel3d.trainer.verify import LayoutRun, run_in_threads  # noqa: E402
 
 ONE_PROCESS = "tp1.pp1.dp1"
@@ -265,7 +265,7 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> Layou
     """The case's first steps, every rank a thread; says how it gets on."""
     config, started = case.config, time.monotonic()
     grid = build_grid(config)
-    lanes = Lanes(corpus.train, config.run.seed, plan_batch(config, 0).num_slots)
+    reader = build_reader(config, corpus)
     torch.set_num_threads(choose_num_threads(config, len(grid.ranks)))  # of every thread that begins after this
 
     def build(rank: int, transports: Transports) -> RankRuntime:
@@ -275,10 +275,10 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> Layou
             rank,
             grid,
             make_stage=make_stage,
-            train_lanes=lanes,
+            train_lanes=reader,
             evaluate_lanes=evaluation_lanes(config, corpus),
             device=torch.device("cpu"),
-            eos_id=corpus.tokenizer.eos_id,
+            eos_id=corpus.train.eos_id,
         )
         start_rank(runtime, grid, transports)
         return runtime

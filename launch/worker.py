@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.prefetch import Prefetcher
+from parallel3d.data.reader_process import ReaderProcess
 from parallel3d.debug.trace import NoTrace, make_trace
 from parallel3d.elastic.control import Control
 from parallel3d.elastic.faults import FaultInjector, plan_faults
@@ -43,6 +45,7 @@ from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_st
 from parallel3d.trainer.recover import Member, Network
 from parallel3d.trainer.resume import resume
 from parallel3d.trainer.saving import AsyncSaving, NoSaving, Saving
+from parallel3d.trainer.text import all_sources, build_reader, describe_blend, document_chars, identify, open_reader
 
 WARMUP_STEPS = 2
 NUM_ROUND_TRIPS = 20
@@ -59,9 +62,14 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
     grid = build_grid(config)
     control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
 
-    corpus = open_text(config, token, lambda text: control.publish({"kind": "notice", "text": text}))
-    lanes = Lanes(corpus.train, config.run.seed, plan_batch(config, 0).num_slots)
-    prefetcher = Prefetcher(lanes, config.data.prefetch, token)
+    def tell(line: str) -> None:
+        control.publish({"kind": "notice", "text": line})
+
+    corpus = open_text(config, token, tell)
+    reader = build_reader(config, corpus)
+    make_reader = partial(open_reader, config, corpus.folder)
+    helpers = [ReaderProcess(make_reader, token, notice=tell) for _ in range(config.data.num_processes)]
+    prefetcher = Prefetcher(reader, config.data.prefetch, token, helpers)
     directory = Path(str(config.run.directory)) / TRACES
     trace = make_trace(config.debug.profile, rank=context.rank, directory=directory, device=device)
     probe = WorkerProbe(config, context, trace)
@@ -73,17 +81,17 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         train_lanes=prefetcher,
         evaluate_lanes=evaluation_lanes(config, corpus),
         device=device,
-        eos_id=corpus.tokenizer.eos_id,
+        eos_id=corpus.train.eos_id,
         observe=probe.observe,
         probe=probe.enter_phase,
         label=trace.label,
     )
     probe.flip_bit = lambda: flip_bit(rank)
-    text = identify(corpus)
+    text = identify(config, corpus)
     if start is not None:
         for line in resume(rank, start, text):
             if context.rank == grid.ranks[0]:
-                control.publish({"kind": "notice", "text": line})
+                tell(line)
     train_rank(
         rank,
         context,
@@ -115,17 +123,6 @@ def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **
     if is_here:
         rank.close()
     return is_here
-
-
-def identify(corpus: Corpus) -> dict[str, Any]:
-    """What tells this text, cut and tokenised as it is, from another."""
-    return {
-        "fingerprint": corpus.fingerprint,
-        "num_train_tokens": corpus.num_train_tokens,
-        "num_documents": len(corpus.train),
-        "document_chars": corpus.document_chars,
-        "vocab_size": corpus.vocab_size,
-    }
 
 
 def make_saving(rank: RankRuntime, text: dict[str, Any]) -> Saving:
@@ -227,9 +224,9 @@ def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) 
     data = config.data
     assert data.cache_directory is not None
     return open_corpus(
-        sources=data.sources,
+        sources=all_sources(data),
         text_column=data.text_column,
-        document_chars=data.document_chars,
+        document_chars=document_chars(data, plan_batch(config, 0).num_slots),
         validation_fraction=data.validation_fraction,
         num_lanes=plan_batch(config, 0).num_slots,
         tokenizer=data.tokenizer,
@@ -334,6 +331,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
         f"optimizer state by rank: {held} MiB",
         f"MFU is of {rank.peak.flops_per_s / 1e9:,.0f} GFLOP/s a rank ({rank.peak.source})",
         f"text: {corpus.num_train_tokens:,} training tokens, unigram entropy {corpus.unigram_entropy:.3f} nats a token",
+        *describe_blend(rank.config, corpus),
         *(f"warning: {text}" for text in warnings(rank.config)),
     ]
     for line in lines:

@@ -5,7 +5,12 @@ Functions that need a resolved configuration (`load.resolve`) say so; the others
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from parallel3d.config.schema import BatchConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
+
+RARE_SHARE = 0.1
+"""Of a blend's source that may be meant otherwise."""
 
 
 def num_key_value_heads(model: ModelConfig) -> int:
@@ -185,4 +190,14 @@ def warnings(config: Config) -> list[str]:
             " gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
         ),
     )
-    return [sentence for applies, sentence in checks if applies]
+    return [*(sentence for applies, sentence in checks if applies), *_rare_sources(config)]
+
+
+def _rare_sources(config: Config) -> Iterator[str]:
+    """Sources of which a step sees little or, in most steps, nothing."""
+    for number, stage in enumerate(config.data.blend.stages if config.data.blend else ()):
+        for name, weight in stage.weights.items():
+            share = weight / sum(stage.weights.values())
+            if 0 < share < RARE_SHARE:
+                sequences = share * batch_sizes(config.batch)[0]
+                yield f"stage {number} of data.blend has {share:.3g} of {name!r}: {sequences:.2g} sequences a step"

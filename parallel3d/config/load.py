@@ -16,6 +16,7 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -79,6 +80,9 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
     raw["checkpoint"]["directory"] = expand_home(raw["checkpoint"]["directory"] or f"{run['directory']}/checkpoints")
     data["cache_directory"] = expand_home(data["cache_directory"] or CACHE_DIRECTORY)
     data["sources"] = [expand_home(source) for source in data["sources"]]
+    if data["blend"]:
+        sources = data["blend"]["sources"]
+        data["blend"]["sources"] = {name: [expand_home(path) for path in paths] for name, paths in sources.items()}
     tokenizer = data["tokenizer"]
     tokenizer["vocab_size"] = tokenizer["vocab_size"] or model["vocab_size"]
     tokenizer["path"] = tokenizer["path"] and expand_home(tokenizer["path"])
@@ -198,6 +202,8 @@ def _problem(mistake: Any) -> Problem:
     if mistake["type"] == "extra_forbidden":
         rule, fix = "there is no such field", _suggest(name, list(known))
         return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
+    while name not in known:  # a key of a dictionary, which the user has named
+        name = name.rpartition(".")[0]
     field = known[name]
     meaning = " ".join((field.description or "").split()).removesuffix(".")
     if mistake["type"] == "missing":
@@ -225,8 +231,10 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def _section_of(field: FieldInfo | None) -> type[Section] | None:
-    """The field's own class, if it is a section."""
+    """The field's own class, if it is a section; one that may be null, too."""
     kind = field.annotation if field else None
+    if get_origin(kind) is UnionType:
+        kind = next(part for part in get_args(kind) if part is not NoneType)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 

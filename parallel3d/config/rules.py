@@ -5,7 +5,6 @@ A rule says which fields it reads, so that it is left out where one of them is n
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterator
 from math import floor, frexp, log2
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config import derived
+from parallel3d.config.data_rules import check_blend, check_sources
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import Problem
 
@@ -291,17 +291,6 @@ def _check_bytes(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def _check_sources(config: Config, world_size: int | None) -> Iterator[Problem]:
-    for index, source in enumerate(config.data.sources):
-        if not (Path(expand_home(source)).exists() or glob.glob(expand_home(source), recursive=True)):
-            yield Problem(
-                field=f"data.sources.{index}",
-                value=source,
-                rule=f"no such file or folder, seen from {Path.cwd()}",
-                fix="Correct the path; without data.sources the built-in corpus is used",
-            )
-
-
 def _check_resume(config: Config, world_size: int | None) -> Iterator[Problem]:
     resume = config.run.resume
     if resume not in ("never", "auto") and not Path(expand_home(resume)).is_dir():
@@ -344,6 +333,7 @@ def expand_home(path: str) -> str:
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
 _STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
 _SCHEDULE = tuple(f"schedule.{part}_{unit}" for part in ("warmup", "decay") for unit in ("steps", "tokens"))
+_BLEND = ("data.blend.sources", "data.blend.stages", "data.blend.renormalise")
 _LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
 
 
@@ -456,7 +446,8 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_warmup, ("schedule.kind", *_SCHEDULE)),
     (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (_check_bytes, ("data.tokenizer", "model.vocab_size")),
-    (_check_sources, ("data.sources",)),
+    (check_sources, ("data.sources", *_BLEND)),
+    (check_blend, ("data.sources", *_BLEND)),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_resume, ("run.resume",)),

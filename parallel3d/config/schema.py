@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from parallel3d.config.blend import BlendConfig
 from parallel3d.config.monitor import MonitorConfig
 from parallel3d.config.section import Section
 
@@ -251,6 +252,8 @@ class DataConfig(Section):
     sources: list[str] = []
     """Files, folders or globs: text (.txt, .jsonl, .arrow, .parquet; other files are read as plain text), or tokens
     (.safetensors, as launch/prepare.py writes). Empty: the built-in corpus, Python's own standard library."""
+    blend: BlendConfig | None = None
+    """Several sources with weights, in place of `sources`. Null: all text of `sources`, shuffled."""
     text_column: str = "text"
     """Name of the text's field in .jsonl files, and of its column in .arrow and .parquet files."""
     validation_fraction: Fraction = 0.01
@@ -268,6 +271,9 @@ class DataConfig(Section):
     """Folder for tokenizers and indexes that are made once. Null: ~/.cache/parallel3d."""
     prefetch: PositiveInt = 2
     """Steps whose batches are made ahead."""
+    num_processes: NonNegativeInt = 0
+    """Processes that tokenise ahead, for each rank that reads text. 0: a thread of the rank, which is best unless the
+    tokenizer is slow."""
 
 
 class TimeoutConfig(Section):

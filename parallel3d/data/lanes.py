@@ -12,21 +12,18 @@ left of a document opens the lane's next sequence (packing as in GPT-3): no toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from parallel3d.data.documents import TokenDocuments
+from parallel3d.data.reader import LaneCursor, Reader
 from parallel3d.errors import DataError
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """A place in a lane: the next token that it will read."""
-
-    NUM_INTS = 3
+class Cursor(NamedTuple):
+    """A place in a lane of one source: the next token that it will read."""
 
     epoch: int
     """Passes over the data that lie behind."""
@@ -39,16 +36,8 @@ class Cursor:
     def start() -> Cursor:
         return Cursor(0, 0, 0)
 
-    def to_ints(self) -> tuple[int, int, int]:
-        return self.epoch, self.document, self.offset
 
-    @staticmethod
-    def from_ints(values: Sequence[int]) -> Cursor:
-        epoch, document, offset = (int(value) for value in values)
-        return Cursor(epoch, document, offset)
-
-
-class Lanes:
+class Lanes(Reader):
     """The lanes of one set of documents. Reading is thread-safe; each lane remembers its last tokenised document."""
 
     def __init__(self, documents: TokenDocuments, seed: int, num_lanes: int):
@@ -63,20 +52,23 @@ class Lanes:
         self._permutation = lru_cache(maxsize=2)(lambda epoch: permutation(len(documents), seed, epoch))
         self._last: dict[int, tuple[Cursor, np.ndarray]] = {}
 
-    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[np.ndarray, Cursor]:
+    def start(self, lane: int) -> Cursor:
+        return Cursor.start()
+
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> tuple[np.ndarray, Cursor]:
         """Returns token ids, int32 (num_tokens + 1,), inputs [:-1] and targets [1:], and the cursor num_tokens on.
 
         The last token is read again as the first input of the next sequence: each token is a target exactly once, but
         for the lane's very first.
         """
         parts: list[np.ndarray] = []
-        missing = num_tokens
+        place, missing = Cursor(*cursor), num_tokens
         while missing:
-            part, cursor = self._advance(lane, cursor, missing)
+            part, place = self._advance(lane, place, missing)
             parts.append(part)
             missing -= len(part)
-        parts.append(self._advance(lane, cursor, 1)[0])
-        return np.concatenate(parts), cursor
+        parts.append(self._advance(lane, place, 1)[0])
+        return np.concatenate(parts), place
 
     def document_sequence(self, lane: int, epoch: int) -> list[int]:
         """Returns the documents that feed `lane` in data epoch `epoch`, in order."""

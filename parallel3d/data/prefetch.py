@@ -1,38 +1,44 @@
 """Tokenisation that runs ahead of training: the same results as `Lanes.read`, ready before they are asked for.
 
-A lane is read in order, so after each read the next ones are known. One background thread makes them, `depth` steps
-ahead for every lane it has been asked for; a read that was predicted takes the result, or waits when it is being made,
-and any other read is computed on the spot. Timing decides who computes, never what.
+A lane is read in order, so after each read the next ones are known. Background threads make them, `depth` steps ahead
+for every lane that has been asked for; a read that was predicted takes the result, or waits when it is being made, and
+any other read is computed on the spot. Timing decides who computes, never what.
+
+    one thread                     lanes -> thread
+    helpers (data.num_processes)   lanes 0, 2, ... -> thread -> process      each lane keeps to one of them,
+                                   lanes 1, 3, ... -> thread -> process      which reads it in order
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-
-import numpy as np
+from functools import partial
 
 from parallel3d.comm.abort import POLL_S, AbortToken
-from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.data.reader_process import ReaderProcess
 
-Read = tuple[np.ndarray, Cursor]
+MakeRead = Callable[[int, LaneCursor, int], Read]
 
 
 @dataclass(kw_only=True)
 class _Track:
     """One lane's predicted reads, in order: the first begins at `cursor`, each other one where the last one ended."""
 
-    cursor: Cursor
+    cursor: LaneCursor
     num_tokens: int
     ahead: deque[Future[Read]] = field(default_factory=deque)
 
 
-class Prefetcher:
+class Prefetcher(Reader):
     """Reads lanes ahead, for one calling thread. An aborted token ends every wait with EpochEnded."""
 
-    def __init__(self, lanes: Lanes, depth: int, token: AbortToken):
+    def __init__(self, reader: Reader, depth: int, token: AbortToken, helpers: Sequence[ReaderProcess] = ()):
+        """`helpers` read ahead in place of `reader`, which then makes only what nobody has begun."""
         self.data_wait_s = 0.0
         """Seconds that the caller has spent in `read`."""
         self.num_ready = 0
@@ -41,14 +47,22 @@ class Prefetcher:
         """Reads that were being made when asked for."""
         self.num_direct = 0
         """Reads that nobody had begun: not predicted, or too late."""
-        self._lanes = lanes
+        self._reader = reader
         self._depth = depth
         self._token = token
         self._tracks: dict[int, _Track] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._helpers = tuple(helpers)
+        self._ahead = [_Ahead(helper.read) for helper in self._helpers] or [_Ahead(reader.read)]
+        self._ahead_of: dict[int, _Ahead] = {}
 
-    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> Read:
-        """Returns `lanes.read(lane, cursor, num_tokens)`; raises what the thread raised while making it."""
+    def start(self, lane: int) -> LaneCursor:
+        return self._reader.start(lane)
+
+    def at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
+        return self._reader.at(cursor, tokens_read)
+
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+        """Returns `reader.read(lane, cursor, num_tokens)`; raises what was raised while making it."""
         started = time.perf_counter()
         try:
             self._token.check()
@@ -62,10 +76,13 @@ class Prefetcher:
             self.data_wait_s += time.perf_counter() - started
 
     def close(self) -> None:
-        """Ends the thread, once it has finished the read that it is at."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Ends threads and helpers, once they have finished the reads that they are at."""
+        for ahead in self._ahead:
+            ahead.thread.shutdown(wait=True, cancel_futures=True)
+        for helper in self._helpers:
+            helper.close()
 
-    def _track(self, lane: int, cursor: Cursor, num_tokens: int) -> _Track:
+    def _track(self, lane: int, cursor: LaneCursor, num_tokens: int) -> _Track:
         """Takes out the lane's track if it predicted this read, else a new one."""
         track = self._tracks.pop(lane, None)
         if track is not None:
@@ -78,7 +95,7 @@ class Prefetcher:
         if not track.ahead or track.ahead[0].cancel():
             _cancel(track)  # the later ones would build on the one that was cancelled
             self.num_direct += 1
-            return self._lanes.read(lane, track.cursor, track.num_tokens)
+            return self._reader.read(lane, track.cursor, track.num_tokens)
         first = track.ahead.popleft()
         if first.done():
             self.num_ready += 1
@@ -90,16 +107,27 @@ class Prefetcher:
         return first.result()
 
     def _predict(self, lane: int, track: _Track) -> None:
+        turn = len(self._ahead_of) % len(self._ahead)  # a rank's lanes may all be even: deal them as they come
+        ahead = self._ahead_of.setdefault(lane, self._ahead[turn])
         while len(track.ahead) < self._depth:
             before = track.ahead[-1] if track.ahead else None
-            track.ahead.append(
-                self._thread.submit(self._read_after, before, lane, track.cursor, track.num_tokens),
-            )
+            read = partial(self._read_after, before, ahead.read, lane, track.cursor, track.num_tokens)
+            track.ahead.append(ahead.thread.submit(read))
 
-    def _read_after(self, before: Future[Read] | None, lane: int, cursor: Cursor, num_tokens: int) -> Read:
-        """Runs in the thread, which is alone and takes reads in order: `before` is done."""
+    def _read_after(
+        self, before: Future[Read] | None, read: MakeRead, lane: int, cursor: LaneCursor, num_tokens: int
+    ) -> Read:
+        """Runs in the lane's one thread, which takes reads in order: `before` is done."""
         self._token.check()
-        return self._lanes.read(lane, before.result()[1] if before else cursor, num_tokens)
+        return read(lane, before.result()[1] if before else cursor, num_tokens)
+
+
+class _Ahead:
+    """A thread that reads ahead, and what it reads with."""
+
+    def __init__(self, read: MakeRead):
+        self.read = read
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
 
 
 def _cancel(track: _Track) -> None:

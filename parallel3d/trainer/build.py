@@ -22,6 +22,7 @@ from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
+from parallel3d.data.reader import Reader
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.flops import Peak
@@ -47,7 +48,7 @@ from parallel3d.ramps import Ramp
 from parallel3d.topology.grid import Coordinates, Grid
 from parallel3d.topology.groups import Groups, build_groups
 from parallel3d.trainer.entry import EntryLayout, TrainState
-from parallel3d.trainer.loader import EvaluationSequences, LaneLoader, Reader
+from parallel3d.trainer.loader import EvaluationSequences, LaneLoader
 from parallel3d.trainer.schedule import build_learning_rate
 
 MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
@@ -329,6 +330,7 @@ def prepare_rank(
     assert eos_id is not None or not config.data.document_mask, "who keeps documents apart must know where they end"
     parallel, place, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
     batch = plan_batch(config, 0)
+    starts = tuple(train_lanes.start(slot) for slot in range(batch.num_slots))
     tp_ranks = grid.tp_ranks(place.replica)
     tp = TensorParallel(
         group=AbsentGroup(name="none", rank=place.tp, ranks=tp_ranks), sequence_parallel=parallel.sequence_parallel
@@ -375,10 +377,11 @@ def prepare_rank(
             num_micro_batches=batch.num_micro_batches,
             num_slots=batch.num_slots,
             num_ranks=len(grid.ranks) if config.monitor.norms_every is not None else 0,
+            cursor_size=len(starts[0]),
         ),
         learning_rate=build_learning_rate(config),
         device=device,
-        state=TrainState.start(batch.num_slots, build_loss_scale(config, batch), build_watch(config)),
+        state=TrainState.start(starts, build_loss_scale(config, batch), build_watch(config)),
         observe=observe,
         probe=probe,
         label=label,

@@ -25,7 +25,7 @@ from functools import reduce
 from math import isfinite, sqrt
 from typing import Any
 
-from parallel3d.data.lanes import Cursor
+from parallel3d.data.reader import LaneCursor
 from parallel3d.debug.replicas import NUM_WORDS, differ
 from parallel3d.errors import ProtocolError
 from parallel3d.monitor.watch import NOTHING_SEEN, StepFacts, Watch
@@ -62,7 +62,7 @@ class Contribution:
     leave: bool = False
     evaluate: bool = False
     saved: SaveWord = NO_WORD
-    cursors: Mapping[int, Cursor] = field(default_factory=dict)
+    cursors: Mapping[int, LaneCursor] = field(default_factory=dict)
     audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
     norms: StateNorms | None = None
     """None where they are not measured, on all ranks alike."""
@@ -84,7 +84,7 @@ class Entry:
     stop: bool
     leave: bool
     """Somebody departs: the membership changes after this iteration."""
-    cursors: tuple[Cursor, ...]
+    cursors: tuple[LaneCursor, ...]
     differing_stages: tuple[int, ...] = ()
     """Stages where the replica check has found copies that differ."""
     num_saved: int = 0
@@ -130,12 +130,12 @@ class Entry:
 
     def to_json(self) -> Json:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**fields, "kind": "iteration", "cursors": [list(cursor.to_ints()) for cursor in self.cursors]}
+        return {**fields, "kind": "iteration", "cursors": [list(cursor) for cursor in self.cursors]}
 
     @staticmethod
     def from_json(data: Json) -> Entry:
         fields = {key: value for key, value in data.items() if key != "kind"}
-        cursors = tuple(Cursor.from_ints(ints) for ints in data["cursors"])
+        cursors = tuple(tuple(cursor) for cursor in data["cursors"])
         return Entry(**{**fields, "cursors": cursors, "differing_stages": tuple(data["differing_stages"])})
 
 
@@ -167,6 +167,8 @@ class EntryLayout:
     """Virtual stages: each chunk of layers has one backward pass of every micro-batch."""
     num_micro_batches: int
     num_slots: int
+    cursor_size: int
+    """Integers of a lane's cursor."""
     num_ranks: int = 0
     """Of the run's first grid, where norms of weights and second moments have places; 0: they have none."""
 
@@ -192,7 +194,7 @@ class EntryLayout:
         ]
         for slot, cursor in part.cursors.items():
             start = self._cursor(slot)
-            vector[start : start + Cursor.NUM_INTS] = map(float, cursor.to_ints())
+            vector[start : start + self.cursor_size] = map(float, cursor)
         for (stage, micro_batch), count in part.audit.items():
             vector[self._audit(stage, micro_batch)] = float(count)
         if part.norms is not None:
@@ -233,8 +235,8 @@ class EntryLayout:
             evaluate=evaluate > 0,
             **self._unpack_norms(total),
             cursors=tuple(
-                Cursor.from_ints([int(x) for x in total[self._cursor(s) : self._cursor(s) + Cursor.NUM_INTS]])
-                for s in range(self.num_slots)
+                tuple(int(number) for number in total[self._cursor(slot) : self._cursor(slot + 1)])
+                for slot in range(self.num_slots)
             ),
             differing_stages=tuple(stage for stage, words in enumerate(self._checks(total)) if differ(words)),
         )
@@ -257,7 +259,7 @@ class EntryLayout:
         return [words[start : start + NUM_WORDS] for start in range(0, len(words), NUM_WORDS)]
 
     def _cursor(self, slot: int) -> int:
-        return len(_SUMS) * NUM_SLOTS + len(_SCALARS) + slot * Cursor.NUM_INTS
+        return len(_SUMS) * NUM_SLOTS + len(_SCALARS) + slot * self.cursor_size
 
     def _audit(self, stage: int, micro_batch: int) -> int:
         return self._cursor(self.num_slots) + stage * self.num_micro_batches + micro_batch
@@ -283,7 +285,7 @@ class TrainState:
     """Updates applied; drives the schedules. A non-finite gradient makes an iteration without an update."""
     tokens_read: int = 0
     tokens_trained: int = 0
-    cursors: tuple[Cursor, ...] = ()
+    cursors: tuple[LaneCursor, ...] = ()
     entries: tuple[Entry, ...] = ()
     """The last two."""
     evaluations: tuple[EvaluationEntry, ...] = ()
@@ -294,8 +296,10 @@ class TrainState:
     """What the monitors know of the run's course."""
 
     @staticmethod
-    def start(num_slots: int, loss_scale: LossScale = UNSCALED, watch: Watch = NOTHING_SEEN) -> TrainState:
-        return TrainState(cursors=(Cursor.start(),) * num_slots, loss_scale=loss_scale, watch=watch)
+    def start(
+        cursors: tuple[LaneCursor, ...], loss_scale: LossScale = UNSCALED, watch: Watch = NOTHING_SEEN
+    ) -> TrainState:
+        return TrainState(cursors=cursors, loss_scale=loss_scale, watch=watch)
 
     @property
     def is_evaluated(self) -> bool:

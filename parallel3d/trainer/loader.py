@@ -6,22 +6,15 @@ validation text can feed, each lane read from its start, so that every evaluatio
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
 from parallel3d.comm.staging import to_device
-from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.lanes import Lanes
+from parallel3d.data.reader import LaneCursor, Read, Reader
 from parallel3d.layers.documents import document_lengths
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.pipeline.executor import Loaded
-
-
-class Reader(Protocol):
-    """Lanes, or a prefetcher in front of them."""
-
-    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[np.ndarray, Cursor]: ...
 
 
 class LaneLoader:
@@ -34,18 +27,22 @@ class LaneLoader:
         self._reader = reader
         self._device = device
         self._eos_id = eos_id
-        self._cursors: tuple[Cursor, ...] = ()
-        self.advanced: dict[int, Cursor] = {}
+        self._cursors: tuple[LaneCursor, ...] = ()
+        self._tokens_read = 0
+        self.advanced: dict[int, LaneCursor] = {}
 
-    def begin(self, cursors: tuple[Cursor, ...]) -> None:
-        """Sets where the lanes stand before this iteration."""
+    def begin(self, cursors: tuple[LaneCursor, ...], tokens_read: int) -> None:
+        """Sets where the lanes stand before this iteration, and how many tokens of all lanes lie behind."""
         self._cursors = cursors
+        self._tokens_read = tokens_read
         self.advanced = {}
 
     def load(self, micro_batch: MicroBatch) -> Loaded:
         rows = []
         for slot in micro_batch.slots:
-            row, self.advanced[slot] = self._reader.read(slot, self._cursors[slot], micro_batch.sequence_length)
+            length = micro_batch.sequence_length
+            cursor = self._reader.at(self._cursors[slot], self._tokens_read + slot * length)
+            row, self.advanced[slot] = self._reader.read(slot, cursor, length)
             rows.append(row)
         tokens = np.stack(rows).astype(np.int64)
         documents = None if self._eos_id is None else document_lengths(tokens[:, :-1], self._eos_id)
@@ -53,19 +50,19 @@ class LaneLoader:
         return Loaded(whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1), documents)
 
 
-class EvaluationSequences:
+class EvaluationSequences(Reader):
     """A reader whose "lane" is the number of a sequence; cursors play no part. What was read once is kept."""
 
     def __init__(self, lanes: Lanes):
         self._lanes = lanes
-        self._ends: dict[tuple[int, int], list[Cursor]] = {}
+        self._ends: dict[tuple[int, int], list[LaneCursor]] = {}
         self._kept: dict[tuple[int, int], np.ndarray] = {}
 
-    def read(self, lane: int, cursor: Cursor, num_tokens: int) -> tuple[np.ndarray, Cursor]:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
         """Sequence number `lane`, int32 (num_tokens + 1,); the cursor comes back as it was."""
         if (lane, num_tokens) not in self._kept:
             place, row = lane % self._lanes.num_lanes, lane // self._lanes.num_lanes
-            ends = self._ends.setdefault((place, num_tokens), [Cursor.start()])
+            ends = self._ends.setdefault((place, num_tokens), [self._lanes.start(place)])
             while len(ends) <= row:
                 ends.append(self._lanes.read(place, ends[-1], num_tokens)[1])
             self._kept[lane, num_tokens] = self._lanes.read(place, ends[row], num_tokens)[0]

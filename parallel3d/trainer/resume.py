@@ -19,7 +19,6 @@ from parallel3d.checkpoint.catalogue import read_index
 from parallel3d.checkpoint.index import FREE_IN_MODEL, Index
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
 from parallel3d.config.schema import Config
-from parallel3d.data.lanes import Cursor
 from parallel3d.errors import CheckpointError
 from parallel3d.precision.loss_scale import LossScale
 from parallel3d.trainer.build import RankRuntime
@@ -39,7 +38,7 @@ def state_to_json(state: TrainState) -> Json:
         "num_updates": state.num_updates,
         "tokens_read": state.tokens_read,
         "tokens_trained": state.tokens_trained,
-        "cursors": [list(cursor.to_ints()) for cursor in state.cursors],
+        "cursors": [list(cursor) for cursor in state.cursors],
         "entries": [
             replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0).to_json() for entry in state.entries
         ],
@@ -56,7 +55,7 @@ def state_from_json(data: Json, fresh: TrainState) -> TrainState:
         num_updates=data["num_updates"],
         tokens_read=data["tokens_read"],
         tokens_trained=data["tokens_trained"],
-        cursors=tuple(Cursor.from_ints(ints) for ints in data["cursors"]),
+        cursors=tuple(tuple(cursor) for cursor in data["cursors"]),
         entries=tuple(Entry.from_json(entry) for entry in data["entries"]),
         evaluations=tuple(EvaluationEntry.from_json(evaluation) for evaluation in data["evaluations"]),
         loss_scale=_loss_scale(data["loss_scale"], fresh.loss_scale),
@@ -73,9 +72,16 @@ def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
     if problems := [*_conflicts(index, rank.config, text)]:
         raise CheckpointError(f"{folder} is of another run:\n" + "\n".join(f"  - {problem}" for problem in problems))
     try:
-        rank.state = state_from_json(index.facts.state, rank.state)
+        state = state_from_json(index.facts.state, rank.state)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} holds a state that this version can't read: {error!r}") from None
+    was, size = len(state.cursors[0]), rank.layout.cursor_size
+    if was != size:
+        raise CheckpointError(
+            f"{folder} is of another run: its lanes' places are of {was} numbers, these of {size}: data.blend has other"
+            " sources, or there is one where there was none"
+        )
+    rank.state = state
     rank.resumed_from = rank.state.iteration
     load = partial(load_shard, CheckpointReader(folder, index), tp_rank=rank.place.tp, tp_size=rank.first_grid.tp_size)
     rank.optimizer.start_from(rank.state.iteration, load)

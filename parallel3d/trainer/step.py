@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from parallel3d.config.schema import Config
-from parallel3d.data.lanes import Cursor
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
 from parallel3d.pipeline.executor import StageResult
@@ -62,7 +61,7 @@ def train_step(
     started = time.perf_counter()
     batch = rank.train_batch(rank.state.iteration + 1)
     rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches, batch.loss_factor)
-    rank.train_loader.begin(rank.state.cursors)
+    rank.train_loader.begin(rank.state.cursors, rank.state.tokens_read)
     with record(rank, batch) as recorder:
         result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
@@ -165,7 +164,7 @@ def _evaluation_loss(rank: RankRuntime) -> float | None:
     batch = rank.train_batch(rank.state.iteration)
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
-    rank.evaluate_loader.begin((Cursor.start(),) * batch.num_slots)
+    rank.evaluate_loader.begin(((),) * batch.num_slots, 0)
     steps = rank.evaluate_plan.lists.get(rank.place.replica, ())
     result = rank.executor.run(steps, batch, rank.evaluate_loader.load)
     speaks = rank.place.tp == 0

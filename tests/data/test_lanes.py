@@ -3,41 +3,16 @@
 import itertools
 import random
 import re
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from letters import Characters, Texts, corpora, flat, seeds
 
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Cursor, Lanes, _splitmix64, permutation
 from parallel3d.errors import DataError
-
-
-class Texts(list):
-    """Documents held in memory."""
-
-    def read(self, index):
-        return self[index]
-
-
-@dataclass(frozen=True)
-class Characters:
-    """A tokenizer of lower-case letters: a = 1, and 0 separates."""
-
-    vocab_size: int = 27
-    eos_id: int = 0
-
-    def encode(self, text):
-        return np.array([ord(letter) - 96 for letter in text], np.int32)
-
-    def decode(self, ids):
-        return "".join(chr(96 + token) for token in ids if token)
-
-
-corpora = st.lists(st.text("abcxyz", max_size=7), min_size=1, max_size=15).map(Texts)
-seeds = st.integers(-(2**63), 2**64)
 
 
 @st.composite
@@ -56,10 +31,6 @@ def walk(lanes, lane, lengths, cursor=None):
         reads.append((cursor, tokens, after))
         cursor = after
     return reads
-
-
-def flat(documents, sequence):
-    return np.concatenate([np.append(Characters().encode(documents[index]), np.int32(0)) for index in sequence])
 
 
 @given(lanes_of_corpora(), st.integers(0, 3))
@@ -90,7 +61,7 @@ def test_any_order_of_reads_gives_the_same(made, lengths, shuffler):
     reads = [(lane, *read) for lane in range(lanes.num_lanes) for read in walk(lanes, lane, lengths)]
     shuffler.shuffle(reads)
     for lane, before, tokens, after in reads:
-        again, cursor = lanes.read(lane, Cursor.from_ints(before.to_ints()), len(tokens) - 1)
+        again, cursor = lanes.read(lane, tuple(before), len(tokens) - 1)
         assert np.array_equal(again, tokens) and cursor == after
 
 

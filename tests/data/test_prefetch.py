@@ -9,10 +9,11 @@ import pytest
 from parallel3d.comm.abort import AbortToken
 from parallel3d.data.lanes import Cursor
 from parallel3d.data.prefetch import Prefetcher
+from parallel3d.data.reader import Reader
 from parallel3d.errors import DataError, EpochEnded
 
 
-class Counted:
+class Counted(Reader):
     """Lanes that count: the tokens of a read are numbers from (lane, offset); `gate` holds the thread back."""
 
     def __init__(self, delay_s=0.0):
@@ -53,7 +54,7 @@ def at(offset):
 
 def settle(prefetcher):
     """Waits until the thread has nothing left to do."""
-    prefetcher._thread.submit(lambda: None).result(timeout=10)
+    prefetcher._ahead[0].thread.submit(lambda: None).result(timeout=10)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -115,7 +116,7 @@ def test_a_read_that_has_not_begun_is_computed_by_the_caller(make):
     prefetcher.read(0, at(0), 8)
     settle(prefetcher)
     busy = threading.Event()
-    prefetcher._thread.submit(busy.wait, 10)  # something else holds the thread
+    prefetcher._ahead[0].thread.submit(busy.wait, 10)  # something else holds the thread
     for step in range(1, 5):
         tokens, _ = prefetcher.read(0, at(8 * step), 8)
         assert tokens[0] == 8 * step

@@ -17,14 +17,17 @@ from math import inf, prod
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from launch.worker import SocketNetwork
 from models.make import make_stage
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
+from parallel3d.data.blend import Blend, Selection
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
+from parallel3d.data.reader import Reader
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.elastic.membership import EpochRecord
 from parallel3d.elastic.run import run_workers
@@ -34,6 +37,7 @@ from parallel3d.monitor.sinks import RunReport
 from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank
 from parallel3d.trainer.compare import Tolerance, tolerance_of
+from parallel3d.trainer.text import blend_stages
 from parallel3d.trainer.verify import LayoutRun, assemble, run_in_threads, run_rank
 
 
@@ -97,6 +101,13 @@ def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **watchers)
     )
 
 
+def blend_from(token: int) -> dict:
+    """Two sources, of which the second takes over at a token; topic_lanes makes them, whatever the paths are."""
+    weights = [{"even": 0.75, "odd": 0.25}, {"even": 0.25, "odd": 0.75}]
+    stages = [dict(from_token=start, weights=each) for start, each in zip((0, token), weights)]
+    return dict(sources={"even": ["."], "odd": ["."]}, stages=stages)
+
+
 def build(config: Config, grid: Grid, rank: int, transports: Transports, train_lanes=None) -> RankRuntime:
     """A rank that has begun, in a world that stays as it is."""
     runtime = prepare(config, grid, rank, train_lanes)
@@ -104,8 +115,15 @@ def build(config: Config, grid: Grid, rank: int, transports: Transports, train_l
     return runtime
 
 
-def topic_lanes(config: Config) -> Lanes:
-    return Lanes(TokenizedDocuments(Texts(), ByteTokenizer()), config.run.seed, config.batch.global_batch_size)
+def topic_lanes(config: Config) -> Reader:
+    """All topics; of a blend each source every n-th line."""
+    topics, blend = TokenizedDocuments(Texts(), ByteTokenizer()), config.data.blend
+    seed, num_lanes = config.run.seed, config.batch.global_batch_size
+    if blend is None:
+        return Lanes(topics, seed, num_lanes)
+    indices = np.arange(len(topics))
+    parts = [Selection(topics, indices[first :: len(blend.sources)]) for first in range(len(blend.sources))]
+    return Blend([Lanes(part, seed, num_lanes) for part in parts], blend_stages(blend), seed)
 
 
 def run_cell_in_threads(*, steps: int = 3, slots: int = 3, **changes) -> LayoutRun:
@@ -388,6 +406,10 @@ CELLS: list[Cell] = [
         ]
     ),
     *tied_cells(),
+    *(
+        Cell(name=f"blend-{name}", changes=dict(parallel=parallel, data=dict(blend=blend_from(12 * 16))))
+        for name, parallel in [("dp2", dict(dp_size=2)), ("cube", CUBE)]
+    ),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.data.lanes import Cursor
 from parallel3d.errors import ProtocolError
 from parallel3d.optim.norms import StateNorms
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.entry import Contribution, Entry, EntryLayout, EvaluationEntry, TrainState, entry_from_json
 
-LAYOUT = EntryLayout(num_stages=2, num_micro_batches=3, num_slots=4)
+LAYOUT = EntryLayout(num_stages=2, num_micro_batches=3, num_slots=4, cursor_size=5)
 AUDIT = {(stage, micro_batch): 1 for stage in range(2) for micro_batch in range(3)}
 
-cursors = st.builds(Cursor, *[st.integers(0, 2**40)] * 3)
+cursors = st.tuples(*[st.integers(0, 2**40)] * 5)
 entries = st.builds(
     Entry,
     iteration=st.integers(1, 2**40),
@@ -43,7 +42,7 @@ def bits(value):
 
 def entry(iteration, **fields):
     plain = dict(squared_norm=4.0, finite=True, num_target_tokens=10, loss_sum=25.0, stop=False, leave=False)
-    return Entry(iteration=iteration, cursors=(Cursor(0, iteration, 0),), **{**plain, **fields})
+    return Entry(iteration=iteration, cursors=((0, iteration, 0),), **{**plain, **fields})
 
 
 # --- on the wire ------------------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ def histories(draw):
 
 
 def fold(history):
-    state = TrainState.start(1)
+    state = TrainState.start(((0, 0, 0),))
     for each in history:
         state = state.fold(each)
     return state
@@ -187,7 +186,7 @@ def fold(history):
 @given(histories(), st.data())
 def test_whatever_was_folded_already_changes_nothing(history, data):
     """Each entry again, at any later point: what a record brings to those who have it."""
-    state = TrainState.start(1)
+    state = TrainState.start(((0, 0, 0),))
     for number, each in enumerate(history):
         state = state.fold(each)
         again = data.draw(st.sampled_from(history[: number + 1]))
@@ -232,7 +231,7 @@ def test_nothing_is_folded_out_of_turn():
 
 
 def test_the_newest_of_nothing_is_nothing():
-    assert TrainState.start(3).newest == () and TrainState.start(3).cursors == (Cursor.start(),) * 3
+    assert TrainState.start(((0,), (1,))).newest == ()
     assert fold([entry(1)]).newest == (entry(1),)
     evaluation = EvaluationEntry(iteration=1, loss=1.0)
     assert fold([entry(1), evaluation]).newest == (entry(1), evaluation)

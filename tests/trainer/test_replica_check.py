@@ -195,7 +195,7 @@ def test_a_difference_is_found_after_a_loss_has_begun_the_step_anew():
 
 
 def test_the_check_is_in_the_vector_only_where_it_is_due():
-    layout = EntryLayout(num_stages=2, num_micro_batches=1, num_slots=1)
+    layout = EntryLayout(num_stages=2, num_micro_batches=1, num_slots=1, cursor_size=3)
     audit = {(0, 0): 1, (1, 0): 1}
     plain = layout.pack(Contribution(num_target_tokens=1, audit=audit))
     both = layout.pack(Contribution(num_target_tokens=1, audit=audit, check={1: [7, 9]}))

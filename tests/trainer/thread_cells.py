@@ -81,12 +81,17 @@ RECOMPUTED = {
 """Layouts that recompute layers, with dropout."""
 
 
+BLENDS = {"blend-pp2-dp2-tp2": "pp2-dp2-tp2", "blend-pp2-dp4": "pp2-dp4"}
+"""Layouts that read a blend, of which the weights change within step STEP."""
+
+
 def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
     """Three layers (or one a chunk), two sequences of four tokens a replica (of 64 where documents shall end within),
     evaluations after every second step.
 
     A run takes 0.1 s.
     """
+    has_blend, layout = layout in BLENDS, BLENDS.get(layout, layout)
     precision, layout = PRECISIONS.get(layout, (dict(policy="fp64"), layout))
     layouts = {**LAYOUTS, **SCHEDULES, SPARES: dict(dp_size=3, tp_size=2)}
     others = MODELS | {name: (dict(hidden_dropout=0.1), sizes) for name, sizes in RECOMPUTED.items()}
@@ -105,7 +110,10 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
         precision=dict(**precision, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
         elastic=dict(zero_backups=zero_backups),
-        data=dict(document_mask=layout in DOCUMENTS),
+        data=dict(
+            document_mask=layout in DOCUMENTS,
+            blend=cells.blend_from(3 * num_replicas * 4) if has_blend else None,
+        ),
     )
 
 

@@ -1,0 +1,117 @@
+"""Lanes over several weighted sources: each sequence is of one source, and weights are shares of the tokens.
+
+    lane 3, sequences     0     1     2     3     4     5   ...
+    its number u(3, k)   .75   .37   .99   .60   .22   .84        between 0 and 1
+    weights web .7 code .3
+    its source           code  web   code  web   web   code
+    read from            |------ its own lane 3 of "web", and of "code", each with a place of its own ------|
+
+u(lane, k) = seed's number + lane with its bits reversed + k x golden ratio, modulo 1: no chance, but evenly spread
+both over a lane's sequences (Weyl 1916) and over a step's lanes, any first n of them as well (van der Corput 1935).
+So every step has the shares that its sequences allow, and a lane's sums differ from its weights by a few sequences at
+any length, where drawn ones would by a square root.
+
+A source that is small or weighs much passes its data epochs as often as it takes. From one stage to the next weights
+change at a token of the run, exact to a sequence; places in the sources go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from parallel3d.data.documents import TokenDocuments
+from parallel3d.data.lanes import Lanes
+from parallel3d.data.reader import LaneCursor, Read, Reader
+
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""Of 2**64."""
+RESOLUTION_LOG2 = 53
+"""Weights are kept to a double's precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendStage:
+    """Weights from one token of the run on."""
+
+    from_token: int
+    weights: tuple[float, ...]
+    """By source; any positive sum."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each source's part of 0 .. 2**64 ends."""
+        sums = list(accumulate(self.weights))
+        return tuple(round(upto / sums[-1] * 2**RESOLUTION_LOG2) << (64 - RESOLUTION_LOG2) for upto in sums)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some documents of a set, in the order given."""
+
+    documents: TokenDocuments
+    indices: np.ndarray
+
+    @property
+    def eos_id(self) -> int:
+        return self.documents.eos_id
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return self.documents.tokens(int(self.indices[index]))
+
+
+def offset_of(seed: int) -> int:
+    """What a run's seed adds to the numbers of all its sequences."""
+    return int.from_bytes(hashlib.blake2b(f"blend {seed}".encode(), digest_size=8).digest(), "little")
+
+
+def spread(offset: int, lane: int, sequence: int) -> int:
+    """The number below 2**64 that chooses the source of a lane's sequence."""
+    reversed_bits = int(f"{lane:064b}"[::-1], 2)
+    return (offset + reversed_bits + sequence * GOLDEN_RATIO) % 2**64
+
+
+def choose_source(bounds: Sequence[int], number: int) -> int:
+    """The source in whose part `number` lies; one of weight 0 has none."""
+    return bisect_right(bounds, number)
+
+
+class Blend(Reader):
+    """Reads each sequence of a lane from one of several sources.
+
+    A cursor is (stage, sequences read, then data epoch, document and offset in each source): 2 + 3 x sources integers.
+    """
+
+    def __init__(self, sources: Sequence[Lanes], stages: Sequence[BlendStage], seed: int):
+        """`stages` in the order of their tokens, the first from token 0."""
+        assert stages[0].from_token == 0, "the first stage is from the run's start"
+        self._sources = tuple(sources)
+        self._starts = [stage.from_token for stage in stages]
+        self._bounds = [stage.bounds for stage in stages]
+        self._offset = offset_of(seed)
+
+    def start(self, lane: int) -> LaneCursor:
+        return (0, 0, *(number for source in self._sources for number in source.start(lane)))
+
+    def at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
+        return (bisect_right(self._starts, tokens_read) - 1, *cursor[1:])
+
+    def source_of(self, lane: int, cursor: LaneCursor) -> int:
+        """The number of the source that the next sequence is read from."""
+        stage, num_sequences, *_ = cursor
+        return choose_source(self._bounds[stage], spread(self._offset, lane, num_sequences))
+
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+        stage, num_sequences, *places = cursor
+        source = self.source_of(lane, cursor)
+        mine = slice(3 * source, 3 * source + 3)
+        tokens, places[mine] = self._sources[source].read(lane, tuple(places[mine]), num_tokens)
+        return tokens, (stage, num_sequences + 1, *places)

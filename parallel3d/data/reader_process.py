@@ -1,0 +1,124 @@
+"""A reader in a process of its own, for tokenizers that would hold up training: its work is done beside Python's lock.
+
+The process keeps no state that matters: each request carries the cursor. One that dies, whatever of, is replaced by
+another that gets the same request again. It ends with its pipe, so that none is left behind by a worker that is killed;
+signals that a terminal or a cluster sends to all are its worker's business.
+
+It is a fresh interpreter, not a fork: the worker has threads, perhaps a GPU. It imports what reading needs, no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from parallel3d.comm.abort import POLL_S, AbortToken
+from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.errors import DataError
+
+MAX_DEATHS = 3
+"""Over one read: then it is the read that kills."""
+PATIENCE_S = 120.0
+"""Without an answer to one read: then it hangs, and is killed."""
+END_S = 5.0
+
+
+class ReaderProcess:
+    """Reads in another process; for one calling thread. The process starts with the first read."""
+
+    def __init__(
+        self, make_reader: Callable[[], Reader], token: AbortToken, notice: Callable[[str], None] = lambda text: None
+    ):
+        """`make_reader` is sent by pickle, and called there. `notice` is told of a process that has died."""
+        self._make_reader = make_reader
+        self._token = token
+        self._notice = notice
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before the first read."""
+        return self._process.pid if self._process else None
+
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+        """What the reader returns, or raises, in its process; EpochEnded once the token is aborted.
+
+        DataError when the process dies MAX_DEATHS times over this read.
+        """
+        for _ in range(MAX_DEATHS):
+            try:
+                answer = self._ask((lane, cursor, num_tokens))
+            except (EOFError, OSError):  # a broken pipe: it is dead
+                self._notice(f"tokeniser process {self.pid} has ended ({self._end()}): another takes over")
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        raise DataError(f"lane {lane} at {tuple(cursor)}: {MAX_DEATHS} tokeniser processes died reading it")
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._end()
+
+    def _ask(self, request: tuple[int, LaneCursor, int]) -> Read | Exception:
+        self._token.check()  # the answer to a request that an abort has cut off may still come
+        if self._pipe is None:
+            self._pipe = self._begin()
+        self._pipe.send(request)  # bounded: a few bytes, into an empty pipe
+        patient_until = time.monotonic() + PATIENCE_S
+        while not self._pipe.poll(POLL_S):
+            self._token.check()
+            if time.monotonic() > patient_until:
+                raise EOFError(f"no answer in {PATIENCE_S:g} s")
+        answer: Read | Exception = self._pipe.recv()  # bounded: the answer has begun, and ends with its process
+        return answer
+
+    def _begin(self) -> Connection:
+        ours, theirs = Pipe()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
+        command = [sys.executable, "-c", code]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.send(self._make_reader)  # bounded: the process reads it at once, or ends and breaks the pipe
+        return ours
+
+    def _end(self) -> str:
+        """Ends the process, if it lives; what became of it."""
+        assert self._process is not None
+        if self._pipe is not None:
+            self._pipe.close()
+        self._pipe = None
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()  # bounded: it is killed
+        code = self._process.returncode
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def serve(descriptor: int) -> None:
+    """The process: answers requests until the pipe ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pipe = Connection(descriptor)
+    make_reader: Callable[[], Reader] = pipe.recv()  # bounded: ends with the worker
+    reader = make_reader()
+    with suppress(EOFError, OSError):  # the worker has ended
+        while True:
+            pipe.send(_answer(reader, pipe.recv()))  # bounded: ends with the worker, which waits for the answer
+
+
+def _answer(reader: Reader, request: tuple[int, LaneCursor, int]) -> Read | Exception:
+    try:
+        return reader.read(*request)
+    except Exception as error:
+        return error

@@ -1,0 +1,86 @@
+"""What may be said of the text to read: each mistake has one message, with the field and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_load import TINY, problems, write
+
+from parallel3d.config.derived import warnings
+from parallel3d.config.load import load_config, resolve
+
+SOURCES = {"web": ["."], "code": ["."]}
+BLEND: dict[str, Any] = {"sources": SOURCES, "stages": [{"weights": {"web": 0.75, "code": 0.25}}]}
+
+
+def blend(**changes: Any) -> str:
+    return f"data.blend={json.dumps(BLEND | changes)}"
+
+
+def stages(*each: tuple[int, dict[str, float]]) -> list[dict[str, Any]]:
+    return [{"from_token": start, "weights": weights} for start, weights in each]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write(tmp_path, TINY)
+
+
+EVEN = {"web": 0.5, "code": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "rule"),
+    [
+        (blend(stages=stages((0, {"web": 0.5, "code": 0.4}))), "data.blend.stages.0.weights", "their sum is 0.9"),
+        (blend(stages=stages((0, EVEN), (9, {"web": 2}))), "data.blend.stages.1.weights", "their sum is 2"),
+        (
+            blend(stages=stages((0, {"web": 0, "code": 0.0}), (9, EVEN)), renormalise=True),
+            "data.blend.stages.0.weights",
+            "their sum is 0",
+        ),
+        (blend(stages=stages((0, {"web": 0.5, "coed": 0.5}), (9, EVEN))), "data.blend.stages.0.weights", "no such"),
+        (blend(stages=stages((5, EVEN))), "data.blend.stages.0.from_token", "first stage begins the run"),
+        (blend(stages=stages((0, EVEN), (9, EVEN), (9, EVEN))), "data.blend.stages.2.from_token", "before's, 9"),
+        (blend(stages=stages((0, {"web": 1}))), "data.blend.sources", "has no weight in any stage"),
+        (blend(stages=[]), "data.blend.stages", "must not be empty"),
+        (blend(sources={}), "data.blend.sources", "must not be empty"),
+        (blend(sources={"web": ["no/such/*.txt"], "code": ["."]}), "data.blend.sources.web.0", "no such file"),
+        (blend(sources={"web": [], "code": ["."]}), "data.blend.sources.web", "names no file"),
+        (blend(sources={"web": 5, "code": ["."]}), "data.blend.sources.web", "valid list"),
+        (blend(stages=stages((0, {"web": -1, "code": 2}))), "data.blend.stages.0.weights.web", "greater than or equal"),
+        (blend(stagse=[]), "data.blend.stagse", "there is no such field"),
+        ("data.blend=5", "data.blend", "must be a section"),
+    ],
+)
+def test_each_mistake_has_one_message(tiny: Path, override: str, field: str, rule: str):
+    (problem,) = problems(tiny, override).values()
+    assert problem.field == field and rule in problem.rule, problem
+    assert problem.fix
+
+
+def test_a_sum_that_is_not_one_says_what_else_there_is(tiny: Path):
+    (problem,) = problems(tiny, blend(stages=stages((0, {"web": 90, "code": 59})))).values()
+    assert "their sum is 149" in problem.rule and "data.blend.renormalise" in problem.fix
+    config = load_config(tiny, [blend(stages=stages((0, {"web": 90, "code": 59})), renormalise=True)])
+    assert config.data.blend is not None and config.data.blend.stages[0].weights == {"web": 90, "code": 59}
+
+
+def test_a_blend_names_all_sources_itself(tiny: Path):
+    assert set(problems(tiny, blend(), 'data.sources=["."]')) == {"data.sources"}
+
+
+def test_homes_are_found_in_blends(tiny: Path):
+    config = load_config(tiny, [blend(sources={"web": ["~"], "code": ["."]})])
+    resolved = resolve(config, config_path=tiny)
+    assert resolved.data.blend is not None and resolved.data.blend.sources["web"] == [str(Path.home())]
+
+
+def test_rare_sources_are_named_in_a_warning(tiny: Path):
+    config = load_config(tiny, [blend(stages=stages((0, {"web": 0.95, "code": 0.05})))])
+    (warning,) = warnings(resolve(config, config_path=tiny))
+    assert warning == "stage 0 of data.blend has 0.05 of 'code': 0.4 sequences a step"
+    assert warnings(resolve(load_config(tiny, [blend()]), config_path=tiny)) == []

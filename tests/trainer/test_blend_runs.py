@@ -1,0 +1,84 @@
+"""Runs on a blend: workers die, runs are resumed on other layouts, and every lane goes on in each of its sources."""
+
+import cells
+import pytest
+from saves import assert_equal, run_layout, save
+from thread_cells import (
+    BLENDS,
+    STEP,
+    Outcome,
+    assert_same_run,
+    config_of,
+    die,
+    grid_of,
+    outcome_of,
+    run,
+    undisturbed,
+)
+
+from parallel3d.errors import CheckpointError
+
+LENGTH = dict(global_batch_size=6, micro_batch_size=1, sequence_length=8)
+SWITCH = 8 * 6 * 2 + 24
+"""In the middle of the third step."""
+
+
+def blended(blend=None, **parallel):
+    return cells.make_config(
+        model=dict(hidden_size=16, intermediate_size=24),
+        batch=LENGTH,
+        parallel=parallel,
+        precision=dict(policy="fp32", sums="exact"),
+        schedule=dict(kind="constant", warmup_steps=0),
+        data=dict(blend=blend or cells.blend_from(SWITCH)),
+    )
+
+
+@pytest.mark.parametrize("phase", ["load", "backward", "all_reduce", "update"])
+@pytest.mark.parametrize("layout", BLENDS)
+def test_lanes_of_the_dead_are_taken_over_in_all_their_sources(layout, phase):
+    dead = grid_of(layout).dp_ranks(0, 0)[-1]
+    done = run(config_of(layout), [die(dead, phase, step=STEP)])
+    assert outcome_of(done) == Outcome(frozenset({dead}), 1, True)
+    assert_same_run(done, undisturbed(layout))
+
+
+def test_the_weights_change_within_the_second_step():
+    """What the kills above are about: the entry of that step, the last but one, has cursors of both stages."""
+    stages = [[cursor[0] for cursor in entry.cursors] for entry in undisturbed("blend-pp2-dp2-tp2").run.entries]
+    assert stages == [[0, 0, 1, 1], [1] * 4]
+
+
+def test_a_resumed_run_is_the_run_bit_for_bit_on_another_layout(tmp_path):
+    whole, _, ends = run_layout(blended(dp_size=2), steps=5)
+    _, snapshots, runtimes = run_layout(blended(dp_size=2), steps=2)
+    first = save(tmp_path, snapshots, runtimes[0])
+    for layout in (dict(dp_size=3), dict(pp_size=2, dp_size=2), {}):
+        again, _, others = run_layout(blended(**layout), start=first, steps=3)
+        assert_equal(again, whole)
+        assert others[0].state.cursors == ends[0].state.cursors
+        assert others[0].state.tokens_read == ends[0].state.tokens_read
+
+
+def test_weights_may_change_on_resume_and_the_places_stay(tmp_path):
+    _, snapshots, runtimes = run_layout(blended(), steps=2)
+    first = save(tmp_path, snapshots, runtimes[0])
+    before = runtimes[0].state.cursors
+    only_odd = cells.blend_from(SWITCH) | dict(stages=[dict(weights={"even": 0.0, "odd": 1.0})])
+    only_odd["stages"].append(dict(from_token=10**6, weights={"even": 1.0}))
+    _, _, others = run_layout(blended(only_odd), start=first, steps=2)
+    for old, new in zip(before, others[0].state.cursors):
+        assert new[2:5] == old[2:5], "the source without weight has moved on"
+        assert new[5:] > old[5:]
+
+
+def test_cursors_of_another_kind_are_refused(tmp_path):
+    """A blend of two sources can't go on where lanes of one have been."""
+    plain = cells.make_config(**{**PLAIN, "batch": LENGTH})
+    _, snapshots, runtimes = run_layout(plain, steps=1)
+    first = save(tmp_path, snapshots, runtimes[0])
+    with pytest.raises(CheckpointError, match="of 3 numbers, .* of 8"):
+        run_layout(blended(), start=first)
+
+
+PLAIN = dict(model=dict(hidden_size=16, intermediate_size=24), precision=dict(policy="fp32", sums="exact"))
