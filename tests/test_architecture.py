@@ -68,7 +68,10 @@ PURE: tuple[str, ...] = (
     *(f"parallel3d.optim.{name}" for name in ("buckets", "cut")),
     *(f"parallel3d.checkpoint.{name}" for name in ("pieces", "index")),
     "parallel3d.optim.norms",
-    *(f"parallel3d.monitor.{name}" for name in ("loss_ratio", "spikes", "divergence", "watch", "correlation")),
+    *(
+        f"parallel3d.monitor.{name}"
+        for name in ("loss_ratio", "spikes", "divergence", "watch", "correlation", "history")
+    ),
     *(f"parallel3d.monitor.{name}" for name in ("flops", "pace")),
     "parallel3d.debug.replicas",
     *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),

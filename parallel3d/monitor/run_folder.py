@@ -4,7 +4,7 @@ config.json        the configuration as resolved; starts the same run again
 environment.json   versions, machine, commit, command line
 metrics.jsonl      a line per step, and a line with "event" for whatever else happened; of a resumed run from its start
 summary.json       how the run ended, with its figures
-loss.png           the training loss
+loss.png, ...      charts (charts.py); launch/report.py draws them anew
 logs/rank-N.log    what worker N printed
 dumps/, profile/   what debug.dump_tensors and debug.profile ask for, written by the workers themselves
 previous-N/        an earlier run's files: nothing is overwritten
@@ -24,7 +24,7 @@ from typing import Any
 from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
-CHART, LOGS, LOCK = "loss.png", "logs", ".lock"
+CHARTS, LOGS, LOCK = ("loss.png", "course.png", "instability.png"), "logs", ".lock"
 DUMPS, TRACES = "dumps", "profile"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
@@ -145,7 +145,7 @@ def _move_aside(path: Path) -> Path | None:
     """Moves an earlier run's files into the next free previous-N; None when there are none."""
     old = [
         path / name
-        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, CHART, LOGS, DUMPS, TRACES)
+        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES)
         if (path / name).exists()
     ]
     if not old:

@@ -12,6 +12,7 @@ Records with "event" go to metrics.jsonl as they are.
 
 from __future__ import annotations
 
+import json
 import queue
 import sys
 import threading
@@ -21,7 +22,8 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
-from parallel3d.monitor.run_folder import CHART, CONFIG, ENVIRONMENT, LOGS, METRICS, SUMMARY, RunFolder, read_metrics
+from parallel3d.monitor.history import History
+from parallel3d.monitor.run_folder import CHARTS, CONFIG, ENVIRONMENT, LOGS, METRICS, SUMMARY, RunFolder, read_metrics
 
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
@@ -145,7 +147,7 @@ class RunReport:
         last = {"last_step": self._last_step.get("step"), "last_loss": self._last_step.get("loss")}
         summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
         self._keep(self._folder.write_summary, summary)
-        self._keep(self._draw_chart)
+        self._keep(self._draw_charts)
         self._keep(self._folder.close)
         if message:
             print(message, file=self._err, flush=True)
@@ -192,24 +194,14 @@ class RunReport:
                 self._disk_works = False
                 print(f"can't write into {self._folder.path} any more ({error.strerror})", file=self._err, flush=True)
 
-    def _draw_chart(self) -> None:
-        lines = read_metrics(self._folder.path / METRICS)
-        training = [(line["step"], float(line["loss"])) for line in lines if "event" not in line and "loss" in line]
-        evaluations = [(line["step"], float(line["loss"])) for line in lines if line.get("event") == "evaluation"]
-        changes = [line["step"] for line in lines if line.get("event") == "membership"]
-        if len(training) > 1:
-            from parallel3d.monitor.charts import draw_loss  # matplotlib takes most of a second to import
+    def _draw_charts(self) -> None:
+        history = History.of(read_metrics(self._folder.path / METRICS))
+        if len(history.steps) > 1:
+            from parallel3d.monitor.charts import draw_all  # matplotlib takes most of a second to import
 
+            config = json.loads((self._folder.path / CONFIG).read_text())
             entropy = self._summary.get("unigram_entropy")
-            path = self._folder.path / CHART
-            draw_loss(
-                path,
-                title=self._title,
-                training=training,
-                evaluations=evaluations,
-                membership_changes=changes,
-                unigram_entropy=entropy,
-            )
+            draw_all(self._folder.path, history, title=self._title, config=config, entropy=entropy)
 
     def _closing_words(self) -> str:
         figures = dict(self._summary)
@@ -219,7 +211,7 @@ class RunReport:
         known = [(label, form(figures[key])) for key, label, form in SUMMARY_LINES if figures.get(key) is not None]
         width = max((len(label) for label, _ in known), default=0)
         lines = [f"  {label:<{width}}  {value}" for label, value in known]
-        files = [name for name in (METRICS, SUMMARY, CHART, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
+        files = [name for name in (METRICS, SUMMARY, *CHARTS, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
     def _told_before(self) -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""A run's course, read back from the lines of its metrics.jsonl, and what they say of its stability. Pure.
+
+    loss ratio     steps above 1.2 and the largest ratio (loss_ratio.py)
+    correlations   of the loss ratio with the l1 norm and the largest element of Adam's sqrt(v), as Table 3 of "Sequence
+                   Length Warmup": both after the step's own update. A line has the norms from before its update, so
+                   each ratio is paired with the norms of the next line
+    spikes         of the gradient norm, by length (spikes.py)
+    changes        of membership: what the loss and the gradient did there
+
+and of two runs (`compare`) both readings of a win: how much earlier the one reaches the other's best score, and the
+scores at equal tokens. Scores are evaluation losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+from parallel3d.monitor.correlation import Correlation, correlate
+from parallel3d.monitor.loss_ratio import LossRatio
+from parallel3d.monitor.spikes import Spikes
+
+Json = dict[str, Any]
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One score of a run: loss after so many steps, tokens and seconds of training."""
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What a metrics.jsonl holds."""
+
+    steps: tuple[Json, ...]
+    events: tuple[Json, ...] = ()
+
+    @staticmethod
+    def of(lines: Iterable[Json]) -> History:
+        """From the lines; of a step that stands there twice the last counts."""
+        steps: dict[int, Json] = {}
+        events = []
+        for line in lines:
+            if "event" in line:
+                events.append(line)
+            elif "step" in line:
+                steps[line["step"]] = line
+        return History(steps=tuple(steps[step] for step in sorted(steps)), events=tuple(events))
+
+    def points(self, name: str) -> Points:
+        """(step, value) of a figure, where it is known."""
+        return [(line["step"], float(line[name])) for line in self.steps if line.get(name) is not None]
+
+    @property
+    def losses(self) -> list[float]:
+        """By step; NaN where a loss was not finite."""
+        return [nan if (loss := line.get("loss")) is None else float(loss) for line in self.steps]
+
+    @property
+    def changes(self) -> list[int]:
+        """Steps in which the membership changed."""
+        return [event["step"] for event in self.events if event["event"] == "membership"]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """In the order of steps."""
+        found = {event["step"]: event for event in self.events if event["event"] == "evaluation"}
+        tokens = {0: 0.0} | {line["step"]: float(line.get("tokens", nan)) for line in self.steps}
+        seconds, total_s = {0: 0.0}, 0.0
+        for line in self.steps:
+            total_s += line.get("step_s", 0.0)
+            seconds[line["step"]] = total_s
+        return [
+            Evaluation(
+                step=step,
+                loss=float(found[step]["loss"]),
+                tokens=float(found[step]["tokens"]) if "tokens" in found[step] else tokens.get(step, nan),
+                seconds=seconds.get(step, nan),
+            )
+            for step in sorted(found)
+        ]
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the lowest loss; None without any."""
+        return min(self.evaluations, key=lambda each: each.loss, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of membership: the loss ratio of its step, and whether a spike of the gradient norm lasted."""
+
+    step: int
+    loss_ratio: float | None
+    is_spike: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stability:
+    """How stable a run was."""
+
+    loss_ratio: LossRatio
+    largest_at: int | None
+    """The step of the largest ratio."""
+    spikes: Spikes
+    with_variance_norm: Correlation | None
+    with_variance_max: Correlation | None
+    changes: tuple[Change, ...]
+
+
+def ratios_of(history: History) -> dict[int, float]:
+    """The loss ratio by step, where there is one."""
+    seen, ratios = LossRatio(), {}
+    for line, loss in zip(history.steps, history.losses):
+        seen = seen.after(loss)
+        if seen.newest is not None:
+            ratios[line["step"]] = seen.newest
+    return ratios
+
+
+def analyse(history: History) -> Stability:
+    """Everything about one run."""
+    seen, spikes, in_spike = LossRatio(), Spikes(), set()
+    for line, loss in zip(history.steps, history.losses):
+        norm = line.get("grad_norm")
+        seen, spikes = seen.after(loss), spikes.after(nan if norm is None else float(norm))
+        if spikes.length:
+            in_spike.add(line["step"])
+    ratios = ratios_of(history)
+    return Stability(
+        loss_ratio=seen,
+        largest_at=max(ratios, key=lambda step: ratios[step], default=None),
+        spikes=spikes,
+        with_variance_norm=_correlate_with(history, ratios, "variance_norm"),
+        with_variance_max=_correlate_with(history, ratios, "variance_max"),
+        changes=tuple(
+            Change(step=step, loss_ratio=ratios.get(step), is_spike=step in in_spike) for step in history.changes
+        ),
+    )
+
+
+def _correlate_with(history: History, ratios: dict[int, float], name: str) -> Correlation | None:
+    after = {int(step) - 1: value for step, value in history.points(name)}
+    steps = sorted(ratios.keys() & after.keys())
+    return correlate([ratios[step] for step in steps], [after[step] for step in steps])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Win:
+    """One run against a reference, read in both ways."""
+
+    reference: Evaluation
+    """The reference's best evaluation."""
+    reached: Evaluation | None
+    """The earliest evaluation of the run that is at least as good; None: there is none."""
+    equal_tokens: float
+    """Tokens that both have trained on."""
+    loss: float
+    reference_loss: float
+    """The losses there, between evaluations on a straight line."""
+
+    @property
+    def tokens_saved(self) -> float | None:
+        """Share of the reference's tokens that the run did not need; negative where it needed more."""
+        return 1.0 - self.reached.tokens / self.reference.tokens if self.reached and self.reference.tokens else None
+
+    @property
+    def time_saved(self) -> float | None:
+        """Share of its seconds likewise."""
+        return 1.0 - self.reached.seconds / self.reference.seconds if self.reached and self.reference.seconds else None
+
+
+def compare(run: History, reference: History) -> Win | None:
+    """Both readings of a win; None where one of the two has no evaluation."""
+    ours, theirs, best = run.evaluations, reference.evaluations, reference.best
+    if not ours or best is None:
+        return None
+    equal = min(ours[-1].tokens, theirs[-1].tokens)
+    return Win(
+        reference=best,
+        reached=next((each for each in ours if each.loss <= best.loss), None),
+        equal_tokens=equal,
+        loss=_loss_at(ours, equal),
+        reference_loss=_loss_at(theirs, equal),
+    )
+
+
+def _loss_at(evaluations: Sequence[Evaluation], tokens: float) -> float:
+    for before, after in zip(evaluations, evaluations[1:]):
+        if before.tokens <= tokens <= after.tokens and after.tokens > before.tokens:
+            share = (tokens - before.tokens) / (after.tokens - before.tokens)
+            return before.loss + share * (after.loss - before.loss)
+    return min(evaluations, key=lambda each: abs(each.tokens - tokens)).loss

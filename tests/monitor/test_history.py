@@ -1,0 +1,133 @@
+"""What a run's lines say of it: by hand, and on runs made to be unstable, or better than another."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.report import main
+from parallel3d.monitor.history import History, analyse, compare
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines_of(losses, **series):
+    rows = zip(losses, *series.values(), strict=True)
+    return [
+        {"step": step, "loss": loss, "tokens": 100 * step, "step_s": 2.0, **dict(zip(series, values))}
+        for step, (loss, *values) in enumerate(rows, 1)
+    ]
+
+
+def evaluations(losses, every=10):
+    return [{"event": "evaluation", "step": every * i, "loss": loss} for i, loss in enumerate(losses, 1)]
+
+
+def test_the_table_of_a_run():
+    found = analyse(History.of(lines_of([4.0, 3.0, 3.3, 2.5, 5.0, 2.6, None])))
+    ratio = found.loss_ratio
+    assert (ratio.num_steps, ratio.num_unstable, ratio.num_not_finite, ratio.largest) == (7, 2, 1, 2.0)
+    assert found.largest_at == 5 and found.with_variance_norm is None
+
+
+def test_the_loss_ratio_goes_with_the_variance_after_its_own_step():
+    """A line's variance is that before its update: paired with the ratio of the line before, they are the same here."""
+    draw = random.Random(2)
+    losses = [10.0, *(10.0 + draw.random() for _ in range(300))]
+    before = [0.0, *(loss / 10.0 for loss in losses[:-1])]
+    found = analyse(History.of(lines_of(losses, variance_norm=before, variance_max=[-value for value in before])))
+    assert found.with_variance_norm.r == pytest.approx(1.0) and found.with_variance_norm.num_pairs == 299
+    assert found.with_variance_max.r == pytest.approx(-1.0)
+
+
+def test_a_step_that_was_not_measured_is_no_pair():
+    variance = [0.0, 1.0, None, 3.0, 4.0, 5.0]
+    found = analyse(History.of(lines_of([3.0, 4.0, 5.0, 6.0, 3.5, 3.0], variance_norm=variance)))
+    assert found.with_variance_norm.num_pairs == 3  # of the ratios of steps 2 to 5 that of step 2 has no partner
+
+
+def test_changes_of_membership_are_told_with_what_happened_there():
+    norms = [1.0] * 25 + [9.0] + [1.0] * 4
+    lines = lines_of([3.0] * 26 + [3.3] + [3.0] * 3, grad_norm=norms)
+    changes = [{"event": "membership", "step": 26}, {"event": "membership", "step": 27}]
+    first, second = analyse(History.of([*lines, *changes])).changes
+    assert (first.is_spike, first.loss_ratio) == (True, 1.0)
+    assert (second.is_spike, second.loss_ratio) == (False, pytest.approx(1.1))
+
+
+def test_of_a_step_told_twice_the_last_counts():
+    history = History.of([{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}])
+    assert history.losses[0] == 2.0 and math.isnan(history.losses[1]) and len(history.steps) == 2
+
+
+def test_both_readings_of_a_win():
+    """Ours is at 3.0 after 20 of the other's 40 steps; at 3000 tokens it is halfway between 3.0 and 2.8."""
+    ours = History.of([*lines_of([4.0] * 40), *evaluations([4.0, 3.0], every=10), *evaluations([2.8], every=40)])
+    theirs = History.of([*lines_of([4.0] * 40), *evaluations([5.0, 4.0, 3.5, 3.0])])
+    win = compare(ours, theirs)
+    assert (win.reached.step, win.tokens_saved, win.time_saved) == (20, 0.5, 0.5)
+    assert (win.equal_tokens, win.loss, win.reference_loss) == (4000, 2.8, 3.0)
+    shorter = History.of([*lines_of([4.0] * 30), *evaluations([5.0, 4.0, 3.5])])
+    assert compare(ours, shorter).loss == pytest.approx(2.9) and compare(ours, shorter).equal_tokens == 3000
+    lost = compare(theirs, ours)
+    assert lost.reached is None and lost.tokens_saved is None
+    assert compare(ours, History.of(lines_of([1.0]))) is None
+
+
+# --- launch/report.py -------------------------------------------------------------------------------------------------
+
+
+def write_run(folder, lines):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(
+        json.dumps({"optimizer": {"max_grad_norm": 1.0}, "run": {"num_steps": 5000, "evaluate_batches": 2}})
+    )
+    return folder
+
+
+def test_the_report_as_a_person_calls_it(tmp_path):
+    """Another process, without a display; a run that goes on has no summary yet."""
+    norms = [1.0] * 30 + [3.0] + [1.0] * 9
+    events = [{"event": "evaluation", "step": 40, "loss": 3.5, "seconds": 1.0}, {"event": "membership", "step": 31}]
+    run = write_run(tmp_path / "run", [*lines_of([4.0] * 30 + [6.0] * 10, grad_norm=norms), *events])
+    done = subprocess.run(
+        [sys.executable, "launch/report.py", str(run)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "steps with loss ratio > 1.2  10 (25.00%)",
+        "largest loss ratio           1.500, step 31",
+        "gradient spikes by length    1: 1; 100% last one step",
+        "change of membership         step 31, loss ratio 1.500, within a gradient spike",
+        "run.evaluate_every=100 run.evaluate_batches=20 (10 s each; a batch takes 0.5 s)",
+        "drawn: loss.png, course.png, instability.png",
+    ):
+        assert words in done.stdout, done.stdout
+    assert (run / "course.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_two_runs_as_an_object(tmp_path, capsys):
+    ours = write_run(tmp_path / "ours", [*lines_of([4.0] * 40), *evaluations([4.0, 3.0])])
+    theirs = write_run(tmp_path / "theirs", [*lines_of([4.0] * 40), *evaluations([5.0, 4.0, 3.5, 3.0])])
+    assert main([str(ours), "--against", str(theirs), "--json", "--no-charts"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["win"]["tokens_saved"] == 0.5 and facts["best"]["loss"] == 3.0
+    assert not (ours / "loss.png").exists()
+    assert main([str(ours), "--against", str(theirs), "--no-charts"]) == 0
+    told = capsys.readouterr().out
+    assert "reaches it at step 20, 2,000 tokens, 40.0 s: saved +50% of the tokens, +50% of the time" in told
+
+
+@pytest.mark.parametrize("name, words", [("nowhere", "can't read metrics.jsonl"), ("empty", "holds no step yet")])
+def test_a_folder_without_a_run_is_one_clear_error(tmp_path, capsys, name, words):
+    write_run(tmp_path / "empty", [{"event": "notice", "text": "hello"}])
+    assert main([str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and name in error and "Traceback" not in error
