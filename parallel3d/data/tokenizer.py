@@ -9,7 +9,7 @@ same text gives the same ids in every process and thread.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from parallel3d.errors import DataError
 
 UNK_ID, EOS_ID = 0, 1
 MIN_VOCAB_SIZE = 256 + 2  # every byte, the unknown piece and EOS
+MODEL_FILE = "tokenizer.model"
 MAX_PIECE_CHARS = 500_000  # longer texts are encoded piece by piece, in order, to bound memory
 SPACE = "\u2581"  # SentencePiece writes a space so, and would decode this character itself as a space
 
@@ -31,6 +32,11 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int: ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """What a checkpoint keeps of it, by file name."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text`, int32 (tokens,), without EOS."""
@@ -52,6 +58,7 @@ class SentencePieceTokenizer:
             raise DataError(f"{name}: not a SentencePiece model ({error})") from error
         if self._processor.eos_id() < 0:
             raise DataError(f"{name}: has no EOS piece, which separates documents")
+        self.files = {MODEL_FILE: model}
         self._space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
     @property
@@ -79,6 +86,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
