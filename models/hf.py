@@ -7,7 +7,7 @@ A Hugging Face tensor is some rows of one of our global parameters; GPT-2's prod
     layers.0.mlp.gate_up        gate_proj, up_proj                     (mlp.up) c_fc, transposed
 
 `hf_tensors` is that table, `overlaps` cuts it down to what one tensor-parallel rank has; both are pure arithmetic. What
-moves tensors takes them one at a time: nothing here needs the whole model.
+moves tensors takes them one at a time, and reads no more of them than it needs: nothing here needs the whole model.
 
 A Llama with biases on query, key and value is what Hugging Face calls Qwen2: the names are the same.
 """
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.config.derived import activation_function, has_qkv_bias, head_size, key_value_size, num_key_value_heads
+from parallel3d.config.derived import has_qkv_bias, key_value_size, num_key_value_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import ConfigError, Problem, UserError
 from parallel3d.layers.parameter import parameters_of
@@ -55,7 +56,19 @@ class Overlap:
     tensor: tuple[slice, ...]
 
 
-Read = Callable[[str], Tensor]
+class Stored(Protocol):
+    """A tensor, in memory or in a file, of which parts can be had."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor: ...
+
+
+Read = Callable[[str], Stored]
 """Gives a Hugging Face tensor by its name."""
 
 
@@ -99,20 +112,20 @@ def overlaps(tensor: HfTensor, sharding: ParamSharding, tp_rank: int, tp_size: i
 
 
 def share_of(sharding: ParamSharding, tensors: Sequence[HfTensor], read: Read, *, tp_rank: int, tp_size: int) -> Tensor:
-    """This rank's share of a parameter, in the format that `read` gives; zeros for padding.
+    """This rank's share of a parameter, in the format of the tensors (the widest); zeros for padding.
 
-    Raises UserError for a tensor of another shape than the configuration asks for.
+    Of the tensors that make it up only the rank's parts are read. Raises UserError for a tensor of another shape than
+    the configuration asks for.
     """
-    share: Tensor | None = None
-    for tensor in tensors:
-        if tensor.name != sharding.name:
-            continue
-        value = _checked(read(tensor.hf_name), tensor)
-        share = value.new_zeros(sharding.local_shape(tp_size)) if share is None else share
+    mine = [tensor for tensor in tensors if tensor.name == sharding.name]
+    assert mine, f"no Hugging Face tensor has a part of {sharding.name}"
+    values = [_checked(read(tensor.hf_name), tensor) for tensor in mine]
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    share = torch.zeros(sharding.local_shape(tp_size), dtype=dtype)
+    for tensor, value in zip(mine, values):
         for part in overlaps(tensor, sharding, tp_rank, tp_size):
             piece = value[part.tensor]
             share[part.local] = piece.t() if tensor.transposed else piece
-    assert share is not None, f"no Hugging Face tensor has a part of {sharding.name}"
     return share
 
 
@@ -135,49 +148,14 @@ def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: Read, *, tp_
     for parameter in parameters_of(stage):
         share = share_of(parameter.sharding, tensors, read, tp_rank=tp_rank, tp_size=tp_size)
         parameter.copy_(share)
+    check_zeros(tensors, read)
+
+
+def check_zeros(tensors: Sequence[HfTensor], read: Read) -> None:
+    """Raises UserError for a tensor that our model takes for zeros and which is not."""
     for tensor in tensors:
-        if tensor.name is None and _checked(read(tensor.hf_name), tensor).any():
+        if tensor.name is None and _checked(read(tensor.hf_name), tensor)[(slice(None),)].any():
             raise UserError(f"{tensor.hf_name} is not zero, but model.qkv_bias is false: set it to true")
-
-
-def hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of the Hugging Face model that `hf_tensors` are the tensors of."""
-    if model.architecture == "gpt2":
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": model.vocab_size,
-            "n_positions": model.max_position_embeddings,
-            "n_embd": model.hidden_size,
-            "n_layer": model.num_hidden_layers,
-            "n_head": model.num_attention_heads,
-            "n_inner": model.intermediate_size,
-            "activation_function": activation_function(model),
-            "layer_norm_epsilon": model.layer_norm_eps,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), model.hidden_dropout),
-            "attn_pdrop": 0.0,
-            "initializer_range": model.initializer_range,
-            "tie_word_embeddings": model.tie_word_embeddings,
-        }
-    name, extra = ("Qwen2", {}) if has_qkv_bias(model) else ("Llama", {"attention_bias": False, "mlp_bias": False})
-    return {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": num_key_value_heads(model),
-        "head_dim": head_size(model),
-        "hidden_act": "silu",
-        "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope_theta,
-        "initializer_range": model.initializer_range,
-        "tie_word_embeddings": model.tie_word_embeddings,
-        **extra,
-    }
 
 
 class _LlamaNames:
@@ -267,7 +245,7 @@ def _stacked(prefix: str, sizes: Mapping[str, int], part: str, name: str, *colum
         row += size
 
 
-def _checked(value: Tensor, tensor: HfTensor) -> Tensor:
+def _checked(value: Stored, tensor: HfTensor) -> Stored:
     if tuple(value.shape) != tensor.shape:
         raise UserError(
             f"{tensor.hf_name} has the shape {tuple(value.shape)}; the configuration's model asks for {tensor.shape}"

@@ -8,12 +8,15 @@ from models.decoder import DecoderStage
 from models.gpt2 import Gpt2
 from models.llama import Llama
 from parallel3d.backends import choose_backend
+from parallel3d.comm.group import SoloGroup
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.layers import apex_norm
+from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import Placement
-from parallel3d.precision.policy import policy_of
+from parallel3d.precision.policy import POLICIES, policy_of
 from parallel3d.recompute import Recompute
+from parallel3d.sharding import ParamSharding
 
 FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
@@ -39,3 +42,13 @@ def make_decoder(
     """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
     family = FAMILIES[config.architecture](config, num_positions=num_positions, on=on)
     return DecoderStage(family, layers, recompute=recompute)
+
+
+def shardings_of(config: ModelConfig) -> tuple[ParamSharding, ...]:
+    """All parameters of the whole model, a tied one once, in its order; nothing is allocated.
+
+    gpt2 needs max_position_embeddings resolved.
+    """
+    on = Placement(tp=TensorParallel(group=SoloGroup()), policy=POLICIES["fp32"], device="meta")
+    model = make_decoder(config, range(config.num_hidden_layers), num_positions=1, on=on)
+    return tuple(parameter.sharding for parameter in parameters_of(model))

@@ -4,10 +4,11 @@ from functools import cache
 
 import pytest
 import torch
+from hf_models import MODELS, SIZES, their_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.hf import hf_config, hf_tensors, load_stage, put_share, share_of
+from models.hf import hf_tensors, load_stage, put_share, share_of
 from models.make import make_decoder
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import ModelConfig
@@ -19,41 +20,6 @@ from parallel3d.precision.policy import POLICIES
 from parallel3d.testing.threads import run_threads
 
 SEQ, BATCH = 12, 2
-SIZES = dict(
-    vocab_size=53,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=16,
-)
-MODELS = {
-    "llama": ModelConfig(**SIZES, rope_theta=500.0, rms_norm_eps=1e-6),
-    "llama-gqa": ModelConfig(**SIZES, num_key_value_heads=2),
-    "llama-qkv-bias": ModelConfig(**SIZES, num_key_value_heads=2, qkv_bias=True),
-    "gpt2": ModelConfig(**SIZES, architecture="gpt2", layer_norm_eps=1e-6),
-    "llama-tied": ModelConfig(**SIZES, tie_word_embeddings=True),
-    "gpt2-tied": ModelConfig(**SIZES, architecture="gpt2", tie_word_embeddings=True),
-    "gpt2-gelu-no-qkv-bias": ModelConfig(**SIZES, architecture="gpt2", activation_function="gelu", qkv_bias=False),
-}
-
-
-@cache
-def their_model(name):
-    """Built from our config.json, all its parameters random but the biases that ours has not."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
-
-    fields = hf_config(MODELS[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields, bos_token_id=0, eos_token_id=0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    assert type(model).__name__ == fields["architectures"][0]
-    random = torch.Generator().manual_seed(3)
-    absent = {tensor.hf_name for tensor in hf_tensors(MODELS[name]) if tensor.name is None}
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.normal_(1.0 if parameter.ndim == 1 and "bias" not in key else 0.0, 0.2, generator=random)
-            parameter.mul_(key not in absent)
-    return model
 
 
 @cache
@@ -164,6 +130,29 @@ def test_shares_are_parts_of_their_tensors_and_come_together_again(layout):
             names.add(sharding.name)
     assert names == {tensor.name for tensor in table}
     assert all(torch.equal(back[name], whole[name]) for name in whole)
+
+
+class Watched:
+    """A tensor that says how much of it was read."""
+
+    def __init__(self, value, counts):
+        self.value, self.counts = value, counts
+        self.shape, self.dtype = value.shape, value.dtype
+
+    def __getitem__(self, part):
+        self.counts.append(self.value[part].numel())
+        return self.value[part]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gpt2-tied"])
+def test_a_rank_reads_no_more_than_it_holds(name):
+    config = MODELS[name]
+    table = hf_tensors(config)
+    for sharding in shardings_of(config, range(config.num_hidden_layers), 4):
+        counts = []
+        whole = {tensor.hf_name: Watched(torch.ones(tensor.shape), counts) for tensor in table}
+        share = share_of(sharding, table, whole.__getitem__, tp_rank=1, tp_size=4)
+        assert sum(counts) == share.sum()  # ones, and zeros for padding
 
 
 def shardings_of(config, layers, tp_size):

@@ -1,0 +1,154 @@
+"""A Hugging Face folder, open for reading: config.json, and safetensors files with or without an index.
+
+    config.json                                           the model: read by hf_config.py
+    model.safetensors                                     all tensors, or
+    model-00001-of-00002.safetensors, ...                 some of them each, and
+    model.safetensors.index.json                          which is where: {"weight_map": {tensor: file}}
+
+That every tensor of the model is there, in its shape and as floating-point numbers, is known before any is read.
+Pickled weights (pytorch_model.bin) are not read: that could run code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.hf import HfTensor, hf_tensors
+from models.hf_config import Fields, family_of, read_hf_config, read_json
+from parallel3d.config.schema import ModelConfig
+from parallel3d.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_NAMED = 5
+
+_TABLES = re.compile(r"(\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)$")
+"""Tensors that hold no weights: masks and rotary frequencies, which older versions saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfStored:
+    """A tensor in a file. Each read opens the file anew, so that no more of it is mapped than somebody uses."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    format: str
+    """Safetensors' name of it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.format]
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return file.get_slice(self.key)[part]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} is damaged: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfFolder:
+    """A Hugging Face model of which all tensors are there."""
+
+    path: Path
+    model: ModelConfig
+    """Ours, resolved."""
+    config: Fields
+    """Its config.json."""
+    table: tuple[HfTensor, ...]
+    stored: Mapping[str, HfStored]
+    """By the names of `table`."""
+
+    def read(self, hf_name: str) -> HfStored:
+        """A tensor by its name in the table."""
+        return self.stored[hf_name]
+
+
+def open_hf_folder(path: Path) -> HfFolder:
+    """The model in a folder; CheckpointError naming what is wrong with it."""
+    model, config = read_hf_config(path)
+    table = hf_tensors(model)
+    there = find_tensors(path)
+    base = family_of(model).base
+    names = {tensor.hf_name: _name_in(there, tensor.hf_name, base) for tensor in table}
+    _refuse(path, "lacks", [name for name, found in names.items() if found is None])
+    stored = {name: there[found] for name, found in names.items() if found is not None}
+    _refuse(path, "holds what the model has no place for:", _superfluous(there, names.values(), model))
+    _refuse(path, "does not fit its config.json:", _misfits(table, stored))
+    return HfFolder(path=path, model=model, config=config, table=table, stored=stored)
+
+
+def find_tensors(path: Path) -> dict[str, HfStored]:
+    """All tensors in a folder's files by name, from the headers alone."""
+    if (path / WEIGHTS_INDEX).is_file():
+        where = str(path / WEIGHTS_INDEX)
+        files = read_json(path / WEIGHTS_INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise CheckpointError(f"{where} has no weight_map from tensors to files")
+        if strange := [name for name in files.values() if PurePath(name).name != name]:
+            raise CheckpointError(f"{where} names {strange[0]!r}, which is no name of a file in the folder")
+        there = {name: _headers(path / name) for name in sorted(set(files.values()))}
+        _refuse(
+            Path(where), "names what is not in its files:", [k for k, name in files.items() if k not in there[name]]
+        )
+        return {key: there[name][key] for key, name in files.items()}
+    if (path / WEIGHTS).is_file():
+        return _headers(path / WEIGHTS)
+    found = sorted(p.name for p in path.glob("*") if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    if any(name.endswith(".safetensors") for name in found):
+        raise CheckpointError(f"{path} holds {found[0]} but no {WEIGHTS_INDEX}, which says what is in which file")
+    if found:
+        raise CheckpointError(
+            f"{path} holds pickled weights alone ({found[0]}), which could run code: save it once more with"
+            " transformers' save_pretrained, which writes safetensors"
+        )
+    raise CheckpointError(f"{path} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+
+
+def _headers(path: Path) -> dict[str, HfStored]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+            return {
+                key: HfStored(path=path, key=key, shape=tuple(part.get_shape()), format=part.get_dtype())
+                for key, part in slices.items()
+            }
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def _name_in(there: Mapping[str, HfStored], name: str, base: str) -> str | None:
+    """A tensor's name in the files: with or without the base model's prefix."""
+    return next((known for known in (name, name.removeprefix(base)) if known in there), None)
+
+
+def _superfluous(there: Iterable[str], used: Iterable[str | None], model: ModelConfig) -> list[str]:
+    known = {*used, *(["lm_head.weight"] if model.tie_word_embeddings else [])}
+    return [name for name in there if name not in known and not _TABLES.search(name)]
+
+
+def _misfits(table: Sequence[HfTensor], stored: Mapping[str, HfStored]) -> Iterator[str]:
+    for tensor in table:
+        found = stored[tensor.hf_name]
+        if found.shape != tensor.shape:
+            yield f"{found.key} has the shape {found.shape}, not {tensor.shape}"
+        elif found.format not in DTYPES:
+            yield f"{found.key} is of format {found.format}, not one of {', '.join(DTYPES)}"
+
+
+def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
+    if listed := list(names):
+        more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+        raise CheckpointError(f"{path} {what} {', '.join(listed[:MAX_NAMED])}{more}")

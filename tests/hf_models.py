@@ -1,0 +1,47 @@
+"""Small models as ours and as Hugging Face's, the same function."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from models.hf import hf_tensors
+from models.hf_config import hf_config
+from parallel3d.config.schema import ModelConfig
+
+SIZES = dict(
+    vocab_size=53,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=16,
+)
+MODELS = {
+    "llama": ModelConfig(**SIZES, rope_theta=500.0, rms_norm_eps=1e-6),
+    "llama-gqa": ModelConfig(**SIZES, num_key_value_heads=2),
+    "llama-qkv-bias": ModelConfig(**SIZES, num_key_value_heads=2, qkv_bias=True),
+    "gpt2": ModelConfig(**SIZES, architecture="gpt2", layer_norm_eps=1e-6),
+    "llama-tied": ModelConfig(**SIZES, tie_word_embeddings=True),
+    "gpt2-tied": ModelConfig(**SIZES, architecture="gpt2", tie_word_embeddings=True),
+    "gpt2-gelu-no-qkv-bias": ModelConfig(**SIZES, architecture="gpt2", activation_function="gelu", qkv_bias=False),
+}
+
+
+@cache
+def their_model(name):
+    """Built from our config.json, all its parameters random but the biases that ours has not."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
+
+    fields = hf_config(MODELS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields, bos_token_id=0, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    assert type(model).__name__ == fields["architectures"][0]
+    random = torch.Generator().manual_seed(3)
+    absent = {tensor.hf_name for tensor in hf_tensors(MODELS[name]) if tensor.name is None}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 and "bias" not in key else 0.0, 0.2, generator=random)
+            parameter.mul_(key not in absent)
+    return model

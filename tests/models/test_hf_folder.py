@@ -1,0 +1,262 @@
+"""Hugging Face folders as transformers writes them: read to the last bit; what is wrong with one is named."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from hf_models import MODELS, SIZES, their_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from models.hf_config import hf_config, model_section
+from models.hf_folder import open_hf_folder
+from parallel3d.config.derived import activation_function, has_qkv_bias, num_key_value_heads
+from parallel3d.config.schema import ModelConfig
+from parallel3d.errors import CheckpointError
+
+EVERYTHING = (slice(None),)
+
+
+def resolved(model):
+    """The model with what `load.resolve` would fill in."""
+    values = dict(num_key_value_heads=num_key_value_heads(model), qkv_bias=has_qkv_bias(model))
+    if model.architecture == "gpt2":
+        values["activation_function"] = activation_function(model)
+    return model.model_copy(update=values)
+
+
+@pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_has_saved(tmp_path, name, max_shard_size):
+    their_model(name).save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
+    folder = open_hf_folder(tmp_path)
+    assert folder.model == resolved(MODELS[name])
+    state = their_model(name).state_dict()
+    for tensor in folder.table:
+        value = folder.read(tensor.hf_name)
+        assert torch.equal(value[EVERYTHING], state[tensor.hf_name])
+        assert (value.shape, value.dtype) == (tensor.shape, torch.float32)
+
+
+@pytest.mark.parametrize("name, base", [("gpt2-tied", "transformer"), ("llama-tied", "model")])
+def test_names_without_the_models_prefix_and_tables_of_old_versions(tmp_path, name, base):
+    """As OpenAI's GPT-2 is on the hub: the base model's names, masks among the weights."""
+    model = their_model(name)
+    getattr(model, base).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    assert not any(key.startswith(base) for key in stored)
+    tables = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file({**stored, **tables, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    folder, state = open_hf_folder(tmp_path), model.state_dict()
+    for tensor in folder.table:
+        assert torch.equal(folder.read(tensor.hf_name)[EVERYTHING], state[tensor.hf_name])
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A GPT-2 and a Llama in several files."""
+    folders = {}
+    for name in ("gpt2", "llama-gqa"):
+        folders[name] = tmp_path_factory.mktemp(name)
+        their_model(name).save_pretrained(folders[name], max_shard_size="20KB")
+    return folders
+
+
+def change_json(folder, name, **fields):
+    content = json.loads((folder / name).read_text())
+    content |= fields
+    (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def change_weights(folder, change):
+    """Of all files: a function from (name, tensor) to what stands there instead."""
+    for path in sorted(folder.glob("*.safetensors")):
+        changed = dict(pair for name, value in load_file(path).items() if (pair := change(name, value)) is not None)
+        save_file(changed, path)
+
+
+def without(tensor):
+    return lambda folder: change_weights(folder, lambda name, value: None if name == tensor else (name, value))
+
+
+def with_value(tensor, make):
+    return lambda folder: change_weights(folder, lambda n, value: (n, make(value) if n == tensor else value))
+
+
+def with_config(**fields):
+    return lambda folder: change_json(folder, "config.json", **fields)
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def truncated(folder):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+BROKEN = {
+    "a tensor is not in its file": (
+        "gpt2",
+        without("transformer.h.1.mlp.c_fc.weight"),
+        r"index\.json names what is not in its files: transformer\.h\.1\.mlp\.c_fc\.weight",
+    ),
+    "a tensor is nowhere": (
+        "gpt2",
+        lambda folder: change_json(
+            folder,
+            "model.safetensors.index.json",
+            weight_map={
+                key: value
+                for key, value in json.loads((folder / "model.safetensors.index.json").read_text())[
+                    "weight_map"
+                ].items()
+                if key not in ("transformer.h.1.mlp.c_fc.weight", "lm_head.weight")
+            },
+        ),
+        r"lacks transformer\.h\.1\.mlp\.c_fc\.weight, lm_head\.weight",
+    ),
+    "another shape": (
+        "llama-gqa",
+        with_value("model.layers.0.mlp.up_proj.weight", lambda value: value[:, :-1].contiguous()),
+        r"model\.layers\.0\.mlp\.up_proj\.weight has the shape \(48, 31\), not \(48, 32\)",
+    ),
+    "quantised": (
+        "llama-gqa",
+        with_value("model.layers.0.mlp.up_proj.weight", lambda value: value.to(torch.int8)),
+        r"up_proj\.weight is of format I8, not one of F64, F32, F16, BF16",
+    ),
+    "no index": (
+        "gpt2",
+        lambda folder: (folder / "model.safetensors.index.json").unlink(),
+        r"holds model-00001-of-\d+\.safetensors but no model\.safetensors\.index\.json",
+    ),
+    "an index without a map": ("gpt2", write("model.safetensors.index.json", "{}"), r"index\.json has no weight_map"),
+    "an index that is none": ("gpt2", write("model.safetensors.index.json", "{"), r"index\.json is no JSON"),
+    "an index that leads out": (
+        "gpt2",
+        write("model.safetensors.index.json", '{"weight_map": {"a": "../../a.safetensors"}}'),
+        r"names '\.\./\.\./a\.safetensors', which is no name of a file",
+    ),
+    "a file is missing": (
+        "gpt2",
+        lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(),
+        r"model-00002-of-\d+\.safetensors is missing",
+    ),
+    "a file ends early": ("gpt2", truncated, r"model-00001-of-\d+\.safetensors is damaged"),
+    "no config": ("gpt2", lambda folder: (folder / "config.json").unlink(), r"config\.json can't be read"),
+    "another architecture": (
+        "gpt2",
+        with_config(model_type="mamba"),
+        "model_type is 'mamba'; known are gpt2, llama, qwen2",
+    ),
+    "no architecture": ("gpt2", with_config(model_type=None), "model_type is None"),
+    "a field is missing": ("llama-gqa", with_config(hidden_size=None), "hidden_size is missing"),
+    "a field is no number": ("llama-gqa", with_config(hidden_size="wide"), "hidden_size is 'wide'"),
+    "another activation": ("llama-gqa", with_config(hidden_act="gelu"), "hidden_act is 'gelu', ours is 'silu'"),
+    "another activation of GPT-2": ("gpt2", with_config(activation_function="relu"), "activation_function is 'relu'"),
+    "scaled positions": (
+        "llama-gqa",
+        with_config(rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}),
+        "rotary positions are scaled .'llama3'.",
+    ),
+    "biases": ("llama-gqa", with_config(attention_bias=True), "attention_bias is True, ours is False"),
+    "wide heads": ("llama-gqa", with_config(head_dim=64), "head_dim is 64, ours is hidden_size / num_attention_heads"),
+    "uneven heads": ("llama-gqa", with_config(num_attention_heads=5, head_dim=None), "num_attention_heads is 5"),
+    "quantisation": ("llama-gqa", with_config(quantization_config={"bits": 4}), "its weights are quantised"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_one_clear_error_names_it(tmp_path, whole, name):
+    model, spoil, said = BROKEN[name]
+    folder = tmp_path / "folder"
+    shutil.copytree(whole[model], folder)
+    open_hf_folder(folder)
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        open_hf_folder(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_what_the_model_has_no_place_for(tmp_path):
+    their_model("llama-gqa").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, file)
+    with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.0\.self_attn\.q_norm\.weight"):
+        open_hf_folder(tmp_path)
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(MODELS["llama"])))
+    torch.save(their_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled weights alone.*save_pretrained"):
+        open_hf_folder(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        open_hf_folder(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_changed_byte_is_an_error_of_ours_or_none(tmp_path, whole, seed):
+    """Weights have no hashes there; whatever else is changed must not end in another exception."""
+    numbers = random.Random(seed)
+    folder = tmp_path / "folder"
+    shutil.copytree(whole["gpt2"], folder)
+    path = numbers.choice(sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")))
+    data = bytearray(path.read_bytes())
+    for _ in range(numbers.choice((1, 1, 4))):
+        data[numbers.randrange(min(len(data), 600))] = numbers.randrange(256)
+    path.write_bytes(data[: numbers.choice((len(data), len(data), numbers.randrange(len(data))))])
+    try:
+        opened = open_hf_folder(folder)
+        for tensor in opened.table:
+            opened.read(tensor.hf_name)[EVERYTHING]
+    except CheckpointError as error:
+        assert str(folder) in str(error)
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw):
+    architecture = draw(st.sampled_from(["llama", "gpt2"]))
+    own = (
+        dict(
+            rms_norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
+            rope_theta=draw(st.sampled_from([1e4, 5e5])),
+            num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
+        )
+        if architecture == "llama"
+        else dict(activation_function=draw(st.sampled_from(["gelu", "gelu_new"])), layer_norm_eps=1e-6)
+    )
+    ties, bias = draw(st.booleans()), draw(st.booleans())
+    model = ModelConfig(**SIZES, **own, architecture=architecture, tie_word_embeddings=ties, qkv_bias=bias)
+    return resolved(model)
+
+
+@settings(max_examples=50)
+@given(models())
+def test_the_configuration_comes_back(model):
+    assert model_section(json.loads(json.dumps(hf_config(model))), "config.json") == model
+
+
+def test_what_a_short_config_means():
+    """GPT-2's file on the hub leaves these out; Llama's old ones that."""
+    gpt2 = model_section({"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}, "x")
+    assert (gpt2.intermediate_size, gpt2.max_position_embeddings, gpt2.tie_word_embeddings) == (3072, 1024, True)
+    assert (gpt2.activation_function, gpt2.layer_norm_eps, gpt2.qkv_bias) == ("gelu_new", 1e-5, True)
+    sizes = {name: SIZES[name] for name in SIZES if name != "max_position_embeddings"}
+    llama = model_section({"model_type": "llama", **sizes, "rope_scaling": None, "rope_theta": 5e5}, "x")
+    assert (llama.rms_norm_eps, llama.rope_theta, llama.num_key_value_heads) == (1e-6, 5e5, 4)
+    assert (llama.tie_word_embeddings, llama.qkv_bias, llama.max_position_embeddings) == (False, False, 2048)
