@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.child import run_script  # noqa: E402
+from launch.initial import check_initial  # noqa: E402
 from parallel3d.checkpoint.catalogue import Catalogue, Found, verify_whole  # noqa: E402
 from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
@@ -85,6 +86,8 @@ def rehearse(options: argparse.Namespace, env: LauncherEnv | None) -> int:
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers under this process's guard; returns the run's exit code."""
     directory, start = Path(str(config.run.directory)), choose_start(config)
+    if start.path is None:
+        check_initial(config)
 
     def open_report() -> RunReport:
         environment = describe_environment(sys.orig_argv)
@@ -175,6 +178,9 @@ def prepare_checkpoints(config: Config, start: Found) -> Iterator[dict[str, Any]
         yield {"event": "resumed_from", "step": start.index.step, "path": str(start.path)}
     elif config.run.resume == "auto":
         yield {"kind": "notice", "text": "no checkpoint to go on from: from the start"}
+    if config.run.initialize_from is not None:
+        text = "is not read: the run goes on from its checkpoint" if start.index else "gives the weights to begin with"
+        yield {"kind": "notice", "text": f"run.initialize_from {config.run.initialize_from} {text}"}
 
 
 def work(config: Config, start: Path | None, context: WorkerContext) -> int:

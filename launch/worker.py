@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from launch.initial import open_initial
 from models.make import make_stage
 from parallel3d.checkpoint.catalogue import Catalogue
 from parallel3d.comm.abort import AbortToken
@@ -82,6 +83,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         evaluate_lanes=evaluation_lanes(config, corpus),
         device=device,
         eos_id=corpus.train.eos_id,
+        initial=open_initial(config) if start is None else None,
         observe=probe.observe,
         probe=probe.enter_phase,
         label=trace.label,
@@ -96,7 +98,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         rank,
         context,
         probe,
-        saving=make_saving(rank, text),
+        saving=make_saving(rank, text, corpus.tokenizer.files if corpus.tokenizer else {}),
         on_epoch=lambda record: tell_epoch(record, rank, corpus, control),
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=lambda: describe_run(rank, corpus),
@@ -125,11 +127,11 @@ def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **
     return is_here
 
 
-def make_saving(rank: RankRuntime, text: dict[str, Any]) -> Saving:
+def make_saving(rank: RankRuntime, text: dict[str, Any], files: Mapping[str, bytes]) -> Saving:
     settings = rank.config.checkpoint
     if settings.every is None and not settings.save_at_end:
         return NoSaving()
-    return AsyncSaving(rank, Catalogue(Path(str(settings.directory))), text)
+    return AsyncSaving(rank, Catalogue(Path(str(settings.directory))), text, files)
 
 
 class WorkerProbe:

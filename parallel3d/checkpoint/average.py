@@ -8,31 +8,21 @@ that of a few blocks, whatever the size of the model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.catalogue import verify
-from parallel3d.checkpoint.disk import Disk
-from parallel3d.checkpoint.index import (
-    FREE_IN_MODEL,
-    INDEX,
-    WEIGHT,
-    Index,
-    IndexedPiece,
-    IndexedTensor,
-    encode_index,
-    key_of,
-)
+from parallel3d.checkpoint.disk import Disk, refuse_existing
+from parallel3d.checkpoint.index import WEIGHT, Index
 from parallel3d.checkpoint.pieces import Numbers, row_blocks
 from parallel3d.checkpoint.read import CheckpointReader
-from parallel3d.checkpoint.shard import StoredTensor, write_shard
+from parallel3d.checkpoint.weights import write_weights
 from parallel3d.checkpoint.write import bytes_of
+from parallel3d.config.same_model import FREE_IN_MODEL
 from parallel3d.errors import CheckpointError
 
-FILE = "weights.safetensors"
 BLOCK_ELEMENTS = 4 << 20
 
 
@@ -42,33 +32,23 @@ def average(folders: Sequence[Path], target: Path, *, disk: Disk | None = None) 
 
     Raises CheckpointError for a damaged checkpoint, and where they are of different models; OSError.
     """
-    disk = disk or Disk()
-    if target.exists():
-        raise CheckpointError(f"{target} exists: nothing is overwritten, name another folder")
+    refuse_existing(target)
     readers = [CheckpointReader(folder, verify(folder)) for folder in folders]
     if problem := next(_differences(readers), ""):
         raise CheckpointError(problem)
-    newest = max((reader.index for reader in readers), key=lambda index: index.step)
-    partial = target.with_name(f"{target.name}.partial")
-    if partial.exists():  # of an attempt that was interrupted
-        disk.remove_tree(partial)
-    disk.make_folder(partial)
-    shapes = {name: tensor.shape for name, tensor in newest.tensors.items()}
-    stored = (StoredTensor(key=_key(name, shape), format="F32", shape=shape) for name, shape in shapes.items())
+    newest = max(readers, key=lambda reader: reader.index.step)
+    shapes = {name: tensor.shape for name, tensor in newest.index.tensors.items()}
     blocks = ((name, *block) for name, shape in shapes.items() for block in row_blocks(shape, BLOCK_ELEMENTS))
-    file = write_shard(disk, partial / FILE, stored, (bytes_of(mean_of(readers, *block)) for block in blocks))
-    index = Index(
-        step=newest.step,
-        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        facts=newest.facts.model_copy(update={"state": {}, "averaged": tuple(str(folder) for folder in folders)}),
-        files=(file,),
-        tensors={name: _indexed(shape) for name, shape in shapes.items()},
+    averaged = {"state": {}, "averaged": tuple(str(folder) for folder in folders)}
+    return write_weights(
+        target,
+        {name: ("F32", shape) for name, shape in shapes.items()},
+        (bytes_of(mean_of(readers, *block)) for block in blocks),
+        facts=newest.index.facts.model_copy(update=averaged),
+        step=newest.index.step,
+        files=newest.side_files(),
+        disk=disk,
     )
-    disk.write_file(partial / INDEX, encode_index(index))
-    disk.sync_folder(partial)
-    disk.rename(partial, target)
-    disk.sync_folder(target.parent)
-    return index
 
 
 @torch.no_grad()
@@ -94,12 +74,3 @@ def _differences(readers: Sequence[CheckpointReader]) -> Iterator[str]:
             here, there = (f"{side[name].shape}" if name in side else "not there" for side in (ours, theirs))
             if here != there:
                 yield f"different models: {name} is {here} in {first.folder}, {there} in {other.folder}"
-
-
-def _key(name: str, shape: Numbers) -> str:
-    return key_of(WEIGHT, name, (0,) * len(shape))
-
-
-def _indexed(shape: Numbers) -> IndexedTensor:
-    piece = IndexedPiece(file=FILE, start=(0,) * len(shape), shape=shape)
-    return IndexedTensor(shape=shape, kinds={WEIGHT: "F32"}, pieces=(piece,))

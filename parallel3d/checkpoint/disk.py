@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from parallel3d.errors import CheckpointError
+
 
 class Disk:
     """The file system; every method but `tree` is one change to it."""
@@ -68,3 +70,32 @@ class Disk:
         with self.create(path) as file:
             self.write(file, data)
             self.sync(file)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises CheckpointError where the folder to make is there already: before long work, too."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists: nothing is overwritten, name another folder")
+
+
+@contextmanager
+def new_folder(disk: Disk, target: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when that is done: it is whole or not there.
+
+    What ends it early leaves nothing; what kills it leaves `target`.partial, which the next attempt removes. Raises
+    CheckpointError where `target` exists.
+    """
+    refuse_existing(target)
+    partial = target.with_name(f"{target.name}.partial")
+    if partial.exists():
+        disk.remove_tree(partial)
+    disk.make_folder(partial)
+    try:
+        yield partial
+        disk.sync_folder(partial)
+        disk.rename(partial, target)
+    except BaseException:
+        if partial.exists():
+            disk.remove_tree(partial)
+        raise
+    disk.sync_folder(target.parent)

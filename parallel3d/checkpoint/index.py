@@ -29,8 +29,6 @@ FORMAT_VERSION = 1
 INDEX = "index.json"
 WEIGHT = "weight"
 KINDS = (WEIGHT, "moment1", "moment2")
-FREE_IN_MODEL = ("hidden_dropout", "initializer_range", "initializer_depth_scaling", "norm_backend")
-"""Fields of the configuration's model that say nothing of its weights."""
 Format = Literal["F64", "F32", "F16", "BF16"]
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')

@@ -50,6 +50,17 @@ def tensors_of(sharding: ParamSharding) -> dict[str, Numbers]:
     return {chunk_name(sharding.name, chunk.name): _with(shape, dim, chunk.size) for chunk in sharding.chunks}
 
 
+def stored_rows(sharding: ParamSharding, rows: range) -> Iterator[tuple[str, range, int]]:
+    """Where rows of a parameter are stored: (tensor, its rows, the first of them counted within `rows`)."""
+    assert not sharding.chunks or sharding.dim == 0, f"{sharding.name} has no chunks of rows"
+    offset = 0
+    for name, shape in tensors_of(sharding).items():
+        first, last = max(rows.start, offset), min(rows.stop, offset + shape[0])
+        if first < last:
+            yield name, range(first - offset, last - offset), first - rows.start
+        offset += shape[0]
+
+
 def chunk_name(parameter: str, chunk: str) -> str:
     """layers.0.attention.qkv.weight, q -> layers.0.attention.q.weight"""
     module, _, kind = parameter.rpartition(".")

@@ -6,7 +6,7 @@ from a wider one (fp32 -> bf16_sr). A policy with master weights reads those, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from parallel3d.checkpoint.index import KINDS, Index, key_of
-from parallel3d.checkpoint.pieces import Numbers, overlap, tensors_of
+from parallel3d.checkpoint.index import KINDS, WEIGHT, Index, key_of
+from parallel3d.checkpoint.pieces import Numbers, overlap, pieces_of, tensors_of
 from parallel3d.checkpoint.snapshot import bucket_pieces
 from parallel3d.errors import CheckpointError
 from parallel3d.optim.bucket import Bucket, Shard
+from parallel3d.optim.buckets import Place
+from parallel3d.sharding import ParamSharding
 
 
 class CheckpointReader:
@@ -52,6 +54,21 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} lacks {kind} of {tensor} from {start}, {shape}")
         return whole
 
+    def whole(self, kind: str, tensor: str) -> Tensor:
+        """All of a tensor."""
+        shape = self.index.tensors[tensor].shape
+        return self.read(kind, tensor, (0,) * len(shape), shape)
+
+    def side_files(self) -> dict[str, bytes]:
+        """What goes with the weights, by file name: the tokenizer."""
+        shards = {piece.file for tensor in self.index.tensors.values() for piece in tensor.pieces}
+        names = (file.name for file in self.index.files if file.name not in shards)
+        return {name: (self.folder / name).read_bytes() for name in names}
+
+    def close(self) -> None:
+        """Lets go of all files: what was read of them is no longer counted as this process' memory."""
+        self._open.clear()
+
     def _slice(self, file: str, key: str, shape: Numbers, start: Numbers, first: Numbers, size: Numbers) -> Tensor:
         path = self.folder / file
         try:
@@ -77,7 +94,7 @@ def load_shard(
 ) -> Shard:
     """A range of optimizer state as the checkpoint has it; padding is zero, and so are moments that are not among the
     `kinds` to read."""
-    _check_shapes(reader, bucket)
+    check_shapes(reader, [parameter.sharding for parameter in bucket.parameters])
     shard = bucket.empty_shard(span)
     shard.moments.zero_()
     states = (shard.master, *shard.moments)
@@ -90,9 +107,23 @@ def load_shard(
     return shard
 
 
-def _check_shapes(reader: CheckpointReader, bucket: Bucket) -> None:
-    for parameter in bucket.parameters:
-        for name, shape in tensors_of(parameter.sharding).items():
+@torch.no_grad()
+def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp_rank: int, tp_size: int) -> Tensor:
+    """A tensor-parallel rank's share of a parameter, in the format that it has in the checkpoint; padding is zero."""
+    check_shapes(reader, [sharding])
+    place = Place(name=sharding.name, offset=0, shape=sharding.local_shape(tp_size))
+    share: Tensor | None = None
+    for piece in pieces_of(sharding, place, range(place.length), tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
+        values = reader.read(WEIGHT, piece.tensor, piece.start, piece.shape)
+        share = values.new_zeros(place.shape) if share is None else share
+        torch.as_strided(share, piece.shape, piece.strides, piece.offset).copy_(values)
+    return torch.zeros(place.shape) if share is None else share
+
+
+def check_shapes(reader: CheckpointReader, shardings: Iterable[ParamSharding]) -> None:
+    """Raises CheckpointError where a parameter is not in the checkpoint, or of another shape."""
+    for sharding in shardings:
+        for name, shape in tensors_of(sharding).items():
             known = reader.index.tensors.get(name)
             if known is None or known.shape != shape:
                 there = "is not there" if known is None else f"has shape {known.shape}"

@@ -73,3 +73,22 @@ def encode_header(tensors: Iterable[StoredTensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def split_into_files(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
+    """The tensors in order, as many to a file as `max_bytes` allows; a larger one has a file of its own. Pure."""
+    files: list[list[StoredTensor]] = []
+    left = 0
+    for tensor in tensors:
+        if not files or tensor.num_bytes > left:
+            files.append([])
+            left = max_bytes
+        files[-1].append(tensor)
+        left -= tensor.num_bytes
+    return files
+
+
+def write_listed(disk: Disk, path: Path, data: bytes) -> IndexedFile:
+    """Writes and syncs a small file of any kind; what an index says of it. Raises OSError."""
+    disk.write_file(path, data)
+    return IndexedFile(name=path.name, size=len(data), sha256=hashlib.sha256(data).hexdigest())

@@ -28,7 +28,8 @@ def strip_moments(folder: Path, index: Index, disk: Disk) -> None:
     Raises OSError, and CheckpointError for a damaged one, which stays as it is.
     """
     if index.has_moments:
-        stripped = {file.name: _strip_file(folder, file, disk) for file in index.files}
+        shards = [file for file in index.files if file.name.endswith(SUFFIX)]
+        stripped = {file.name: _strip_file(folder, file, disk) for file in shards}
         index = _without_moments(index, stripped)
         temporary = folder / f".{INDEX}"
         disk.write_file(temporary, encode_index(index))
@@ -46,7 +47,8 @@ def _without_moments(index: Index, stripped: dict[str, IndexedFile]) -> Index:
     for name, tensor in index.tensors.items():
         pieces = tuple(piece.model_copy(update={"file": stripped[piece.file].name}) for piece in tensor.pieces)
         tensors[name] = tensor.model_copy(update={"kinds": {WEIGHT: tensor.kinds[WEIGHT]}, "pieces": pieces})
-    return index.model_copy(update={"files": tuple(stripped.values()), "tensors": tensors})
+    files = tuple(stripped.get(file.name, file) for file in index.files)
+    return index.model_copy(update={"files": files, "tensors": tensors})
 
 
 def _strip_file(folder: Path, whole: IndexedFile, disk: Disk) -> IndexedFile:

@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -37,7 +37,7 @@ from parallel3d.checkpoint.index import (
     key_of,
     merge_parts,
 )
-from parallel3d.checkpoint.shard import CHUNK_BYTES, StoredTensor, write_shard
+from parallel3d.checkpoint.shard import CHUNK_BYTES, StoredTensor, write_listed, write_shard
 from parallel3d.checkpoint.snapshot import Snapshot
 
 FORMATS: dict[torch.dtype, Format] = {
@@ -78,25 +78,33 @@ def write_part(
     disk.sync_folder(folder)
 
 
-def publish(catalogue: Catalogue, partial: Path, step: int, ranks: Sequence[int], facts: RunFacts) -> Index:
-    """Makes a checkpoint of the parts that all `ranks` have on disk.
+def publish(
+    catalogue: Catalogue,
+    partial: Path,
+    step: int,
+    ranks: Sequence[int],
+    facts: RunFacts,
+    files: Mapping[str, bytes] | None = None,
+) -> Index:
+    """Makes a checkpoint of the parts that all `ranks` have on disk, and of small `files` that go with the model.
 
     Raises OSError, or CheckpointError when the parts do not make up the model.
     """
     disk = catalogue.disk
     parts = [decode_part((partial / part_name(rank)).read_bytes(), part_name(rank)) for rank in ranks]
-    files, tensors = merge_parts(parts)
+    shards, tensors = merge_parts(parts)
+    listed = {shard.name for shard in shards}
+    for path in sorted(partial.iterdir()):  # the parts, and what an attempt that was killed has left
+        if path.name not in listed:
+            disk.remove_file(path)
+    others = [write_listed(disk, partial / name, data) for name, data in (files or {}).items()]
     index = Index(
         step=step,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         facts=facts,
-        files=files,
+        files=(*shards, *others),
         tensors=tensors,
     )
-    listed = {file.name for file in files}
-    for path in sorted(partial.iterdir()):  # the parts, and what an attempt that was killed has left
-        if path.name not in listed:
-            disk.remove_file(path)
     disk.write_file(partial / INDEX, encode_index(index))
     disk.sync_folder(partial)
     catalogue.publish(partial, step)
@@ -113,11 +121,13 @@ def _stored(snapshot: Snapshot) -> Iterator[StoredTensor]:
 
 def _chunks(snapshot: Snapshot) -> Iterator[memoryview]:
     """Their bytes."""
-    for part in snapshot.ranges:
-        for _, _, values in part.tensors():
-            data = bytes_of(values)
-            for start in range(0, len(data), CHUNK_BYTES):
-                yield data[start : start + CHUNK_BYTES]
+    return (chunk for part in snapshot.ranges for _, _, values in part.tensors() for chunk in chunks_of(values))
+
+
+def chunks_of(values: Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes, some at a time."""
+    data = bytes_of(values)
+    return (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
 
 
 def bytes_of(values: Tensor) -> memoryview:

@@ -181,6 +181,12 @@ def warnings(config: Config) -> list[str]:
             " one of their workers ends the run",
         ),
         (
+            config.run.initialize_from is not None
+            and (config.data.tokenizer.path, config.data.tokenizer.kind) == (None, "sentencepiece"),
+            "run.initialize_from brings weights that know the tokens of another tokenizer, and the corpus has one of"
+            " its own: set data.tokenizer.path to the tokenizer.model that belongs to them",
+        ),
+        (
             config.precision.policy != "fp16" and config.precision.loss_scale != LossScaleConfig(),
             f"precision.loss_scale has no effect on policy {config.precision.policy}",
         ),

@@ -77,6 +77,7 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
         schedule["decay_steps"] = schedule["decay_steps"] or max(run["num_steps"], schedule["warmup_steps"])
     run["directory"] = expand_home(run["directory"] or f"runs/{Path(config_path).stem}")
     run["resume"] = expand_home(run["resume"])
+    run["initialize_from"] = run["initialize_from"] and expand_home(run["initialize_from"])
     raw["checkpoint"]["directory"] = expand_home(raw["checkpoint"]["directory"] or f"{run['directory']}/checkpoints")
     data["cache_directory"] = expand_home(data["cache_directory"] or CACHE_DIRECTORY)
     data["sources"] = [expand_home(source) for source in data["sources"]]

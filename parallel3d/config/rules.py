@@ -312,6 +312,17 @@ def _check_permanent(config: Config, world_size: int | None) -> Iterator[Problem
         )
 
 
+def _check_initialize_from(config: Config, world_size: int | None) -> Iterator[Problem]:
+    folder = config.run.initialize_from
+    if folder is not None and not Path(expand_home(folder)).is_dir():
+        yield Problem(
+            field="run.initialize_from",
+            value=folder,
+            rule=f"is no folder, seen from {Path.cwd()}",
+            fix="Give a Hugging Face folder or a checkpoint; without it the weights are random",
+        )
+
+
 def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
     path = config.data.tokenizer.path
     if path is not None and not Path(expand_home(path)).is_file():
@@ -452,6 +463,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_resume, ("run.resume",)),
     (_check_permanent, ("checkpoint.keep_every_weights_only", "checkpoint.keep_every")),
+    (_check_initialize_from, ("run.initialize_from",)),
     (_check_loss_scale, ("precision.loss_scale",)),
     (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),

@@ -389,6 +389,10 @@ class RunConfig(Section):
     are named and passed over. Else the path of a checkpoint. The layout may be another one; model, seed, text and
     batch.global_batch_size may not."""
 
+    initialize_from: str | None = None
+    """Folder of the weights to begin with: a Hugging Face folder (Llama, Qwen2, GPT-2) or a checkpoint, of which the
+    weights alone are read. The section model must be theirs. A checkpoint that the run goes on from (resume) comes
+    first. Null: random weights, keyed by seed."""
     directory: str | None = None
     """Folder of logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
     num_steps: PositiveInt

@@ -6,7 +6,7 @@ Output projections may be scaled down with depth, in both of HLAT's forms: 1/sqr
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from torch import Tensor
 from parallel3d.layers.global_index import global_index
 from parallel3d.random_keys import key_of, normal
 from parallel3d.sharding import ParamSharding
+
+
+class Initial(Protocol):
+    """Gives a tensor-parallel rank's share of a parameter as a run begins with it, in any floating-point format."""
+
+    def __call__(self, sharding: ParamSharding, *, tp_rank: int, tp_size: int) -> Tensor: ...
+
 
 DepthScaling = Literal["none", "layer_index", "num_layers"]
 _BLOCK_ELEMENTS = 1 << 20

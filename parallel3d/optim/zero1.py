@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import AbsentGroup, Group, Work
 from parallel3d.comm.messages import Header, Kind, Links
-from parallel3d.layers.init import initial_value
+from parallel3d.layers.init import Initial, initial_value
 from parallel3d.layers.micro_batch import MicroBatch, Site
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
@@ -77,7 +78,8 @@ class CutChange:
 
 
 class ShardedOptimizer:
-    """Built with the initial weights; then, in each iteration, reduce -> update -> gather.
+    """Built with the weights that `initial` gives, by default those of the seed; then, in each iteration, reduce ->
+    update -> gather.
 
     `first_cuts` are those of the whole grid: later ones have no more ranges.
     """
@@ -96,6 +98,7 @@ class ShardedOptimizer:
         decay_norms_and_biases: bool,
         policy: Policy,
         settings: AdamWSettings,
+        initial: Initial | None = None,
         overlap_reduce: bool,
         overlap_gather: bool,
         fixed: FixedPoint | None = None,
@@ -110,6 +113,7 @@ class ShardedOptimizer:
         self._policy = policy
         self._probe = probe
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
+        initial = initial or partial(initial_value, seed=seed)
         plans = plan_buckets(
             [p.sharding for p in parameters.values()],
             tp_size=tp_size,
@@ -120,7 +124,7 @@ class ShardedOptimizer:
             Bucket(
                 plan,
                 [parameters[place.name] for place in plan.places],
-                initial=lambda p: initial_value(p.sharding, seed=seed, tp_rank=tp_rank, tp_size=tp_size),
+                initial=lambda p: initial(p.sharding, tp_rank=tp_rank, tp_size=tp_size),
                 max_ranges=first_cuts.of(plan.key).num_ranges,
                 policy=policy,
                 settings=settings,

@@ -23,6 +23,7 @@ from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, sta
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
+from parallel3d.layers.init import Initial
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.flops import Peak
@@ -319,13 +320,15 @@ def prepare_rank(
     evaluate_lanes: Lanes | None,
     device: torch.device,
     eos_id: int | None = None,
+    initial: Initial | None = None,
     observe: Observer = lambda instruction: None,
     probe: Probe = lambda phase: None,
     label: Label = lambda instruction: NO_LABEL,
 ) -> RankRuntime:
     """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders.
 
-    `eos_id` ends documents in both sets of lanes; needed where attention keeps them apart.
+    `eos_id` ends documents in both sets of lanes; needed where attention keeps them apart. Weights begin as `initial`
+    says, or as the seed does.
     """
     assert eos_id is not None or not config.data.document_mask, "who keeps documents apart must know where they end"
     parallel, place, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
@@ -356,6 +359,7 @@ def prepare_rank(
             weight_decay=config.optimizer.weight_decay,
             backend=optimizer_backend(config, device),
         ),
+        initial=initial,
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
         fixed=exact_format(config, batch, len(tp_ranks)),

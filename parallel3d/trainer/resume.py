@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.catalogue import read_index
-from parallel3d.checkpoint.index import FREE_IN_MODEL, Index
+from parallel3d.checkpoint.index import Index
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
+from parallel3d.config.same_model import FREE_IN_MODEL
 from parallel3d.config.schema import Config
 from parallel3d.errors import CheckpointError
 from parallel3d.precision.loss_scale import LossScale
@@ -69,6 +70,10 @@ def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
     Raises CheckpointError for one of another run.
     """
     index = read_index(folder)
+    if not index.has_moments:
+        raise CheckpointError(
+            f"{folder} holds weights alone: no run goes on from it, but one can start from it (run.initialize_from)"
+        )
     if problems := [*_conflicts(index, rank.config, text)]:
         raise CheckpointError(f"{folder} is of another run:\n" + "\n".join(f"  - {problem}" for problem in problems))
     try:

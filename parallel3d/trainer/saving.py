@@ -103,13 +103,21 @@ class _Save:
 
 
 class AsyncSaving(Saving):
-    """Saves of a run into `catalogue`, by the configuration's section `checkpoint`; `text` identifies the corpus."""
+    """Saves of a run into `catalogue`, by the configuration's section `checkpoint`; `text` identifies the corpus, and
+    `files` go with each checkpoint (the tokenizer)."""
 
-    def __init__(self, rank: RankRuntime, catalogue: Catalogue, text: Mapping[str, Any]):
+    def __init__(
+        self,
+        rank: RankRuntime,
+        catalogue: Catalogue,
+        text: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ):
         self.last_step = rank.resumed_from
         self._rank = rank
         self._catalogue = catalogue
         self._text = dict(text)
+        self._files = dict(files or {})
         self._settings = rank.config.checkpoint
         self._backroom = Backroom("save")
         self._save: _Save | None = None
@@ -211,7 +219,7 @@ class AsyncSaving(Saving):
     def _publish(self, save: _Save) -> str:
         """What a person shall know of it."""
         catalogue, settings = self._catalogue, self._settings
-        index = publish(catalogue, save.partial, save.step, save.ranks, save.facts)
+        index = publish(catalogue, save.partial, save.step, save.ranks, save.facts, self._files)
         text = f"saved step {save.step}: {catalogue.path_of(save.step)}, {index.num_bytes / 1e6:,.1f} MB"
         try:
             catalogue.tidy(

@@ -15,6 +15,7 @@ from parallel3d.checkpoint.snapshot import Range, Snapshot
 from parallel3d.checkpoint.write import publish, write_part
 
 RANKS = (0, 1)
+FILES = {"tokenizer.model": b"pieces"}
 SHAPES = {"a.weight": (6, 5), "b.bias": (7,)}
 
 
@@ -46,7 +47,7 @@ def save(
     for rank in RANKS:
         write_part(catalogue.disk, partial, rank, snapshot(rank, step))
     everything = RunFacts(state={"iteration": step}, config={}, **facts)
-    publish(catalogue, partial, step, RANKS, everything)
+    publish(catalogue, partial, step, RANKS, everything, FILES)
     catalogue.tidy(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
     return catalogue.path_of(step)
 
@@ -66,7 +67,9 @@ def assert_weights(folder: Path, step: int) -> Index:
 
 
 def assert_holds(folder: Path, index: Index, kinds: tuple[str, ...]) -> None:
-    """These kinds are those of the index's step, to the last value."""
+    """These kinds are those of the index's step, to the last value, and the files beside them."""
+    for name, data in FILES.items():
+        assert (folder / name).read_bytes() == data and name in {file.name for file in index.files}
     reader, step = CheckpointReader(folder, index), index.step
     for kind, name in enumerate(kinds):
         a = reader.read(name, "a.weight", (0, 0), (6, 5))

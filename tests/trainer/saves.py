@@ -14,6 +14,7 @@ from parallel3d.checkpoint.read import CheckpointReader
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
 from parallel3d.checkpoint.write import publish, write_part
 from parallel3d.config.schema import Config
+from parallel3d.layers.init import Initial
 from parallel3d.testing.threads import ThreadWorld, run_threads
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, start_rank
 from parallel3d.trainer.resume import resume, state_to_json
@@ -24,14 +25,15 @@ TEXT = {"fingerprint": "topics"}
 
 
 def run_layout(
-    config: Config, *, start: Path | None = None, steps: int = 0
+    config: Config, *, start: Path | None = None, initial: Initial | None = None, steps: int = 0
 ) -> tuple[dict[str, Tensor], list[Snapshot], list[RankRuntime]]:
-    """Global weights of a layout that begins from a checkpoint or the seed, and what each rank would save."""
+    """Global weights of a layout that begins from a checkpoint, from given weights or the seed (none where no step was
+    ever made), and what each rank would save."""
     grid = build_grid(config)
 
     def body(rank: int, world: ThreadWorld) -> tuple[RankRun, Snapshot, RankRuntime]:
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
-        runtime = cells.prepare(config, grid, rank)
+        runtime = cells.prepare(config, grid, rank, initial=initial)
         if start is not None:
             resume(runtime, start, TEXT)
         start_rank(runtime, grid, transports)
@@ -51,7 +53,8 @@ def run_layout(
 
     done = run_threads(len(grid.ranks), body, world=ThreadWorld(len(grid.ranks)))
     runs, snapshots, runtimes = zip(*done)
-    return dict(assemble(runs).weights), list(snapshots), list(runtimes)
+    weights = dict(assemble(runs).weights) if runs[0].entries else {}
+    return weights, list(snapshots), list(runtimes)
 
 
 def save(

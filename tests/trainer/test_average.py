@@ -14,6 +14,7 @@ from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.catalogue import Catalogue, verify
 from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
+from parallel3d.checkpoint.weights import FILE
 from parallel3d.errors import CheckpointError
 from parallel3d.testing.threads import ThreadWorld
 from parallel3d.trainer.build import Transports, build_grid, start_rank
@@ -64,7 +65,7 @@ def test_the_mean_is_that_of_the_tensors(tmp_path, mixed, monkeypatch, block_ele
 def test_the_order_changes_no_bit(tmp_path, mixed):
     average(mixed, tmp_path / "a")
     average(mixed[::-1], tmp_path / "b")
-    assert (tmp_path / "a" / module.FILE).read_bytes() == (tmp_path / "b" / module.FILE).read_bytes()
+    assert (tmp_path / "a" / FILE).read_bytes() == (tmp_path / "b" / FILE).read_bytes()
 
 
 def evaluation_of(config, folder):

@@ -1,0 +1,76 @@
+"""`run.initialize_from`: the weights that a run begins with in place of random ones.
+
+They are Hugging Face's (a folder with config.json) or a checkpoint's (a folder with index.json, of weights alone or
+whole; nothing but its weights is read). The launcher looks at the folder before workers start; each worker then reads
+the slices that it holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from models.hf_config import read_hf_config
+from parallel3d.checkpoint.catalogue import read_index, verify
+from parallel3d.checkpoint.index import INDEX, Index
+from parallel3d.config.same_model import model_differences
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import CheckpointError, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from parallel3d.layers.init import Initial
+
+
+def check_initial(config: Config) -> None:
+    """Raises ConfigError where the folder is of another model, naming all that differs; CheckpointError where it is
+    damaged. Of Hugging Face's, the weights are looked at when they are read."""
+    if config.run.initialize_from is None:
+        return
+    folder = Path(config.run.initialize_from)
+    if problems := [
+        Problem(
+            field=f"model.{field}",
+            value=ours,
+            rule=f"the weights in run.initialize_from = {folder} are of a model with {theirs!r}",
+            fix=f"Set it to {theirs!r}",
+        )
+        for field, ours, theirs in model_differences(config.model, read_model(folder))
+    ]:
+        raise ConfigError(problems)
+    if (folder / INDEX).is_file():
+        verify(folder)
+
+
+def read_model(folder: Path) -> ModelConfig:
+    """The model, resolved, whose weights a folder holds; CheckpointError where it holds none."""
+    if (folder / INDEX).is_file():
+        return model_of(read_index(folder), folder)
+    return read_hf_config(folder)[0]
+
+
+def model_of(index: Index, folder: Path) -> ModelConfig:
+    """The model of a checkpoint, resolved."""
+    try:
+        return ModelConfig.model_validate(index.facts.config["model"])
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(f"{folder} is of a model that this version can't read: {error!r}") from None
+
+
+def open_initial(config: Config) -> Initial | None:
+    """What gives a rank its share of each parameter; None where the seed does."""
+    if config.run.initialize_from is None:
+        return None
+    folder = Path(config.run.initialize_from)
+    if (folder / INDEX).is_file():
+        from parallel3d.checkpoint.read import CheckpointReader, load_weight  # brings torch, as do those below
+
+        return partial(load_weight, CheckpointReader(folder, read_index(folder)))
+    from models.hf import check_zeros, share_of
+    from models.hf_folder import open_hf_folder
+
+    source = open_hf_folder(folder)
+    check_zeros(source.table, source.read)
+    return lambda sharding, **place: share_of(sharding, source.table, source.read, **place)

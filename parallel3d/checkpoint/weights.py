@@ -1,0 +1,64 @@
+"""Checkpoints of weights alone: no run goes on from one, but one may start from it (`run.initialize_from`), and tools
+read it like any other. One file of tensors, each in one piece, and whatever goes with the model (its tokenizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from parallel3d.checkpoint.disk import Disk, new_folder
+from parallel3d.checkpoint.index import (
+    INDEX,
+    WEIGHT,
+    Format,
+    Index,
+    IndexedPiece,
+    IndexedTensor,
+    RunFacts,
+    encode_index,
+    key_of,
+)
+from parallel3d.checkpoint.pieces import Numbers
+from parallel3d.checkpoint.shard import StoredTensor, write_listed, write_shard
+
+FILE = "weights.safetensors"
+
+
+def write_weights(
+    target: Path,
+    tensors: Mapping[str, tuple[Format, Numbers]],
+    chunks: Iterable[memoryview],
+    *,
+    facts: RunFacts,
+    step: int,
+    files: Mapping[str, bytes] | None = None,
+    disk: Disk | None = None,
+) -> Index:
+    """Writes a checkpoint of `tensors`, whose bytes in that order are `chunks`, and of small `files` beside them.
+
+    The folder `target` must not exist; it is whole or not there. Raises CheckpointError and OSError.
+    """
+    disk = disk or Disk()
+    with new_folder(disk, target) as folder:
+        stored = [
+            StoredTensor(key=key_of(WEIGHT, name, (0,) * len(shape)), format=kind, shape=shape)
+            for name, (kind, shape) in tensors.items()
+        ]
+        listed = [write_shard(disk, folder / FILE, stored, chunks)]
+        listed += [write_listed(disk, folder / name, data) for name, data in (files or {}).items()]
+        index = Index(
+            step=step,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            facts=facts,
+            files=tuple(listed),
+            tensors={name: _indexed(kind, shape) for name, (kind, shape) in sorted(tensors.items())},
+        )
+        disk.write_file(folder / INDEX, encode_index(index))
+    return index
+
+
+def _indexed(kind: Format, shape: Numbers) -> IndexedTensor:
+    piece = IndexedPiece(file=FILE, start=(0,) * len(shape), shape=shape)
+    return IndexedTensor(shape=shape, kinds={WEIGHT: kind}, pieces=(piece,))
