@@ -94,13 +94,13 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         folder = RunFolder(
             directory, config=dump_config(config), environment=environment, history_to=history_of(config, start)
         )
-        report = RunReport(folder, title=title)
+        report = RunReport(folder, title=title, tensorboard=config.monitor.tensorboard)
         for record in prepare_checkpoints(config, start):
             report.publish(record)
         return report
 
     def reopen_report() -> RunReport:
-        return RunReport(ContinuedFolder(directory), title=title)
+        return RunReport(ContinuedFolder(directory), title=title, tensorboard=config.monitor.tensorboard)
 
     return run_workers(
         partial(work, config, start.path),

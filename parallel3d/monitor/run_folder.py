@@ -5,6 +5,7 @@ environment.json   versions, machine, commit, command line
 metrics.jsonl      a line per step, and a line with "event" for whatever else happened; of a resumed run from its start
 summary.json       how the run ended, with its figures
 loss.png, ...      charts (charts.py); launch/report.py draws them anew
+tensorboard/       the same figures for TensorBoard, where monitor.tensorboard asks for them
 logs/rank-N.log    what worker N printed
 dumps/, profile/   what debug.dump_tensors and debug.profile ask for, written by the workers themselves
 previous-N/        an earlier run's files: nothing is overwritten
@@ -25,7 +26,7 @@ from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
 CHARTS, LOGS, LOCK = ("loss.png", "course.png", "instability.png"), "logs", ".lock"
-DUMPS, TRACES = "dumps", "profile"
+DUMPS, TRACES, TENSORBOARD = "dumps", "profile", "tensorboard"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
 
@@ -145,7 +146,7 @@ def _move_aside(path: Path) -> Path | None:
     """Moves an earlier run's files into the next free previous-N; None when there are none."""
     old = [
         path / name
-        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES)
+        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
         if (path / name).exists()
     ]
     if not old:

@@ -23,7 +23,18 @@ from typing import Any, Protocol, TextIO
 from tqdm import tqdm
 
 from parallel3d.monitor.history import History
-from parallel3d.monitor.run_folder import CHARTS, CONFIG, ENVIRONMENT, LOGS, METRICS, SUMMARY, RunFolder, read_metrics
+from parallel3d.monitor.run_folder import (
+    CHARTS,
+    CONFIG,
+    ENVIRONMENT,
+    LOGS,
+    METRICS,
+    SUMMARY,
+    TENSORBOARD,
+    RunFolder,
+    read_metrics,
+)
+from parallel3d.monitor.tensorboard import TensorBoardFile
 
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
@@ -109,9 +120,19 @@ class PlainProgress:
 class RunReport:
     """Takes records from any thread and writes them on its own, so that a slow disk holds nobody up."""
 
-    def __init__(self, folder: RunFolder, *, title: str, out: TextIO = sys.stdout, err: TextIO = sys.stderr):
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        title: str,
+        tensorboard: bool = False,
+        out: TextIO = sys.stdout,
+        err: TextIO = sys.stderr,
+    ):
         self._folder = folder
         self._title = title
+        self._tensorboard = tensorboard
+        self._curves: TensorBoardFile | None = None
         self._out, self._err = out, err
         self._progress: Progress = BarProgress(out) if out.isatty() else PlainProgress(out)
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -149,6 +170,8 @@ class RunReport:
         self._keep(self._folder.write_summary, summary)
         self._keep(self._draw_charts)
         self._keep(self._folder.close)
+        if self._curves is not None:
+            self._keep(self._curves.close)
         if message:
             print(message, file=self._err, flush=True)
         print(self._closing_words(), file=self._out, flush=True)
@@ -162,7 +185,7 @@ class RunReport:
         match record.get("kind"):
             case "step":
                 self._last_step = fields
-                self._keep(self._folder.append_metrics, fields)
+                self._append(fields)
                 step_s = record.get("step_s", 0.0)
                 text = "  ".join(part for part in (_step_text(record), self._workers) if part)
                 self._progress.show(record["step"], self._total, text, step_s)
@@ -183,7 +206,20 @@ class RunReport:
                 self._keep_event(record["event"], fields)
 
     def _keep_event(self, event: str, fields: dict[str, Any]) -> None:
-        self._keep(self._folder.append_metrics, {"event": event, **fields, "time": round(time.time(), 3)})
+        self._append({"event": event, **fields, "time": round(time.time(), 3)})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """To metrics.jsonl, and to TensorBoard's file."""
+        if self._tensorboard and self._curves is None:
+            self._keep(self._open_curves)
+        self._keep(self._folder.append_metrics, line)
+        if self._curves is not None:
+            self._keep(self._curves.add, line, time.time())
+
+    def _open_curves(self) -> None:
+        """They begin with what metrics.jsonl holds already."""
+        path, told = self._folder.path, read_metrics(self._folder.path / METRICS)
+        self._curves = TensorBoardFile(path / TENSORBOARD, started_at=time.time(), history=told)
 
     def _keep(self, write: Callable[..., None], *arguments: Any) -> None:
         """Calls `write`. A full disk must not end the training: it is said once."""
