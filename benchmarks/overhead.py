@@ -6,8 +6,9 @@ runs the quickstart model on pp2 x dp2, round after round and every other round 
 and progress frames taken away (inelastic.py) and no backups of the optimizer's state; as it is, without backups; and
 with them. `--baseline` adds another source tree (`git worktree add ../before REVISION`). Printed are the medians of a
 step and the ratios within each round, of medians and of lower quartiles: noise only ever makes a step longer. Nothing
-else may run meanwhile: a single round scatters by 3 %. `--aids` measures the debug aids in the same way: none, as
-shipped (overdue steps are told), and the replica check in every step.
+else may run meanwhile: a single round scatters by 3 %. `--aids` measures monitors and debug aids in the same way:
+none, norms of weights and second moments every tenth and every step, as shipped (overdue steps are told, too), and the
+replica check in every step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ELASTICITY = {
     "elastic, backups": [TRAIN, "elastic.zero_backups=1"],
 }
 AIDS = {
-    "no debug aids": [TRAIN, "debug.overdue_factor=null"],
+    "no aids": [TRAIN, "debug.overdue_factor=null", "monitor.norms_every=null"],
+    "norms every 10 steps": [TRAIN, "debug.overdue_factor=null", "monitor.norms_every=10"],
+    "norms every step": [TRAIN, "debug.overdue_factor=null"],
     "as shipped": [TRAIN],
     "replica check every step": [TRAIN, "debug.replica_check_every=1"],
 }
