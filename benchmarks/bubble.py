@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.autograd import Function  # noqa: E402
+from torch import nn  # noqa: E402
 
+from benchmarks.sleeping import HIDDEN, SleepingStage  # noqa: E402
 from launch.train import elastic_settings  # noqa: E402
 from launch.worker import WorkerProbe, train_rank  # noqa: E402
 from parallel3d.comm.tensor_parallel import TensorParallel  # noqa: E402
@@ -37,62 +36,18 @@ from parallel3d.data.reader import LaneCursor, Read, Reader  # noqa: E402
 from parallel3d.elastic.membership import EpochRecord  # noqa: E402
 from parallel3d.elastic.run import run_workers  # noqa: E402
 from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
-from parallel3d.layers.micro_batch import MicroBatch  # noqa: E402
-from parallel3d.layers.parameter import ShardedParameter  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics  # noqa: E402
 from parallel3d.monitor.sinks import RunReport  # noqa: E402
-from parallel3d.sharding import ParamSharding  # noqa: E402
 from parallel3d.trainer.build import build_grid, prepare_rank  # noqa: E402
 
 NUM_STAGES = 4
 NUM_LAYERS = 8
-HIDDEN = 8
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved, 2 chunks": {"schedule": "interleaved", "virtual_stages": 2},
     "zb-h1": {"schedule": "zb-h1"},
 }
 WARMUP_STEPS = 2
-
-
-class Sleep(Function):
-    """Takes its time forward, as long for the input's gradient, and hands as much of work to the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, seconds: float) -> Tensor:
-        ctx.weight, ctx.seconds = weight, seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        weight, seconds = ctx.weight, ctx.seconds
-
-        def add() -> None:
-            time.sleep(seconds)
-            weight.grad_buffer().add_(1.0)
-            weight.grad_added()
-
-        time.sleep(seconds)
-        weight.weight_grads.run(add)
-        return grad, None, None
-
-
-class SleepingChunk(nn.Module):
-    """Layers that compute nothing and take their time: `seconds` in each of three passes."""
-
-    def __init__(self, config: Config, layers: range, seconds: float):
-        super().__init__()
-        sharding = ParamSharding(name=f"layers.{layers.start}.weight", shape=(64,))
-        self.weight = ShardedParameter(sharding, tp_size=1, dtype=torch.float32)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == config.model.num_hidden_layers
-        self.seconds = seconds
-
-    def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
-        if self.is_first:
-            x = x.float().unsqueeze(1).expand(-1, HIDDEN).clone().requires_grad_()
-        y = Sleep.apply(x, self.weight, self.seconds)
-        return y.sum(dtype=torch.float64) if self.is_last else y
 
 
 class NoText(Reader):
@@ -178,7 +133,9 @@ def work(config: Config, seconds: float, context: WorkerContext) -> int:
     probe = WorkerProbe(config, context)
 
     def make_chunk(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> nn.Module:
-        return SleepingChunk(config, layers, seconds)
+        is_last = layers.stop == config.model.num_hidden_layers
+        name = f"layers.{layers.start}.weight"
+        return SleepingStage(name, is_first=layers.start == 0, is_last=is_last, seconds=seconds)
 
     rank = prepare_rank(
         config,

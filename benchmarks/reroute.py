@@ -17,24 +17,20 @@ import time
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.sleeping import HIDDEN, SleepingStage  # noqa: E402
 from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.comm.sockets import SocketLinks, open_listener  # noqa: E402
 from parallel3d.comm.tensor_parallel import solo_region  # noqa: E402
-from parallel3d.layers.micro_batch import BatchPlan, MicroBatch  # noqa: E402
-from parallel3d.layers.parameter import ShardedParameter  # noqa: E402
+from parallel3d.layers.micro_batch import BatchPlan  # noqa: E402
 from parallel3d.pipeline.executor import Executor, Loaded  # noqa: E402
 from parallel3d.pipeline.partition import StageCosts  # noqa: E402
 from parallel3d.pipeline.planner import Plan, choose_plan, finish_candidates  # noqa: E402
 from parallel3d.pipeline.request import PlanRequest  # noqa: E402
-from parallel3d.sharding import ParamSharding  # noqa: E402
 from parallel3d.topology.grid import Grid  # noqa: E402
 
 STAGES, WIDTH, MICRO_BATCHES, SLOTS = 4, 4, 32, 3
@@ -46,38 +42,6 @@ LOSSES: dict[str, list[tuple[int, int]]] = {
     "3, one stage": [(1, 2), (1, 0), (1, 3)],
     "3, three stages": [(0, 1), (1, 2), (3, 0)],
 }
-HIDDEN = 8
-
-
-class Sleep(Function):
-    """Takes a unit forward, a unit for the input's gradient, and hands a unit of weight work to the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, unit_s: float) -> Tensor:
-        ctx.weight, ctx.unit_s = weight, unit_s
-        time.sleep(unit_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        time.sleep(ctx.unit_s)
-        ctx.weight.weight_grads.run(lambda unit_s=ctx.unit_s: time.sleep(unit_s))
-        return grad, None, None
-
-
-class SleepingStage(nn.Module):
-    """A stage that computes nothing and takes its time."""
-
-    def __init__(self, *, is_first: bool, is_last: bool, unit_s: float):
-        super().__init__()
-        self.weight = ShardedParameter(ParamSharding(name="weight", shape=(1,)), tp_size=1, dtype=torch.float32)
-        self.is_first, self.is_last, self.unit_s = is_first, is_last, unit_s
-
-    def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
-        if self.is_first:
-            x = x.float().unsqueeze(1).expand(-1, HIDDEN).clone().requires_grad_()
-        y = Sleep.apply(x, self.weight, self.unit_s)
-        return y.sum(dtype=torch.float64) if self.is_last else y
 
 
 def main() -> None:
@@ -142,7 +106,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
 
     def work(rank: int) -> None:
         place = grid.coordinates(rank)
-        stage = SleepingStage(is_first=place.pp == 0, is_last=place.pp == STAGES - 1, unit_s=unit_s)
+        stage = SleepingStage("weight", is_first=place.pp == 0, is_last=place.pp == STAGES - 1, seconds=unit_s)
         links = SocketLinks(
             rank=rank,
             epoch=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,47 +71,37 @@ def test_a_replica_keeps_its_name():
     assert decide(grid, {6}).reason == "stage 0 has no replica left: lost pp0 dp3 tp0 (rank 6)"
 
 
-@given(
-    num_replicas=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    tp_size=st.integers(1, 2),
-    zero_stage=st.integers(0, 1),
-    zero_backups=st.integers(0, 1),
-    data=st.data(),
-)
-def test_what_remains_is_a_replica_of_each_stage_and_a_holder_of_each_range(
-    num_replicas: list[int], tp_size: int, zero_stage: int, zero_backups: int, data: st.DataObject
-):
-    grid = Grid.of_replicas(num_replicas, tp_size=tp_size)
-    dead = data.draw(st.sets(st.sampled_from(grid.ranks)))
-    hosts = {rank: str(data.draw(st.integers(0, 2))) for rank in grid.ranks}
-    verdict = decide(grid, dead, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+@st.composite
+def losses(draw: st.DrawFn, max_size: int | None = None) -> tuple[Grid, set[int], dict[str, Any]]:
+    """A grid, who is lost, and the settings of the optimizer's state."""
+    num_replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    grid = Grid.of_replicas(num_replicas, tp_size=draw(st.integers(1, 2)))
+    dead = draw(st.sets(st.sampled_from(grid.ranks), max_size=max_size))
+    hosts = {rank: str(draw(st.integers(0, 2))) for rank in grid.ranks}
+    zero_stage, zero_backups = draw(st.integers(0, 1)), draw(st.integers(0, 1))
+    return grid, dead, {"zero_stage": zero_stage, "zero_backups": zero_backups, "hosts": hosts}
+
+
+@given(st.data())
+def test_what_remains_is_a_replica_of_each_stage_and_a_holder_of_each_range(data: st.DataObject):
+    grid, dead, settings = data.draw(losses())
+    verdict = decide(grid, dead, **settings)
     whole = all(any(dead.isdisjoint(ranks) for ranks in stage.values()) for stage in grid.stages)
     held = all(
         any(rank not in dead for rank in holders)
         for stage in range(grid.pp_size)
-        for tp in range(tp_size)
-        for holders in plan_cut(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts).holders
+        for tp in range(grid.tp_size)
+        for holders in plan_cut(grid, stage, tp, **settings).holders
     )
     assert verdict.can_continue == (whole and held)
 
 
-@given(
-    num_replicas=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    tp_size=st.integers(1, 2),
-    zero_stage=st.integers(0, 1),
-    zero_backups=st.integers(0, 1),
-    data=st.data(),
-)
-def test_a_tied_embedding_makes_no_loss_fatal(
-    num_replicas: list[int], tp_size: int, zero_stage: int, zero_backups: int, data: st.DataObject
-):
+@given(st.data())
+def test_a_tied_embedding_makes_no_loss_fatal(data: st.DataObject):
     """Whatever is survived leaves a holder of each of its ranges: the verdict needs no word about them."""
-    grid = Grid.of_replicas(num_replicas, tp_size=tp_size)
-    dead = data.draw(st.sets(st.sampled_from(grid.ranks), max_size=4))
-    hosts = {rank: str(data.draw(st.integers(0, 2))) for rank in grid.ranks}
-    settings = dict(zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+    grid, dead, settings = data.draw(losses(max_size=4))
     if decide(grid, dead, **settings).can_continue:
-        assert not any(plan_cuts(grid, 0, tp, **settings).ends.lost_ranges(dead) for tp in range(tp_size))
+        assert not any(plan_cuts(grid, 0, tp, **settings).ends.lost_ranges(dead) for tp in range(grid.tp_size))
 
 
 def test_list_words():

@@ -84,6 +84,21 @@ def whole(shardings, parts):
     return result
 
 
+def assert_two_stages_split(config):
+    """A stage of each layer, with the same parameters: the same loss. The whole stage comes back."""
+    inputs, targets = tokens(config.vocab_size)
+    full = build(config, solo_region())
+    parts = [make_decoder(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
+    values = {p.sharding.name: p.data for p in parameters_of(full)}
+    for part in parts:
+        for p in parameters_of(part):
+            p.data.copy_(values.pop(p.sharding.name))
+    assert not values
+    hidden = parts[0](inputs, micro_batch())
+    assert parts[1](hidden, micro_batch(), targets).item() == full(inputs, micro_batch(), targets).item()
+    return full
+
+
 def relative(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
 

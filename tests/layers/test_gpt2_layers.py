@@ -6,6 +6,7 @@ from plain_gpt2 import plain_loss
 from stages import (
     BATCH,
     SEQ,
+    assert_two_stages_split,
     backward_twice,
     build,
     differences_of_tensor_parallel,
@@ -109,17 +110,7 @@ def build_initial(config):
 
 def test_stages_split_the_model():
     """Positions stand on the first stage alone."""
-    config = gpt2_config()
-    inputs, targets = tokens(config.vocab_size)
-    full = build(config, solo_region())
-    parts = [make_decoder(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
-    values = {p.sharding.name: p.data for p in parameters_of(full)}
-    for part in parts:
-        for p in parameters_of(part):
-            p.data.copy_(values.pop(p.sharding.name))
-    assert not values
-    hidden = parts[0](inputs, micro_batch())
-    assert parts[1](hidden, micro_batch(), targets).item() == full(inputs, micro_batch(), targets).item()
+    assert_two_stages_split(gpt2_config())
 
 
 def test_positions_are_as_many_as_asked_for():

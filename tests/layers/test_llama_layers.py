@@ -6,6 +6,7 @@ from plain_llama import plain_loss
 from stages import (
     BATCH,
     SEQ,
+    assert_two_stages_split,
     backward_twice,
     build,
     differences_of_tensor_parallel,
@@ -126,17 +127,7 @@ def test_initial_std_of_the_last_layer(scaling, factor):
 
 
 def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
-    config = model_config()
-    inputs, targets = tokens(config.vocab_size)
-    full = build(config, solo_region())
-    parts = [make_decoder(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
-    values = {p.sharding.name: p.data for p in parameters_of(full)}
-    for part in parts:
-        for p in parameters_of(part):
-            p.data.copy_(values.pop(p.sharding.name))
-    assert not values
-    hidden = parts[0](inputs, micro_batch())
-    assert parts[1](hidden, micro_batch(), targets).item() == full(inputs, micro_batch(), targets).item()
+    full = assert_two_stages_split(model_config())
     assert not [name for name, _ in full.named_buffers()]
     first, second = (layer.attention.table for layer in full.layers)
     assert first is second and first.cos.shape == (SEQ, 4)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from damaged import damaged_grids, plan_requests
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from parallel3d.pipeline.request import PlanRequest
 COMPUTES = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 straight_grids = st.tuples(st.integers(2, 6), st.integers(2, 4), st.integers(1, 3), st.integers(1, 4))
 """(stages, chunks, replicas, groups of as many micro-batches as there are stages)"""
+GRIDS = damaged_grids(min_stages=2, max_stages=5, max_replicas=4)
 slots_of_a_pair = st.sampled_from([1, 2, 3, 100])
 
 
@@ -136,35 +138,18 @@ def test_evaluation_passes_all_chunks_and_holds_few(grid, slots):
 # --- damaged grids ----------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def damaged_grids(draw):
-    ids = st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)
-    return tuple(tuple(draw(ids)) for _ in range(draw(st.integers(2, 5))))
-
-
 @settings(max_examples=200)
 @given(
-    damaged_grids(),
-    st.integers(2, 4),
-    st.integers(1, 30),
-    st.sampled_from(["interleaved", "forward"]),
-    st.booleans(),
-    st.integers(1, 3),
-    st.integers(0, 3),
-    st.data(),
-)
-def test_damaged_grids_have_sound_plans(replicas, num_chunks, num_micro_batches, rule, split, slots, extra, data):
-    costs = st.tuples(*[st.integers(1, 4)] * (len(replicas) * num_chunks))
-    request = PlanRequest(
-        replicas=replicas,
-        num_micro_batches=num_micro_batches,
-        rule=rule,
-        virtual_stages=num_chunks,
-        costs=StageCosts(forward=data.draw(costs), backward_input=data.draw(costs), backward_weight=data.draw(costs)),
-        slots=slots,
-        split_backward=split and rule != "forward",
-        extra_in_flight=extra,
+    plan_requests(
+        grids=GRIDS,
+        rules=["interleaved", "forward"],
+        chunks=st.integers(2, 4),
+        max_micro_batches=30,
+        max_slots=3,
     )
+)
+def test_damaged_grids_have_sound_plans(requested):
+    request, replicas, slots = requested, requested.replicas, requested.slots
     plan = plan_pipeline(request)
     report = check_plan(plan, slots)
     if slots > 1 or len(replicas) > 2:
@@ -208,7 +193,7 @@ def test_the_choice_keeps_the_busiest_replica_busy(num_stages, width, num_micro_
 
 
 @settings(max_examples=40)
-@given(damaged_grids(), st.integers(2, 3), st.integers(1, 20), st.integers(1, 3))
+@given(GRIDS, st.integers(2, 3), st.integers(1, 20), st.integers(1, 3))
 def test_the_choice_is_the_best_of_its_table(replicas, num_chunks, num_micro_batches, slots):
     request = make_request(replicas, num_micro_batches, num_chunks, slots=slots)
     assume(not request.is_straight)

@@ -8,6 +8,7 @@ from random import Random
 from time import perf_counter
 
 import pytest
+from damaged import damaged_grids, plan_requests
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -83,13 +84,6 @@ def with_messages(computes, route, stage, rule):
 straight_grids = st.tuples(
     st.integers(1, 9), st.integers(1, 4), st.integers(1, 40), st.sampled_from([(1, (1, 1)), (2, (1, 1))])
 )
-
-
-@st.composite
-def damaged_grids(draw):
-    """Replicas by stage after losses: ids with gaps, at least one replica at every stage."""
-    ids = st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True)
-    return tuple(tuple(draw(ids)) for _ in range(draw(st.integers(1, 6))))
 
 
 def most_unread(plan):
@@ -182,33 +176,16 @@ def test_targets_do_not_hold_up_a_deep_pipeline():
 
 
 @settings(max_examples=300)
-@given(
-    damaged_grids(),
-    st.integers(1, 40),
-    st.sampled_from(["1f1b", "gpipe", "zb-h1", "forward"]),
-    st.booleans(),
-    st.integers(1, 4),
-    st.integers(0, 3),
-    st.data(),
-)
-def test_damaged_grids_have_sound_plans(replicas, num_micro_batches, rule, split, slots, extra, data):
-    costs = st.tuples(*[st.integers(1, 4)] * len(replicas))
-    request = PlanRequest(
-        replicas=replicas,
-        num_micro_batches=num_micro_batches,
-        rule=rule,
-        costs=StageCosts(forward=data.draw(costs), backward_input=data.draw(costs), backward_weight=data.draw(costs)),
-        slots=slots,
-        split_backward=split and rule != "forward",
-        extra_in_flight=extra,
-    )
+@given(plan_requests(grids=damaged_grids(), rules=["1f1b", "gpipe", "zb-h1", "forward"]))
+def test_damaged_grids_have_sound_plans(requested):
+    request, replicas, slots = requested, requested.replicas, requested.slots
     plan = plan_pipeline(request)
     report = check_plan(plan, slots)
     if slots > 1 or len(replicas) != 2:  # two stages and one slot: an activation may wait for its targets to be read
         assert report.makespan <= plan.makespan
     for (stage, _), held in report.peak_in_flight.items():
         if request.limits_in_flight:
-            assert held <= len(replicas) + extra - (0 if request.splits else stage)
+            assert held <= len(replicas) + request.extra_in_flight - (0 if request.splits else stage)
     assert list(plan.events) == sorted(plan.events, key=lambda event: (event.start, event.replica))
     assert all(most <= max(slots, 2 * (len(replicas) == 2)) for most in most_unread(plan).values())
     work, ends = Counter(), Counter()
@@ -311,23 +288,12 @@ def test_the_choice_is_near_the_least_there_can_be(num_stages, width, num_micro_
 
 @settings(max_examples=150)
 @given(
-    damaged_grids(),
-    st.integers(1, 40),
-    st.sampled_from(["1f1b", "gpipe", "zb-h1", "forward"]),
+    plan_requests(grids=damaged_grids(), rules=["1f1b", "gpipe", "zb-h1", "forward"], max_slots=3),
     st.booleans(),
-    st.integers(1, 3),
-    st.integers(0, 2),
-    st.data(),
 )
-def test_the_choice_is_the_best_of_its_table(replicas, num_micro_batches, rule, may_split, slots, extra, data):
-    costs = st.tuples(*[st.integers(1, 4)] * len(replicas))
-    request = PlanRequest(
-        replicas=replicas,
-        num_micro_batches=num_micro_batches,
-        rule=rule,
-        costs=StageCosts(forward=data.draw(costs), backward_input=data.draw(costs), backward_weight=data.draw(costs)),
-        slots=slots,
-    )
+def test_the_choice_is_the_best_of_its_table(drawn, may_split):
+    extra, slots = min(drawn.extra_in_flight, 2), drawn.slots
+    request = replace(drawn, split_backward=False, extra_in_flight=0)
     assume(not request.is_straight)
     limits = {"may_split": may_split, "max_extra_in_flight": extra}
     plan = choose(request, **limits)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from damaged import damaged_grids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,13 +16,6 @@ def routes_of(replicas, num_micro_batches, routing="reroute"):
     return plan_routes(
         PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, rule="1f1b", costs=costs, routing=routing)
     )
-
-
-@st.composite
-def damaged_grids(draw):
-    """Replicas by stage after losses: ids with gaps, at least one replica at every stage."""
-    ids = st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True)
-    return tuple(tuple(draw(ids)) for _ in range(draw(st.integers(1, 6))))
 
 
 @given(damaged_grids(), st.integers(1, 60))
