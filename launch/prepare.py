@@ -23,20 +23,26 @@ from tqdm import tqdm  # noqa: E402
 
 from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
+from parallel3d.data.corpus import Corpus  # noqa: E402
 from parallel3d.data.documents import TokenizedDocuments  # noqa: E402
 from parallel3d.data.prepare import prepare  # noqa: E402
 from parallel3d.errors import DataError, UserError  # noqa: E402
+from parallel3d.trainer.text import open_text  # noqa: E402
 
 EXIT_INTERRUPTED = 130
+MIXED = (
+    "data.blend has several sources, and the folder of --out would mix them: keep one tokenizer (--tokenizer-out), then"
+    " prepare each source into a folder of its own: data.sources in place of data.blend, and it as data.tokenizer.path"
+)
 
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
-        corpus = open_text(config)
+        if config.data.blend is not None and options.out is not None:
+            raise DataError(MIXED)
+        corpus = open_text(config, AbortToken(), tell)
         if options.tokenizer_out is not None:
             keep_tokenizer(corpus, options.tokenizer_out)
         if options.out is not None:
@@ -66,23 +72,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.processes < 1:
         parser.error("--processes: at least 1")
     return options
-
-
-def open_text(config: Config) -> Corpus:
-    """The corpus as a run of this configuration would open it, from the cache of these runs."""
-    data = config.data
-    assert data.cache_directory is not None and config.batch.global_batch_size is not None
-    return open_corpus(
-        sources=data.sources,
-        text_column=data.text_column,
-        document_chars=data.document_chars,
-        validation_fraction=data.validation_fraction,
-        num_lanes=config.batch.global_batch_size,
-        tokenizer=data.tokenizer,
-        cache_directory=Path(data.cache_directory),
-        token=AbortToken(),
-        notice=tell,
-    )
 
 
 def keep_tokenizer(corpus: Corpus, path: Path) -> None:

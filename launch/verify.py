@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from launch.initial import check_initial, open_initial  # noqa: E402
 from launch.plan import estimate_sizes  # noqa: E402
-from launch.worker import choose_num_threads, evaluation_lanes, open_text  # noqa: E402
+from launch.worker import choose_num_threads  # noqa: E402
 from models.make import make_stage  # noqa: E402
 from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.config.derived import num_parameters, stage_replicas, world_size  # noqa: E402
@@ -45,7 +45,7 @@ from parallel3d.trainer.build import (  # noqa: E402
     start_rank,
 )
 from parallel3d.trainer.compare import OVERFLOW, Comparison, compare_runs, tolerance_of  # noqa: E402
-from parallel3d.trainer.text import build_reader  # noqa: E402
+from parallel3d.trainer.text import build_reader, evaluation_lanes, open_text  # noqa: E402
 from parallel3d.trainer.verify import LayoutRun, run_in_threads  # noqa: E402
 
 ONE_PROCESS = "tp1.pp1.dp1"

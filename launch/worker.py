@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ from parallel3d.comm.sockets import SocketLinks, open_listener
 from parallel3d.comm.staging import StagedGroup
 from parallel3d.config.derived import num_parameters, warnings
 from parallel3d.config.schema import Config
-from parallel3d.data.corpus import Corpus, open_corpus
-from parallel3d.data.lanes import Lanes
+from parallel3d.data.corpus import Corpus
 from parallel3d.data.prefetch import Prefetcher
-from parallel3d.data.reader_process import ReaderProcess
 from parallel3d.debug.trace import NoTrace, make_trace
 from parallel3d.elastic.control import Control
 from parallel3d.elastic.faults import FaultInjector, plan_faults
@@ -41,12 +38,19 @@ from parallel3d.monitor.device_peak import find_peak
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.pipeline.instructions import Instruction
 from parallel3d.topology.groups import is_world
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank
 from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
 from parallel3d.trainer.recover import Member, Network
 from parallel3d.trainer.resume import resume
 from parallel3d.trainer.saving import AsyncSaving, NoSaving, Saving
-from parallel3d.trainer.text import all_sources, build_reader, describe_blend, document_chars, identify, open_reader
+from parallel3d.trainer.text import (
+    build_reader,
+    describe_reading,
+    evaluation_lanes,
+    identify,
+    make_helpers,
+    open_text,
+)
 
 WARMUP_STEPS = 2
 NUM_ROUND_TRIPS = 20
@@ -68,9 +72,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
 
     corpus = open_text(config, token, tell)
     reader = build_reader(config, corpus)
-    make_reader = partial(open_reader, config, corpus.folder)
-    helpers = [ReaderProcess(make_reader, token, notice=tell) for _ in range(config.data.num_processes)]
-    prefetcher = Prefetcher(reader, config.data.prefetch, token, helpers)
+    prefetcher = Prefetcher(reader, config.data.prefetch, token, make_helpers(config, corpus, token, tell))
     directory = Path(str(config.run.directory)) / TRACES
     trace = make_trace(config.debug.profile, rank=context.rank, directory=directory, device=device)
     probe = WorkerProbe(config, context, trace)
@@ -221,29 +223,6 @@ def take_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) -> Corpus:
-    """The corpus; built by one rank of each host on first use, which gives `notice` of it."""
-    data = config.data
-    assert data.cache_directory is not None
-    return open_corpus(
-        sources=all_sources(data),
-        text_column=data.text_column,
-        document_chars=document_chars(data, plan_batch(config, 0).num_slots),
-        validation_fraction=data.validation_fraction,
-        num_lanes=plan_batch(config, 0).num_slots,
-        tokenizer=data.tokenizer,
-        cache_directory=Path(data.cache_directory),
-        token=token,
-        notice=notice,
-    )
-
-
-def evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
-    """As many lanes as the validation text can feed; None when there is none."""
-    num_lanes = min(plan_batch(config, 0).num_slots, len(corpus.validation))
-    return Lanes(corpus.validation, config.run.seed, num_lanes) if num_lanes else None
-
-
 class SocketNetwork(Network):
     """Groups that meet through the control channel's store, by NCCL or gloo as the ranks have a GPU each or not, and
     sockets between pairs of ranks."""
@@ -333,7 +312,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
         f"optimizer state by rank: {held} MiB",
         f"MFU is of {rank.peak.flops_per_s / 1e9:,.0f} GFLOP/s a rank ({rank.peak.source})",
         f"text: {corpus.num_train_tokens:,} training tokens, unigram entropy {corpus.unigram_entropy:.3f} nats a token",
-        *describe_blend(rank.config, corpus),
+        *describe_reading(rank.config, corpus),
         *(f"warning: {text}" for text in warnings(rank.config)),
     ]
     for line in lines:

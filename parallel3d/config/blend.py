@@ -1,8 +1,10 @@
-"""Several sources with weights, where training reads more than all of one."""
+"""Which text training reads, where that is not all of one source: blends, and slices of a file of tokens."""
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from parallel3d.config.section import Section
 
@@ -27,3 +29,12 @@ class BlendConfig(Section):
     read again, in another order, while others are still at their first pass."""
     renormalise: bool = False
     """Divide the weights of a stage by their sum, whatever it is."""
+
+
+class SliceConfig(Section):
+    """A part of one file of tokens, read from its start to its end in whole global batches, in the file's order."""
+
+    start_token: NonNegativeInt = 0
+    """First token. To go on where another run has ended, give the token that it has named at its start."""
+    min_tokens: Annotated[int, Field(ge=-1)] = -1
+    """Tokens to read, rounded up to whole global batches. -1: as many global batches as fit."""

@@ -1,4 +1,4 @@
-"""Rules on which text is read: sources and blends."""
+"""Rules on which text is read: sources, blends, slices."""
 
 from __future__ import annotations
 
@@ -75,4 +75,20 @@ def _check_stage(field: str, stage: BlendStageConfig, blend: BlendConfig) -> Ite
             value=stage.weights,
             rule=f"must sum to 1, being shares of the tokens; their sum is {total:.6g}",
             fix="Correct them" + (", or set data.blend.renormalise to true to have them divided by it" * (total > 0)),
+        )
+
+
+def check_slice(config: Config, world_size: int | None) -> Iterator[Problem]:
+    part, data = config.data.slice, config.data
+    if part is None:
+        return
+    if part.min_tokens == 0:
+        rule, fix = "is nothing to train on", "Give a number of tokens, or -1 for as many global batches as fit"
+        yield Problem(field="data.slice.min_tokens", value=0, rule=rule, fix=fix)
+    if data.blend is not None or len(data.sources) != 1:
+        yield Problem(
+            field="data.slice",
+            value=part.model_dump(),
+            rule="is a part of one file of tokens",
+            fix="Give data.sources that file, or its folder as launch/prepare.py makes it, and no data.blend",
         )

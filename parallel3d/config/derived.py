@@ -195,6 +195,10 @@ def warnings(config: Config) -> list[str]:
             f"optimizer.beta2 {config.optimizer.beta2:g} with moments in bf16: the second moment follows a spike of the"
             " gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
         ),
+        (
+            config.data.slice is not None and config.data.num_processes > 0,
+            "data.num_processes has no effect on data.slice: its tokens are ready",
+        ),
     )
     return [*(sentence for applies, sentence in checks if applies), *_rare_sources(config)]
 

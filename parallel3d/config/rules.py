@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config import derived
-from parallel3d.config.data_rules import check_blend, check_sources
+from parallel3d.config.data_rules import check_blend, check_slice, check_sources
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import Problem
 
@@ -459,6 +459,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_bytes, ("data.tokenizer", "model.vocab_size")),
     (check_sources, ("data.sources", *_BLEND)),
     (check_blend, ("data.sources", *_BLEND)),
+    (check_slice, ("data.sources", "data.blend", "data.slice.min_tokens")),
     (_check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_resume, ("run.resume",)),

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from parallel3d.config.blend import BlendConfig
+from parallel3d.config.blend import BlendConfig, SliceConfig
 from parallel3d.config.monitor import MonitorConfig
 from parallel3d.config.section import Section
 
@@ -254,6 +254,8 @@ class DataConfig(Section):
     (.safetensors, as launch/prepare.py writes). Empty: the built-in corpus, Python's own standard library."""
     blend: BlendConfig | None = None
     """Several sources with weights, in place of `sources`. Null: all text of `sources`, shuffled."""
+    slice: SliceConfig | None = None
+    """A part of the one file of tokens in `sources`, in the file's order. Null: its documents, shuffled."""
     text_column: str = "text"
     """Name of the text's field in .jsonl files, and of its column in .arrow and .parquet files."""
     validation_fraction: Fraction = 0.01

@@ -1,45 +1,58 @@
-"""From the configuration and the corpus to what feeds training: lanes over all text, or a blend of its sources."""
+"""From the configuration to what feeds a run: the corpus, and readers of it.
+
+Training reads the lanes of all text, a blend of its sources, or a slice of one file of tokens; evaluation the lanes of
+the text that is kept for it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parallel3d.comm.abort import AbortToken
 from parallel3d.config.blend import BlendConfig
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.blend import Blend, BlendStage, Selection
-from parallel3d.data.corpus import Corpus, load_corpus
+from parallel3d.data.corpus import Corpus, load_corpus, open_corpus
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
+from parallel3d.data.reader_process import ReaderProcess
 from parallel3d.data.recipe import choose_document_chars
 from parallel3d.data.sources import find_files
+from parallel3d.data.token_file import TokenFile, open_token_file
+from parallel3d.data.token_slice import SlicedTokens, TokenSlice, plan_slice
 from parallel3d.errors import DataError
 
 
-def all_sources(data: DataConfig) -> list[str]:
-    """Files, folders and globs of the whole text, those of a blend one source after the other."""
-    if data.blend is None:
-        return data.sources
-    return [path for paths in data.blend.sources.values() for path in paths]
-
-
-def document_chars(data: DataConfig, num_lanes: int) -> int | None:
-    """Where plain text is cut; of a blend so that the smallest source feeds every lane. None: as the corpus says."""
-    if data.document_chars is not None or data.blend is None:
-        return data.document_chars
-    sizes = [sum(file.path.stat().st_size for file in find_files(paths)) for paths in data.blend.sources.values()]
-    return choose_document_chars(min(sizes), num_lanes, data.validation_fraction)
+def open_text(config: Config, token: AbortToken, notice: Callable[[str], None]) -> Corpus:
+    """The corpus; built by one process of each host on first use, which gives `notice` of it."""
+    data, num_lanes = config.data, config.batch.global_batch_size
+    assert data.cache_directory is not None and num_lanes is not None, "needs a resolved configuration"
+    return open_corpus(
+        sources=_all_sources(data),
+        text_column=data.text_column,
+        document_chars=_document_chars(data, num_lanes),
+        validation_fraction=data.validation_fraction,
+        num_lanes=num_lanes,
+        tokenizer=data.tokenizer,
+        cache_directory=Path(data.cache_directory),
+        token=token,
+        notice=notice,
+    )
 
 
 def build_reader(config: Config, corpus: Corpus) -> Reader:
-    """What feeds the training slots; DataError where a source is too small."""
+    """What feeds the training slots; DataError where there is too little text."""
     seed, num_lanes, blend = config.run.seed, config.batch.global_batch_size, config.data.blend
     assert num_lanes is not None, "needs a resolved configuration"
+    if config.data.slice is not None:
+        return SlicedTokens(*_slice(config))
     if blend is None:
         return Lanes(corpus.train, seed, num_lanes)
     sources = []
@@ -51,9 +64,28 @@ def build_reader(config: Config, corpus: Corpus) -> Reader:
     return Blend(sources, blend_stages(blend), seed)
 
 
-def open_reader(config: Config, folder: Path) -> Reader:
-    """The same in another process of this host, from the corpus' folder."""
+def make_helpers(
+    config: Config, corpus: Corpus, token: AbortToken, notice: Callable[[str], None]
+) -> list[ReaderProcess]:
+    """Processes that read ahead, as many as the configuration asks for. Tokens as they lie in a file need none."""
+    make_reader = partial(_open_reader, config, corpus.folder)
+    count = config.data.num_processes if config.data.slice is None else 0
+    return [ReaderProcess(make_reader, token, notice) for _ in range(count)]
+
+
+def _open_reader(config: Config, folder: Path) -> Reader:
     return build_reader(config, load_corpus(folder))
+
+
+def evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
+    """As many lanes as the validation text can feed; None when there is none.
+
+    A slice is read as it lies in its file: what evaluation would take out of that file is trained on.
+    """
+    assert config.batch.global_batch_size is not None, "needs a resolved configuration"
+    num_lanes = min(config.batch.global_batch_size, len(corpus.validation))
+    is_apart = config.data.slice is None or any(file.format != "tokens" for file in find_files(config.data.sources))
+    return Lanes(corpus.validation, config.run.seed, num_lanes) if num_lanes and is_apart else None
 
 
 def blend_stages(blend: BlendConfig) -> list[BlendStage]:
@@ -64,18 +96,35 @@ def blend_stages(blend: BlendConfig) -> list[BlendStage]:
     ]
 
 
-def describe_blend(config: Config, corpus: Corpus) -> Iterator[str]:
-    """Lines for a person: what each source has, and the weights of each stage."""
-    blend = config.data.blend
-    if blend is None:
-        return
-    counts = [len(indices) for indices in _documents_by_source(blend, corpus)]
-    yield "blend: " + ", ".join(f"{name} {count:,} documents" for name, count in zip(blend.sources, counts))
+def describe_reading(config: Config, corpus: Corpus) -> Iterator[str]:
+    """Lines for a person, where training reads anything else than all of the text."""
+    if config.data.blend is not None:
+        yield from _describe_blend(config.data.blend, corpus)
+    if config.data.slice is not None:
+        yield from _describe_slice(config, corpus)
+
+
+def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
+    """What each source has, and the weights of each stage."""
+    counts = _counts_by_source(blend, corpus)
+    yield "blend: " + ", ".join(f"{name} {count:,} documents" for name, count in counts.items())
     for stage in blend.stages:
-        shares = ", ".join(
-            f"{name} {weight / sum(stage.weights.values()):.4g}" for name, weight in stage.weights.items()
-        )
+        total = sum(stage.weights.values())
+        shares = ", ".join(f"{name} {weight / total:.4g}" for name, weight in stage.weights.items())
         yield f"blend: from token {stage.from_token:,} on {shares} of the tokens"
+
+
+def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:
+    """Where it lies, how often the run reads it, and where another run would go on."""
+    file, part = _slice(config)
+    passes = config.run.num_steps / part.num_batches
+    yield (
+        f"slice: tokens {part.start:,} to {part.stop:,} of {file.num_tokens:,}, {part.num_batches:,} global batches, "
+        f"which this run's {config.run.num_steps:,} steps read {passes:.3g} times; a run that goes on behind it has "
+        f"data.slice.start_token {part.stop}"
+    )
+    if evaluation_lanes(config, corpus) is None:
+        yield "slice: no evaluation, for want of a validation.safetensors beside the file that is trained on"
 
 
 def identify(config: Config, corpus: Corpus) -> dict[str, Any]:
@@ -87,14 +136,36 @@ def identify(config: Config, corpus: Corpus) -> dict[str, Any]:
         "document_chars": corpus.document_chars,
         "vocab_size": corpus.vocab_size,
     }
-    if config.data.blend is None:
-        return identity
-    counts = {
-        name: len(indices)
-        for name, indices in zip(config.data.blend.sources, _documents_by_source(config.data.blend, corpus))
-    }
-    both = hashlib.sha256(json.dumps([corpus.fingerprint, counts]).encode()).hexdigest()
-    return {**identity, "fingerprint": both, "blend": counts}
+    if config.data.blend is not None:
+        return _with(identity, blend=_counts_by_source(config.data.blend, corpus))
+    if config.data.slice is not None:
+        part = _slice(config)[1]
+        return _with(identity, slice={"start_token": part.start, "sequence_length": part.sequence_length})
+    return identity
+
+
+def _with(identity: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The identity of a text of which more is to be told: its fingerprint covers that, too."""
+    both = hashlib.sha256(json.dumps([identity["fingerprint"], more]).encode()).hexdigest()
+    return {**identity, "fingerprint": both, **more}
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def _all_sources(data: DataConfig) -> list[str]:
+    """Files, folders and globs of the whole text, those of a blend one source after the other."""
+    if data.blend is None:
+        return data.sources
+    return [path for paths in data.blend.sources.values() for path in paths]
+
+
+def _document_chars(data: DataConfig, num_lanes: int) -> int | None:
+    """Where plain text is cut; of a blend so that the smallest source feeds every lane. None: as the corpus says."""
+    if data.document_chars is not None or data.blend is None:
+        return data.document_chars
+    sizes = [sum(file.path.stat().st_size for file in find_files(paths)) for paths in data.blend.sources.values()]
+    return choose_document_chars(min(sizes), num_lanes, data.validation_fraction)
 
 
 def _documents_by_source(blend: BlendConfig, corpus: Corpus) -> list[np.ndarray]:
@@ -102,3 +173,29 @@ def _documents_by_source(blend: BlendConfig, corpus: Corpus) -> list[np.ndarray]
     last_files = np.cumsum([len(find_files(paths)) for paths in blend.sources.values()])
     by_document = np.searchsorted(last_files, corpus.train_places[:, 0], side="right")
     return [np.flatnonzero(by_document == number) for number in range(len(blend.sources))]
+
+
+def _counts_by_source(blend: BlendConfig, corpus: Corpus) -> dict[str, int]:
+    """Training documents of each source."""
+    return {name: len(each) for name, each in zip(blend.sources, _documents_by_source(blend, corpus), strict=True)}
+
+
+def _slice(config: Config) -> tuple[TokenFile, TokenSlice]:
+    """The one file to train on, and which part of it."""
+    part, batch = config.data.slice, config.batch
+    assert part is not None and batch.global_batch_size is not None
+    files = [file for file in find_files(config.data.sources) if file.format != "tokens for validation"]
+    if [file.format for file in files] != ["tokens"]:
+        names = ", ".join(file.path.name for file in files[:3])
+        raise DataError(
+            f"data.slice is a part of one file of tokens, and data.sources has {len(files)} files ({names} ...): name a"
+            " folder that launch/prepare.py has made, or one .safetensors file"
+        )
+    opened = open_token_file(files[0].path)
+    return opened, plan_slice(
+        opened.num_tokens,
+        start_token=part.start_token,
+        min_tokens=part.min_tokens,
+        global_batch_size=batch.global_batch_size,
+        sequence_length=batch.sequence_length,
+    )

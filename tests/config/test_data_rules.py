@@ -54,6 +54,8 @@ EVEN = {"web": 0.5, "code": 0.5}
         (blend(stages=stages((0, {"web": -1, "code": 2}))), "data.blend.stages.0.weights.web", "greater than or equal"),
         (blend(stagse=[]), "data.blend.stagse", "there is no such field"),
         ("data.blend=5", "data.blend", "must be a section"),
+        ('data.slice={"min_tokens": -2}', "data.slice.min_tokens", "greater than or equal to -1"),
+        ("data.slice={}", "data.slice", "a part of one file"),
     ],
 )
 def test_each_mistake_has_one_message(tiny: Path, override: str, field: str, rule: str):
@@ -71,6 +73,11 @@ def test_a_sum_that_is_not_one_says_what_else_there_is(tiny: Path):
 
 def test_a_blend_names_all_sources_itself(tiny: Path):
     assert set(problems(tiny, blend(), 'data.sources=["."]')) == {"data.sources"}
+    assert set(problems(tiny, blend(), "data.slice={}")) == {"data.slice"}
+
+
+def test_a_slice_of_nothing(tiny: Path):
+    assert set(problems(tiny, 'data.slice={"min_tokens": 0}', 'data.sources=["."]')) == {"data.slice.min_tokens"}
 
 
 def test_homes_are_found_in_blends(tiny: Path):
