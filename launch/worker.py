@@ -23,6 +23,7 @@ from parallel3d.comm.nccl import NCCL_ENVIRONMENT, NcclGroup
 from parallel3d.comm.sockets import SocketLinks, open_listener
 from parallel3d.comm.staging import StagedGroup
 from parallel3d.config.derived import num_parameters, warnings
+from parallel3d.config.paces import describe_warmup, extent
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prefetch import Prefetcher
@@ -38,7 +39,7 @@ from parallel3d.monitor.device_peak import find_peak
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.pipeline.instructions import Instruction
 from parallel3d.topology.groups import is_world
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank
+from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
 from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
 from parallel3d.trainer.recover import Member, Network
 from parallel3d.trainer.resume import resume
@@ -91,7 +92,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         label=trace.label,
     )
     probe.flip_bit = lambda: flip_bit(rank)
-    text = identify(config, corpus)
+    text, total = identify(config, corpus), describe_whole(config)
     if start is not None:
         for line in resume(rank, start, text):
             if context.rank == grid.ranks[0]:
@@ -101,7 +102,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         context,
         probe,
         saving=make_saving(rank, text, corpus.tokenizer.files if corpus.tokenizer else {}),
-        on_epoch=lambda record: tell_epoch(record, rank, corpus, control),
+        on_epoch=lambda record: tell_epoch(record, rank, corpus, control, total),
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=lambda: describe_run(rank, corpus),
     )
@@ -140,7 +141,7 @@ class WorkerProbe:
     """Watches one rank at work: signs of life with every instruction, the faults that it shall have, traces."""
 
     def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None):
-        faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=config.run.num_steps)
+        faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=extent(config).num_steps)
         self._injector = FaultInjector(faults, context.rank, self._fail)
         self.flip_bit: Callable[[], None] = lambda: None
         """Changes a weight, for a fault of that kind."""
@@ -284,10 +285,17 @@ def measure_round_trip(rank: RankRuntime) -> float:
     return (time.perf_counter() - started) / NUM_ROUND_TRIPS
 
 
-def tell_epoch(record: EpochRecord, rank: RankRuntime, corpus: Corpus, control: Control) -> None:
+def describe_whole(config: Config) -> dict[str, Any]:
+    """How long the run is, and what a step of it has once its warmups are over."""
+    batch = plan_batch(config, 0)
+    sizes = {"sequence_length": batch.sequence_length, "num_sequences": batch.num_slots}
+    return {"num_steps": extent(config).num_steps, **sizes}
+
+
+def tell_epoch(record: EpochRecord, rank: RankRuntime, corpus: Corpus, control: Control, total: dict[str, Any]) -> None:
     """At the start of the run what it is; at each further epoch a line in this rank's log."""
     if rank.is_leader:  # again in each epoch: the coordinator may be a new one
-        control.publish({"kind": "total", "num_steps": rank.config.run.num_steps})
+        control.publish({"kind": "total", **total})
     if record.previous is None:
         tell_start(rank, corpus, control)
     else:
@@ -313,6 +321,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
         f"MFU is of {rank.peak.flops_per_s / 1e9:,.0f} GFLOP/s a rank ({rank.peak.source})",
         f"text: {corpus.num_train_tokens:,} training tokens, unigram entropy {corpus.unigram_entropy:.3f} nats a token",
         *describe_reading(rank.config, corpus),
+        *describe_warmup(rank.config),
         *(f"warning: {text}" for text in warnings(rank.config)),
     ]
     for line in lines:

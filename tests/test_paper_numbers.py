@@ -9,6 +9,7 @@ import pytest
 
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
+from parallel3d.pacing import Growth, Pacing, Stages, Stays, extent_of
 from parallel3d.ramps import Ramp
 from parallel3d.trainer.schedule import build_learning_rate
 
@@ -106,3 +107,95 @@ def test_gpt3_learning_rate():
     half = (375_000_000 + 260_000_000_000) // 2
     for tokens, wanted in [(187_500_000, 3e-4), (375_000_000, 6e-4), (half, 3.3e-4), (260e9, 6e-5), (300e9, 6e-5)]:
         assert ramp.at(updates=0, tokens=tokens) == pytest.approx(wanted, rel=1e-9)
+
+
+# --- Sequence Length Warmup (Li, Zhang and He 2022), Table 2 ----------------------------------------------------------
+
+BUDGET = 300_000 * 512 * 1024
+"""157 billion tokens, whatever the batch and the lengths are."""
+
+
+def slw(*, over: int, first: int = 8, full: int = 1024, batch: int = 512) -> Pacing:
+    """Linear warmup of the length, tails dropped."""
+    length = Growth(first=first, last=full, over=over, multiple=8)
+    return Pacing(length=length, size=Stays(batch), read_length=full)
+
+
+RUNS = {
+    "GPT-2 117M, 60K": slw(over=60_000),
+    "GPT-2 117M b4K, 30K": slw(over=30_000, batch=4096),
+    "GPT-2 117M 2K, 110K": slw(over=110_000, full=2048),
+    "GPT-2 1.5B, 64, 270K": slw(over=270_000, first=64),
+    "GPT-2 1.5B b4K, 64, 45K": slw(over=45_000, first=64, batch=4096),
+}
+
+
+@pytest.mark.parametrize(
+    "run, num_steps",
+    [
+        ("GPT-2 117M, 60K", 330_000),  # published: 330K
+        ("GPT-2 117M b4K, 30K", 52_500),  # 52.5K
+        ("GPT-2 117M 2K, 110K", 205_000),  # 205K
+        ("GPT-2 1.5B, 64, 270K", 427_617),  # 428K
+        ("GPT-2 1.5B b4K, 64, 45K", 58_769),  # 58.8K
+    ],
+)
+def test_steps_until_the_budget_of_tokens_is_spent(run: str, num_steps: int):
+    assert extent_of(RUNS[run], num_steps=None, num_tokens=BUDGET).num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    "run, num_steps, billions",
+    [
+        ("GPT-2 117M, 60K", 200_000, 89.1),
+        ("GPT-2 117M b4K, 30K", 37_000, 92.3),
+        ("GPT-2 117M 2K, 110K", 122_500, 70.8),
+        ("GPT-2 1.5B, 64, 270K", 360_000, 121.8),
+        ("GPT-2 1.5B b4K, 64, 45K", 50_000, 120.5),
+    ],
+)
+def test_tokens_at_which_warmup_has_caught_up(run: str, num_steps: int, billions: float):
+    assert extent_of(RUNS[run], num_steps=num_steps, num_tokens=None).num_tokens / 1e9 == pytest.approx(
+        billions, abs=0.05
+    )
+
+
+def test_shortformer_in_two_stages():
+    pacing = Pacing(length=Stages(sizes=(128, 1024), until=(20_000,)), size=Stays(4096), read_length=1024)
+    assert extent_of(pacing, num_steps=None, num_tokens=BUDGET).num_steps == 55_000
+
+
+def test_what_truncation_reads_and_drops():
+    """173.0 billion tokens read for 157.3 trained on: 30,000 whole batches are dropped."""
+    extent = extent_of(RUNS["GPT-2 117M, 60K"], num_steps=None, num_tokens=BUDGET)
+    read = extent.num_tokens + extent.num_dropped_tokens
+    assert (read / 1e9, extent.num_dropped_tokens / 1e9) == pytest.approx((173.0, 15.7), abs=0.05)
+    assert extent.num_dropped_tokens / (512 * 1024) == pytest.approx(30_000, abs=1)
+
+
+def test_batch_warmup_takes_a_few_more_steps_than_published():
+    """128 to 4,096 over 45K steps: published 58.8K steps; sizes that are multiples of 128 take 60.0K, of 1 59.3K. All
+    other rows of the table are met to the digit."""
+    counts = [
+        extent_of(
+            Pacing(length=Stays(1024), size=Growth(first=128, last=4096, over=45_000, multiple=multiple)),
+            num_steps=None,
+            num_tokens=BUDGET,
+        ).num_steps
+        for multiple in (128, 1)
+    ]
+    assert counts == pytest.approx([60_000, 59_300], abs=60)
+
+
+def test_a_linear_warmup_halves_the_tokens_and_thirds_the_attention():
+    """Over the warmup the mean of L / L_e is 0.50, of its square, which attention costs, 0.33."""
+    pace = Growth(first=8, last=1024, over=60_000, multiple=8)
+    shares = [pace.at(step) / 1024 for step in range(1, 60_001)]
+    assert sum(shares) / len(shares) == pytest.approx(0.50, abs=0.005)
+    assert sum(share**2 for share in shares) / len(shares) == pytest.approx(0.33, abs=0.005)
+
+
+def test_different_lengths_of_a_warmup():
+    """8 to 1,024 by 8: 128 of them; by 64: 16."""
+    assert len(Growth(first=8, last=1024, over=1, multiple=8).values()) == 128
+    assert len(Growth(first=64, last=1024, over=1, multiple=64).values()) == 16

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parallel3d.config.paces import extent, warmup_warnings
 from parallel3d.config.schema import BatchConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
 
 RARE_SHARE = 0.1
@@ -126,11 +127,11 @@ def warnings(config: Config) -> list[str]:
     """What is allowed but hardly meant, one sentence each; of a resolved configuration."""
     parallel, replicas = config.parallel, stage_replicas(config)
     num_micro_batches = batch_sizes(config.batch)[2]
-    schedule = config.schedule
+    schedule, whole = config.schedule, extent(config)
     if schedule.decay_tokens is None:
-        unit, decay_end, run_end = "steps", schedule.decay_steps or config.run.num_steps, config.run.num_steps
+        unit, decay_end, run_end = "steps", schedule.decay_steps or whole.num_steps, whole.num_steps
     else:
-        unit, decay_end, run_end = "tokens", schedule.decay_tokens, config.run.num_steps * tokens_per_step(config)
+        unit, decay_end, run_end = "tokens", schedule.decay_tokens, whole.num_tokens
     slices = num_micro_batches / max(replicas) * parallel.virtual_stages
     bubble = (parallel.pp_size - 1) / (slices + parallel.pp_size - 1)
     uneven = sorted({count for count in replicas if num_micro_batches % count})
@@ -163,11 +164,11 @@ def warnings(config: Config) -> list[str]:
             f" (schedule.decay_{unit})",
         ),
         (
-            schedule.warmup_steps >= config.run.num_steps,
+            schedule.warmup_steps >= whole.num_steps,
             f"the run ends within its warmup of {schedule.warmup_steps:,} updates (schedule.warmup_steps)",
         ),
         (
-            (schedule.warmup_tokens or 0) >= config.run.num_steps * tokens_per_step(config),
+            (schedule.warmup_tokens or 0) >= whole.num_tokens,
             f"the run ends within its warmup of {schedule.warmup_tokens or 0:,} tokens (schedule.warmup_tokens)",
         ),
         (
@@ -199,6 +200,7 @@ def warnings(config: Config) -> list[str]:
             config.data.slice is not None and config.data.num_processes > 0,
             "data.num_processes has no effect on data.slice: its tokens are ready",
         ),
+        *warmup_warnings(config),
     )
     return [*(sentence for applies, sentence in checks if applies), *_rare_sources(config)]
 

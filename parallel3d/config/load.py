@@ -23,9 +23,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
+from parallel3d.config.paces import extent, length_warmup
 from parallel3d.config.rules import broken_rules, expand_home
 from parallel3d.config.schema import Config
 from parallel3d.config.section import Section
+from parallel3d.config.warmup import CurriculumLearning
 from parallel3d.errors import ConfigError, Problem
 
 CACHE_DIRECTORY = "~/.cache/parallel3d"
@@ -73,8 +75,6 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
         model["activation_function"] = derived.activation_function(config.model)
     if parallel["stage_replicas"] is None:
         parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
-    if schedule["decay_tokens"] is None:
-        schedule["decay_steps"] = schedule["decay_steps"] or max(run["num_steps"], schedule["warmup_steps"])
     run["directory"] = expand_home(run["directory"] or f"runs/{Path(config_path).stem}")
     run["resume"] = expand_home(run["resume"])
     run["initialize_from"] = run["initialize_from"] and expand_home(run["initialize_from"])
@@ -87,6 +87,14 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
     tokenizer = data["tokenizer"]
     tokenizer["vocab_size"] = tokenizer["vocab_size"] or model["vocab_size"]
     tokenizer["path"] = tokenizer["path"] and expand_home(tokenizer["path"])
+    warmup = raw["warmup"]
+    if config.curriculum_learning.enabled:
+        warmup["sequence_length"] = length_warmup(config).model_dump()
+        raw["curriculum_learning"] = CurriculumLearning().model_dump()
+    warmup["batch_size"]["increment"] = warmup["batch_size"]["increment"] or batch["micro_batch_size"]
+    if schedule["decay_tokens"] is None:
+        last_step = extent(Config.model_validate(raw)).num_steps
+        schedule["decay_steps"] = schedule["decay_steps"] or max(last_step, schedule["warmup_steps"])
     return Config.model_validate(raw)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from math import floor, frexp, log2
+from math import floor, frexp, inf, log2
 from pathlib import Path
 from typing import Any
 
 from parallel3d.config import derived
 from parallel3d.config.data_rules import check_blend, check_slice, check_sources
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.warmup_rules import WARMUP_RULES
 from parallel3d.errors import Problem
 
 
@@ -389,7 +390,7 @@ def _check_faults(config: Config, world_size: int | None) -> Iterator[Problem]:
     for number, fault in enumerate(config.elastic.faults):
         for name, value, last in (
             ("rank", fault.rank, num_ranks - 1),
-            ("step", fault.step, config.run.num_steps),
+            ("step", fault.step, _last_step(config)),
         ):
             if value > last:
                 rule = f"there is no such {name}: the last is {last}"
@@ -410,8 +411,10 @@ def _check_evaluations(config: Config, world_size: int | None) -> Iterator[Probl
 
 def _check_profile(config: Config, world_size: int | None) -> Iterator[Problem]:
     steps, ranks = config.debug.profile.steps, config.debug.profile.ranks
-    if steps and (len(steps) != 2 or steps[0] > steps[1] or steps[1] > config.run.num_steps):
-        rule = f"must be the first and the last step to record, the last at most run.num_steps = {config.run.num_steps}"
+    if steps and (len(steps) != 2 or steps[0] > steps[1] or steps[1] > _last_step(config)):
+        rule = "must be the first and the last step to record"
+        if config.run.num_steps is not None:
+            rule += f", the last at most run.num_steps = {config.run.num_steps}"
         yield Problem(field="debug.profile.steps", value=steps, rule=rule, fix="Give two steps, such as [10, 12]")
     last = _num_ranks(config, world_size) - 1
     if ranks and max(ranks) > last:
@@ -421,9 +424,17 @@ def _check_profile(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 def _check_dumps(config: Config, world_size: int | None) -> Iterator[Problem]:
     steps = config.debug.dump_tensors.steps
-    if steps and max(steps) > config.run.num_steps:
+    if steps and max(steps) > _last_step(config):
         rule = f"there is no such step: the last is run.num_steps = {config.run.num_steps}"
         yield Problem(field="debug.dump_tensors.steps", value=steps, rule=rule, fix="Name steps that there are")
+
+
+def _check_length(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if config.run.num_steps is None and config.run.num_tokens is None:
+        rule = "says how long the run is, and neither it nor run.num_tokens is given"
+        yield Problem(
+            field="run.num_steps", value=None, rule=rule, fix="Give either, or both: the first reached counts"
+        )
 
 
 def _check_optimizer_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -435,6 +446,11 @@ def _check_optimizer_backend(config: Config, world_size: int | None) -> Iterator
             rule=f"apex updates fp32 weights, and precision.policy {policy} has none",
             fix=f"Take torch or auto, or a policy of {', '.join(fitting)}",
         )
+
+
+def _last_step(config: Config) -> float:
+    """The last step that can be asked for; a run that ends by tokens does not name it."""
+    return inf if config.run.num_steps is None else config.run.num_steps
 
 
 def _num_ranks(config: Config, world_size: int | None) -> int:
@@ -465,6 +481,8 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_resume, ("run.resume",)),
     (_check_permanent, ("checkpoint.keep_every_weights_only", "checkpoint.keep_every")),
     (_check_initialize_from, ("run.initialize_from",)),
+    *WARMUP_RULES,
+    (_check_length, ("run.num_steps", "run.num_tokens")),
     (_check_loss_scale, ("precision.loss_scale",)),
     (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),

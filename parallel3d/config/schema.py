@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from parallel3d.config.blend import BlendConfig, SliceConfig
 from parallel3d.config.monitor import MonitorConfig
 from parallel3d.config.section import Section
+from parallel3d.config.warmup import CurriculumLearning, WarmupConfig
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share in [0, 1)."""
@@ -222,8 +223,8 @@ class ScheduleConfig(Section):
     plateau_ratio: Fraction = 0.0
     """Share of what lies between the warmup and the end of the decay that is spent at the peak."""
     decay_steps: PositiveInt | None = None
-    """Update at which the decay ends, counted from the run's start, warmup included. Excludes decay_tokens. Null:
-    run.num_steps, where decay_tokens is null too."""
+    """Update at which the decay ends, counted from the run's start, warmup included. Excludes decay_tokens. Null: the
+    run's last step, where decay_tokens is null too."""
     decay_tokens: PositiveInt | None = None
     """The same in tokens trained: the learning rate then depends on them alone, whatever the lengths of sequences or
     batches were. Null: decay_steps."""
@@ -397,8 +398,10 @@ class RunConfig(Section):
     first. Null: random weights, keyed by seed."""
     directory: str | None = None
     """Folder of logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
-    num_steps: PositiveInt
-    """Iterations of the run."""
+    num_steps: PositiveInt | None = None
+    """Iterations of the run. Null: as many as run.num_tokens takes. With both, the first that is reached ends it."""
+    num_tokens: PositiveInt | None = None
+    """Tokens to train on: the run ends with the step that reaches them. Null: run.num_steps alone decides."""
     seed: NonNegativeInt = 1234
     """Keys the initial weights, the order of the data and all noise."""
     threads_per_rank: PositiveInt | None = None
@@ -488,6 +491,10 @@ class Config(Section):
     """AdamW."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the updates."""
+    warmup: WarmupConfig = WarmupConfig()
+    """Steps that are smaller at first: shorter sequences, or fewer."""
+    curriculum_learning: CurriculumLearning = CurriculumLearning()
+    """DeepSpeed's block as it stands in its configuration, in place of warmup.sequence_length."""
     data: DataConfig = DataConfig()
     """The text to train on."""
     elastic: ElasticConfig = ElasticConfig()

@@ -3,7 +3,7 @@
 A record is a dict with "kind" (or "event"):
 
     step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   a line of metrics.jsonl
-    evaluation  step, loss        total       num_steps: the length of the bar
+    evaluation  step, loss        total       num_steps: the length of the bar; the sizes of a whole batch
     notice      text              summary     the run's figures, once, at its end
     membership  text, live, spare, lost: who takes part from now on
 
@@ -39,6 +39,9 @@ from parallel3d.monitor.tensorboard import TensorBoardFile
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
 FLUSH_S = 30.0
+
+SIZES = {"sequence_length": "seq", "num_sequences": "batch"}
+"""Sizes of a step's batch in the records, and their names in the bar."""
 
 SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("final_loss", "final loss", "{:.4f} nats per token".format),
@@ -138,6 +141,8 @@ class RunReport:
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="run-report", daemon=True)
         self._total: int | None = None
+        self._whole: dict[str, int] = {}
+        """The sizes of a whole batch."""
         self._workers = ""
         """Who is left, once somebody is lost."""
         self._last_step = self._told_before()
@@ -187,7 +192,7 @@ class RunReport:
                 self._last_step = fields
                 self._append(fields)
                 step_s = record.get("step_s", 0.0)
-                text = "  ".join(part for part in (_step_text(record), self._workers) if part)
+                text = "  ".join(part for part in (_step_text(record), self._shape_text(record), self._workers) if part)
                 self._progress.show(record["step"], self._total, text, step_s)
             case "evaluation":
                 self._progress.note(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
@@ -200,10 +205,16 @@ class RunReport:
                 self._workers = _workers_text(record)
             case "total":
                 self._total = record["num_steps"]
+                self._whole = {name: record[name] for name in SIZES if name in record}
             case "summary":
                 self._summary = fields
             case None:
                 self._keep_event(record["event"], fields)
+
+    def _shape_text(self, record: dict[str, Any]) -> str:
+        """What is still smaller than it will be."""
+        sizes = [(word, record.get(name), self._whole.get(name)) for name, word in SIZES.items()]
+        return "  ".join(f"{word} {now:,}/{whole:,}" for word, now, whole in sizes if now and whole and now < whole)
 
     def _keep_event(self, event: str, fields: dict[str, Any]) -> None:
         self._append({"event": event, **fields, "time": round(time.time(), 3)})

@@ -8,7 +8,7 @@ so that threads of one process, gloo processes and a single process are built by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from parallel3d.comm.group import AbsentGroup, Group
 from parallel3d.comm.messages import Links
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
+from parallel3d.config.paces import pacing_of
 from parallel3d.config.schema import Config
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
@@ -32,6 +33,7 @@ from parallel3d.optim import apex_adamw
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.cut import Cuts, plan_cuts
 from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
+from parallel3d.pacing import BatchShape
 from parallel3d.pipeline.executor import NO_LABEL, Executor, Label, Observer
 from parallel3d.pipeline.partition import (
     ModelCosts,
@@ -67,23 +69,24 @@ class Transports:
 
 @dataclass(frozen=True)
 class Plans:
-    """The instruction lists for one grid; evaluation's are made when they are first needed."""
+    """The instruction lists for one grid, each made when it is first needed."""
 
     config: Config
     grid: Grid
 
-    @cached_property
-    def train(self) -> Plan:
-        return self._plan(self.config.parallel.schedule, 1)
+    _train: dict[int, Plan] = field(default_factory=dict)
+
+    def train(self, num_micro_batches: int) -> Plan:
+        """For a step of so many micro-batches."""
+        if num_micro_batches not in self._train:
+            rule = self.config.parallel.schedule
+            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, rule, num_micro_batches)
+        return self._train[num_micro_batches]
 
     @cached_property
     def evaluate(self) -> Plan:
-        return self._plan("forward", self.config.run.evaluate_batches)
-
-    def _plan(self, rule: Rule, num_batches: int) -> Plan:
-        num_micro_batches = self.config.batch.num_micro_batches
-        assert num_micro_batches is not None
-        return plan_schedule(self.config, self.grid, rule, num_batches * num_micro_batches)
+        num_micro_batches = plan_batch(self.config, 0).num_micro_batches * self.config.run.evaluate_batches
+        return plan_schedule(self.config, self.grid, "forward", num_micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class RankRuntime:
     train_loader: LaneLoader
     evaluate_loader: LaneLoader | None
     layout: EntryLayout
+    """Of an entry of a whole batch."""
     learning_rate: Ramp
     device: torch.device
     state: TrainState
@@ -147,7 +151,12 @@ class RankRuntime:
 
     @property
     def train_plan(self) -> Plan:
-        return self._parts.plans.train
+        """Of the iteration that follows the state's."""
+        return self.plan_next(self._parts.plans)
+
+    def plan_next(self, plans: Plans) -> Plan:
+        """The one of `plans` that is for the iteration that follows the state's."""
+        return plans.train(self.train_batch(self.state.iteration + 1).num_micro_batches)
 
     @property
     def evaluate_plan(self) -> Plan:
@@ -155,7 +164,7 @@ class RankRuntime:
 
     @property
     def num_micro_batches(self) -> int:
-        """How many micro-batches this rank's replica handles in an iteration."""
+        """How many micro-batches of the iteration that follows the state's this rank's replica handles."""
         return sum(route[self.place.pp] == self.place.dp for route in self.train_plan.routes)
 
     @property
@@ -165,7 +174,12 @@ class RankRuntime:
 
     def train_batch(self, iteration: int) -> BatchPlan:
         """The batch of the iteration that follows the state's."""
-        return replace(plan_batch(self.config, iteration), loss_factor=self.state.loss_scale.factor)
+        batch = plan_batch(self.config, iteration, self.state.shape)
+        return replace(batch, loss_factor=self.state.loss_scale.factor)
+
+    def layout_of(self, batch: BatchPlan) -> EntryLayout:
+        """Where everything stands in the vector of that batch's entry."""
+        return replace(self.layout, num_micro_batches=batch.num_micro_batches, num_slots=batch.num_slots)
 
     @property
     def learning_rate_now(self) -> float:
@@ -256,15 +270,16 @@ def cuts_of(config: Config, place: Coordinates, grid: Grid, hosts: Mapping[int, 
     )
 
 
-def plan_batch(config: Config, iteration: int) -> BatchPlan:
-    """The batch of one iteration; keyed by the iteration alone."""
-    assert config.batch.num_micro_batches is not None and config.batch.micro_batch_size is not None
+def plan_batch(config: Config, iteration: int, shape: BatchShape | None = None) -> BatchPlan:
+    """The batch of one iteration, of the shape that the run has come to; None: a whole one."""
+    batch = config.batch
+    assert batch.num_micro_batches is not None and batch.micro_batch_size is not None
     return BatchPlan(
         seed=config.run.seed,
         iteration=iteration,
-        num_micro_batches=config.batch.num_micro_batches,
-        micro_batch_size=config.batch.micro_batch_size,
-        sequence_length=config.batch.sequence_length,
+        num_micro_batches=shape.num_sequences // batch.micro_batch_size if shape else batch.num_micro_batches,
+        micro_batch_size=batch.micro_batch_size,
+        sequence_length=shape.sequence_length if shape else batch.sequence_length,
         masks_documents=config.data.document_mask,
     )
 
@@ -332,7 +347,7 @@ def prepare_rank(
     """
     assert eos_id is not None or not config.data.document_mask, "who keeps documents apart must know where they end"
     parallel, place, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
-    batch = plan_batch(config, 0)
+    batch, pacing = plan_batch(config, 0), pacing_of(config)
     starts = tuple(train_lanes.start(slot) for slot in range(batch.num_slots))
     tp_ranks = grid.tp_ranks(place.replica)
     tp = TensorParallel(
@@ -374,7 +389,7 @@ def prepare_rank(
         tp=tp,
         chunks=chunks,
         optimizer=optimizer,
-        train_loader=LaneLoader(train_lanes, device, border),
+        train_loader=LaneLoader(train_lanes, device, border, read_length=pacing.read_length),
         evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device, border) if evaluate_lanes else None,
         layout=EntryLayout(
             num_stages=grid.pp_size * parallel.virtual_stages,
@@ -385,7 +400,7 @@ def prepare_rank(
         ),
         learning_rate=build_learning_rate(config),
         device=device,
-        state=TrainState.start(starts, build_loss_scale(config, batch), build_watch(config)),
+        state=TrainState.start(starts, build_loss_scale(config, batch), build_watch(config), pacing),
         observe=observe,
         probe=probe,
         label=label,

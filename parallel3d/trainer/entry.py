@@ -30,6 +30,7 @@ from parallel3d.debug.replicas import NUM_WORDS, differ
 from parallel3d.errors import ProtocolError
 from parallel3d.monitor.watch import NOTHING_SEEN, StepFacts, Watch
 from parallel3d.optim.norms import StateNorms, larger
+from parallel3d.pacing import STEADY, BatchShape, Pacing
 from parallel3d.precision.fixed_point import NUM_SLOTS, ExactSum
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
 
@@ -85,6 +86,7 @@ class Entry:
     leave: bool
     """Somebody departs: the membership changes after this iteration."""
     cursors: tuple[LaneCursor, ...]
+    """Of the slots that the iteration had."""
     differing_stages: tuple[int, ...] = ()
     """Stages where the replica check has found copies that differ."""
     num_saved: int = 0
@@ -284,7 +286,11 @@ class TrainState:
     num_updates: int = 0
     """Updates applied; drives the schedules. A non-finite gradient makes an iteration without an update."""
     tokens_read: int = 0
+    """Consumed from the lanes, dropped tails of sequences included: what the text's order goes by."""
+    tokens_dropped: int = 0
+    """Of these: read and left out, since the sequences of their step were shorter."""
     tokens_trained: int = 0
+    """Target tokens of all updates: what learning rates by tokens go by."""
     cursors: tuple[LaneCursor, ...] = ()
     entries: tuple[Entry, ...] = ()
     """The last two."""
@@ -294,12 +300,27 @@ class TrainState:
     """Of the next iteration."""
     watch: Watch = NOTHING_SEEN
     """What the monitors know of the run's course."""
+    pacing: Pacing = STEADY
+    """What makes the shape of each iteration's batch."""
 
     @staticmethod
     def start(
-        cursors: tuple[LaneCursor, ...], loss_scale: LossScale = UNSCALED, watch: Watch = NOTHING_SEEN
+        cursors: tuple[LaneCursor, ...],
+        loss_scale: LossScale = UNSCALED,
+        watch: Watch = NOTHING_SEEN,
+        pacing: Pacing = STEADY,
     ) -> TrainState:
-        return TrainState(cursors=cursors, loss_scale=loss_scale, watch=watch)
+        return TrainState(cursors=cursors, loss_scale=loss_scale, watch=watch, pacing=pacing)
+
+    @property
+    def shape(self) -> BatchShape:
+        """Of the next iteration's batch."""
+        return self.pacing.shape(self.iteration, self.tokens_seen)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Target tokens of all iterations, with an update or without: what the run's length goes by."""
+        return self.tokens_read - self.tokens_dropped
 
     @property
     def is_evaluated(self) -> bool:
@@ -315,7 +336,9 @@ class TrainState:
         """The state after `entry`; the same state when it has been folded already."""
         if isinstance(entry, EvaluationEntry):
             assert entry.iteration <= self.iteration, f"evaluation {entry.iteration} after entry {self.iteration}"
-            return replace(self, evaluations=(entry,)) if entry.iteration == self.iteration else self
+            if entry.iteration < self.iteration or self.is_evaluated:
+                return self
+            return replace(self, evaluations=(entry,), pacing=self.pacing.after_evaluation(entry.loss))
         if entry.iteration <= self.iteration:
             return self
         assert entry.iteration == self.iteration + 1, f"entry {entry.iteration} after {self.iteration}"
@@ -323,9 +346,10 @@ class TrainState:
             self,
             iteration=entry.iteration,
             num_updates=self.num_updates + entry.finite,
-            tokens_read=self.tokens_read + entry.num_target_tokens,
+            tokens_read=self.tokens_read + entry.num_target_tokens + self.shape.num_dropped_tokens,
+            tokens_dropped=self.tokens_dropped + self.shape.num_dropped_tokens,
             tokens_trained=self.tokens_trained + entry.num_target_tokens * entry.finite,
-            cursors=entry.cursors,
+            cursors=(*entry.cursors, *self.cursors[len(entry.cursors) :]),
             entries=(*self.entries, entry)[-2:],
             loss_scale=self.loss_scale.after(finite=entry.finite),
             watch=self.watch.after(entry.facts),

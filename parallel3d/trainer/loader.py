@@ -20,11 +20,15 @@ from parallel3d.pipeline.executor import Loaded
 class LaneLoader:
     """Loads micro-batches from given cursors; `advanced` are the cursors after what was loaded, by slot.
 
-    `eos_id` is the token at which documents end, where attention keeps them apart.
+    `eos_id` is the token at which documents end, where attention keeps them apart. A lane moves on by `read_length`
+    tokens each time, of which the micro-batch takes as many as its sequences are long; None: by just those.
     """
 
-    def __init__(self, reader: Reader, device: torch.device, eos_id: int | None = None):
+    def __init__(
+        self, reader: Reader, device: torch.device, eos_id: int | None = None, *, read_length: int | None = None
+    ):
         self._reader = reader
+        self._read_length = read_length
         self._device = device
         self._eos_id = eos_id
         self._cursors: tuple[LaneCursor, ...] = ()
@@ -38,12 +42,12 @@ class LaneLoader:
         self.advanced = {}
 
     def load(self, micro_batch: MicroBatch) -> Loaded:
-        rows = []
+        rows, length = [], micro_batch.sequence_length
         for slot in micro_batch.slots:
-            length = micro_batch.sequence_length
-            cursor = self._reader.at(self._cursors[slot], self._tokens_read + slot * length)
-            row, self.advanced[slot] = self._reader.read(slot, cursor, length)
-            rows.append(row)
+            moves_by = self._read_length or length
+            cursor = self._reader.at(self._cursors[slot], self._tokens_read + slot * moves_by)
+            row, self.advanced[slot] = self._reader.read(slot, cursor, moves_by)
+            rows.append(row[: length + 1])
         tokens = np.stack(rows).astype(np.int64)
         documents = None if self._eos_id is None else document_lengths(tokens[:, :-1], self._eos_id)
         whole = to_device(torch.from_numpy(tokens), self._device)

@@ -17,7 +17,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
-from parallel3d.config.derived import flops_per_token, tokens_per_step
+from parallel3d.config.derived import flops_per_token
 from parallel3d.config.schema import RunConfig
 from parallel3d.elastic.membership import EpochRecord
 from parallel3d.errors import EpochEnded
@@ -66,8 +66,10 @@ class Trainer:
         self._progress = Progress(self.rank.config)
         self._losses: dict[int, float] = {}
         self._training_s = 0.0
-        self._num_timed = 0
+        self._timed_tokens = 0
+        self._timed_flops = 0
         self._joined_at = 0
+        self._planned_bubble: float | None = None
         self._bubbles: list[float] = []
         """Of the steps of this epoch: another grid has another plan."""
 
@@ -114,21 +116,27 @@ class Trainer:
 
     def _next_phase(self) -> Phase:
         """A function of the state alone: the same on every rank, before and after a loss."""
-        state, run = self.rank.state, self.rank.config.run
+        state, run, is_over = self.rank.state, self.rank.config.run, self._is_over
         last = state.entries[-1] if state.entries else None
         if last is not None and last.stop:
             return Phase.SAVE if self.saving.is_due(state.iteration, ends=True, early=True) else Phase.STOP
         if last is not None and last.leave and last.iteration > self._joined_at:
             return Phase.RECOVER
-        is_over = state.iteration >= run.num_steps
         if evaluation_is_due(state, run, is_over=is_over) and not state.is_evaluated:
             return Phase.EVALUATE
         if self.saving.is_due(state.iteration, ends=is_over):
             return Phase.SAVE
         return Phase.STOP if is_over else Phase.STEP
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the steps or the tokens of the run are reached, whichever comes first."""
+        state, run = self.rank.state, self.rank.config.run
+        is_last = run.num_steps is not None and state.iteration >= run.num_steps
+        return is_last or (run.num_tokens is not None and state.tokens_seen >= run.num_tokens)
+
     def _step(self) -> None:
-        step = self.rank.state.iteration + 1
+        step, config = self.rank.state.iteration + 1, self.rank.config
         self.publish({"kind": "progress", "step": step})
         self.on_phase(Phase.STEP, step)
         waited = self.data_wait_s()
@@ -143,9 +151,11 @@ class Trainer:
         self._say(self.saving.note(report.entry))
         self._progress.note_step(report, len(self.rank.grid.ranks))
         self._training_s += report.step_s
-        self._num_timed += 1
+        self._timed_tokens += report.batch.num_tokens
+        self._timed_flops += report.batch.num_tokens * flops_per_token(config.model, report.batch.sequence_length)
         self._losses[step] = report.entry.loss
         self._bubbles.append(report.telemetry.bubble)
+        self._planned_bubble = report.planned_bubble
         self._tell_aids(report)
         self._tell(report.entry, report, self.data_wait_s() - waited)
 
@@ -172,7 +182,7 @@ class Trainer:
         self.on_phase(Phase.SAVE, state.iteration)
         losses = [loss for step, loss in self._losses.items() if step > self.saving.last_step]
         loss = sum(losses) / len(losses) if losses else None
-        is_last = state.entries[-1].stop or state.iteration >= self.rank.config.run.num_steps
+        is_last = state.entries[-1].stop or self._is_over
         self._say(self.saving.save_now(loss) if is_last else self.saving.begin(loss))
 
     def _say(self, texts: Iterable[str]) -> None:
@@ -207,6 +217,9 @@ class Trainer:
                 "kind": "step",
                 "step": entry.iteration,
                 "tokens": self.rank.state.tokens_trained,
+                "tokens_read": self.rank.state.tokens_read,
+                "sequence_length": entry.num_target_tokens // len(entry.cursors),
+                "num_sequences": len(entry.cursors),
                 "loss": _json_number(entry.loss),
                 "grad_norm": _json_number(entry.grad_norm) if entry.finite else None,
                 "lr": self.rank.learning_rate_now,
@@ -224,8 +237,7 @@ class Trainer:
     def _summary(self) -> dict[str, Any]:
         last_steps = sorted(self._losses)[-FINAL_STEPS:]
         last = [self._losses[step] for step in last_steps if math.isfinite(self._losses[step])]
-        config, state = self.rank.config, self.rank.state
-        tokens_per_s = tokens_per_step(config) * self._num_timed / self._training_s if self._num_timed else 0.0
+        state, training_s = self.rank.state, self._training_s or math.inf
         return {
             "final_loss": sum(last) / len(last) if last else None,
             "evaluation_loss": state.evaluations[-1].loss if state.evaluations else None,
@@ -233,25 +245,26 @@ class Trainer:
             "updates": state.num_updates,
             "tokens": state.tokens_trained,
             "seconds": self._training_s,
-            "tokens_per_s": tokens_per_s,
+            "tokens_per_s": self._timed_tokens / training_s,
             **(self._bubble() if self.rank.grid.pp_size > 1 else {}),
-            "flops_per_s": tokens_per_s * flops_per_token(config.model, config.batch.sequence_length),
+            "flops_per_s": self._timed_flops / training_s,
             "stopped_early": bool(state.entries and state.entries[-1].stop),
             **state.watch.summary(),
             **self._progress.summary(self.rank.peak),
         }
 
     def _bubble(self) -> dict[str, float | None]:
-        """Measured and planned, of the grid that is there at the end."""
+        """Measured, of the grid that is there at the end, and planned, of its last step."""
         measured = median(self._bubbles) if self._bubbles else None
-        return {"bubble": measured, "planned_bubble": self.rank.train_plan.bubble}
+        return {"bubble": measured, "planned_bubble": self._planned_bubble}
 
 
 def describe_start(rank: RankRuntime) -> str:
     """One paragraph for a person: the layout, the stages' layers, the planned bubble."""
+    batch = rank.train_batch(rank.state.iteration + 1)
     return (
         f"{len(rank.grid.ranks)} ranks: {describe_layout(rank.grid)}; "
-        f"{rank.config.parallel.schedule}, {rank.config.batch.num_micro_batches} micro-batches, "
+        f"{rank.config.parallel.schedule}, {batch.num_micro_batches} micro-batches, "
         f"planned bubble {rank.train_plan.bubble:.1%}; zero stage {rank.config.parallel.zero_stage}"
     )
 

@@ -9,7 +9,6 @@ Every rank keeps it, so that whoever becomes the leader can go on. Figures of a 
     bubble, planned_bubble         share of the pipeline's time in which its busiest rank does not compute
     data_wait_s                    seconds for which this rank waited for text
     memory_bytes                   of the rank that holds most: resident, or the peak of torch's on a GPU
-    sequence_length                tokens of a sequence
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class Progress:
             "planned_bubble": report.planned_bubble,
             "data_wait_s": data_wait_s,
             "memory_bytes": report.telemetry.memory_bytes,
-            "sequence_length": report.batch.sequence_length,
         }
 
     def summary(self, peak: Peak | None) -> dict[str, Any]:

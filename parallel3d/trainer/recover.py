@@ -128,7 +128,7 @@ class Member:
         )
         plans = Plans(rank.config, record.grid)
         try:
-            self._move_state(record, transports.links, digest=lambda: plans.train.digest if has_place else "")
+            self._move_state(record, transports.links, digest=lambda: rank.plan_next(plans).digest if has_place else "")
         except EpochEnded:
             building.add_done_callback(_close_unused)
             raise
@@ -145,7 +145,7 @@ class Member:
         if rank.is_leader:
             regroup_s = time.perf_counter() - started
             self._publish(
-                {"kind": "resumed", "epoch": record.epoch, "regroup_s": regroup_s, "plan": plans.train.reason}
+                {"kind": "resumed", "epoch": record.epoch, "regroup_s": regroup_s, "plan": rank.train_plan.reason}
             )
         return True
 

@@ -38,6 +38,7 @@ def state_to_json(state: TrainState) -> Json:
         "iteration": state.iteration,
         "num_updates": state.num_updates,
         "tokens_read": state.tokens_read,
+        "tokens_dropped": state.tokens_dropped,
         "tokens_trained": state.tokens_trained,
         "cursors": [list(cursor) for cursor in state.cursors],
         "entries": [
@@ -46,21 +47,25 @@ def state_to_json(state: TrainState) -> Json:
         "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
         "loss_scale": _loss_scale_to_json(state.loss_scale),
         "watch": state.watch.to_json(),
+        "pacing": state.pacing.to_json(),
     }
 
 
 def state_from_json(data: Json, fresh: TrainState) -> TrainState:
-    """The state; `fresh`, that of a run at its start, gives the loss scale's rule, and its scale if it had none."""
+    """The state; `fresh`, that of a run at its start, gives the rules of loss scale and pacing, and
+    where those begin if the older run had none."""
     return TrainState(
         iteration=data["iteration"],
         num_updates=data["num_updates"],
         tokens_read=data["tokens_read"],
+        tokens_dropped=data.get("tokens_dropped", 0),  # older checkpoints have dropped none
         tokens_trained=data["tokens_trained"],
         cursors=tuple(tuple(cursor) for cursor in data["cursors"]),
         entries=tuple(Entry.from_json(entry) for entry in data["entries"]),
         evaluations=tuple(EvaluationEntry.from_json(evaluation) for evaluation in data["evaluations"]),
         loss_scale=_loss_scale(data["loss_scale"], fresh.loss_scale),
         watch=fresh.watch.from_json(data["watch"]) if "watch" in data else fresh.watch,  # older ones have none
+        pacing=fresh.pacing.resumed(data.get("pacing")),
     )
 
 

@@ -14,7 +14,7 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
-from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.build import RankRuntime, plan_batch
 from parallel3d.trainer.dumps import record, write
 from parallel3d.trainer.entry import NO_WORD, Contribution, Entry, EvaluationEntry, SaveWord
 from parallel3d.trainer.replicas import is_due, replica_words, settle
@@ -59,14 +59,14 @@ def train_step(
     non-finite gradient updates nothing, on all ranks alike.
     """
     started = time.perf_counter()
-    batch = rank.train_batch(rank.state.iteration + 1)
+    batch, plan = rank.train_batch(rank.state.iteration + 1), rank.train_plan
     rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches, batch.loss_factor)
     rank.train_loader.begin(rank.state.cursors, rank.state.tokens_read)
     with record(rank, batch) as recorder:
-        result = rank.executor.run(rank.train_plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
+        result = rank.executor.run(plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
     part = contribution(rank, result, stop=stop, leave=leave, evaluate=evaluate, saved=saved)
-    entry, telemetry = agree(rank, batch.iteration, part, result)
+    entry, telemetry = agree(rank, batch, part, result)
     dump = None if recorder is None else write(rank, entry, recorder)
     warning = settle(rank, batch.iteration) if entry.differing_stages else ""
     rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
@@ -77,7 +77,7 @@ def train_step(
         step_s=time.perf_counter() - started,
         batch=batch,
         telemetry=telemetry,
-        planned_bubble=rank.train_plan.bubble,
+        planned_bubble=plan.bubble,
         warning=warning,
         dump=dump,
     )
@@ -109,13 +109,14 @@ def contribution(
     return part
 
 
-def agree(rank: RankRuntime, iteration: int, part: Contribution, result: StageResult) -> tuple[Entry, Telemetry]:
+def agree(rank: RankRuntime, batch: BatchPlan, part: Contribution, result: StageResult) -> tuple[Entry, Telemetry]:
     """The one all-reduce over all ranks of the grid: the entry, and what else they tell each other.
 
     Every rank's seconds and bytes ride behind what the entry is made of. They are never part of it: a replay is the
     same entry.
     """
-    words, told = rank.layout.pack(part), [0.0] * (NUM_TOLD * len(rank.grid.ranks))
+    layout = rank.layout_of(batch)
+    words, told = layout.pack(part), [0.0] * (NUM_TOLD * len(rank.grid.ranks))
     place = NUM_TOLD * rank.grid.ranks.index(rank.rank)
     told[place : place + NUM_TOLD] = result.busy_s, result.run_s, float(used_bytes(rank.device))
     vector = torch.tensor(words + told, dtype=torch.float64)
@@ -124,7 +125,7 @@ def agree(rank: RankRuntime, iteration: int, part: Contribution, result: StageRe
     work.wait()
     total = vector.tolist()
     busy_s, run_s, num_bytes = (total[len(words) + number :: NUM_TOLD] for number in range(NUM_TOLD))
-    return rank.layout.unpack(iteration, total[: len(words)]), Telemetry(
+    return layout.unpack(batch.iteration, total[: len(words)]), Telemetry(
         bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes))
     )
 
@@ -161,7 +162,7 @@ def _evaluation_loss(rank: RankRuntime) -> float | None:
     if rank.evaluate_loader is None:
         return None
     rank.optimizer.finish_gather()
-    batch = rank.train_batch(rank.state.iteration)
+    batch = plan_batch(rank.config, rank.state.iteration)  # of whole sequences, whatever training has come to
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin(((),) * batch.num_slots, 0)

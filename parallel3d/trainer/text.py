@@ -17,6 +17,7 @@ import numpy as np
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.config.blend import BlendConfig
+from parallel3d.config.paces import extent
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.blend import Blend, BlendStage, Selection
 from parallel3d.data.corpus import Corpus, load_corpus, open_corpus
@@ -117,10 +118,11 @@ def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
 def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:
     """Where it lies, how often the run reads it, and where another run would go on."""
     file, part = _slice(config)
-    passes = config.run.num_steps / part.num_batches
+    num_steps = extent(config).num_steps
+    passes = num_steps / part.num_batches
     yield (
         f"slice: tokens {part.start:,} to {part.stop:,} of {file.num_tokens:,}, {part.num_batches:,} global batches, "
-        f"which this run's {config.run.num_steps:,} steps read {passes:.3g} times; a run that goes on behind it has "
+        f"which this run's {num_steps:,} steps read {passes:.3g} times; a run that goes on behind it has "
         f"data.slice.start_token {part.stop}"
     )
     if evaluation_lanes(config, corpus) is None:

@@ -200,6 +200,8 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["debug.dump_tensors.steps=[3,11]"], {"debug.dump_tensors.steps"}),
         (["debug.profile.ranks=[1]"], {"debug.profile.ranks"}),
         (["debug.replica_check_every=0"], {"debug.replica_check_every"}),
+        (["run.num_steps=null"], {"run.num_steps"}),
+        (["run.num_steps=null", "debug.profile.steps=[3,2]"], {"run.num_steps", "debug.profile.steps"}),
     ],
 )
 def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
@@ -227,6 +229,8 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["schedule.kind=constant", "schedule.warmup_steps=11"],
         ["schedule.warmup_steps=11", "schedule.decay_steps=11"],
         ["schedule.warmup_steps=11", "schedule.decay_tokens=5"],  # of two units: neither is known to be longer
+        ["run.num_steps=null", "run.num_tokens=1000", "debug.profile.steps=[3,11]"],
+        ["run.num_tokens=1000"],
     ],
 )
 def test_what_the_rules_allow(tiny: Path, overrides: list[str]):

@@ -83,6 +83,17 @@ def test_the_bar_says_who_is_left_once_somebody_is_lost(tmp_path):
     assert len(lines) == 2  # the account of a change is a record of its own
 
 
+def test_the_bar_shows_sizes_that_are_not_full_yet(tmp_path):
+    report, _ = report_of(tmp_path, out := io.StringIO())
+    report.start()
+    report.publish({"kind": "total", "num_steps": 2, "sequence_length": 1024, "num_sequences": 64})
+    report.publish(step(1) | {"sequence_length": 128, "num_sequences": 64})
+    report.publish(step(2) | {"sequence_length": 1024, "num_sequences": 64})
+    report.close("", exit_code=0)
+    first, second = (line for line in out.getvalue().splitlines() if line.startswith("step"))
+    assert "seq 128/1,024" in first and "batch" not in first and "seq" not in second
+
+
 def test_a_report_that_goes_on_knows_what_was_told(tmp_path):
     first, _ = report_of(tmp_path, io.StringIO())
     first.start()

@@ -153,9 +153,9 @@ class Cell:
     @property
     def reference(self) -> Cell:
         """The same run on one rank, micro-batches of one sequence."""
-        changes = {
-            name: values for name, values in self.changes.items() if name not in ("parallel", "batch", "elastic")
-        }
+        changes = {name: values for name, values in self.changes.items() if name not in ("parallel", "elastic")}
+        batch = {name: value for name, value in changes.pop("batch", {}).items() if name != "micro_batch_size"}
+        changes |= {"batch": batch} if batch else {}
         return replace(self, name=f"reference of {self.name}", transport="threads", changes=changes)
 
     @property
@@ -249,6 +249,46 @@ def tied_cells() -> Iterator[Cell]:
     yield cell("gloo-tied-pp2-dp2", tied=True, transport="gloo", pp_size=2, dp_size=2)
     yield cell("gloo-tied-stages-1-2-zb-h1", tied=True, transport="gloo", **STAGES_1_2, schedule="zb-h1")
     yield cell("gloo-tied-stages-1-2-zero0", tied=True, transport="gloo", **STAGES_1_2, zero_stage=0)
+
+
+LENGTHS = dict(kind="linear", start=8, duration=4)
+"""8, 16, 24, 32 tokens."""
+SIZES_OF_STEPS = dict(start=2, duration=4)
+"""3, 5, 6, 8 sequences."""
+
+
+def warmup_cells() -> Iterator[Cell]:
+    """Four steps, none like another: longer sequences, more of them, or both."""
+    interleaved = dict(schedule="interleaved", virtual_stages=2)
+    kinds = dict(
+        lengths=dict(sequence_length=LENGTHS),
+        recycled=dict(sequence_length=LENGTHS | dict(recycle=True)),
+        sizes=dict(batch_size=SIZES_OF_STEPS),
+        both=dict(sequence_length=LENGTHS, batch_size=SIZES_OF_STEPS),
+    )
+    for kind, name, layout in [
+        ("lengths", "pp2", dict(pp_size=2)),
+        ("lengths", "dp2-zero0", dict(dp_size=2, zero_stage=0)),
+        ("lengths", "tp2-sp", dict(tp_size=2, sequence_parallel=True)),
+        ("lengths", "cube", CUBE),
+        ("lengths", "cube-dropout-recompute", dict(drop=0.2, recompute="full", **CUBE)),
+        ("lengths", "cube-gpt2", dict(architecture="gpt2", **CUBE)),
+        ("lengths", "cube-bf16_sr", dict(policy="bf16_sr", **CUBE)),
+        ("recycled", "cube", CUBE),
+        ("recycled", "stages-1-2-zb-h1", dict(schedule="zb-h1", **STAGES_1_2)),
+        ("sizes", "pp2", dict(pp_size=2)),
+        ("sizes", "dp2", dict(dp_size=2)),
+        ("sizes", "cube", CUBE),
+        ("sizes", "pp4-gpipe", dict(pp_size=4, schedule="gpipe")),
+        ("sizes", "cube-interleaved-tied", dict(tied=True, **interleaved, **CUBE)),
+        ("both", "cube-zb-h1", dict(schedule="zb-h1", **CUBE)),
+        ("both", "cube-interleaved", dict(**interleaved, **CUBE)),
+        ("both", "stages-1-2", STAGES_1_2),
+        ("both", "gloo-cube", dict(transport="gloo", **CUBE)),
+    ]:
+        plain = cell(f"warmup-{kind}-{name}", **layout)
+        batch = plain.changes["batch"] | dict(sequence_length=32)
+        yield replace(plain, steps=4, changes=plain.changes | dict(batch=batch, warmup=kinds[kind]))
 
 
 STAGES_1_2 = dict(pp_size=2, stage_replicas=[1, 2])
@@ -410,6 +450,7 @@ CELLS: list[Cell] = [
         Cell(name=f"blend-{name}", changes=dict(parallel=parallel, data=dict(blend=blend_from(12 * 16))))
         for name, parallel in [("dp2", dict(dp_size=2)), ("cube", CUBE)]
     ),
+    *warmup_cells(),
     cell("one-big-bucket", dp_size=4, bucket_mib=100.0),
     cell("many-small-buckets", dp_size=4, bucket_mib=0.001),
     cell("gloo-tp2", transport="gloo", tp_size=2),

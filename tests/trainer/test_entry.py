@@ -199,7 +199,7 @@ def test_the_state_counts_what_the_entries_say(history):
     state, steps = fold(history), [each for each in history if isinstance(each, Entry)]
     assert state.iteration == len(steps) and state.entries == tuple(steps[-2:])
     assert state.num_updates == sum(each.finite for each in steps)
-    assert state.tokens_read == sum(each.num_target_tokens for each in steps)
+    assert state.tokens_read == state.tokens_seen == sum(each.num_target_tokens for each in steps)
     assert state.tokens_trained == sum(each.num_target_tokens for each in steps if each.finite)
     assert state.cursors == steps[-1].cursors
     assert state.is_evaluated == isinstance(history[-1], EvaluationEntry)

@@ -124,7 +124,7 @@ def test_a_micro_batch_counted_twice_is_no_entry():
     def body(rank, lanes):
         part = Contribution(num_target_tokens=1, audit={(rank.place.pp, m): 1 for m in range(8)})
         with pytest.raises(ProtocolError, match="micro-batch 0 counted 2 times at stage 0"):
-            agree(rank, 1, part, StageResult())
+            agree(rank, rank.train_batch(1), part, StageResult())
         return True
 
     assert all(run(body, parallel=dict(pp_size=2, dp_size=2)))
