@@ -9,7 +9,7 @@ root, is rounded to a multiple of 2**-60, and these are added as integers: the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ _COARSE_LOG2, _FINE_LOG2 = 20, 60
 def measure_state(weights: Tensor, second_moment: Tensor, *, exact: bool) -> StateNorms:
     """Of `weights` (n,) and v (n,), n > 0, of any float formats; sums in fp32 at least, over blocks in fp64."""
     size = _BLOCK if weights.device.type == "cpu" else _DEVICE_BLOCK
-    roots = (torch.sqrt(_wide(block)) for block in second_moment.split(size))
+    roots = _roots(second_moment, size)
     largest = torch.sqrt(_wide(second_moment.max()))
     if exact:
         squares = (block.double().square() for block in weights.split(size))
@@ -42,6 +42,13 @@ def measure_state(weights: Tensor, second_moment: Tensor, *, exact: bool) -> Sta
         HostCopy(torch.stack([norms.square().sum(), sums.sum(), largest.double()])).read().tolist()
     )
     return StateNorms(squared_weights=ExactSum.of([squared]), variance=ExactSum.of([variance]), variance_max=maximum)
+
+
+def _roots(second_moment: Tensor, size: int) -> Iterator[Tensor]:
+    """Block by block; each is gone with the next: memory that is allocated anew costs three times the roots."""
+    scratch = _wide(second_moment.new_empty(min(size, len(second_moment))))
+    for block in second_moment.split(size):
+        yield scratch[: len(block)].copy_(block).sqrt_()
 
 
 def _wide(values: Tensor) -> Tensor:
