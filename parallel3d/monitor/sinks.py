@@ -52,6 +52,7 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens", "tokens", "{:,}".format),
     ("seconds", "seconds", "{:,.1f}".format),
     ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("evaluation_seconds", "seconds of evaluations", "{:,.1f}".format),
     ("mfu", "MFU", "{:.1%}".format),
     ("unstable_steps", "steps above 1.2 x lowest loss", "{:,}".format),
     ("largest_loss_ratio", "largest loss ratio", "{:.3f}".format),

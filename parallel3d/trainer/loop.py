@@ -160,7 +160,11 @@ class Trainer:
         self._tell(report.entry, report, self.data_wait_s() - waited)
 
     def _tell_aids(self, report: StepReport) -> None:
-        """What the debug aids have to say of a step."""
+        """What the debug aids and the monitors have to say of a step."""
+        watch = self.rank.state.watch
+        if watch.diverged and not watch.must_stop and self.rank.is_leader:
+            text = f"warning: step {report.entry.iteration}: this looks like divergence: {watch.diverged}"
+            self.publish({"kind": "notice", "text": text})
         if report.warning and self.rank.is_leader:
             self.publish({"kind": "notice", "text": f"warning: {report.warning}"})
         if report.dump is not None and self.rank.is_leader:

@@ -18,10 +18,8 @@ from typing import Any
 from parallel3d.config.derived import flops_per_token
 from parallel3d.config.schema import Config
 from parallel3d.monitor.flops import Peak, mfu
-from parallel3d.monitor.pace import EvaluationPace, EvaluationPlan, MovingSpeed, plan_evaluations
+from parallel3d.monitor.pace import EvaluationPace, MovingSpeed
 from parallel3d.trainer.step import StepReport
-
-PLANNED_SHARE = 0.05
 
 
 class Progress:
@@ -31,8 +29,6 @@ class Progress:
         self._config = config
         self._speed = MovingSpeed()
         self._pace = EvaluationPace(share=config.run.evaluate_share, num_batches=config.run.evaluate_batches)
-        self._num_steps = 0
-        self._training_s = 0.0
         self._flops = 0.0
         self._device_s = 0.0
         self.evaluation_s = 0.0
@@ -48,7 +44,6 @@ class Progress:
         num_tokens, step_s = report.entry.num_target_tokens, report.step_s
         self._pace.note_step(step_s)
         self._speed.note(num_tokens=num_tokens, num_sequences=report.batch.num_slots, step_s=step_s)
-        self._num_steps, self._training_s = self._num_steps + 1, self._training_s + step_s
         self._flops += num_tokens * self._flops_per_token(report)
         self._device_s += num_ranks * step_s
 
@@ -80,18 +75,6 @@ class Progress:
             "peak_flops_per_s": peak.flops_per_s if peak else None,
             "peak_source": peak.source if peak else None,
         }
-
-    def plan_evaluations(self, num_steps: int | None) -> EvaluationPlan | None:
-        """How 50 evaluations would take 5 % of the time of a run of `num_steps`; None before anything is measured."""
-        last_s = self._pace.evaluation_s
-        if num_steps is None or not last_s or not self._num_steps:
-            return None
-        return plan_evaluations(
-            num_steps=num_steps,
-            step_s=self._training_s / self._num_steps,
-            batch_s=last_s / self._config.run.evaluate_batches,
-            share=PLANNED_SHARE,
-        )
 
     def _flops_per_token(self, report: StepReport) -> int:
         return flops_per_token(self._config.model, report.batch.sequence_length)
