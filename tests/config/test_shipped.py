@@ -12,6 +12,7 @@ from models.make import make_decoder
 from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.config import derived
 from parallel3d.config.load import load_config, resolve
+from parallel3d.config.paces import extent
 from parallel3d.config.schema import Config, json_schema
 from parallel3d.layers.placement import Placement
 from parallel3d.precision.policy import POLICIES
@@ -93,3 +94,73 @@ def test_tinystories_78m():
     assert derived.num_parameters(config.model) == 78_408_704
     assert (derived.tokens_per_step(config), config.run.num_steps) == (128 * 256, 5000)
     assert derived.world_size(config) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "batch", "learning_rate", "start", "duration", "num_steps"),
+    [
+        ("slw_gpt2_117m_b512.json", 124_439_808, 512, 1.5e-4, 8, 60_000, 330_000),
+        ("slw_gpt2_117m_b4k.json", 124_439_808, 4096, 6e-4, 8, 30_000, 52_500),
+        ("slw_gpt2_1.5b_b512.json", 1_557_611_200, 512, 1.5e-4, 64, 270_000, 427_617),
+        ("slw_gpt2_1.5b_b4k.json", 1_557_611_200, 4096, 6e-4, 64, 45_000, 58_769),
+    ],
+)
+def test_sequence_length_warmup_gpt2(
+    name: str, num_parameters: int, batch: int, learning_rate: float, start: int, duration: int, num_steps: int
+):
+    """Tables 1 and 2 of "Sequence Length Warmup", section 3 for the rest."""
+    config = shipped(name)
+    model, schedule, pace = config.model, config.schedule, config.warmup.sequence_length
+    assert derived.num_parameters(model) == num_parameters
+    assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads) in [(12, 768, 12), (48, 1600, 25)]
+    assert (config.batch.global_batch_size, config.batch.sequence_length) == (batch, 1024)
+    assert (pace.kind, pace.start, pace.duration) == ("linear", start, duration)
+    assert extent(config).num_steps == num_steps
+    assert config.run.num_tokens == schedule.decay_tokens == 300_000 * 512 * 1024
+    assert (config.optimizer.learning_rate, schedule.warmup_steps, schedule.kind) == (learning_rate, 3000, "cosine")
+    assert schedule.min_ratio * learning_rate == pytest.approx(1e-5, rel=1e-12)
+    assert adam_of(config) == (0.9, 0.999, 1e-8, 0.01, 1.0)
+    assert config.precision.policy == "fp16"
+    assert derived.world_size(config) == 128
+
+
+def adam_of(config: Config) -> tuple[float | None, ...]:
+    settings = config.optimizer
+    return settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.max_grad_norm
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "learning_rate", "min_rate", "num_tokens", "decay_tokens", "world_size"),
+    [
+        ("gpt3_125m.json", 256, 6e-4, 6e-5, 300_000_000_000, 260_000_000_000, 16),
+        ("gpt3_125m_aggressive.json", 2048, 40 * 6e-4, 0.0, 30_000_000_000, 30_000_000_000, 128),
+    ],
+)
+def test_gpt3(
+    name: str,
+    batch: int,
+    learning_rate: float,
+    min_rate: float,
+    num_tokens: int,
+    decay_tokens: int,
+    world_size: int,
+):
+    config = shipped(name)
+    assert derived.num_parameters(config.model) == 125_226_240  # GPT-2's with 2048 positions
+    assert (config.batch.global_batch_size, config.batch.sequence_length) == (batch, 2048)
+    assert config.optimizer.learning_rate == pytest.approx(learning_rate)
+    assert config.schedule.min_ratio * learning_rate == pytest.approx(min_rate)
+    assert (config.schedule.warmup_tokens, config.schedule.decay_tokens) == (375_000_000, decay_tokens)
+    assert config.run.num_tokens == num_tokens
+    assert adam_of(config) == (0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert derived.world_size(config) == world_size
+
+
+def test_gpt3_warmups():
+    """Either shorter sequences or fewer: both cut the tokens of a step."""
+    original, aggressive = shipped("gpt3_125m.json").warmup, shipped("gpt3_125m_aggressive.json").warmup
+    size, length = original.batch_size, aggressive.sequence_length
+    assert (size.start, size.duration, size.unit) == (16, 4_000_000_000, "tokens")
+    assert (length.kind, length.start, length.duration) == ("linear", 72, 11_500)
+    assert original.sequence_length.kind == "none" and aggressive.batch_size.start is None
+    assert extent(shipped("gpt3_125m_aggressive.json")).num_steps == 12_723
