@@ -17,6 +17,9 @@ EXIT_COORDINATOR_LOST = 4
 EXIT_REPLICAS_DIFFER = 5
 """A run's exit code when copies that must be the same bits are not."""
 
+EXIT_DIVERGED = 6
+"""A run's exit code when training has diverged."""
+
 
 class Parallel3dError(Exception):
     """Root of this project's exceptions."""

@@ -1,0 +1,201 @@
+"""Searches a sequence-length warmup by short runs: `python launch/tune_warmup.py --config FILE [section.field=value]`.
+
+The search of "Sequence Length Warmup" (Li et al. 2022): first a length to begin with, then the longest duration at
+which the validation perplexity does not fluctuate (parallel3d/monitor/tuning.py). Each short run is the configuration's
+own beginning, learning rates and all, in a folder of its own under --out; a search that is begun again there takes over
+what it had found out. It ends with the lines for the configuration. Exit codes: 0 found, 1 nothing is calm, 2 a mistake
+in what it was given, 130 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from parallel3d.config.derived import tokens_per_step  # noqa: E402
+from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.config.paces import extent  # noqa: E402
+from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.config.warmup import WarmupConfig  # noqa: E402
+from parallel3d.errors import EXIT_DIVERGED, ConfigError, Problem, UserError  # noqa: E402
+from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
+from parallel3d.monitor.tuning import Evaluation, Fluctuation, Outcome, Probe, Search, tune  # noqa: E402
+
+EVALUATIONS_PER_PROBE = 25
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    try:
+        config = resolve(load_config(options.config, options.overrides), config_path=options.config)
+        search = plan_search(config, options)
+        out = Path(options.out or f"runs/{Path(options.config).stem}-warmup")
+        runner = ProbeRunner(config, options.config, options.overrides, search, out)
+        tell(describe(search, config, out))
+        outcome = tune(search, runner, runner.tell)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        tell("stopped; the same command goes on from here")
+        return 130
+    tell(conclude(outcome))
+    return 0 if outcome.duration else 1
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Search a sequence-length warmup for one JSON file by short runs.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument("--multiple", type=int, default=3, metavar="N", help="the paper's few multiples of the warmup")
+    parser.add_argument("--max-duration", type=int, metavar="STEPS", help="longest to try; default: half of the run")
+    parser.add_argument(
+        "--starts", type=lengths, metavar="LENGTHS", help="lengths to begin with; default: 8,16,32 and so on"
+    )
+    parser.add_argument("--tolerance", type=float, default=1.3, help="of a perplexity over the best; default 1.3")
+    parser.add_argument("--out", metavar="FOLDER", help="default: runs/NAME-warmup; an unfinished search goes on there")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
+    options = parser.parse_intermixed_args(arguments)
+    if wrong := [override for override in options.overrides if "=" not in override]:
+        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    return options
+
+
+def lengths(text: str) -> list[int]:
+    """Those of a list like 8,16,64, rising."""
+    return sorted(map(int, text.split(",")))
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def plan_search(config: Config, options: argparse.Namespace) -> Search:
+    """Durations are multiples of a few learning rate warmups, which are also what a short run lasts."""
+    schedule, full = config.schedule, config.batch.sequence_length
+    warmup_steps = schedule.warmup_steps or -(-(schedule.warmup_tokens or 0) // tokens_per_step(config))
+    if not warmup_steps:
+        rule, fix = "the search is in multiples of the learning rate's warmup", "Give one, such as 100 updates"
+        raise ConfigError([Problem(field="schedule.warmup_steps", value=0, rule=rule, fix=fix)])
+    unit = options.multiple * warmup_steps
+    without = config.model_copy(update={"warmup": WarmupConfig()})
+    longest = max(unit, options.max_duration or extent(without).num_steps // 2)
+    step = config.warmup.sequence_length.multiple
+    starts = options.starts or [step * 2**number for number in range(full.bit_length()) if step * 2**number < full]
+    if not starts:
+        rule, fix = f"leaves no shorter length that is a multiple of {step}", "There is nothing to search for"
+        raise ConfigError([Problem(field="batch.sequence_length", value=full, rule=rule, fix=fix)])
+    return Search(
+        starts=starts,
+        durations=list(range(unit, longest + 1, unit)),
+        beginning_steps=warmup_steps,
+        probe_steps=unit,
+        tolerance=options.tolerance,
+    )
+
+
+def describe(search: Search, config: Config, out: Path) -> str:
+    starts, durations = search.starts, search.durations
+    return (
+        f"lengths from {starts[0]} to {starts[-1]}, of {search.beginning_steps:,} steps each, to the first calm one;\n"
+        f"then durations from {durations[0]:,} to {durations[-1]:,} steps in steps of {durations[0]:,}, of"
+        f" {search.probe_steps:,} steps each: at most {search.max_probes} short runs in {out}\n"
+        f"full length {config.batch.sequence_length}; a fluctuation is a validation perplexity above"
+        f" {search.tolerance:g} x the best one before"
+    )
+
+
+def conclude(outcome: Outcome) -> str:
+    if outcome.duration is None:
+        advice = "take a lower learning rate or a smaller batch, or raise --tolerance"
+        return f"nothing is calm: {outcome.reason}; {advice}"
+    chosen = {"kind": "linear", "start": outcome.start, "duration": outcome.duration}
+    section = json.dumps({"warmup": {"sequence_length": chosen}}, indent=2)
+    return f"start {outcome.start}, duration {outcome.duration:,} ({outcome.reason}); for the configuration:\n{section}"
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+# --- short runs -------------------------------------------------------------------------------------------------------
+
+
+class ProbeRunner:
+    """Runs probes with launch/train.py, one after the other; those that `out` has finished are read, not run."""
+
+    def __init__(self, config: Config, path: str, overrides: Sequence[str], search: Search, out: Path):
+        self._config = config
+        self._path = path
+        self._overrides = list(overrides)
+        self._search = search
+        self._out = out
+        self._count = 0
+
+    def __call__(self, probe: Probe) -> list[Evaluation]:
+        """The evaluations of a probe; UserError when its run fails otherwise than by diverging."""
+        folder = self._out / f"start{probe.start}-duration{probe.duration}-steps{probe.num_steps}"
+        settings = self._settings(probe, folder)
+        done, question = folder.with_suffix(".json"), {"settings": settings, "overrides": self._overrides}
+        if done.exists() and (answer := json.loads(done.read_text()))["question"] == question:
+            return [Evaluation(**evaluation) for evaluation in answer["evaluations"]]
+        evaluations = self._train(settings, folder, probe)
+        told = {"question": question, "evaluations": [asdict(evaluation) for evaluation in evaluations]}
+        done.write_text(json.dumps(told, indent=2) + "\n")
+        return evaluations
+
+    def tell(self, probe: Probe, fluctuation: Fluctuation | None) -> None:
+        self._count += 1
+        verdict = "calm" if fluctuation is None else str(fluctuation)
+        place = f"{self._count} (of at most {self._search.max_probes})"
+        tell(f"run {place}: start {probe.start}, duration {probe.duration:,}, {probe.num_steps:,} steps: {verdict}")
+
+    def _settings(self, probe: Probe, folder: Path) -> dict[str, Any]:
+        """What a probe changes: the warmup, and its length without changing the learning rates."""
+        schedule = self._config.schedule
+        return {
+            "warmup.sequence_length": {
+                **self._config.warmup.sequence_length.model_dump(),
+                "kind": "linear",
+                "unit": "steps",
+                "start": probe.start,
+                "duration": probe.duration,
+            },
+            "schedule.decay_steps": schedule.decay_steps,
+            "schedule.decay_tokens": schedule.decay_tokens,
+            "run.num_steps": probe.num_steps,
+            "run.num_tokens": None,
+            "run.evaluate_every": max(1, probe.num_steps // EVALUATIONS_PER_PROBE),
+            "run.resume": "never",
+            "run.directory": str(folder),
+            "checkpoint.every": None,
+            "checkpoint.save_at_end": False,
+        }
+
+    def _train(self, settings: dict[str, Any], folder: Path, probe: Probe) -> list[Evaluation]:
+        overrides = [*self._overrides, *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
+        command = [sys.executable, str(ROOT / "launch/train.py"), "--config", self._path, *overrides]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode not in (0, EXIT_DIVERGED):
+            if done.returncode in (130, -2):
+                raise KeyboardInterrupt
+            raise UserError(f"the run in {folder} ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
+        evaluations = [
+            Evaluation(step=line["step"], loss=line["loss"])
+            for line in read_metrics(folder / METRICS)
+            if line.get("event") == "evaluation"
+        ]
+        if done.returncode == EXIT_DIVERGED:
+            evaluations.append(Evaluation(step=probe.num_steps, loss=None))
+        return evaluations
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
