@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -41,17 +41,20 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--size-mb", type=int, default=4000, help="of text in each file")
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of " + ", ".join(KINDS))
     parser.add_argument("--directory", help="a disk with room for three files")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of reading each")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--prepare-into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        print(json.dumps(measure(Path(options.measure))))
+        into = options.prepare_into
+        print(json.dumps(prepare_into(options.measure, into) if into else measure(options.measure, options.seconds)))
         return
     print("| source | size | first use | peak memory | opened again | reads | peak memory |\n" + "|---" * 7 + "|")
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         for kind in options.kinds.split(","):
             path = Path(folder) / f"source{SUFFIXES.get(kind, '.' + kind)}"
             write(kind, path, options.size_mb * MB)
-            report(kind, path)
+            report(kind, measure_aside(path, f"--seconds={options.seconds}"))
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
@@ -59,11 +62,9 @@ def write(kind: str, path: Path, num_bytes: int) -> None:
     if kind == "tokens":
         source = path.with_name("for-tokens.parquet")
         write("parquet", source, num_bytes)
-        done = subprocess.run(
-            [sys.executable, __file__, "--measure", f"{source}>{path}"], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        print(f"prepare: {json.loads(done.stdout)}", file=sys.stderr)
+        found = measure_aside(source, f"--prepare-into={path}")
+        source.unlink()
+        print(f"prepare, one process: {found}", file=sys.stderr)
     elif kind in ("text", "jsonl"):
         with path.open("w") as file:
             for text in texts(num_bytes):
@@ -104,10 +105,7 @@ def texts(num_bytes: int) -> Iterator[str]:
             return
 
 
-def report(kind: str, path: Path) -> None:
-    done = subprocess.run([sys.executable, __file__, "--measure", str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def report(kind: str, found: dict[str, float]) -> None:
     print(
         f"| {kind} | {found['size_mb']:,.0f} MB | {found['index_s']:.1f} s | {found['index_peak_mb']:,.0f} MB | "
         f"{found['open_s']:.2f} s | {found['tokens_per_s']:,.0f} tokens/s | {found['read_peak_mb']:,.0f} MB |",
@@ -115,27 +113,26 @@ def report(kind: str, path: Path) -> None:
     )
 
 
-def measure(path: Path) -> dict[str, float]:
-    """In a process of its own: indexes a source, opens it again, reads lanes; or prepares `SOURCE>FOLDER`."""
-    source, _, target = str(path).partition(">")
+def measure_aside(path: Path, *options: str) -> dict[str, float]:
+    """In a process of its own, whose peak is that of its work alone."""
+    command = [sys.executable, __file__, f"--measure={path}", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def measure(path: Path, seconds: float) -> dict[str, float]:
+    """Indexes a source, opens it again, reads lanes of it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as cache:
         started = time.perf_counter()
-        corpus = open_source([source], Path(cache))
+        open_source([str(path)], Path(cache))
         index_s, index_peak_mb = time.perf_counter() - started, peak_mb()
-        if target:
-            started = time.perf_counter()
-            done = prepare(corpus, Path(target), num_processes=1, progress=lambda *_: None)
-            seconds = time.perf_counter() - started
-            tokens = done.num_train_tokens + done.num_validation_tokens
-            children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / MB
-            return {"tokens_per_s": tokens / seconds, "writer_peak_mb": peak_mb(), "tokeniser_peak_mb": children}
         started = time.perf_counter()
-        corpus = open_source([source], Path(cache))
+        corpus = open_source([str(path)], Path(cache))
         open_s = time.perf_counter() - started
         lanes = Lanes(corpus.train, 1, NUM_LANES)
         cursors = [Cursor.start()] * NUM_LANES
         started, num_read = time.perf_counter(), 0
-        while (elapsed := time.perf_counter() - started) < READ_S:
+        while (elapsed := time.perf_counter() - started) < seconds:
             for lane in range(NUM_LANES):
                 _, cursors[lane] = lanes.read(lane, cursors[lane], NUM_TOKENS)
                 num_read += NUM_TOKENS
@@ -146,6 +143,25 @@ def measure(path: Path) -> dict[str, float]:
         "open_s": open_s,
         "tokens_per_s": num_read / elapsed,
         "read_peak_mb": peak_mb(),
+    }
+
+
+def prepare_into(source: Path, folder: Path) -> dict[str, float]:
+    """Tokenises a source with one process; its peak of memory, and that of the one that writes."""
+    peaks = [0.0]
+
+    def watch(text_bytes: int, num_tokens: int) -> None:
+        peaks.extend(peak_mb(process.pid) for process in multiprocessing.active_children())
+
+    with tempfile.TemporaryDirectory(dir=source.parent) as cache:
+        corpus = open_source([str(source)], Path(cache))
+        started = time.perf_counter()
+        done = prepare(corpus, folder, num_processes=1, progress=watch)
+        seconds = time.perf_counter() - started
+    return {
+        "tokens_per_s": round((done.num_train_tokens + done.num_validation_tokens) / seconds),
+        "writer_peak_mb": round(peak_mb()),
+        "tokeniser_peak_mb": round(max(peaks)),
     }
 
 
@@ -163,8 +179,10 @@ def open_source(sources: list[str], cache: Path) -> Corpus:
     )
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+def peak_mb(process: int | str = "self") -> float:
+    """Peak of resident memory; getrusage's begins with that of the process it was forked from."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / MB for line in lines if line.startswith("VmHWM"))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ import numpy as np
 
 from parallel3d.errors import DataError
 
-BATCH_BYTES = 16 * 2**20
-"""About so much text is held at once."""
+BATCH_BYTES = 4 * 2**20
+"""About so much text is held at once; of a Parquet file a page of the column, where that is more (its writer decides,
+1,024 rows or 1 MB as a rule), of a compressed Arrow file one of its batches."""
 MAX_BATCH_ROWS = 65_536
 ARROW_FILE_MAGIC = b"ARROW1"
 
