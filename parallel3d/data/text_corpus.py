@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ from parallel3d.errors import DataError
 CHUNK_BYTES, MAX_CHUNKS = 2048, 1536  # the tokenizer is trained on at most 3 MB, in well under a second
 EXACT_BYTES = 32 * 2**20  # tokens of smaller corpora are all counted (5 s), of larger ones on a sample of this size
 ALL_PLACES = "all.places"
+TELL_S = 15.0
 
 
 def build_text(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable[[str], None]) -> dict[str, Any]:
     """Fills `folder` with the corpus, and returns what is known of it."""
     formats = build_formats(text_column=recipe.text_column, document_chars=recipe.document_chars)
-    scan = _Scan(recipe, folder, token)
+    scan = _Scan(recipe, folder, token, notice)
     write_places(folder / ALL_PLACES, scan.rows())
     places = load_places(folder / ALL_PLACES)
     if not len(places):
@@ -67,16 +69,22 @@ class _Scan:
     recipe: Recipe
     folder: Path
     token: AbortToken
+    notice: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self.files = [self._readable(number, file) for number, file in enumerate(self.recipe.files)]
 
     def rows(self) -> Iterator[np.ndarray]:
-        """Yields the places of all documents, in order, some at a time."""
+        """Yields the places of all documents, in order, some at a time; now and then says how far it is."""
+        num_found, told = 0, time.monotonic()
         for number, (source, file) in enumerate(zip(self.recipe.files, self.files)):
             for block in blocks(self._scan(source, file)):
                 self.token.check()
                 yield np.insert(block, 0, number, axis=1)
+                num_found += len(block)
+                if time.monotonic() - told >= TELL_S:
+                    told = time.monotonic()
+                    self.notice(f"indexing: {num_found:,} documents, file {number + 1:,} of {len(self.files):,}")
 
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
         """The file that documents will be read from."""
@@ -88,7 +96,10 @@ class _Scan:
     def _scan(self, source: SourceFile, file: SourceFile) -> Iterator[tuple[int, int]]:
         column, chars = self.recipe.text_column, self.recipe.document_chars
         if source == file:
-            yield from build_formats(text_column=column, document_chars=chars)[file.format].scan(file.path)
+            try:
+                yield from build_formats(text_column=column, document_chars=chars)[file.format].scan(file.path)
+            except OSError as error:
+                raise DataError(f"{file.path}: can't be read ({error.strerror})") from error
             return
         with file.path.open("wb") as target:
             yield from unpack(source.path, source.format, column, target)

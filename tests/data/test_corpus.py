@@ -13,7 +13,7 @@ from words import open_words, write_words
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.config.schema import TokenizerConfig
-from parallel3d.data import cache, text_corpus
+from parallel3d.data import cache, formats, text_corpus
 from parallel3d.data.corpus import load_corpus
 from parallel3d.data.lanes import Cursor, Lanes
 from parallel3d.data.places import split
@@ -120,6 +120,32 @@ def test_bytes_need_no_training(source, tmp_path):
     assert isinstance(corpus.tokenizer, ByteTokenizer)
     assert corpus.num_train_tokens == source.stat().st_size + len(corpus.train)
     assert bytes(corpus.train.tokens(0)[:20].tolist()) == source.read_bytes()[:20]
+
+
+def test_a_full_disk_is_told_and_left_as_it_was(source, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(text_corpus, "write_places", full)
+    with pytest.raises(DataError, match="can't write the corpus cache .*No space left.*data.cache_directory"):
+        open_words(source, tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_source_that_cannot_be_read_is_told(source, tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(formats, "_line_sizes", broken)
+    with pytest.raises(DataError, match=r"words\.txt: can't be read \(Input/output error\)"):
+        open_words(source, tmp_path / "cache")
+
+
+def test_a_long_search_for_documents_says_how_far_it_is(source, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(text_corpus, "TELL_S", 0.0)
+    open_words(source, tmp_path / "cache", notice=told.append, document_chars=1000)
+    assert "indexing: 46 documents, file 1 of 1" in told
 
 
 def test_no_text_at_all_is_told(source, tmp_path):

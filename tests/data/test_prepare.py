@@ -19,6 +19,7 @@ from words import lines, open_words, write_words
 
 from parallel3d.config.schema import TokenizerConfig
 from parallel3d.data import prepare as module
+from parallel3d.data import tokenizer as tokenizer_module
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Cursor, Lanes
 from parallel3d.data.prepare import plan_parts, prepare
@@ -90,6 +91,23 @@ def test_the_same_text_in_every_kind_of_file_is_the_same_stream(tmp_path, model)
         for kind in ("jsonl", "file", "stream", "compressed", "parquet")
     }
     assert len(hashes) == 1
+
+
+def test_a_long_document_is_cut_in_order_and_ends_once(tmp_path, model):
+    """Longer than what is tokenised at once, online and prepared: in order, with EOS at its end alone."""
+    text = "".join(lines(17_500))
+    path = tmp_path / "long.jsonl"
+    path.write_text("\n".join(json.dumps({"text": each}) for each in (text, "short")))
+    assert len(text) > tokenizer_module.MAX_PIECE_CHARS
+    settings = {"tokenizer": TokenizerConfig(vocab_size=320, path=str(model)), "validation_fraction": 0.0}
+    online = open_words(path, tmp_path / "cache", **settings)
+    prepare(online, tmp_path / "out", num_processes=1, progress=lambda *_: None)
+    for corpus in (online, open_words(tmp_path / "out", tmp_path / "cache")):
+        ids = corpus.train.tokens(0)
+        assert corpus.tokenizer.decode(ids) == text and not (ids == corpus.train.eos_id).any()
+        lanes = Lanes(corpus.train, seed=1, num_lanes=1)
+        read, _ = lanes.read(0, lanes.start(0), len(ids) + len(corpus.train.tokens(1)) + 1)
+        assert (read == corpus.train.eos_id).sum() == 2
 
 
 def test_prepared_bytes(tmp_path):

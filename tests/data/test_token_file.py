@@ -93,6 +93,8 @@ def test_reads_stay_inside(tmp_path):
     for index in (-1, 2):
         with pytest.raises(IndexError):
             documents.tokens(index)
+    with pytest.raises(TypeError):
+        documents.tokens(slice(0, 2))
 
 
 def test_wrong_tensors_are_told(tmp_path):
