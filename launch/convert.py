@@ -7,7 +7,7 @@
 `to-hf` takes a checkpoint, or the folder of a run, of which it takes the newest. `from-hf` makes a checkpoint of
 weights alone. `model` prints the section "model" of a configuration that trains on from the folder
 (run.initialize_from). Weights pass through one parameter at a time, bit for bit unless --dtype says otherwise; a folder
-is whole or not there. Exit codes: 0 done, 2 a mistake in what it was given.
+is whole or not there. Exit codes: 0 done, 2 a mistake in what it was given, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from launch.initial import model_of, read_model  # noqa: E402
-from models.hf import HfTensor, check_zeros, hf_tensors, share_of  # noqa: E402
+from models.hf import HfTensor, check_zeros, hf_tensors  # noqa: E402
 from models.hf_config import CONFIG, hf_config, read_json  # noqa: E402
-from models.hf_folder import WEIGHTS, WEIGHTS_INDEX, HfFolder, open_hf_folder  # noqa: E402
+from models.hf_folder import WEIGHTS, WEIGHTS_INDEX, HfFolder, HfStored, open_hf_folder  # noqa: E402
 from models.make import shardings_of  # noqa: E402
 from parallel3d.checkpoint.catalogue import LATEST, verify  # noqa: E402
 from parallel3d.checkpoint.disk import Disk, new_folder, refuse_existing  # noqa: E402
@@ -58,6 +58,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     MODEL_FILE,
 )
+EXIT_INTERRUPTED = 130
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 
 
@@ -84,6 +85,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"can't write {error.filename or options.target} ({error.strerror})", file=sys.stderr)
         return UserError.exit_code
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -225,7 +229,10 @@ def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | N
     if path is not None or MODEL_FILE in there:
         path = path or there[MODEL_FILE]
         data = read_tokenizer(path)
-        own, generation = {MODEL_FILE: data}, ends_with(SentencePieceTokenizer(data, name=str(path)).eos_id)
+        tokenizer = SentencePieceTokenizer(data, name=str(path))
+        if tokenizer.vocab_size > model.vocab_size:
+            raise UserError(f"{path} has {tokenizer.vocab_size} pieces, the model a vocabulary of {model.vocab_size}")
+        own, generation = {MODEL_FILE: data}, ends_with(tokenizer.eos_id)
         try:
             return TokenizerFiles(files=own | hf_tokenizer_files(data, max_length=longest), generation=generation)
         except DataError as error:
@@ -256,39 +263,52 @@ def import_folder(options: argparse.Namespace) -> Iterator[str]:
     refuse_existing(options.target)
     source = open_hf_folder(options.source)
     check_zeros(source.table, source.read)
-    shardings = shardings_of(source.model)
-    formats = {s.name: ASKED[options.dtype] or found_format(s, source) for s in shardings}
-    tensors = {name: (formats[s.name], shape) for s in shardings for name, shape in tensors_of(s).items()}
+    shapes = {name: shape for s in shardings_of(source.model) for name, shape in tensors_of(s).items()}
+    values = {name: value for s in shardings_of(source.model) for name, value in our_values(s, source)}
+    formats = {name: ASKED[options.dtype] or FORMATS[values[name].dtype] for name in shapes}
     facts = RunFacts(
         state={},
         config={"model": source.model.model_dump()},
         versions={name: metadata.version(name) for name in ("parallel3d", "torch", "safetensors")},
     )
-    chunks = (
-        chunk
-        for sharding in shardings
-        for part in our_values(sharding, source)
-        for chunk in chunks_of(part.to(DTYPES[formats[sharding.name]]))
+    index = write_weights(
+        options.target,
+        {name: (formats[name], shape) for name, shape in shapes.items()},
+        (chunk for name in shapes for chunk in chunks_of(values[name].read().to(DTYPES[formats[name]]))),
+        facts=facts,
+        step=0,
+        files=side_files(source),
     )
-    index = write_weights(options.target, tensors, chunks, facts=facts, step=0, files=side_files(source))
     yield f"{len(source.stored)} tensors, {index.num_bytes / 1e6:,.1f} MB, written to {options.target}"
     yield "the model, for a configuration that starts from it (run.initialize_from):"
     yield from show_model(options)
 
 
-def our_values(sharding: ParamSharding, source: HfFolder) -> Sequence[Tensor]:
-    """The tensors that a parameter is stored as: itself, or its chunks."""
-    whole = share_of(sharding, source.table, source.read, tp_rank=0, tp_size=1)
-    return whole.split([shape[0] for shape in tensors_of(sharding).values()])
+@dataclass(frozen=True, kw_only=True)
+class OurValue:
+    """A tensor as a checkpoint stores it: rows of a Hugging Face tensor, or columns where that is transposed."""
+
+    stored: HfStored
+    part: tuple[slice, ...]
+    transposed: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def read(self) -> Tensor:
+        value = self.stored[self.part]
+        return value.t() if self.transposed else value
 
 
-def found_format(sharding: ParamSharding, source: HfFolder) -> Format:
-    """The widest of the formats that a parameter's tensors have."""
-    dtypes = [source.stored[tensor.hf_name].dtype for tensor in source.table if tensor.name == sharding.name]
-    widest = dtypes[0]
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    return FORMATS[widest]
+def our_values(sharding: ParamSharding, source: HfFolder) -> Iterator[tuple[str, OurValue]]:
+    """Each tensor that a parameter is stored as. It lies within one tensor of theirs: no chunk of ours spans two."""
+    theirs = [tensor for tensor in source.table if tensor.name == sharding.name]
+    for name, rows, first in stored_rows(sharding, range(sharding.shape[0])):
+        tensor = next(tensor for tensor in theirs if first in tensor.rows and first + len(rows) - 1 in tensor.rows)
+        span = slice(first - tensor.first_row, first - tensor.first_row + len(rows))
+        part = (slice(None), span) if tensor.transposed else (span,)
+        yield name, OurValue(stored=source.read(tensor.hf_name), part=part, transposed=tensor.transposed)
 
 
 def side_files(source: HfFolder) -> dict[str, bytes]:

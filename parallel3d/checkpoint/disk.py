@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,7 +95,7 @@ def new_folder(disk: Disk, target: Path) -> Iterator[Path]:
         disk.sync_folder(partial)
         disk.rename(partial, target)
     except BaseException:
-        if partial.exists():
+        with suppress(OSError):  # the next attempt removes it
             disk.remove_tree(partial)
         raise
     disk.sync_folder(target.parent)

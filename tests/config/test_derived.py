@@ -117,6 +117,7 @@ def test_layout_and_tokens():
         ({"schedule": {"decay_tokens": 10_000}}, "from 10,000 tokens of 12,800"),
         ({"schedule": {"warmup_steps": 100}}, "within its warmup"),
         ({"schedule": {"warmup_tokens": 12_800}}, "within its warmup of 12,800 tokens"),
+        ({"run": {"initialize_from": ".", "num_steps": 100}}, "set data.tokenizer.path to the tokenizer.model that"),
         ({"precision": {"loss_scale": {"initial": 2.0}}}, "no effect on policy fp32"),
         ({"precision": {"policy": "bf16_sr"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.99}}, "beta2 0.99"),
         ({"precision": {"policy": "bf16_pure"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.999}}, "beta2 0.999"),

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from test_train import finish, metrics, start
 
+from launch import train
 from launch.convert import main
 
 pytestmark = pytest.mark.slow
@@ -56,43 +57,49 @@ def test_transformers_alone_generates_text(trained, tmp_path):
     assert said["text"].startswith("def f(self):\n    return") and len(said["text"]) > len("def f(self):\n    return")
 
 
-def begin(trained, run, weights, *more):
+def changes(trained, run, weights, *more):
     """A step of another run on another layout, from the weights in a folder."""
-    changes = [f"run.directory={run}", f"run.initialize_from={weights}", "run.num_steps=1", "parallel.pp_size=1"]
+    fields = [f"run.directory={run}", f"run.initialize_from={weights}", "run.num_steps=1", "parallel.pp_size=1"]
     tokenizer = f"data.tokenizer.path={trained / 'hf' / 'tokenizer.model'}"
-    return finish(start("--config", trained / "tiny.json", *changes, tokenizer, *more))
+    return ["--config", str(trained / "tiny.json"), *fields, tokenizer, *more]
 
 
 def test_a_run_begins_where_another_ended(trained, tmp_path):
-    losses = []
-    for name, weights in (("hf", trained / "hf"), ("own", trained / "run" / "checkpoints" / "latest")):
-        code, out, err = begin(trained, tmp_path / name, weights)
-        assert code == 0 and f"run.initialize_from {weights} gives the weights to begin with" in out, out + err
-        losses.append(metrics(tmp_path / name)[0]["loss"])
+    run, weights = tmp_path / "run", trained / "hf"
+    code, out, err = finish(start(*changes(trained, run, weights)))
+    assert code == 0 and f"run.initialize_from {weights} gives the weights to begin with" in out, out + err
     before = [line["loss"] for line in metrics(trained / "run")]
-    assert losses[0] == losses[1]
-    assert losses[0] < before[0] - 0.7 * (before[0] - before[-1])
-    code, out, err = begin(trained, tmp_path / "own", trained / "hf", "run.resume=auto", "run.num_steps=2")
+    assert metrics(run)[0]["loss"] < before[0] - 0.7 * (before[0] - before[-1])
+    code, out, err = finish(start(*changes(trained, run, weights, "run.resume=auto", "run.num_steps=2")))
     assert code == 0 and "is not read: the run goes on from its checkpoint" in out, out + err
 
 
-def test_what_does_not_fit_is_told_before_any_step(trained, tmp_path):
-    code, out, err = begin(trained, tmp_path / "run", trained / "hf", "model.hidden_size=64")
-    assert code == 2 and "model.hidden_size = 64" in err and "Set it to 32" in err and "Traceback" not in out + err
-    code, out, err = begin(trained, tmp_path / "run", tmp_path / "nowhere")
-    assert code == 2 and "run.initialize_from" in err and "is no folder" in err
-    (tmp_path / "broken").mkdir()
-    for path in (trained / "hf").iterdir():
-        (tmp_path / "broken" / path.name).write_bytes(path.read_bytes())
-    weights = load_file(tmp_path / "broken" / "model.safetensors")
+def copy(source, target):
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_what_does_not_fit_is_told_before_any_worker(trained, tmp_path, capsys):
+    damaged = copy(trained / "run" / "checkpoints" / "latest", tmp_path / "damaged")
+    shard = sorted(damaged.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    for weights, more, said in (
+        (trained / "hf", ["model.hidden_size=64"], "model.hidden_size = 64: the weights in run.initialize_from"),
+        (tmp_path / "nowhere", [], "is no folder, seen from"),
+        (tmp_path, [], "config.json can't be read"),
+        (damaged, [], f"{shard.name} is damaged"),
+    ):
+        assert train.main(changes(trained, tmp_path / "run", weights, *more)) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_tensor_that_is_missing_is_named_once(trained, tmp_path):
+    broken = copy(trained / "hf", tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "broken" / "model.safetensors")
-    code, out, err = begin(trained, tmp_path / "run", tmp_path / "broken")
-    assert code == 2 and "lacks model.layers.1.mlp.up_proj.weight" in out + err and "Traceback" not in out + err
-    shard = sorted((trained / "run" / "checkpoints" / "latest").glob("*.safetensors"))[0]
-    (tmp_path / "damaged").mkdir()
-    for path in shard.parent.iterdir():
-        (tmp_path / "damaged" / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "damaged" / shard.name).write_bytes(shard.read_bytes()[:-1] + b"x")
-    code, out, err = begin(trained, tmp_path / "run", tmp_path / "damaged")
-    assert code == 2 and f"{shard.name} is damaged" in err and "Traceback" not in out + err
+    save_file(weights, broken / "model.safetensors")
+    code, out, err = finish(start(*changes(trained, tmp_path / "run", broken)))
+    assert code == 2 and (out + err).count("lacks model.layers.1.mlp.up_proj.weight") == 1
+    assert "Traceback" not in out + err

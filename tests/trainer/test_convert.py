@@ -1,6 +1,7 @@
 """launch/convert.py on checkpoints of real layouts: transformers computes the same function, and nothing is lost on the
 way there and back; and runs that begin with such weights."""
 
+import io
 import json
 import os
 import re
@@ -11,20 +12,25 @@ from pathlib import Path
 
 import cells
 import pytest
+import sentencepiece
 import torch
 from safetensors import safe_open
 from saves import assert_equal, read_all, run_layout, save
 
+import launch.convert as module
 from launch.convert import find_source, main
 from launch.initial import check_initial, open_initial
-from models.make import make_decoder
+from models.make import make_decoder, shardings_of
+from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.catalogue import verify
 from parallel3d.checkpoint.index import RunFacts
+from parallel3d.checkpoint.pieces import tensors_of
 from parallel3d.checkpoint.read import CheckpointReader, load_weight
 from parallel3d.checkpoint.weights import write_weights
 from parallel3d.comm.group import SoloGroup
 from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.load import load_config
+from parallel3d.data.tokenizer import train_tokenizer
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
@@ -258,36 +264,114 @@ def test_the_newest_of_a_run_is_found(tmp_path, checkpoint):
         assert find_source(path) == checkpoint("llama").resolve()
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, capsys, checkpoint, monkeypatch):
-    """The disk is full at the second file."""
-    import launch.convert as module
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (
+            OSError(28, "No space left on device", "model-00002"),
+            2,
+            r"can't write model-00002 \(No space left on",
+        ),
+        (KeyboardInterrupt(), 130, "stopped; nothing was written"),
+    ],
+)
+def test_what_ends_it_early_leaves_nothing(tmp_path, capsys, checkpoint, monkeypatch, error, code, said):
+    """A disk that is full at the second file; Ctrl-C."""
 
-    class FullDisk(module.Disk):
+    class EndingDisk(module.Disk):
         def create(self, path):
             if "00002" in path.name:
-                raise OSError(28, "No space left on device", str(path))
+                raise error
             return super().create(path)
 
-    monkeypatch.setattr(module, "Disk", FullDisk)
-    code, _, err = convert(capsys, "to-hf", checkpoint("llama"), tmp_path / "hf", "--max-file-gb", "0.00002")
-    assert code == 2 and "No space left on device" in err and "model-00002" in err
+    monkeypatch.setattr(module, "Disk", EndingDisk)
+    ended, _, err = convert(capsys, "to-hf", checkpoint("llama"), tmp_path / "hf", "--max-file-gb", "0.00002")
+    assert ended == code and re.search(said, err)
     assert list(tmp_path.iterdir()) == []
 
 
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def weights_with(folder, files, config=None):
+    """A checkpoint of a small model's weights, all zeros, and these files."""
+    model = config_of("llama", {}).model.model_copy(update={"vocab_size": 320})
+    shapes = {name: shape for sharding in shardings_of(model) for name, shape in tensors_of(sharding).items()}
+    facts = RunFacts(state={}, config={"model": model.model_dump(), **(config or {})})
+    chunks = (memoryview(bytes(4 * torch.Size(shape).numel())) for shape in shapes.values())
+    write_weights(folder, {n: ("F32", s) for n, s in shapes.items()}, chunks, facts=facts, step=1, files=files)
+    return folder
+
+
+def test_the_tokenizer_of_bytes_goes_along(tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    bytes_alone = {"data": {"tokenizer": {"kind": "bytes"}}}
+    code, out, err = convert(capsys, "to-hf", weights_with(tmp_path / "a", {}, bytes_alone), tmp_path / "hf")
+    assert code == 0 and "note" not in out, err
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("aß")["input_ids"] == [97, 195, 159] and tokenizer.eos_token_id == 256
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
+
+
+def test_a_tokenizer_that_has_no_such_form_goes_along_as_it_is(tmp_path, capsys):
+    texts = ["the cat sat on the mat"] * 20
+    unigram = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=unigram, vocab_size=20, hard_vocab_limit=False, minloglevel=2
+    )
+    (tmp_path / "own.model").write_bytes(unigram.getvalue())
+    own = train_tokenizer(["a b\n"] * 20, 300)
+    source = weights_with(tmp_path / "a", {"tokenizer.model": own})
+    code, out, err = convert(capsys, "to-hf", source, tmp_path / "hf", "--tokenizer", tmp_path / "own.model")
+    assert code == 0 and "note: no tokenizer.json is written: the tokenizer is no BPE" in out, err
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == unigram.getvalue()
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert convert(capsys, "to-hf", source, tmp_path / "hf2")[0] == 0
+    assert (tmp_path / "hf2" / "tokenizer.model").read_bytes() == own and (tmp_path / "hf2" / "tokenizer.json").exists()
+    (tmp_path / "large.model").write_bytes(train_tokenizer([f"word{n} a{n}b" for n in range(200)], 400))
+    code, _, err = convert(capsys, "to-hf", source, tmp_path / "hf3", "--tokenizer", tmp_path / "large.model")
+    assert code == 2 and "large.model has 400 pieces, the model a vocabulary of 320" in err
+
+
+def test_a_folders_own_tokenizer_comes_back_as_it_was(tmp_path, capsys, checkpoint):
+    convert(capsys, "to-hf", checkpoint("llama"), tmp_path / "hf")
+    files = {
+        "tokenizer.json": b"{}",
+        "vocab.json": b'{"a": 1}',
+        "merges.txt": b"a b",
+        "chat_template.jinja": b"{{ x }}",
+    }
+    for name, data in files.items():
+        (tmp_path / "hf" / name).write_bytes(data)
+    ids = {"bos_token_id": 7, "eos_token_id": [8, 9], "temperature": 0.6}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ids))
+    convert(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")
+    average([tmp_path / "back"], tmp_path / "mean")  # as every tool leaves it
+    code, _, err = convert(capsys, "to-hf", tmp_path / "mean", tmp_path / "hf2")
+    assert code == 0, err
+    assert {name: (tmp_path / "hf2" / name).read_bytes() for name in files} == files
+    assert json.loads((tmp_path / "hf2" / "generation_config.json").read_text()) == ids
+    config = json.loads((tmp_path / "hf2" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (7, [8, 9])
+
+
 MEASURED = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from launch.convert import main
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+def memory(name): return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: imports had their own
+before = memory("VmRSS")
 assert main(sys.argv[1:]) == 0
-print(peak() - before, file=sys.stderr)
+print(memory("VmHWM") - before, file=sys.stderr)
 """
 
 
 def test_memory_is_that_of_a_few_tensors(tmp_path):
-    """200 MB in tensors of at most 8 MB; pages of files that are mapped count, too. 32 MB: a parameter of two tensors,
-    and its copy for the file."""
-    vocab, hidden, inner, layers = 2048, 1024, 2048, 5
+    """130 MB in tensors of at most 8 MB; pages of files that are mapped count, too. A tensor and the one
+    before it take 17 MB."""
+    vocab, hidden, inner, layers = 2048, 1024, 2048, 3
     sizes = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
     model = config_of("llama-tied", {}).model.model_copy(update=sizes)
     square, wide = (hidden, hidden), (inner, hidden)
@@ -301,7 +385,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     chunks = (memoryview(bytes(4 * torch.Size(shape).numel())) for shape in shapes.values())
     facts = RunFacts(state={}, config={"model": model.model_dump()})
     index = write_weights(tmp_path / "ours", tensors, chunks, facts=facts, step=1)
-    assert index.num_bytes > 200e6
+    assert index.num_bytes > 128e6
     for arguments in (("to-hf", "ours", "hf"), ("from-hf", "hf", "back")):
         command = [sys.executable, "-c", MEASURED, arguments[0], *(str(tmp_path / name) for name in arguments[1:])]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
