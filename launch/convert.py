@@ -6,7 +6,7 @@
 
 `to-hf` takes a checkpoint, or the folder of a run, of which it takes the newest. `from-hf` makes a checkpoint of
 weights alone. `model` prints the section "model" of a configuration that trains on from the folder
-(run.initialize_from). Weights pass through one parameter at a time, bit for bit unless --dtype says otherwise; a folder
+(run.initialize_from). Weights pass through one tensor at a time, bit for bit unless --dtype says otherwise; a folder
 is whole or not there. Exit codes: 0 done, 2 a mistake in what it was given, 130 Ctrl-C.
 """
 
