@@ -54,7 +54,7 @@ def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
 @pytest.mark.parametrize("name", bubble.SCHEDULES)
 def test_the_stages_that_sleep_have_a_plan(name: str):
     config = bubble.sleeping_config(bubble.SCHEDULES[name], 8, 1)
-    plan = Plans(config, build_grid(config)).train
+    plan = Plans(config, build_grid(config)).train(config.batch.num_micro_batches)
     planned = {"1f1b": 3 / 11, "interleaved, 2 chunks": 3 / 19, "zb-h1": 3 / 27}
     assert plan.bubble == pytest.approx(planned[name])
 
