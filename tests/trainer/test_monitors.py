@@ -55,6 +55,14 @@ def test_the_norms_are_what_they_are_called(sums):
     assert second[1:] == pytest.approx((root_v.sum().item(), root_v.max().item()), rel=1e-6)
 
 
+@pytest.mark.parametrize("parallel", [dict(dp_size=4), dict(pp_size=2, stage_replicas=[1, 3])])
+def test_exact_norms_are_the_same_bits_on_every_layout(parallel):
+    ours, theirs = (
+        norms_of(cells.run_cell_in_threads(precision=dict(sums="exact"), parallel=layout)) for layout in (parallel, {})
+    )
+    assert ours == theirs
+
+
 def test_norms_are_measured_when_they_are_due():
     done = cells.run_cell_in_threads(monitor=dict(norms_every=2), parallel=dict(dp_size=2))
     assert [entry.param_norm is None for entry in done.entries] == [False, True, False]
