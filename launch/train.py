@@ -2,7 +2,7 @@
 
 Started plainly, it runs one worker process per rank on this machine; under torchrun or DeepSpeed's launcher, this
 process guards the worker of its rank. Exit codes: 0 done, 2 a mistake in what it was given, 3 lost too many workers to
-go on, 4 lost the coordinator, 5 copies that must be the same bits are not, 130/143 stopped.
+go on, 4 lost the coordinator, 5 copies that must be the same bits are not, 6 diverged, 130/143 stopped.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.child import run_script  # noqa: E402
 from launch.initial import check_initial  # noqa: E402
-from parallel3d.checkpoint.catalogue import Catalogue, Found, verify_whole  # noqa: E402
+from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
 from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.elastic.coordinator import ElasticSettings, Limits  # noqa: E402
 from parallel3d.elastic.launcher_env import LauncherEnv, read_launcher_env  # noqa: E402
 from parallel3d.elastic.overdue import OverdueRule  # noqa: E402
+from parallel3d.elastic.restart import RestartPolicy  # noqa: E402
 from parallel3d.elastic.run import run_workers  # noqa: E402
 from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
+from parallel3d.elastic.supervisor import Launch, Supervisor  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.monitor.environment import describe_environment  # noqa: E402
-from parallel3d.monitor.run_folder import LOGS, ContinuedFolder, RunFolder  # noqa: E402
+from parallel3d.monitor.run_folder import LOGS, RunFolder  # noqa: E402
 from parallel3d.monitor.sinks import RunReport  # noqa: E402
 from parallel3d.topology.grid import Grid  # noqa: E402
 
@@ -85,29 +85,32 @@ def rehearse(options: argparse.Namespace, env: LauncherEnv | None) -> int:
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers under this process's guard; returns the run's exit code."""
-    directory, start = Path(str(config.run.directory)), choose_start(config)
-    if start.path is None:
-        check_initial(config)
+    directory, restart = Path(str(config.run.directory)), config.restart
 
-    def open_report() -> RunReport:
+    def open_folder(history_to: int) -> RunFolder:
         environment = describe_environment(sys.orig_argv)
-        folder = RunFolder(
-            directory, config=dump_config(config), environment=environment, history_to=history_of(config, start)
-        )
-        report = RunReport(folder, title=title, tensorboard=config.monitor.tensorboard)
-        for record in prepare_checkpoints(config, start):
-            report.publish(record)
-        return report
+        return RunFolder(directory, config=dump_config(config), environment=environment, history_to=history_to)
 
-    def reopen_report() -> RunReport:
-        return RunReport(ContinuedFolder(directory), title=title, tensorboard=config.monitor.tensorboard)
-
+    supervisor = Supervisor(
+        directory=directory,
+        open_folder=open_folder,
+        prepare=partial(prepare_initial, config),
+        make_report=partial(RunReport, title=title, tensorboard=config.monitor.tensorboard),
+        catalogue=Catalogue(Path(str(config.checkpoint.directory))),
+        resume=config.run.resume,
+        policy=RestartPolicy(
+            max_restarts=restart.max_restarts, backoff_s=restart.backoff_s, max_backoff_s=restart.max_backoff_s
+        ),
+        skip_diverging_data=restart.skip_diverging_data,
+        launch=Launch(by_launcher=True, run_id=env.run_id, attempt=env.attempt) if env else Launch(),
+    )
     return run_workers(
-        partial(work, config, start.path),
+        partial(work, config),
         world_size=world_size(config),
         logs=directory / LOGS,
-        open_report=open_report,
-        reopen_report=reopen_report,
+        open_report=supervisor.begin,
+        reopen_report=supervisor.reopen,
+        supervision=supervisor,
         env=env,
         preload=("torch",),
         limits=limits_of(config),
@@ -136,57 +139,20 @@ def limits_of(config: Config) -> Limits:
     return Limits(start_s=config.run.timeout_s, **({"stop_grace_s": STOP_AND_SAVE_S} if saves else {}))
 
 
-def choose_start(config: Config) -> Found:
-    """The checkpoint with which the run begins, all of its bytes verified; every guardian comes to the same one.
-
-    Raises CheckpointError when one that was asked for by its path is damaged.
-    """
-    resume = config.run.resume
-    if resume == "never":
-        return Found(path=None, index=None, damaged=())
-    if resume == "auto":
-        return checkpoints_of(config).find_newest_good()
-    path = Path(resume).resolve()
-    return Found(path=path, index=verify_whole(path), damaged=())
+def prepare_initial(config: Config, goes_on: bool) -> list[str]:
+    """Looks at `run.initialize_from` where a run begins with it; what a person shall know. Raises UserError."""
+    if config.run.initialize_from is None:
+        return []
+    if not goes_on:
+        check_initial(config)
+    text = "is not read: the run goes on from its checkpoint" if goes_on else "gives the weights to begin with"
+    return [f"run.initialize_from {config.run.initialize_from} {text}"]
 
 
-def checkpoints_of(config: Config) -> Catalogue:
-    return Catalogue(Path(str(config.checkpoint.directory)))
-
-
-def history_of(config: Config, start: Found) -> int:
-    """The step up to which the run's folder holds the very run that goes on; 0: another run's."""
-    is_own = start.path is not None and start.path.parent == checkpoints_of(config).directory.resolve()
-    return start.index.step if start.index is not None and (is_own or config.run.resume == "auto") else 0
-
-
-def prepare_checkpoints(config: Config, start: Found) -> Iterator[dict[str, Any]]:
-    """Moves aside what the run does not go on from; records for the report."""
-    for text in start.damaged:
-        yield {"kind": "notice", "text": f"passed over: {text}"}
-    try:
-        aside = checkpoints_of(config).set_aside(after=history_of(config, start))
-        num_bytes = checkpoints_of(config).set_aside_bytes()
-    except OSError as error:
-        raise UserError(f"can't write into {config.checkpoint.directory} ({error.strerror})") from None
-    if aside is not None:
-        yield {"kind": "notice", "text": f"checkpoints that this run does not go on from are now in {aside}"}
-    if num_bytes:
-        text = f"{num_bytes / 1e6:,.1f} MB of such checkpoints are kept until you remove {config.checkpoint.directory}"
-        yield {"kind": "notice", "text": f"{text}/previous-*"}
-    if start.index is not None:
-        yield {"event": "resumed_from", "step": start.index.step, "path": str(start.path)}
-    elif config.run.resume == "auto":
-        yield {"kind": "notice", "text": "no checkpoint to go on from: from the start"}
-    if config.run.initialize_from is not None:
-        text = "is not read: the run goes on from its checkpoint" if start.index else "gives the weights to begin with"
-        yield {"kind": "notice", "text": f"run.initialize_from {config.run.initialize_from} {text}"}
-
-
-def work(config: Config, start: Path | None, context: WorkerContext) -> int:
+def work(config: Config, context: WorkerContext) -> int:
     from launch.worker import run_worker  # brings torch: a guardian under a launcher stays without it
 
-    return run_worker(config, context, start)
+    return run_worker(config, context)
 
 
 if __name__ == "__main__":

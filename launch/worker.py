@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from parallel3d.elastic.control import Control
 from parallel3d.elastic.faults import FaultInjector, plan_faults
 from parallel3d.elastic.membership import Address, EpochRecord
 from parallel3d.elastic.pulse import Mode
+from parallel3d.elastic.restart import START_KEY, StartOrder
 from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
 from parallel3d.errors import ConfigError, Problem
@@ -42,7 +44,7 @@ from parallel3d.topology.groups import is_world
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, plan_batch, prepare_rank
 from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
 from parallel3d.trainer.recover import Member, Network
-from parallel3d.trainer.resume import resume
+from parallel3d.trainer.resume import read_on_from, resume
 from parallel3d.trainer.saving import AsyncSaving, NoSaving, Saving
 from parallel3d.trainer.text import (
     build_reader,
@@ -57,8 +59,8 @@ WARMUP_STEPS = 2
 NUM_ROUND_TRIPS = 20
 
 
-def run_worker(config: Config, context: WorkerContext, start: Path | None = None) -> int:
-    """Trains as one rank of the run, from the checkpoint `start` if there is one; returns its exit code."""
+def run_worker(config: Config, context: WorkerContext) -> int:
+    """Trains as one rank of the run, from where the coordinator says; returns its exit code."""
     control, token = context.control, context.control.token
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     device = choose_device(config, context.local_rank, context.local_world_size)
@@ -67,6 +69,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
     torch.set_flush_denormal(True)
     grid = build_grid(config)
     control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
+    start = StartOrder.from_json(json.loads(control.get(START_KEY, token)))
 
     def tell(line: str) -> None:
         control.publish({"kind": "notice", "text": line})
@@ -76,7 +79,7 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
     prefetcher = Prefetcher(reader, config.data.prefetch, token, make_helpers(config, corpus, token, tell))
     directory = Path(str(config.run.directory)) / TRACES
     trace = make_trace(config.debug.profile, rank=context.rank, directory=directory, device=device)
-    probe = WorkerProbe(config, context, trace)
+    probe = WorkerProbe(config, context, trace, attempt=start.attempt)
     rank = prepare_rank(
         config,
         context.rank,
@@ -86,17 +89,19 @@ def run_worker(config: Config, context: WorkerContext, start: Path | None = None
         evaluate_lanes=evaluation_lanes(config, corpus),
         device=device,
         eos_id=corpus.train.eos_id,
-        initial=open_initial(config) if start is None else None,
+        initial=open_initial(config) if start.checkpoint is None else None,
         observe=probe.observe,
         probe=probe.enter_phase,
         label=trace.label,
     )
-    probe.flip_bit = lambda: flip_bit(rank)
+    probe.harm = lambda kind: harm(rank, kind)
     text, total = identify(config, corpus), describe_whole(config)
-    if start is not None:
-        for line in resume(rank, start, text):
+    if start.checkpoint is not None:
+        for line in resume(rank, Path(start.checkpoint), text):
             if context.rank == grid.ranks[0]:
                 tell(line)
+    if start.data is not None:
+        rank.state = read_on_from(rank.state, start.data)
     train_rank(
         rank,
         context,
@@ -140,11 +145,12 @@ def make_saving(rank: RankRuntime, text: dict[str, Any], files: Mapping[str, byt
 class WorkerProbe:
     """Watches one rank at work: signs of life with every instruction, the faults that it shall have, traces."""
 
-    def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None):
-        faults = plan_faults(config.elastic, world_size=context.world_size, num_steps=extent(config).num_steps)
+    def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None, *, attempt: int = 0):
+        size, num_steps = context.world_size, extent(config).num_steps
+        faults = plan_faults(config.elastic, world_size=size, num_steps=num_steps, attempt=attempt)
         self._injector = FaultInjector(faults, context.rank, self._fail)
-        self.flip_bit: Callable[[], None] = lambda: None
-        """Changes a weight, for a fault of that kind."""
+        self.harm: Callable[[str], None] = lambda kind: None
+        """Changes a weight, for faults of kind flip and nan."""
         self._pulse = context.pulse
         self._whereabouts = context.whereabouts
         self._trace = trace or NoTrace()
@@ -161,8 +167,8 @@ class WorkerProbe:
         self._injector(phase)
 
     def _fail(self, kind: str) -> None:
-        if kind == "flip":
-            self.flip_bit()
+        if kind in ("flip", "nan"):
+            self.harm(kind)
         else:
             fail_for_real(kind)
 
@@ -178,12 +184,16 @@ class WorkerProbe:
         self._injector.begin_step(step)
 
 
-def flip_bit(rank: RankRuntime) -> None:
-    """An injected fault of this process' memory: the lowest bit of the first weight, once all weights are there."""
+def harm(rank: RankRuntime, kind: str) -> None:
+    """An injected fault of this process' memory, once all weights are there: the lowest bit of the first one (flip), or
+    all of its bits (nan)."""
     rank.optimizer.finish_gather()
     weights = rank.optimizer.buckets[-1].weights
-    weights[:1].view(torch.uint8)[0] ^= 1
-    print(f"injected fault: flipped a bit of {rank.optimizer.buckets[-1].plan.places[0].name}", flush=True)
+    if kind == "nan":
+        weights[0] = float("nan")
+    else:
+        weights[:1].view(torch.uint8)[0] ^= 1
+    print(f"injected fault: {kind} of a weight of {rank.optimizer.buckets[-1].plan.places[0].name}", flush=True)
 
 
 def fail_for_real(kind: str) -> None:

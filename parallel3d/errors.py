@@ -25,6 +25,8 @@ class Parallel3dError(Exception):
     """Root of this project's exceptions."""
 
     exit_code = 1
+    concerns_run = False
+    """It says something of the whole run, whichever worker raises it."""
 
 
 class UserError(Parallel3dError):
@@ -83,6 +85,13 @@ class ReplicasDiffer(Parallel3dError):
     """Copies of weights or optimizer state that must be the same bits are not; the message names them."""
 
     exit_code = EXIT_REPLICAS_DIFFER
+
+
+class Diverged(Parallel3dError):
+    """Training has diverged, and going on would be in vain; the message says in which step and by which sign."""
+
+    exit_code = EXIT_DIVERGED
+    concerns_run = True
 
 
 class RunEnded(Parallel3dError):

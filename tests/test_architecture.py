@@ -77,7 +77,8 @@ PURE: tuple[str, ...] = (
     *(f"parallel3d.monitor.{name}" for name in ("flops", "pace")),
     "parallel3d.debug.replicas",
     *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
-    *(f"parallel3d.elastic.{name}" for name in ("launcher_env", "slurm")),
+    *(f"parallel3d.elastic.{name}" for name in ("launcher_env", "slurm", "restart")),
+    "parallel3d.monitor.account",
     "parallel3d.monitor.tuning",
     "parallel3d.trainer.schedule",
 )

@@ -324,6 +324,20 @@ def _check_initialize_from(config: Config, world_size: int | None) -> Iterator[P
         )
 
 
+def _check_restart(config: Config, world_size: int | None) -> Iterator[Problem]:
+    restart = config.restart
+    if restart.max_restarts and config.checkpoint.every is None:
+        yield Problem(
+            field="restart.max_restarts",
+            value=restart.max_restarts,
+            rule="a restart begins from a checkpoint, and checkpoint.every is null",
+            fix="Set checkpoint.every to the steps that a restart may lose, or leave restart.max_restarts at 0",
+        )
+    if restart.backoff_s > restart.max_backoff_s:
+        rule = f"must be at most restart.max_backoff_s = {restart.max_backoff_s:g}"
+        yield Problem(field="restart.backoff_s", value=restart.backoff_s, rule=rule, fix="Change either")
+
+
 def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
     path = config.data.tokenizer.path
     if path is not None and not Path(expand_home(path)).is_file():
@@ -343,6 +357,7 @@ def expand_home(path: str) -> str:
 
 
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
+_RESTART = ("restart.max_restarts", "restart.backoff_s", "restart.max_backoff_s")
 _STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
 _SCHEDULE = tuple(f"schedule.{part}_{unit}" for part in ("warmup", "decay") for unit in ("steps", "tokens"))
 _BLEND = ("data.blend.sources", "data.blend.stages", "data.blend.renormalise")
@@ -483,6 +498,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_initialize_from, ("run.initialize_from",)),
     *WARMUP_RULES,
     (_check_length, ("run.num_steps", "run.num_tokens")),
+    (_check_restart, (*_RESTART, "checkpoint.every")),
     (_check_loss_scale, ("precision.loss_scale",)),
     (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
     (_check_timeouts, ("elastic",)),

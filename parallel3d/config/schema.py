@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from parallel3d.config.blend import BlendConfig, SliceConfig
 from parallel3d.config.monitor import MonitorConfig
+from parallel3d.config.restart import RestartConfig
 from parallel3d.config.section import Section
 from parallel3d.config.warmup import CurriculumLearning, WarmupConfig
 
@@ -323,9 +324,12 @@ class FaultConfig(Section):
     phase: FaultPhase = "forward"
     """Where in the step. send: between a send to the next stage and the receive that follows; recovery_*: at that
     point of the first recovery from step - 1 on."""
-    kind: Literal["kill", "stop", "term", "sleep", "flip"] = "kill"
+    kind: Literal["kill", "stop", "term", "sleep", "flip", "nan"] = "kill"
     """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure; sleep: goes on `seconds` later;
-    flip: one bit of its first weight is the other way, as by a broken memory."""
+    flip: one bit of its first weight is the other way, as by a broken memory; nan: its first weight is no number, and
+    the run diverges."""
+    attempt: NonNegativeInt = 0
+    """In which start of the run it happens: 0 is the first, n the one after the n-th restart."""
     seconds: NonNegativeFloat = 1.0
     """How long a sleep lasts."""
 
@@ -338,7 +342,7 @@ class RandomFaults(Section):
     seed: NonNegativeInt = 0
     """Keys the draw."""
     max_faults: PositiveInt = 1
-    """At most so many in the whole run."""
+    """At most so many in a start of the run; after a restart others are drawn."""
     kind: Literal["kill", "stop", "term"] = "kill"
     """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure."""
 
@@ -503,6 +507,8 @@ class Config(Section):
     """What a run keeps of itself on disk."""
     monitor: MonitorConfig = MonitorConfig()
     """What is recorded of a run's course, and what ends a run that has diverged."""
+    restart: RestartConfig = RestartConfig()
+    """What happens when a run can't go on in place."""
     debug: DebugConfig = DebugConfig()
     """Aids for the case that something is wrong; all that cost anything are off."""
     run: RunConfig

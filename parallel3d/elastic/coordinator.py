@@ -7,13 +7,11 @@ disk never delays an abort. What to do about losses is decided by the protocol (
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,8 @@ from parallel3d.elastic.announce import Chronicle
 from parallel3d.elastic.control import encode_frame
 from parallel3d.elastic.membership import EpochRecord, Loss, Report
 from parallel3d.elastic.overdue import OverdueRule, Pace, Survey
+from parallel3d.elastic.pinboard import OPS as PINBOARD_OPS
+from parallel3d.elastic.pinboard import Pinboard
 from parallel3d.elastic.protocol import Action, Commit, Depart, Halt, Open, Protocol, Release, Seal, Stay
 from parallel3d.elastic.pulse import plan_patience
 from parallel3d.elastic.succession import GuardianPlace, Roster, may_serve
@@ -80,7 +80,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 class Coordinator:
     """Serves until every worker has ended and every guardian knows how the run has.
 
-    Without `elastic` the first loss ends it.
+    Without `elastic` the first loss ends it. `values` are on the board for its workers from the start.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class Coordinator:
         limits: Limits,
         elastic: ElasticSettings | None = None,
         own: GuardianPlace | None = None,
+        values: Mapping[str, bytes] | None = None,
     ):
         self._board = Switchboard(listener, hear=self._hear, lose=self._lose_peer)
+        self._pinboard = Pinboard(values or {}, send=self._board.send)
         self._emit = emit
         self._limits = limits
         self._elastic = elastic
@@ -112,9 +114,6 @@ class Coordinator:
         self._watch: dict[str, Any] | None = None
         """The guardians' patience, once it is known."""
         self._aborting = False
-        self._values: dict[str, bytes] = {}
-        self._waiting: defaultdict[str, list[tuple[Peer, int]]] = defaultdict(list)
-        self._waiting_for_all: defaultdict[str, list[tuple[Peer, int, list[str]]]] = defaultdict(list)
         self._last_told: dict[str, int] = {}
         """By kind of record, the newest step told."""
         self._departing: set[int] = set()
@@ -228,20 +227,8 @@ class Coordinator:
         match header["op"]:
             case "publish":
                 self._publish(rank, header["record"])
-            case "set":
-                self._set(header["key"], payload)
-            case "get":
-                self._waiting[header["key"]].append((peer, header["id"]))
-                self._answer_waiting(header["key"])
-            case "get_all":
-                self._answer_all(peer, header["id"], header["keys"])
-            case "check":
-                found = all(key in self._values for key in header["keys"])
-                self._board.send(peer, {"op": "answer", "id": header["id"], "found": found})
-            case "add":
-                value = int(self._values.get(header["key"], b"0")) + int(header["amount"])
-                self._set(header["key"], str(value).encode())
-                self._board.send(peer, {"op": "answer", "id": header["id"], "value": value})
+            case op if op in PINBOARD_OPS:
+                self._pinboard.heed(peer, header, payload)
             case "error":
                 self._book.note_error(rank, header["error"])
                 self._abort_after_failure()
@@ -319,34 +306,6 @@ class Coordinator:
         self._tell(self._live, {"op": "where"})
         self._tell_guardians({"op": "where"})
 
-    # The store
-
-    def _set(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        self._answer_waiting(key)
-
-    def _answer_waiting(self, key: str) -> None:
-        if key in self._values:
-            for peer, number in self._waiting.pop(key, []):
-                self._board.send(peer, {"op": "answer", "id": number}, self._values[key])
-            for peer, number, keys in self._waiting_for_all.pop(key, []):
-                self._answer_all(peer, number, keys)
-
-    def _answer_all(self, peer: Peer, number: int, keys: list[str]) -> None:
-        """At once, or when the first of the missing keys is set, and so on."""
-        missing = next((key for key in keys if key not in self._values), None)
-        if missing is not None:
-            self._waiting_for_all[missing].append((peer, number, keys))
-            return
-        values = [self._values[key] for key in keys]
-        header = {"op": "answer", "id": number, "sizes": [len(value) for value in values]}
-        self._board.send(peer, header, b"".join(values))
-
-    def _forget_epochs_before(self, epoch: int) -> None:
-        for table in (self._values, self._waiting, self._waiting_for_all):
-            for key in [key for key in table if epoch_of(key) < epoch]:
-                del table[key]
-
     # Who takes part
 
     def _note_ends(self, ends: Iterable[dict[str, Any]]) -> None:
@@ -416,7 +375,7 @@ class Coordinator:
                     self._seal = None
                     assert self._protocol is not None and self._protocol.committed is not None
                     self._send_roster(self._protocol.committed)
-                    self._forget_epochs_before(action.epoch)
+                    self._pinboard.forget_epochs_before(action.epoch)
                 case Depart():
                     self._sent_off.add(action.rank)
                     self._tell([action.rank], {"op": "depart"})
@@ -522,9 +481,3 @@ class Coordinator:
     def _emit_all(self, records: Iterable[dict[str, Any]]) -> None:
         for record in records:
             self._emit(record)
-
-
-def epoch_of(key: str) -> float:
-    """The membership epoch to which a key of the store belongs; infinity for those of the whole run."""
-    match = re.match(r"epoch(\d+)/", key)
-    return int(match[1]) if match else float("inf")

@@ -15,15 +15,16 @@ from parallel3d.config.schema import ElasticConfig, FaultConfig, FaultPhase
 STEP_PHASES = tuple(phase for phase in get_args(FaultPhase) if not phase.startswith("recovery") and phase != "evaluate")
 
 
-def plan_faults(config: ElasticConfig, *, world_size: int, num_steps: int) -> tuple[FaultConfig, ...]:
-    """All faults of a run, the same in every process."""
+def plan_faults(config: ElasticConfig, *, world_size: int, num_steps: int, attempt: int = 0) -> tuple[FaultConfig, ...]:
+    """All faults of one start of a run (`attempt`: how often it has been restarted), the same in every process."""
     lots, drawn = config.random_faults, list[FaultConfig]()
+    key = f"{lots.seed} restart {attempt}" if attempt else str(lots.seed)  # else it would fail for ever
     for step in range(1, num_steps + 1 if lots.probability else 1):
         for rank in range(world_size):
-            numbers = random.Random(f"{lots.seed} {step} {rank}")
+            numbers = random.Random(f"{key} {step} {rank}")
             if numbers.random() < lots.probability and len(drawn) < lots.max_faults:
                 drawn.append(FaultConfig(rank=rank, step=step, phase=numbers.choice(STEP_PHASES), kind=lots.kind))
-    return (*config.faults, *drawn)
+    return (*(fault for fault in config.faults if fault.attempt == attempt), *drawn)
 
 
 class FaultInjector:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -63,6 +64,15 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup_before)
         self.wakeup.close()
         self._writer.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long, or until a stop signal has come; whether one has."""
+        deadline = time.monotonic() + seconds
+        while not self.stops and (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([self.wakeup], [], [], left)
+            for end in readable:
+                end.recv(CHUNK_BYTES)  # bounded: there is news
+        return bool(self.stops)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number in STOP_SIGNALS:

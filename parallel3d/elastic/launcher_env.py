@@ -46,6 +46,8 @@ class LauncherEnv:
     """The launcher hosts a TCPStore at the master's address; else that port is free for rank 0."""
     attempt: int = 0
     """How often the launcher has restarted the world: keeps a restart from finding the last attempt's addresses."""
+    run_id: str = ""
+    """What the launcher calls the run; the same after it has restarted it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,7 @@ def read_launcher_env(variables: Variables, *, local_rank: int | None = None) ->
         master_addr=_master_addr(variables, launcher, is_one_host=local_world_size == world_size),
         master_port=_master_port(variables, launcher),
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
         attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in variables else 0,
     )
 

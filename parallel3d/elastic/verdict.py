@@ -58,8 +58,10 @@ class WorkerState:
 def describe_error(error: BaseException) -> dict[str, Any]:
     """An exception as the control channel carries it."""
     lost_peer = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PEER_PHRASES)
+    concerns_run = getattr(error, "concerns_run", False)
     return {
-        "text": f"{type(error).__name__}: {error}",
+        "text": str(error) if concerns_run else f"{type(error).__name__}: {error}",
+        "concerns_run": concerns_run,
         "exit_code": getattr(error, "exit_code", 1),
         "consequence": lost_peer or isinstance(error, (EpochEnded, RunEnded, ConnectionError)),
     }
@@ -109,7 +111,9 @@ class RunBook:
 
     def note_error(self, rank: int, error: dict[str, Any]) -> None:
         """An exception that the worker reports before it ends."""
-        message = f"{self.name(rank)}, {self._step(rank)}: {error['text']}{self._log(rank)}"
+        message = error["text"]
+        if not error["concerns_run"]:
+            message = f"{self.name(rank)}, {self._step(rank)}: {message}{self._log(rank)}"
         self._fail(rank, error["exit_code"], message, consequence=error["consequence"])
 
     def note_taken_over(self, hosts: Mapping[int, str], last_step: int) -> None:

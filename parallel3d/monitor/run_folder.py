@@ -3,6 +3,7 @@
 config.json        the configuration as resolved; starts the same run again
 environment.json   versions, machine, commit, command line
 metrics.jsonl      a line per step, and a line with "event" for whatever else happened; of a resumed run from its start
+lost-steps.jsonl   lines of steps that were lost with a restart
 summary.json       how the run ended, with its figures
 loss.png, ...      charts (charts.py); launch/report.py draws them anew
 tensorboard/       the same figures for TensorBoard, where monitor.tensorboard asks for them
@@ -25,7 +26,7 @@ from typing import Any
 from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
-CHARTS, LOGS, LOCK = ("loss.png", "course.png", "instability.png"), "logs", ".lock"
+CHARTS, LOGS, LOCK, LOST = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
 DUMPS, TRACES, TENSORBOARD = "dumps", "profile", "tensorboard"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
@@ -67,6 +68,18 @@ class RunFolder:
             os.ftruncate(self._metrics.fileno(), size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def rewind(self, last_step: int) -> None:
+        """The run goes on after that step: lines of later ones, evaluations included, go to lost-steps.jsonl."""
+        path, temporary = self.path / METRICS, self.path / f".{METRICS}"
+        lines = read_metrics(path)
+        with (self.path / LOST).open("a") as lost, temporary.open("w") as kept:
+            for line in lines:
+                is_lost = line.get("event", "evaluation") == "evaluation" and line.get("step", 0) > last_step
+                (lost if is_lost else kept).write(json.dumps(line) + "\n")
+        os.replace(temporary, path)
+        before, self._metrics = self._metrics, path.open("ab", buffering=0)
+        before.close()
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         temporary = self.path / f".{SUMMARY}"
         temporary.write_text(json.dumps(_strict(summary), indent=2) + "\n")
@@ -93,6 +106,10 @@ class ContinuedFolder(RunFolder):
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._check()
         super().append_metrics(line)
+
+    def rewind(self, last_step: int) -> None:
+        self._check()
+        super().rewind(last_step)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._check()
@@ -146,7 +163,7 @@ def _move_aside(path: Path) -> Path | None:
     """Moves an earlier run's files into the next free previous-N; None when there are none."""
     old = [
         path / name
-        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
+        for name in (CONFIG, ENVIRONMENT, METRICS, LOST, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
         if (path / name).exists()
     ]
     if not old:

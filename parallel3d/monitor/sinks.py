@@ -6,6 +6,7 @@ A record is a dict with "kind" (or "event"):
     evaluation  step, loss        total       num_steps: the length of the bar; the sizes of a whole batch
     notice      text              summary     the run's figures, once, at its end
     membership  text, live, spare, lost: who takes part from now on
+    diverged    step, sign, data  restart   text, step: the run begins again, with all workers, after this step
 
 Records with "event" go to metrics.jsonl as they are.
 """
@@ -22,6 +23,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from parallel3d.monitor.account import Account
 from parallel3d.monitor.history import History
 from parallel3d.monitor.run_folder import (
     CHARTS,
@@ -61,8 +63,15 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("planned_bubble", "planned bubble", "{:.1%}".format),
     ("world", "workers", str),
     ("layout", "layout", str),
+    ("restarts", "restarts", str),
+    ("lost_steps", "steps lost by them", "{:,}".format),
+    ("productive_s", "productive seconds", "{:,.1f}".format),
+    ("wall_s", "seconds in all", "{:,.1f}".format),
+    ("uptime", "uptime (productive / all)", "{:.2%}".format),
     ("state_bytes", "optimizer state per rank", lambda size: f"{size / 2**20:,.1f} MiB"),
 )
+OF_RESTARTS = ("restarts", "lost_steps", "productive_s", "wall_s", "uptime")
+"""Figures that are shown where there were any."""
 
 
 class Progress(Protocol):
@@ -140,27 +149,36 @@ class RunReport:
         self._out, self._err = out, err
         self._progress: Progress = BarProgress(out) if out.isatty() else PlainProgress(out)
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write_all, name="run-report", daemon=True)
+        self._thread: threading.Thread | None = None
         self._total: int | None = None
         self._whole: dict[str, int] = {}
         """The sizes of a whole batch."""
         self._workers = ""
         """Who is left, once somebody is lost."""
-        self._last_step = self._told_before()
+        self.account = Account(self._told_before())
+        """What its lines come to: up to date while it is paused."""
         self._summary: dict[str, Any] = {}
         self._disk_works = True
 
     @property
     def last_step(self) -> int:
         """The last step of which this run has been told; 0 before the first."""
-        return self._last_step.get("step", 0)
+        return self.account.last_step
 
     def start(self) -> None:
-        """Starts its thread; call it after the forks."""
-        self._progress.note(f"{self._title}: run folder {self._folder.path}")
-        if self._folder.moved_to:
-            self._progress.note(f"an earlier run's files are now in {self._folder.moved_to}")
+        """Starts its thread, for the first time or after a pause; call it after the forks."""
+        if self._thread is None:
+            self._progress.note(f"{self._title}: run folder {self._folder.path}")
+            if self._folder.moved_to:
+                self._progress.note(f"an earlier run's files are now in {self._folder.moved_to}")
+        self._thread = threading.Thread(target=self._write_all, name="run-report", daemon=True)
         self._thread.start()
+
+    def pause(self) -> None:
+        """Writes what is left and ends its thread, so that this process may fork."""
+        if self._thread is not None and self._thread.is_alive():
+            self._records.put(None)
+            self._thread.join(FLUSH_S)
 
     def publish(self, record: dict[str, Any]) -> None:
         """Takes a record; never waits."""
@@ -168,10 +186,13 @@ class RunReport:
 
     def close(self, message: str, *, exit_code: int) -> None:
         """Writes what is left, the summary and the chart, and says how the run ended."""
+        self.pause()
         self._records.put(None)
-        self._thread.join(FLUSH_S)
+        self._write_all()  # what has come since a pause
         self._progress.close()
-        last = {"last_step": self._last_step.get("step"), "last_loss": self._last_step.get("loss")}
+        newest = self.account.newest
+        last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
+        self._summary |= self.account.figures(time.time())
         summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
         self._keep(self._folder.write_summary, summary)
         self._keep(self._draw_charts)
@@ -190,7 +211,6 @@ class RunReport:
         fields = {key: value for key, value in record.items() if key != "kind"}
         match record.get("kind"):
             case "step":
-                self._last_step = fields
                 self._append(fields)
                 step_s = record.get("step_s", 0.0)
                 text = "  ".join(part for part in (_step_text(record), self._shape_text(record), self._workers) if part)
@@ -204,6 +224,13 @@ class RunReport:
             case "membership":
                 self._progress.note(record["text"])
                 self._workers = _workers_text(record)
+            case "diverged":
+                self._keep_event("diverged", fields)
+            case "restart":
+                self._progress.note(record["text"])
+                self._workers = ""
+                self._keep(self._folder.rewind, record["step"])
+                self._keep_event("restart", fields)
             case "total":
                 self._total = record["num_steps"]
                 self._whole = {name: record[name] for name in SIZES if name in record}
@@ -221,7 +248,8 @@ class RunReport:
         self._append({"event": event, **fields, "time": round(time.time(), 3)})
 
     def _append(self, line: dict[str, Any]) -> None:
-        """To metrics.jsonl, and to TensorBoard's file."""
+        """To the account, metrics.jsonl, and TensorBoard's file."""
+        self.account.note(line)
         if self._tensorboard and self._curves is None:
             self._keep(self._open_curves)
         self._keep(self._folder.append_metrics, line)
@@ -253,6 +281,8 @@ class RunReport:
 
     def _closing_words(self) -> str:
         figures = dict(self._summary)
+        if not figures.get("restarts"):
+            figures = {key: value for key, value in figures.items() if key not in OF_RESTARTS}
         loss, entropy = figures.get("final_loss"), figures.get("unigram_entropy")
         if loss is not None and entropy:
             figures["loss_ratio"] = loss / entropy
@@ -262,13 +292,12 @@ class RunReport:
         files = [name for name in (METRICS, SUMMARY, *CHARTS, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
-    def _told_before(self) -> dict[str, Any]:
-        """The last step in the folder: there is one when this report goes on with another process' run."""
+    def _told_before(self) -> list[dict[str, Any]]:
+        """What is in the folder: there is something when this report goes on with another process' run."""
         try:
-            lines = read_metrics(self._folder.path / METRICS)
+            return read_metrics(self._folder.path / METRICS)
         except OSError:
-            return {}
-        return next((line for line in reversed(lines) if "event" not in line), {})
+            return []
 
     def _exists(self, name: str) -> bool:
         return (self._folder.path / name).exists()

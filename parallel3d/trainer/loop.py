@@ -2,6 +2,7 @@
 
     RECOVER --a place in an epoch--> STEP --where due--> EVALUATE --where due--> SAVE --> STEP ... --> STOP
     STEP --a request to stop--> SAVE --> STOP    STEP --somebody departs--> RECOVER    any --the epoch ends--> RECOVER
+    STEP --training has diverged--> DIVERGED: what is being saved is finished, then all end
 
 What comes next follows from the state alone, so that after a loss everybody goes on at the same place. It talks through
 `publish`: records, one a step from the leader, for whoever writes files and draws bars.
@@ -20,14 +21,16 @@ from typing import Any
 from parallel3d.config.derived import flops_per_token
 from parallel3d.config.schema import RunConfig
 from parallel3d.elastic.membership import EpochRecord
-from parallel3d.errors import EpochEnded
+from parallel3d.errors import Diverged, EpochEnded
 from parallel3d.monitor.watch import perplexity
 from parallel3d.pipeline.route_map import draw_route_map
 from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.divergence import sign_of_divergence
 from parallel3d.trainer.entry import Entry, TrainState
 from parallel3d.trainer.progress import Progress
 from parallel3d.trainer.recover import Member
+from parallel3d.trainer.resume import data_to_json
 from parallel3d.trainer.saving import NoSaving, Saving
 from parallel3d.trainer.step import StepReport, evaluate, train_step
 
@@ -42,6 +45,7 @@ class Phase(Enum):
     EVALUATE = "evaluate"
     SAVE = "save"
     STOP = "stop"
+    DIVERGED = "diverged"
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Trainer:
         """Of the steps of this epoch: another grid has another plan."""
 
     def run(self) -> bool:
-        """Trains to the end; False when this rank has left before it, or had no place at it."""
+        """Trains to the end; False when this rank has left before it, or had no place at it. Raises Diverged."""
         suspicion = ""
         while self.member.enter_epoch(suspicion):
             suspicion = "a worker departs"
@@ -104,7 +108,12 @@ class Trainer:
         self._tell_evaluation()
 
     def _train(self) -> Phase:
-        actions = {Phase.STEP: self._step, Phase.EVALUATE: self._evaluate, Phase.SAVE: self._save}
+        actions = {
+            Phase.STEP: self._step,
+            Phase.EVALUATE: self._evaluate,
+            Phase.SAVE: self._save,
+            Phase.DIVERGED: self._end_diverged,
+        }
         while (phase := self._next_phase()) in actions:
             actions[phase]()
         if phase is Phase.STOP:
@@ -118,6 +127,8 @@ class Trainer:
         """A function of the state alone: the same on every rank, before and after a loss."""
         state, run, is_over = self.rank.state, self.rank.config.run, self._is_over
         last = state.entries[-1] if state.entries else None
+        if sign_of_divergence(state, since=self.rank.resumed_from):
+            return Phase.DIVERGED
         if last is not None and last.stop:
             return Phase.SAVE if self.saving.is_due(state.iteration, ends=True, early=True) else Phase.STOP
         if last is not None and last.leave and last.iteration > self._joined_at:
@@ -189,6 +200,17 @@ class Trainer:
         is_last = state.entries[-1].stop or self._is_over
         self._say(self.saving.save_now(loss) if is_last else self.saving.begin(loss))
 
+    def _end_diverged(self) -> None:
+        """Nothing of this state is saved; a save of an earlier one that is under way is finished first."""
+        state = self.rank.state
+        sign = sign_of_divergence(state, since=self.rank.resumed_from)
+        self.on_phase(Phase.DIVERGED, state.iteration)
+        self._say(self.saving.finish())
+        if self.rank.is_leader:
+            data = data_to_json(state)
+            self.publish({"kind": "diverged", "step": state.iteration, "sign": sign, "data": data})
+        raise Diverged(f"training has diverged in step {state.iteration}: {sign}")
+
     def _say(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.publish({"kind": "notice", "text": text})
@@ -212,10 +234,9 @@ class Trainer:
         if not self.rank.is_leader:
             return
         loss_scale = self.rank.state.loss_scale
-        if not entry.finite:
+        if not entry.finite and loss_scale.is_dynamic:
             text = f"step {entry.iteration}: a gradient is not finite, the update is skipped on every rank"
-            text += f"; loss scale {loss_scale.scale:g}" if loss_scale.is_dynamic else ""
-            self.publish({"kind": "notice", "text": text})
+            self.publish({"kind": "notice", "text": f"{text}; loss scale {loss_scale.scale:g}"})
         self.publish(
             {
                 "kind": "step",

@@ -69,6 +69,16 @@ def state_from_json(data: Json, fresh: TrainState) -> TrainState:
     )
 
 
+def data_to_json(state: TrainState) -> Json:
+    """Where a run stands in its data, and nothing else of it."""
+    return {"tokens_read": state.tokens_read, "cursors": [list(cursor) for cursor in state.cursors]}
+
+
+def read_on_from(state: TrainState, data: Json) -> TrainState:
+    """`state` with the place in its data that `data_to_json` told of another state of the same run."""
+    return replace(state, tokens_read=data["tokens_read"], cursors=tuple(map(tuple, data["cursors"])))
+
+
 def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
     """Lets a prepared rank begin from a checkpoint, of which the bytes have been verified; what a person shall know.
 

@@ -60,6 +60,10 @@ class Saving(ABC):
         """Saves, and returns when it is done: the run ends. All ranks of the grid call it."""
 
     @abstractmethod
+    def finish(self) -> list[str]:
+        """Returns when a save that is under way is published or given up: on all ranks of the grid together."""
+
+    @abstractmethod
     def word(self) -> SaveWord:
         """This rank's part of the next entry."""
 
@@ -81,6 +85,9 @@ class NoSaving(Saving):
         return []
 
     def save_now(self, training_loss: float | None) -> list[str]:
+        return []
+
+    def finish(self) -> list[str]:
         return []
 
     def word(self) -> SaveWord:
@@ -153,9 +160,13 @@ class AsyncSaving(Saving):
         texts = self._finish()  # one of an earlier step
         step = self._considered = self._rank.state.iteration
         self._start(step, training_loss)
-        texts += self._finish()
+        return [*texts, *self.finish()]
+
+    def finish(self) -> list[str]:
+        texts = self._finish()
         for _, future in self._publishing:
             self._wait(future)
+        self._rank.groups.world.all_reduce(torch.zeros(1))  # the leader has published: whoever fails now harms nothing
         return [*texts, *self._news()]
 
     def word(self) -> SaveWord:

@@ -131,6 +131,8 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "fields"),
     [
+        (["restart.max_restarts=3"], {"restart.max_restarts"}),
+        (["restart.backoff_s=400"], {"restart.backoff_s"}),
         (["model.num_attention_heads=3"], {"model.hidden_size"}),
         (["model.hidden_size=20"], {"model.hidden_size"}),  # heads of width 5
         (["model.num_key_value_heads=3"], {"model.num_attention_heads"}),

@@ -12,8 +12,8 @@ from test_control import tell
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.elastic.control import Control, FrameReader
-from parallel3d.elastic.coordinator import epoch_of
 from parallel3d.elastic.membership import NOTHING, EpochRecord, Report
+from parallel3d.elastic.pinboard import epoch_of
 from parallel3d.elastic.seat import Opening
 from parallel3d.elastic.seat_control import ControlSeat
 from parallel3d.errors import EpochEnded, RunEnded

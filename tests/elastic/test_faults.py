@@ -38,6 +38,16 @@ def test_a_draw_depends_on_seed_step_and_rank_alone(seed, world_size, num_steps,
     assert drawn == tuple(each for each in every if each.step <= num_steps)[:max_faults]
 
 
+def test_after_a_restart_others_are_drawn_and_ordered():
+    config = ElasticConfig(
+        faults=[fault(), FaultConfig(rank=0, step=2, attempt=1)],
+        random_faults=RandomFaults(probability=0.1, max_faults=1000),
+    )
+    first, second = (plan_faults(config, world_size=8, num_steps=50, attempt=attempt) for attempt in (0, 1))
+    assert (first[0].attempt, second[0].attempt) == (0, 1)
+    assert set(map(str, first[1:])) != set(map(str, second[1:])) and len(second) > 1
+
+
 def test_another_process_draws_the_same():
     """Hashes of strings differ from process to process: nothing may hang on them."""
     code = (

@@ -122,6 +122,7 @@ def test_root_cause(consequences):
 
 
 def test_describe_error():
-    assert describe_error(DataError("x")) == {"text": "DataError: x", "exit_code": 2, "consequence": False}
+    plain = {"text": "DataError: x", "concerns_run": False, "exit_code": 2, "consequence": False}
+    assert describe_error(DataError("x")) == plain
     assert describe_error(EpochEnded("y"))["consequence"] and describe_error(BrokenPipeError())["consequence"]
     assert not describe_error(RuntimeError("size mismatch"))["consequence"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import json
 
-from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder
+from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder, read_metrics
 from parallel3d.monitor.sinks import PlainProgress, RunReport
 
 
@@ -109,6 +109,33 @@ def test_a_report_that_goes_on_knows_what_was_told(tmp_path):
     second.close("", exit_code=0)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["exit_code"], summary["last_step"]) == (0, 3)
+
+
+def test_a_run_that_begins_again_leaves_one_curve(tmp_path):
+    report, err = report_of(tmp_path, out := io.StringIO())
+    report.start()
+    report.publish({"event": "started", "step": 0})
+    for record in (
+        step(1),
+        step(2),
+        {"kind": "evaluation", "step": 2, "loss": 9.0},
+        {"kind": "notice", "text": "hear"},
+    ):
+        report.publish(record)
+    report.pause()
+    assert report.account.last_step == 2
+    report.publish({"event": "ended", "exit_code": 3, "began_at": 0, "last_step": 2})
+    report.publish({"kind": "restart", "text": "again", "step": 1, "lost_steps": 1, "skips_data": False})
+    report.start()
+    report.publish(step(2, loss=7.0))
+    report.close("", exit_code=0)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in lines if "event" not in line] == [(1, 8.0), (2, 7.0)]
+    assert [line["event"] for line in lines if "event" in line] == ["started", "notice", "ended", "restart"]
+    assert [line["loss"] for line in read_metrics(tmp_path / "lost-steps.jsonl")] == [4.0, 9.0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["restarts"], summary["lost_steps"], summary["productive_s"]) == (1, 1, 4.0)
+    assert out.getvalue().count("small: run folder") == 1 and "uptime" in out.getvalue() and "again\n" in out.getvalue()
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
