@@ -113,6 +113,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     )
     trace.close()
     prefetcher.close()
+    print(prefetcher.describe(), flush=True)
     return 0
 
 

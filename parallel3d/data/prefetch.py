@@ -75,6 +75,11 @@ class Prefetcher(Reader):
         finally:
             self.data_wait_s += time.perf_counter() - started
 
+    def describe(self) -> str:
+        """A line on how its reads have been."""
+        counts = f"{self.num_ready:,} ready, {self.num_waited:,} waited for, {self.num_direct:,} made on the spot"
+        return f"reads of text: {counts}; {self.data_wait_s:.3f} s in all"
+
     def close(self) -> None:
         """Ends threads and helpers, once they have finished the reads that they are at."""
         for ahead in self._ahead:

@@ -33,6 +33,7 @@ from parallel3d.trainer.recover import Member
 from parallel3d.trainer.resume import data_to_json
 from parallel3d.trainer.saving import NoSaving, Saving
 from parallel3d.trainer.step import StepReport, evaluate, train_step
+from parallel3d.trainer.text import stages_begun
 
 FINAL_STEPS = 10
 
@@ -150,7 +151,7 @@ class Trainer:
         step, config = self.rank.state.iteration + 1, self.rank.config
         self.publish({"kind": "progress", "step": step})
         self.on_phase(Phase.STEP, step)
-        waited = self.data_wait_s()
+        waited, since = self.data_wait_s(), self.rank.state.tokens_read
         saved = self.saving.word()
         report = train_step(
             self.rank,
@@ -168,6 +169,7 @@ class Trainer:
         self._bubbles.append(report.telemetry.bubble)
         self._planned_bubble = report.planned_bubble
         self._tell_aids(report)
+        self._tell_blend(step, range(since, self.rank.state.tokens_read))
         self._tell(report.entry, report, self.data_wait_s() - waited)
 
     def _tell_aids(self, report: StepReport) -> None:
@@ -181,6 +183,12 @@ class Trainer:
         if report.dump is not None and self.rank.is_leader:
             text = f"step {report.entry.iteration}: the tensors asked for are in {report.dump.parent}"
             self.publish({"kind": "notice", "text": text})
+
+    def _tell_blend(self, step: int, tokens: range) -> None:
+        """What begins among the tokens of a step."""
+        blend = self.rank.config.data.blend
+        if self.rank.is_leader and blend is not None:
+            self._say(stages_begun(blend, step, tokens))
 
     def _evaluate(self) -> None:
         self.on_phase(Phase.EVALUATE, self.rank.state.iteration)

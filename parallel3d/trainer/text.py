@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.config.blend import BlendConfig
+from parallel3d.config.blend import BlendConfig, BlendStageConfig
 from parallel3d.config.paces import extent
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.blend import Blend, BlendStage, Selection
@@ -110,9 +110,19 @@ def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
     counts = _counts_by_source(blend, corpus)
     yield "blend: " + ", ".join(f"{name} {count:,} documents" for name, count in counts.items())
     for stage in blend.stages:
-        total = sum(stage.weights.values())
-        shares = ", ".join(f"{name} {weight / total:.4g}" for name, weight in stage.weights.items())
-        yield f"blend: from token {stage.from_token:,} on {shares} of the tokens"
+        yield f"blend: from token {stage.from_token:,} on {_shares(stage)} of the tokens"
+
+
+def stages_begun(blend: BlendConfig, step: int, tokens: range) -> Iterator[str]:
+    """A line for each further stage that has begun among the run's `tokens`, those of this step."""
+    for stage in blend.stages[1:]:
+        if stage.from_token in tokens:
+            yield f"step {step}: data.blend is now {_shares(stage)} of the tokens, from token {stage.from_token:,} on"
+
+
+def _shares(stage: BlendStageConfig) -> str:
+    total = sum(stage.weights.values())
+    return ", ".join(f"{name} {weight / total:.4g}" for name, weight in stage.weights.items())
 
 
 def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:

@@ -17,6 +17,7 @@ from parallel3d.trainer.text import (
     identify,
     make_helpers,
     open_text,
+    stages_begun,
 )
 
 NUM_LANES, LENGTH = 4, 16
@@ -116,6 +117,13 @@ def test_what_is_told_of_a_blend(make, books):
         "blend: from token 0 on large 0.25, small 0.75 of the tokens",
         "blend: from token 640 on large 1 of the tokens",
     ]
+
+
+def test_a_further_stage_is_told_in_the_step_in_which_it_begins(make, books):
+    blend = make(blend=books)[0].data.blend
+    told = [[*stages_begun(blend, step, range(64 * (step - 1), 64 * step))] for step in range(1, 20)]
+    assert [step for step, lines in enumerate(told, 1) if lines] == [11]
+    assert told[10] == ["step 11: data.blend is now large 1 of the tokens, from token 640 on"]
 
 
 def test_a_text_is_known_by_its_sources_not_by_their_weights(make, books, tmp_path):
