@@ -2,7 +2,7 @@
 
 Writes a file of each kind into a temporary folder (removed in the end), and in a process of its own indexes it as a run
 does on first use, then reads lanes of it, one thread. Prints seconds, tokens/s and the peak of resident memory, pages
-of mapped files included. The tokens are those of the Parquet file, as launch/prepare.py writes them.
+of mapped files included. The tokens are prepared from --prepare-mb of text, and repeated up to --size-mb.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from parallel3d.config.schema import TokenizerConfig  # noqa: E402
 from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
 from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
 from parallel3d.data.prepare import prepare  # noqa: E402
+from parallel3d.data.sources import TRAIN_TOKENS, find_files  # noqa: E402
+from parallel3d.data.token_file import TokenWriter, open_token_file  # noqa: E402
 
 KINDS = ("text", "jsonl", "arrow", "parquet", "tokens")
 SUFFIXES = {"text": ".txt", "tokens": ""}
 DOCUMENT_CHARS = 4000
 ROWS_PER_BATCH = 10_000
 NUM_LANES, NUM_TOKENS = 16, 1024
-READ_S = 10.0
 MB = 1_000_000
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Peak memory and speed of large sources.")
     parser.add_argument("--size-mb", type=int, default=4000, help="of text in each file")
+    parser.add_argument("--prepare-mb", type=int, default=100, help="of text that is tokenised ahead")
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of " + ", ".join(KINDS))
     parser.add_argument("--directory", help="a disk with room for three files")
     parser.add_argument("--seconds", type=float, default=10.0, help="of reading each")
@@ -53,24 +55,37 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         for kind in options.kinds.split(","):
             path = Path(folder) / f"source{SUFFIXES.get(kind, '.' + kind)}"
-            write(kind, path, options.size_mb * MB)
+            if kind == "tokens":
+                write_tokens(path, options.size_mb * MB, options.prepare_mb * MB)
+            else:
+                write(kind, path, options.size_mb * MB)
             report(kind, measure_aside(path, f"--seconds={options.seconds}"))
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 def write(kind: str, path: Path, num_bytes: int) -> None:
-    if kind == "tokens":
-        source = path.with_name("for-tokens.parquet")
-        write("parquet", source, num_bytes)
-        found = measure_aside(source, f"--prepare-into={path}")
-        source.unlink()
-        print(f"prepare, one process: {found}", file=sys.stderr)
-    elif kind in ("text", "jsonl"):
-        with path.open("w") as file:
-            for text in texts(num_bytes):
-                file.write(text if kind == "text" else json.dumps({"text": text}) + "\n")
-    else:
+    """A file of text."""
+    if kind in ("arrow", "parquet"):
         write_columns(kind, path, num_bytes)
+        return
+    with path.open("w") as file:
+        for text in texts(num_bytes):
+            file.write(text if kind == "text" else json.dumps({"text": text}) + "\n")
+
+
+def write_tokens(folder: Path, num_bytes: int, prepare_bytes: int) -> None:
+    """A folder as launch/prepare.py makes it, its documents again and again."""
+    source, part = folder.with_name("for-tokens.parquet"), folder.with_name("part")
+    write("parquet", source, prepare_bytes)
+    print(f"prepare, one process: {measure_aside(source, f'--prepare-into={part}')}", file=sys.stderr)
+    source.unlink()
+    tokens = open_token_file(part / TRAIN_TOKENS)
+    ids = tokens.read(0, tokens.num_tokens)
+    part.rename(folder)
+    with TokenWriter(folder / TRAIN_TOKENS, int(tokens.metadata["vocab_size"])) as writer:
+        while writer.num_tokens * tokens.dtype.itemsize < num_bytes:
+            writer.append(ids)
+        writer.finish(tokens.metadata)
 
 
 def write_columns(kind: str, path: Path, num_bytes: int) -> None:
@@ -91,10 +106,7 @@ def write_columns(kind: str, path: Path, num_bytes: int) -> None:
 
 def texts(num_bytes: int) -> Iterator[str]:
     """The standard library's text in pieces, again and again, each with its number, about `num_bytes` in all."""
-    with tempfile.TemporaryDirectory() as cache:
-        train = open_source([], Path(cache)).train
-        pieces = [train.documents.read(index) for index in range(len(train))]  # type: ignore[attr-defined]
-    whole = "".join(pieces)
+    whole = "".join(file.path.read_text(errors="replace") for file in find_files([]))
     written = 0
     for number in count():
         start = number * DOCUMENT_CHARS % (len(whole) - DOCUMENT_CHARS)

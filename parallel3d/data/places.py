@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROWS_AT_ONCE = 65_536
+ROWS_AT_ONCE = 16_384
 COLUMNS = 3
 
 

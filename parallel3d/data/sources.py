@@ -25,6 +25,7 @@ FORMATS = {
 """What a folder is searched for, and how each kind of file is read."""
 TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
 """The files of a prepared folder. A file of tokens with the second name is for evaluation, all of it."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz")
 # Of the standard library: installed packages, tests, tables of character sets, two large programs, and the source of
 # the help topics, which are read as text.
 NOT_BUILT_IN = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
@@ -70,6 +71,8 @@ def _files_of(source: str) -> list[SourceFile]:
 
 
 def _format_of(name: str, suffix: str) -> str:
+    if suffix in COMPRESSED:
+        raise DataError(f"data.sources: {name} is packed: unpack it first")
     return "tokens for validation" if name == VALIDATION_TOKENS else FORMATS.get(suffix, "text")
 
 

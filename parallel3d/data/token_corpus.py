@@ -47,9 +47,9 @@ def build_tokens(recipe: Recipe, folder: Path, token: AbortToken) -> dict[str, A
     return {
         "files": [{"path": str(file.path), "format": file.format} for file in recipe.files],
         "eos_id": eos_id,
-        "document_chars": int(files[0].metadata.get("document_chars", 0)),
+        "document_chars": _number(files[0], "document_chars", 0),
         "tokenizer": kind,
-        "vocab_size": int(files[0].metadata.get("vocab_size", recipe.tokenizer.vocab_size)),
+        "vocab_size": _number(files[0], "vocab_size", recipe.tokenizer.vocab_size),
         "unigram_entropy": entropy(counts),
         "num_train_tokens": int(train[:, 2].sum()) + len(train),
         "counts_are_exact": True,
@@ -80,7 +80,9 @@ def _tokenizer(recipe: Recipe, files: Sequence[TokenFile]) -> tuple[str | None, 
     """Kind and model of the tokenizer that made the files, as far as they or the configuration say: else None, b""."""
     beside = files[0].path.parent / TOKENIZER_FILE
     path = Path(recipe.tokenizer.path).expanduser() if recipe.tokenizer.path is not None else beside
-    kinds = {file.metadata.get("tokenizer") for file in files}
+    kinds = {file.metadata["tokenizer"] for file in files if "tokenizer" in file.metadata}
+    if len(kinds) > 1 or (recipe.tokenizer.kind == "bytes" and "sentencepiece" in kinds):
+        raise DataError(f"{files[0].path}: tokens of {' and '.join(sorted(kinds))}: see data.tokenizer.kind")
     if recipe.tokenizer.kind == "bytes" or kinds == {"bytes"}:
         return "bytes", b""
     return ("sentencepiece", path.read_bytes()) if path.is_file() else (None, b"")
@@ -88,7 +90,7 @@ def _tokenizer(recipe: Recipe, files: Sequence[TokenFile]) -> tuple[str | None, 
 
 def _eos_id(settings: TokenizerConfig, files: Sequence[TokenFile], kind: str | None, model: bytes) -> int:
     """The id that ends documents; DataError where nobody says it, or they say different ones."""
-    said = {str(file.path): int(file.metadata["eos_id"]) for file in files if "eos_id" in file.metadata}
+    said = {str(file.path): _number(file, "eos_id", 0) for file in files if "eos_id" in file.metadata}
     if settings.eos_id is not None:
         said["data.tokenizer.eos_id"] = settings.eos_id
     if not said and kind is not None:
@@ -102,3 +104,11 @@ def _eos_id(settings: TokenizerConfig, files: Sequence[TokenFile], kind: str | N
             f"{files[0].path} does not say which id ends a document: set data.tokenizer.eos_id (GPT-2's is 50256)"
         )
     return next(iter(said.values()))
+
+
+def _number(file: TokenFile, name: str, default: int) -> int:
+    """What a file's metadata say."""
+    try:
+        return int(file.metadata.get(name, default))
+    except ValueError as error:
+        raise DataError(f"{file.path}: its metadata say {name} = {file.metadata[name]!r}, no number") from error

@@ -191,6 +191,12 @@ def test_who_says_what_ends_a_document_has_to_agree(tmp_path):
     assert len(open_words(path, tmp_path / "cache", tokenizer=tokenizer, validation_fraction=0.0).train) == 50
     with pytest.raises(DataError, match=r"differs: 50256 in .*a\.safetensors, 3 in data.tokenizer.eos_id"):
         open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=50257, eos_id=3))
+    write_alien(path, metadata={"eos_id": "0", "tokenizer": "sentencepiece"})
+    with pytest.raises(DataError, match=r"a\.safetensors: tokens of sentencepiece: see data.tokenizer.kind"):
+        open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes", vocab_size=50257))
+    write_alien(path, metadata={"eos_id": "end"})
+    with pytest.raises(DataError, match=r"a\.safetensors: its metadata say eos_id = 'end', no number"):
+        open_words(path, tmp_path / "cache", tokenizer=tokenizer)
     with pytest.raises(DataError, match="data.tokenizer.eos_id is 3, but the tokenizer ends documents with 256"):
         text = write_words(tmp_path / "words.txt")
         open_words(text, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes", eos_id=3))

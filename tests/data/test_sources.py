@@ -133,6 +133,11 @@ def test_missing_empty_and_repeated_sources_are_told(tmp_path):
         find_files([str(path), str(tmp_path)])
 
 
+def test_a_packed_file_is_not_taken_for_text(tmp_path):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is packed: unpack it first"):
+        find_files([str(write(tmp_path / "a.jsonl.gz", "x"))])
+
+
 def test_tokens_and_text_do_not_mix(tmp_path):
     write(tmp_path / "a.txt", "a")
     write(tmp_path / "a.safetensors", "")
