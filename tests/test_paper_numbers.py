@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.config.derived import num_parameters
 from parallel3d.config.load import load_config, resolve
+from parallel3d.config.paces import extent
 from parallel3d.config.schema import Config
 from parallel3d.pacing import Growth, Pacing, Stages, Stays, extent_of
 from parallel3d.ramps import Ramp
@@ -199,3 +201,30 @@ def test_different_lengths_of_a_warmup():
     """8 to 1,024 by 8: 128 of them; by 64: 16."""
     assert len(Growth(first=8, last=1024, over=1, multiple=8).values()) == 128
     assert len(Growth(first=64, last=1024, over=1, multiple=64).values()) == 16
+
+
+# --- Writing an LLM from scratch (Thomas 2025) ------------------------------------------------------------------------
+
+TWENTY_A_PARAMETER = 3_260_190_720
+
+
+@pytest.mark.parametrize(("batch", "num_steps"), [(104, 30_614), (512, 6_219), (216, 14_740), (224, 14_214)])
+def test_steps_for_twenty_tokens_a_parameter(batch: int, num_steps: int):
+    """Each machine its batch; the last step may go beyond the budget, by less than a batch."""
+    raw = load_config(CONFIGS / "gpt2_163m.json").model_dump()
+    raw["batch"] |= {"global_batch_size": batch, "micro_batch_size": 1}
+    raw["run"] |= {"num_steps": None, "num_tokens": TWENTY_A_PARAMETER}
+    config = resolve(Config.model_validate(raw), config_path="blog.json")
+    assert 20 * num_parameters(config.model) == TWENTY_A_PARAMETER
+    assert extent(config).num_steps == num_steps
+    assert extent(config).num_tokens == num_steps * batch * 1024
+
+
+def test_its_later_learning_rate():
+    """1.4e-3 after a linear warmup over 5 % of the run, then a cosine to a tenth."""
+    ramp = learning_rate(
+        optimizer=dict(learning_rate=1.4e-3),
+        schedule=dict(warmup_steps=500, decay_steps=10_000, min_ratio=0.1, decay_form="floor"),
+    )
+    for step, share in [(250, 0.5), (500, 1.0), (5250, 0.55), (10_000, 0.1)]:
+        assert ramp.at(updates=step, tokens=0) == pytest.approx(1.4e-3 * share)
