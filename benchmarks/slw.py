@@ -35,7 +35,7 @@ from parallel3d.monitor.correlation import Correlation, correlate  # noqa: E402
 from parallel3d.monitor.loss_ratio import LossRatio  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
 
-FULL, BATCH, STEPS = 128, 32, 100
+FULL, BATCH, STEPS = 128, 32, 150
 """Tokens of a sequence, sequences of a step, steps of the baseline."""
 WARMUP_STEPS = 10
 LEARNING_RATE = 1e-2
@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
     "monitor": {"divergence": "warn"},
     "run": {"num_tokens": TOKENS, "threads_per_rank": 1, "evaluate_every": 10, "evaluate_batches": 2},
 }
-SLW_STEPS = 60
+SLW_STEPS = 90
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "baseline": {},
     "slw": {"warmup.sequence_length": {"kind": "linear", "start": 8, "duration": SLW_STEPS}},

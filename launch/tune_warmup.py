@@ -55,12 +55,14 @@ def main(arguments: list[str]) -> int:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Search a sequence-length warmup for one JSON file by short runs.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
-    parser.add_argument("--multiple", type=int, default=3, metavar="N", help="the paper's few multiples of the warmup")
-    parser.add_argument("--max-duration", type=int, metavar="STEPS", help="longest to try; default: half of the run")
+    parser.add_argument(
+        "--multiple", type=count, default=3, metavar="N", help="a run is so many warmups long; default 3"
+    )
+    parser.add_argument("--max-duration", type=count, metavar="STEPS", help="longest to try; default: half of the run")
     parser.add_argument(
         "--starts", type=lengths, metavar="LENGTHS", help="lengths to begin with; default: 8,16,32 and so on"
     )
-    parser.add_argument("--tolerance", type=float, default=1.3, help="of a perplexity over the best; default 1.3")
+    parser.add_argument("--tolerance", type=tolerance, default=1.3, help="of a perplexity over the best; default 1.3")
     parser.add_argument("--out", metavar="FOLDER", help="default: runs/NAME-warmup; an unfinished search goes on there")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
     options = parser.parse_intermixed_args(arguments)
@@ -71,7 +73,19 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def lengths(text: str) -> list[int]:
     """Those of a list like 8,16,64, rising."""
-    return sorted(map(int, text.split(",")))
+    return sorted(map(count, text.split(",")))
+
+
+def count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def tolerance(text: str) -> float:
+    if (value := float(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 1")
+    return value
 
 
 # --- what is tried ----------------------------------------------------------------------------------------------------
@@ -182,17 +196,23 @@ class ProbeRunner:
     def _train(self, settings: dict[str, Any], folder: Path, probe: Probe) -> list[Evaluation]:
         overrides = [*self._overrides, *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
         command = [sys.executable, str(ROOT / "launch/train.py"), "--config", self._path, *overrides]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode not in (0, EXIT_DIVERGED):
-            if done.returncode in (130, -2):
-                raise KeyboardInterrupt
-            raise UserError(f"the run in {folder} ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
+        log = folder.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait()  # bounded: a run of a few steps
+            except KeyboardInterrupt:
+                process.wait()  # bounded: Ctrl-C has reached it, too, and ends it after its step
+                raise
+        if code not in (0, EXIT_DIVERGED):
+            raise UserError(f"the run in {folder} ended with code {code}:\n{log.read_text()[-2000:]}")
         evaluations = [
             Evaluation(step=line["step"], loss=line["loss"])
             for line in read_metrics(folder / METRICS)
             if line.get("event") == "evaluation"
         ]
-        if done.returncode == EXIT_DIVERGED:
+        if code == EXIT_DIVERGED:
             evaluations.append(Evaluation(step=probe.num_steps, loss=None))
         return evaluations
 

@@ -51,6 +51,14 @@ def test_options_say_otherwise():
     assert (list(search.starts), list(search.durations), search.tolerance) == ([16, 24], [40, 80], 2.0)
 
 
+@pytest.mark.parametrize("arguments", [["--multiple", "0"], ["--tolerance", "1"], ["--starts", "8,x"]])
+def test_an_option_that_cannot_be_is_said_to_be_wrong(arguments: list[str], capsys):
+    with pytest.raises(SystemExit) as ended:
+        search_of(config_of(), *arguments)
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
 def test_a_warmup_by_tokens_counts_in_full_steps():
     config = config_of("schedule.warmup_steps=0", "schedule.warmup_tokens=20000")  # of 2048 tokens a step
     assert search_of(config).beginning_steps == 10
