@@ -1,4 +1,4 @@
-"""Rules on which text is read: sources, blends, slices."""
+"""Rules on the text that is read: sources, blends, slices, tokenizers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from math import fsum
 from os.path import expanduser
 from pathlib import Path
 
-from parallel3d.config.blend import BlendConfig, BlendStageConfig
+from parallel3d.config.data import BlendConfig, BlendStageConfig
 from parallel3d.config.schema import Config
 from parallel3d.errors import Problem
 
+NUM_BYTE_TOKENS = 257
 SUM_TOLERANCE = 1e-6
 """Of weights, written with a few digits."""
 
@@ -91,4 +92,46 @@ def check_slice(config: Config, world_size: int | None) -> Iterator[Problem]:
             value=part.model_dump(),
             rule="is a part of one file of tokens",
             fix="Give data.sources that file, or its folder as launch/prepare.py makes it, and no data.blend",
+        )
+
+
+def check_tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
+    pieces, rows = config.data.tokenizer.vocab_size, config.model.vocab_size
+    if pieces is not None and pieces > rows:
+        yield Problem(
+            field="data.tokenizer.vocab_size",
+            value=pieces,
+            rule=f"is more than the model's model.vocab_size = {rows} tokens",
+            fix=f"Take at most {rows}, or raise model.vocab_size",
+        )
+
+
+def check_bytes(config: Config, world_size: int | None) -> Iterator[Problem]:
+    tokenizer, rows = config.data.tokenizer, config.model.vocab_size
+    if tokenizer.kind != "bytes":
+        return
+    if rows < NUM_BYTE_TOKENS:
+        yield Problem(
+            field="model.vocab_size",
+            value=rows,
+            rule=f"data.tokenizer.kind bytes has {NUM_BYTE_TOKENS} tokens: the bytes and EOS",
+            fix=f"Take {NUM_BYTE_TOKENS} or more",
+        )
+    if tokenizer.path is not None:
+        yield Problem(
+            field="data.tokenizer.path",
+            value=tokenizer.path,
+            rule="data.tokenizer.kind bytes reads no file",
+            fix="Leave one of them out",
+        )
+
+
+def check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
+    path = config.data.tokenizer.path
+    if path is not None and not Path(expanduser(path)).is_file():
+        yield Problem(
+            field="data.tokenizer.path",
+            value=path,
+            rule=f"no such file, seen from {Path.cwd()}",
+            fix="Correct the path; without it a tokenizer is trained on the corpus",
         )

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config import derived
-from parallel3d.config.data_rules import check_blend, check_slice, check_sources
+from parallel3d.config.data_rules import (
+    check_blend,
+    check_bytes,
+    check_slice,
+    check_sources,
+    check_tokenizer,
+    check_tokenizer_path,
+)
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.warmup_rules import WARMUP_RULES
 from parallel3d.errors import Problem
@@ -261,37 +268,6 @@ def _check_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
-def _check_tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
-    pieces, rows = config.data.tokenizer.vocab_size, config.model.vocab_size
-    if pieces is not None and pieces > rows:
-        yield Problem(
-            field="data.tokenizer.vocab_size",
-            value=pieces,
-            rule=f"is more than the model's model.vocab_size = {rows} tokens",
-            fix=f"Take at most {rows}, or raise model.vocab_size",
-        )
-
-
-def _check_bytes(config: Config, world_size: int | None) -> Iterator[Problem]:
-    tokenizer, rows = config.data.tokenizer, config.model.vocab_size
-    if tokenizer.kind != "bytes":
-        return
-    if rows < NUM_BYTE_TOKENS:
-        yield Problem(
-            field="model.vocab_size",
-            value=rows,
-            rule=f"data.tokenizer.kind bytes has {NUM_BYTE_TOKENS} tokens: the bytes and EOS",
-            fix=f"Take {NUM_BYTE_TOKENS} or more",
-        )
-    if tokenizer.path is not None:
-        yield Problem(
-            field="data.tokenizer.path",
-            value=tokenizer.path,
-            rule="data.tokenizer.kind bytes reads no file",
-            fix="Leave one of them out",
-        )
-
-
 def _check_resume(config: Config, world_size: int | None) -> Iterator[Problem]:
     resume = config.run.resume
     if resume not in ("never", "auto") and not Path(expand_home(resume)).is_dir():
@@ -336,20 +312,6 @@ def _check_restart(config: Config, world_size: int | None) -> Iterator[Problem]:
     if restart.backoff_s > restart.max_backoff_s:
         rule = f"must be at most restart.max_backoff_s = {restart.max_backoff_s:g}"
         yield Problem(field="restart.backoff_s", value=restart.backoff_s, rule=rule, fix="Change either")
-
-
-def _check_tokenizer_path(config: Config, world_size: int | None) -> Iterator[Problem]:
-    path = config.data.tokenizer.path
-    if path is not None and not Path(expand_home(path)).is_file():
-        yield Problem(
-            field="data.tokenizer.path",
-            value=path,
-            rule=f"no such file, seen from {Path.cwd()}",
-            fix="Correct the path; without it a tokenizer is trained on the corpus",
-        )
-
-
-NUM_BYTE_TOKENS = 257
 
 
 def expand_home(path: str) -> str:
@@ -486,12 +448,12 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
     (_check_schedule_units, _SCHEDULE),
     (_check_warmup, ("schedule.kind", *_SCHEDULE)),
-    (_check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
-    (_check_bytes, ("data.tokenizer", "model.vocab_size")),
+    (check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
+    (check_bytes, ("data.tokenizer", "model.vocab_size")),
     (check_sources, ("data.sources", *_BLEND)),
     (check_blend, ("data.sources", *_BLEND)),
     (check_slice, ("data.sources", "data.blend", "data.slice.min_tokens")),
-    (_check_tokenizer_path, ("data.tokenizer.path",)),
+    (check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_resume, ("run.resume",)),
     (_check_permanent, ("checkpoint.keep_every_weights_only", "checkpoint.keep_every")),

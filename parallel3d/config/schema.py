@@ -14,14 +14,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from parallel3d.config.blend import BlendConfig, SliceConfig
+from parallel3d.config.data import DataConfig
 from parallel3d.config.monitor import MonitorConfig
 from parallel3d.config.restart import RestartConfig
-from parallel3d.config.section import Section
+from parallel3d.config.section import Fraction, Section
 from parallel3d.config.warmup import CurriculumLearning, WarmupConfig
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-"""A share in [0, 1)."""
 
 CountPerStage = Annotated[list[PositiveInt], Field(min_length=1)]
 """One number for each pipeline stage, or virtual stage."""
@@ -233,51 +230,6 @@ class ScheduleConfig(Section):
     """Lowest learning rate after the warmup, as a share of the peak."""
     decay_form: Literal["floor", "clamp"] = "floor"
     """floor: decays from 1 to min_ratio; clamp: decays from 1 to 0 but stops at min_ratio (HLAT's)."""
-
-
-class TokenizerConfig(Section):
-    """How text becomes tokens."""
-
-    kind: Literal["sentencepiece", "bytes"] = "sentencepiece"
-    """sentencepiece: byte-pair encoding; bytes: the 256 bytes of UTF-8 and EOS, which want model.vocab_size 257."""
-    vocab_size: PositiveInt | None = None
-    """Pieces of a tokenizer that is trained on the corpus; at most model.vocab_size. Null: model.vocab_size."""
-    path: str | None = None
-    """A trained SentencePiece model file. Null: train one on the corpus, and keep it in data.cache_directory."""
-    eos_id: NonNegativeInt | None = None
-    """The id that ends documents in files of tokens which do not say it themselves (GPT-2's is 50256)."""
-
-
-class DataConfig(Section):
-    """The text to train on."""
-
-    sources: list[str] = []
-    """Files, folders or globs: text (.txt, .jsonl, .arrow, .parquet; other files are read as plain text), or tokens
-    (.safetensors, as launch/prepare.py writes). Empty: the built-in corpus, Python's own standard library."""
-    blend: BlendConfig | None = None
-    """Several sources with weights, in place of `sources`. Null: all text of `sources`, shuffled."""
-    slice: SliceConfig | None = None
-    """A part of the one file of tokens in `sources`, in the file's order. Null: its documents, shuffled."""
-    text_column: str = "text"
-    """Name of the text's field in .jsonl files, and of its column in .arrow and .parquet files."""
-    validation_fraction: Fraction = 0.01
-    """Share of the documents that is kept for evaluation; of tokens without effect where there is a
-    validation.safetensors."""
-    document_chars: NonNegativeInt | None = None
-    """Plain text longer than this many characters is cut at line ends into documents. 0: never, a file is a document
-    and has to fit into memory. Null: chosen by the corpus' size and the number of lanes (batch.global_batch_size)."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """How text becomes tokens."""
-    document_mask: bool = False
-    """Attention does not cross the end of a document (EOS) in a packed sequence: each document is trained on as if it
-    were a sequence of its own. Also in evaluations."""
-    cache_directory: str | None = None
-    """Folder for tokenizers and indexes that are made once. Null: ~/.cache/parallel3d."""
-    prefetch: PositiveInt = 2
-    """Steps whose batches are made ahead."""
-    num_processes: NonNegativeInt = 0
-    """Processes that tokenise ahead, for each rank that reads text. 0: a thread of the rank, which is best unless the
-    tokenizer is slow."""
 
 
 class TimeoutConfig(Section):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.config.schema import TokenizerConfig
+from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.cache import build_once
 from parallel3d.data.documents import TokenDocuments, TokenizedDocuments
 from parallel3d.data.formats import DocumentSet, build_formats

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.config.schema import TokenizerConfig
+from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.places import load_places, select, split, write_places
 from parallel3d.data.recipe import FORMAT_VERSION, Recipe

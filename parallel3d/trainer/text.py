@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.config.blend import BlendConfig, BlendStageConfig
+from parallel3d.config.data import BlendConfig, BlendStageConfig, DataConfig
 from parallel3d.config.paces import extent
-from parallel3d.config.schema import Config, DataConfig
+from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend, BlendStage, Selection
 from parallel3d.data.corpus import Corpus, load_corpus, open_corpus
 from parallel3d.data.lanes import Lanes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from words import open_words, write_words
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.config.schema import TokenizerConfig
+from parallel3d.config.data import TokenizerConfig
 from parallel3d.data import cache, formats, text_corpus
 from parallel3d.data.corpus import load_corpus
 from parallel3d.data.lanes import Cursor, Lanes

@@ -3,7 +3,7 @@
 import random
 
 from parallel3d.comm.abort import AbortToken
-from parallel3d.config.schema import TokenizerConfig
+from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.corpus import open_corpus
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog", "run", "to", "its", "house", "of"]
