@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_train import TRAIN, finish
+from test_train import TRAIN, finish, start
 
 from parallel3d.checkpoint.catalogue import Catalogue
 
@@ -33,7 +33,9 @@ def can_mount(folder):
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
-def begin(command, **options):
+def begin_on(disk, *arguments):
+    """The run, which sees a small file system at `disk`; nobody else does."""
+    command = ["unshare", "-rm", "sh", "-c", MOUNT, disk, sys.executable, TRAIN, "--config", *arguments]
     return subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,
@@ -41,7 +43,6 @@ def begin(command, **options):
         text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
     )
 
 
@@ -75,8 +76,7 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
     disk.mkdir()
     if not can_mount(disk):
         pytest.skip("this machine allows no namespace with a file system of its own")
-    arguments = ["--config", config_file, *PP2, *MANY_STEPS, f"checkpoint.directory={disk}/checkpoints"]
-    process = begin(["unshare", "-rm", "sh", "-c", MOUNT, disk, sys.executable, TRAIN, *arguments])
+    process = begin_on(disk, config_file, *PP2, *MANY_STEPS, f"checkpoint.directory={disk}/checkpoints")
     seen = Path(f"/proc/{process.pid}/root{disk}")
     checkpoints = Catalogue(seen / "checkpoints")
     notices = Notices(tmp_path / "run" / "metrics.jsonl")
@@ -106,10 +106,9 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
     assert code == 130 and "Traceback" not in out + err, out + err
     steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "lr" in line]
     assert steps == list(range(1, len(steps) + 1))
-    start = f"run.resume={tmp_path}/copy/latest"
     last = Catalogue(tmp_path / "copy").steps()[-1] + 2
-    arguments = ["--config", config_file, *PP2, start, f"run.num_steps={last}"]
-    code, out, err = finish(begin([sys.executable, TRAIN, *arguments]))
+    resume = f"run.resume={tmp_path}/copy/latest"
+    code, out, err = finish(start("--config", config_file, *PP2, resume, f"run.num_steps={last}"))
     assert code == 0 and "going on from" in out, out + err
 
 
@@ -136,9 +135,9 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
     disk.mkdir()
     if not can_mount(disk):
         pytest.skip("this machine allows no namespace with a file system of its own")
-    fault = 'elastic.faults=[{"rank": 3, "step": 30, "phase": "forward"}]'
-    arguments = ["--config", config_file, "run.num_steps=60", "checkpoint.every=2", fault, f"run.directory={disk}/run"]
-    process = begin(["unshare", "-rm", "sh", "-c", MOUNT, disk, sys.executable, TRAIN, *arguments])
+    fault = 'elastic.faults=[{"rank": 1, "step": 30, "phase": "forward"}]'
+    arguments = ["run.num_steps=60", "checkpoint.every=2", fault, f"run.directory={disk}/run", "parallel.pp_size=1"]
+    process = begin_on(disk, config_file, *arguments)
     seen = Path(f"/proc/{process.pid}/root{disk}")
     try:
         Notices(seen / "run" / "metrics.jsonl").wait_for("saved step")
@@ -149,7 +148,7 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert code == 0 and "Traceback" not in out + err, out + err
-    assert "step 60/60" in out and "lost rank 3" in out and "No space left on device" in err
+    assert "step 60/60" in out and "lost rank 1" in out and "No space left on device" in err
     run = Path(f"/proc/self/fd/{kept}/run")
     for line in (run / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
@@ -161,7 +160,7 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
 def test_a_file_in_the_folders_place_and_files_that_may_not_grow(config_file, tmp_path):
     """What needs no rights: the folder vanishes and a file takes its name; then it may be a folder again."""
     checkpoints = tmp_path / "run" / "checkpoints"
-    process = begin([sys.executable, TRAIN, "--config", config_file, *PP2, *MANY_STEPS])
+    process = start("--config", config_file, *PP2, *MANY_STEPS)
     notices = Notices(tmp_path / "run" / "metrics.jsonl")
     try:
         notices.wait_for("saved step")

@@ -17,15 +17,16 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.trainer.compare import BITWISE
 
 pytestmark = pytest.mark.slow
+ONE = ("parallel.pp_size=1", "parallel.dp_size=1")
 
 
 def test_the_run_begins_after_its_rehearsal(config_file, tmp_path):
-    code, out, err = finish(start("--config", config_file, "--rehearse", "checkpoint.every=5"))
+    code, out, err = finish(start("--config", config_file, "--rehearse", "checkpoint.every=5", "parallel.dp_size=1"))
     assert code == 0, out + err
     table = out[out.index("step 4 against") :].splitlines()
     same, other = table[2].split(), table[4].split()
-    assert same == ["tp1.pp2.dp2", "4", *"00000", "ok"]
-    assert other[:2] == ["tp2.pp1.dp2", "4"] and other[-1] == "ok" and "MB are free" in out
+    assert same == ["tp1.pp2.dp1", "2", *"00000", "ok"]
+    assert other[:2] == ["tp2.pp1.dp1", "2"] and other[-1] == "ok" and "MB are free" in out
     assert max(map(float, other[2:-1])) > 0
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
     assert Catalogue(tmp_path / "run" / "checkpoints").steps()[-1] == 12
@@ -44,7 +45,7 @@ def test_a_difference_ends_it_before_the_run(config_file, tmp_path, monkeypatch,
 
     monkeypatch.setattr(rehearse, "run", run)
     monkeypatch.setattr(rehearse, "other_trial", lambda *arguments, **options: None)
-    code = rehearse.main(["--config", str(config_file), "parallel.pp_size=1", "parallel.dp_size=1"])
+    code = rehearse.main(["--config", str(config_file), *ONE])
     out = capsys.readouterr().out
     assert code == 1 and "DIFFERS" in out and "no other layout" in out
     assert "tp1.pp1.dp1: weights of" in out and "(0 is allowed)" in out
@@ -62,7 +63,7 @@ def spoil(checkpoint):
 def test_a_mistake_in_the_data_is_told_and_its_log_kept(config_file, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    code, out, err = finish(start("--config", config_file, "--rehearse", f'data.sources=["{empty}"]'))
+    code, out, err = finish(start("--config", config_file, "--rehearse", *ONE, f'data.sources=["{empty}"]'))
     scratch = tmp_path / "run" / "checkpoints" / "rehearsal"
     assert code == 2 and "ended with exit code 2" in err and "empty.txt" in err, out + err
     assert (scratch / "whole.log").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -71,13 +72,12 @@ def test_a_mistake_in_the_data_is_told_and_its_log_kept(config_file, tmp_path):
 
 def test_under_a_launcher_there_is_one_clear_error(config_file):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1")
-    one = ("parallel.pp_size=1", "parallel.dp_size=1")
-    code, out, err = finish(start("--config", config_file, "--rehearse", *one, launcher=launcher))
+    code, out, err = finish(start("--config", config_file, "--rehearse", *ONE, launcher=launcher))
     assert code != 0 and err.count("--rehearse starts workers of its own") == 1 and "launch/rehearse.py" in err
 
 
 def test_ctrl_c_ends_a_rehearsal(config_file, tmp_path):
-    process = start("--config", config_file, "--rehearse")
+    process = start("--config", config_file, "--rehearse", *ONE)
     scratch = tmp_path / "run" / "checkpoints" / "rehearsal"
     deadline = time.monotonic() + 60
     while not (scratch / "whole" / "metrics.jsonl").exists():
