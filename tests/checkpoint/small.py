@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def save(
     keep_every: int | None = None,
     weights_only: bool = False,
     epoch: int = 0,
+    change: Callable[[Snapshot], None] = lambda snapshot: None,
     **facts,
 ) -> Path:
     """What the ranks of a run do between them, one after the other."""
@@ -45,7 +47,9 @@ def save(
     partial = catalogue.partial_path(step, epoch)
     catalogue.remove_leftovers(keep=partial)
     for rank in RANKS:
-        write_part(catalogue.disk, partial, rank, snapshot(rank, step))
+        taken = snapshot(rank, step)
+        change(taken)
+        write_part(catalogue.disk, partial, rank, taken)
     everything = RunFacts(state={"iteration": step}, config={}, **facts)
     publish(catalogue, partial, step, RANKS, everything, FILES)
     catalogue.tidy(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
