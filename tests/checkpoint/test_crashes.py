@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from small import assert_is, assert_weights, save
 
+from parallel3d.checkpoint import strip
 from parallel3d.checkpoint.catalogue import Catalogue, verify, verify_whole
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.errors import CheckpointError
@@ -173,6 +174,13 @@ def test_all_operations_of_dropping_moments_were_among_these(tmp_path):
     longer_history(tmp_path, disk)
     assert len(disk.names) < NUM_STRIP_OPERATIONS
     assert [size < 0.7 for size in sizes(tmp_path)] == [True, False, False]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64])
+def test_weights_that_lie_across_chunks(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(strip, "CHUNK_BYTES", chunk_bytes)
+    longer_history(tmp_path)
+    assert not assert_weights(tmp_path / "step-00000001", 1).has_moments
 
 
 def sizes(directory):

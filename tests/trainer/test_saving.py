@@ -11,7 +11,7 @@ import torch
 from saves import TEXT, assert_equal, read_all
 from thread_cells import MONITORED, die
 
-from parallel3d.checkpoint.catalogue import Catalogue
+from parallel3d.checkpoint.catalogue import Catalogue, verify
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.trainer.build import build_grid
 from parallel3d.trainer.resume import resume
@@ -149,6 +149,24 @@ def test_a_finished_run_goes_no_further(tmp_path):
     before = (tmp_path / "latest" / "index.json").read_bytes()
     assert train(config, tmp_path, start=tmp_path / "latest").steps == {}
     assert (tmp_path / "latest" / "index.json").read_bytes() == before
+
+
+def test_permanent_checkpoints_keep_their_weights_alone(tmp_path):
+    """Of a real run: read by any layout, refused by none but a run that would go on."""
+    config = config_of("pp2-dp2", every=None)
+    lean = dict(keep_last=1, keep_every=2, keep_every_weights_only=True)
+    for name, changes in (("lean", lean), ("whole", {})):
+        changed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=changes)})
+        for step in (2, 4, 6):
+            train(changed, tmp_path / name, start=tmp_path / name / "latest" if step > 2 else None, stop_at=step)
+    found = {step: verify(Catalogue(tmp_path / "lean").path_of(step)) for step in (2, 4, 6)}
+    best = os.readlink(tmp_path / "lean" / "best")
+    permanent = [step for step in (2, 4) if not best.endswith(str(step))]
+    assert [step for step, index in found.items() if not index.has_moments] == permanent
+    for step in permanent:
+        weights, whole = (read_all(Catalogue(tmp_path / name).path_of(step)) for name in ("lean", "whole"))
+        assert_equal(weights, {key: value for key, value in whole.items() if key[0] == "weight"})
+        assert 0.3 < found[step].num_bytes / verify(Catalogue(tmp_path / "whole").path_of(step)).num_bytes < 0.4
 
 
 # --- deaths -----------------------------------------------------------------------------------------------------------
