@@ -11,7 +11,6 @@ No torch here: a launcher chooses the checkpoint before it starts workers.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from parallel3d.checkpoint.checksum import checksum_of
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import INDEX, Index, IndexedFile, decode_index
 from parallel3d.checkpoint.strip import strip_moments
@@ -213,8 +213,8 @@ def _mistake(folder: Path, file: IndexedFile) -> str:
             size = os.fstat(content.fileno()).st_size
             if size != file.size:
                 return f"{path} is damaged: {size:,} bytes, {file.size:,} were written"
-            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
-                return f"{path} is damaged: its hash is not that of what was written"
+            if checksum_of(content) != file.crc32:
+                return f"{path} is damaged: its checksum is not that of what was written"
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
     return ""

@@ -8,7 +8,7 @@ there in some *kinds*: weight (master weights where there are any), and the two 
                                            pieces: [{file: rank-00003.safetensors, start: [0, 0], shape: [1024, 4096]}]}
     key of a piece in its file:  moment1/layers.0.attention.q.weight/0-0
 
-The first line carries the hash of all that follows, so that a changed byte is found; every shard's hash is in it.
+The first line carries the hash of all that follows, so that a changed byte is found; every shard's checksum is in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from parallel3d.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX = "index.json"
 WEIGHT = "weight"
 KINDS = (WEIGHT, "moment1", "moment2")
@@ -59,7 +59,8 @@ class IndexedFile(_Record):
 
     name: str
     size: int
-    sha256: str
+    crc32: str
+    """checksum.py"""
 
 
 class Part(_Record):
@@ -90,7 +91,7 @@ class RunFacts(_Record):
 class Index(_Record):
     """All of a checkpoint but the numbers themselves."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     step: int
     created_at: str
     facts: RunFacts

@@ -1,26 +1,29 @@
-"""Files of tensors in safetensors' format, written straight from bytes and hashed on the way. No torch.
+"""Files of tensors in safetensors' format, written straight from bytes, checksums made on the way. No torch.
 
 The format is simple enough (8 bytes length, a JSON header, the tensors end to end) to be written without the library,
-which would copy each tensor once more; and the hash needs no second reading.
+which would copy each tensor once more; and the checksum needs no second reading.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
 
+from parallel3d.checkpoint.checksum import Checksum
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import Format, IndexedFile
 from parallel3d.checkpoint.pieces import Numbers
 
 CHUNK_BYTES = 8 << 20
-"""What is written, and hashed beside it, at a time."""
+"""What is written at a time."""
+MAX_BEHIND = 4
+"""So many chunks the checksum may be behind what is written."""
 
 FORMAT_BYTES: dict[Format, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -50,16 +53,19 @@ def write_shard(
 
     `check` is called between chunks, and may raise to end it.
     """
-    digest, size = hashlib.sha256(), 0
-    with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as hasher:
+    checksum, size, behind = Checksum(), 0, deque[Future[None]]()
+    with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as beside:
         for chunk in chain([memoryview(encode_header(tensors))], chunks):
             check()
-            hashed = hasher.submit(digest.update, chunk)
+            behind.append(beside.submit(checksum.update, chunk))
             disk.write(file, chunk)
-            hashed.result()  # bounded: it computes
             size += len(chunk)
+            if len(behind) > MAX_BEHIND:
+                behind.popleft().result()  # bounded: it computes
         disk.sync(file)
-    return IndexedFile(name=path.name, size=size, sha256=digest.hexdigest())
+        for future in behind:
+            future.result()  # bounded: it computes
+    return IndexedFile(name=path.name, size=size, crc32=checksum.text())
 
 
 def encode_header(tensors: Iterable[StoredTensor]) -> bytes:
@@ -91,4 +97,6 @@ def split_into_files(tensors: Iterable[StoredTensor], max_bytes: int) -> list[li
 def write_listed(disk: Disk, path: Path, data: bytes) -> IndexedFile:
     """Writes and syncs a small file of any kind; what an index says of it. Raises OSError."""
     disk.write_file(path, data)
-    return IndexedFile(name=path.name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    checksum = Checksum()
+    checksum.update(data)
+    return IndexedFile(name=path.name, size=len(data), crc32=checksum.text())

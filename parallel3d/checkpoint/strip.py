@@ -1,18 +1,18 @@
 """Makes a checkpoint of weights alone out of a whole one, in place: a third of the bytes, no run can go on from it.
 
-Each file is read once, from end to end, and its hash checked; the weights in it go into a new file beside it. The index
-is then replaced in one rename: before that the checkpoint is whole, after it the files with the moments belong to
+Each file is read once, from end to end, and its checksum compared; the weights in it go into a new file beside it. The
+index is then replaced in one rename: before that the checkpoint is whole, after it the files with the moments belong to
 nothing, and are removed. Whatever is interrupted is done again, or finished, at the next call. No torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from parallel3d.checkpoint.checksum import Checksum
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import INDEX, WEIGHT, Index, IndexedFile, encode_index
 from parallel3d.checkpoint.shard import CHUNK_BYTES, StoredTensor, write_shard
@@ -61,7 +61,7 @@ def _strip_file(folder: Path, whole: IndexedFile, disk: Disk) -> IndexedFile:
             tensors = [StoredTensor(key=name, format=e["dtype"], shape=tuple(e["shape"])) for name, e in wanted]
             spans = [range(start + e["data_offsets"][0], start + e["data_offsets"][1]) for _, e in wanted]
             source.seek(0)
-            chunks = _checked_spans(source, spans, whole.sha256, str(path))
+            chunks = _checked_spans(source, spans, whole.crc32, str(path))
             return write_shard(disk, path.with_name(path.name.removesuffix(SUFFIX) + STRIPPED), tensors, chunks)
     except (ValueError, KeyError, TypeError) as error:  # a header that is none
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
@@ -75,15 +75,15 @@ def _read_header(source: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _checked_spans(source: BinaryIO, spans: list[range], sha256: str, where: str) -> Iterator[memoryview]:
-    """The bytes of the file within `spans`, ascending; CheckpointError after the last where the hash is another."""
-    digest, position = hashlib.sha256(), 0
+def _checked_spans(source: BinaryIO, spans: list[range], crc32: str, where: str) -> Iterator[memoryview]:
+    """The bytes of the file within `spans`, ascending; CheckpointError after the last where the checksum is another."""
+    checksum, position = Checksum(), 0
     while data := source.read(CHUNK_BYTES):
-        digest.update(data)
+        checksum.update(data)
         for span in spans:
             first, last = max(span.start, position), min(span.stop, position + len(data))
             if first < last:
                 yield memoryview(data)[first - position : last - position]
         position += len(data)
-    if digest.hexdigest() != sha256:
-        raise CheckpointError(f"{where} is damaged: its hash is not that of what was written")
+    if checksum.text() != crc32:
+        raise CheckpointError(f"{where} is damaged: its checksum is not that of what was written")

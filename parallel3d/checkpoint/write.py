@@ -1,4 +1,4 @@
-"""Writes a snapshot as a safetensors file with the hash of its bytes, and makes a checkpoint of all ranks' parts.
+"""Writes a snapshot as a safetensors file with the checksum of its bytes, and makes a checkpoint of all ranks' parts.
 
 The file is written straight from the snapshot: beside that the writer takes the memory of one rectangle that does not
 lie in one piece, at most.

@@ -26,7 +26,7 @@ def tensor(*rows, file="rank-00000.safetensors"):
 
 
 def file(number):
-    return IndexedFile(name=f"rank-{number:05}.safetensors", size=8, sha256="0" * 64)
+    return IndexedFile(name=f"rank-{number:05}.safetensors", size=8, crc32="0" * 8)
 
 
 def index(**changes):
@@ -59,10 +59,10 @@ def test_parts_make_the_whole():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(format=2), "format 2, this version"),
+        (dict(format=1), "format 1, this version"),
         (dict(unknown=1), "is no index"),
         (dict(step="7"), "is no index"),
-        (dict(files=[dict(name="../x", size=1, sha256="")]), "no name of a file"),
+        (dict(files=[dict(name="../x", size=1, crc32="")]), "no name of a file"),
         (dict(files=[]), "a file that is not listed"),
         (dict(tensors={"a": tensor((0, 3)).model_dump()}), "9 of its 12"),
         (dict(tensors={"a": tensor((0, 4), (4, 5)).model_dump()}), "outside"),
