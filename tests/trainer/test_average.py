@@ -79,8 +79,9 @@ def evaluation_of(config, folder):
 
 
 def test_the_average_of_a_run_validates_no_worse_than_the_worse_of_its_checkpoints(tmp_path):
-    config = config_of("pp2-dp2", num_steps=12, every=3)
-    done = train(config, tmp_path / "run")
+    config = config_of("pp2-dp2", num_steps=12, every=None)
+    train(config, tmp_path / "run", stop_at=9)
+    done = train(config, tmp_path / "run", start=tmp_path / "run" / "latest")
     assert script.main(["--last", "2", "--checkpoints", str(tmp_path / "run"), "--out", str(tmp_path / "mean")]) == 0
     one = config_of("one")
     parts = [evaluation_of(one, Catalogue(tmp_path / "run").path_of(step)) for step in (9, 12)]
