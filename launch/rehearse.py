@@ -28,6 +28,7 @@ from parallel3d.checkpoint.compare import compare_checkpoints  # noqa: E402
 from parallel3d.config.derived import world_size  # noqa: E402
 from parallel3d.config.layouts import Layout, layout_of, other_layouts  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
+from parallel3d.config.restart import RestartConfig  # noqa: E402
 from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults  # noqa: E402
 from parallel3d.errors import CheckpointError, ConfigError, UserError  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
@@ -156,7 +157,9 @@ def trial_of(config: Config, folder: Path, *, resume: Path | None = None, layout
     """The first steps of the run that a resolved `config` describes, without what else it leaves on disk, and without
     its faults. Raises ConfigError where another layout does not fit it."""
     fields = config.model_dump()
-    fields["run"] |= {"num_steps": NUM_STEPS, "directory": str(folder), "resume": "never", "evaluate_every": None}
+    fields["run"] |= {"num_steps": NUM_STEPS, "num_tokens": None, "directory": str(folder), "resume": "never"}
+    fields["run"] |= {"evaluate_every": None, "evaluate_share": None, "evaluate_at_start": False}
+    fields["restart"] = RestartConfig().model_dump()
     fields["checkpoint"] = CheckpointConfig(every=SAVED_STEP, directory=str(folder / CHECKPOINTS)).model_dump()
     fields["elastic"] |= {"faults": [], "random_faults": RandomFaults().model_dump()}
     fields["debug"] = DebugConfig().model_dump()

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from test_train import finish, metrics, start
@@ -13,9 +14,11 @@ from test_train import finish, metrics, start
 from launch import rehearse
 from parallel3d.checkpoint.catalogue import Catalogue
 from parallel3d.config.layouts import other_layouts
-from parallel3d.config.load import load_config, resolve
+from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.trainer.compare import BITWISE
 
+ROOT = Path(__file__).parents[2]
+CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.json")) if path.stem != "schema"]
 pytestmark = pytest.mark.slow
 ONE = ("parallel.pp_size=1", "parallel.dp_size=1")
 
@@ -112,6 +115,20 @@ def test_which_layout_comes_first(config_file, parallel, first):
     names = [layout.name for layout in other_layouts(config)]
     assert (names[0] if names else None) == first
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_can_be_rehearsed(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = resolve(load_config(path), config_path=path)
+    for trial in (rehearse.trial_of(config, tmp_path), rehearse.other_trial(config, tmp_path, resume=tmp_path)):
+        assert trial is None or load_config(written(trial, tmp_path)).run.num_steps == 4
+
+
+def written(trial, folder):
+    path = folder / "trial.json"
+    path.write_text(dump_config(trial.config))
+    return path
 
 
 def test_null_is_only_as_near_as_null():
