@@ -131,8 +131,8 @@ class Custom:
         value = self.function(position)
         if type(value) is not int or not 0 < value <= self.last or value % self.multiple:
             raise UserError(
-                f"{self.name} gives {value!r} at position {position}: a sequence length must be a multiple of "
-                f"{self.multiple} from {self.multiple} to {self.last}"
+                f"warmup.sequence_length.function = {self.name!r}: gives {value!r} for {position}, and a length must be"
+                f" a multiple of {self.multiple} from {self.multiple} to {self.last}"
             )
         return value
 

@@ -41,6 +41,9 @@ SCHEDULES = {
 """Layouts of a few cells each: other lists, the same protocol."""
 TIED = {"tied-pp2-dp2": dict(pp_size=2, dp_size=2), "tied-stages-3-1-2": dict(pp_size=3, stage_replicas=[3, 1, 2])}
 """One matrix on both ends of the pipeline."""
+WARMUPS = {"warmup-pp2-dp2-tp2": LAYOUTS["pp2-dp2-tp2"]}
+"""Steps of 2, 4, 6 and 8 sequences of 8, 12, 12 and 16 tokens."""
+ALL_LAYOUTS = {**LAYOUTS, **SCHEDULES, **TIED, **WARMUPS}
 LOSS_TOLERANCE = 1e-5
 """fp32 on another layout from the loss on: sums in another order."""
 
@@ -77,7 +80,13 @@ def kill_config(layout: str, faults: tuple[tuple[int, int, str, str], ...] = ())
     """A tiny Llama in fp32; the undisturbed run without faults."""
     return make_config(
         model=dict(tie_word_embeddings=layout in TIED),
-        parallel={**LAYOUTS, **SCHEDULES, **TIED}[layout],
+        parallel=ALL_LAYOUTS[layout],
+        warmup=dict(
+            sequence_length=dict(kind="linear", start=8, duration=4, multiple=4),
+            batch_size=dict(start=2, duration=4, increment=2),
+        )
+        if layout in WARMUPS
+        else {},
         precision=dict(policy="fp32"),
         batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
         run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
@@ -111,7 +120,7 @@ def covering_cells() -> Iterator[KillCell]:
 
 def special_cells() -> Iterator[KillCell]:
     """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many; and
-    other schedules, and losses on either end of a pipeline whose ends share a matrix."""
+    other schedules, losses on either end of a pipeline whose ends share a matrix, and while the batch still grows."""
     cube, wide, tied, uneven = "pp2-dp2-tp2", "pp2-dp4", *TIED
     yield KillCell(layout=cube, faults=((0, 2, "load", "kill"), (1, 2, "load", "kill")), num_changes=(1, 2))
     yield KillCell(layout=cube, faults=((6, 4, "backward", "stop"),))
@@ -137,6 +146,7 @@ def special_cells() -> Iterator[KillCell]:
     yield KillCell(layout="pp2-dp2-zb-h1", faults=((2, 2, "forward", "kill"),))
     yield KillCell(layout=tied, faults=((2, 2, "all_gather", "kill"),))
     yield KillCell(layout=tied, faults=((1, 2, "reduce_scatter", "kill"), (2, 4, "update", "kill")), num_changes=(2,))
+    yield KillCell(layout="warmup-pp2-dp2-tp2", faults=((5, 3, "backward", "kill"),))
     yield KillCell(layout=uneven, faults=((0, 2, "backup", "kill"), (5, 2, "recovery_moves", "kill")))
 
 
@@ -216,7 +226,7 @@ def _compare_replicas(directory: Path, survivors: set[int]) -> str:
 
 
 def run_cells(folder: Path, cells: list[KillCell]) -> None:
-    for layout in (*LAYOUTS, *SCHEDULES, *TIED):
+    for layout in ALL_LAYOUTS:
         run_kill_cell(folder, layout, kill_config(layout))
     for cell in cells:
         run_kill_cell(folder, cell.name, cell.config)

@@ -132,6 +132,16 @@ def test_lengths_that_grow_while_a_rank_is_killed_equal_one_process():
         assert difference < tolerance_of(config).weights, f"{what} of {name}"
 
 
+def test_evaluations_are_of_whole_sequences_whatever_training_has_come_to():
+    """Of the initial weights, with a warmup and without: the same sequences, the same loss."""
+    warm, plain = (
+        run(config_of(warmup=warmup, evaluate_at_start=True, num_steps=1, evaluate_every=None, evaluate_at_end=False))
+        for warmup in (BOTH, {})
+    )
+    assert warm.run.evaluation == plain.run.evaluation is not None
+    assert warm.steps[1]["tokens"] < plain.steps[1]["tokens"]
+
+
 # --- lengths by evaluations -------------------------------------------------------------------------------------------
 
 
