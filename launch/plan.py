@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.config.paces import describe_warmup  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan  # noqa: E402
@@ -73,6 +74,7 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
     report = check_plan(plan, config.parallel.p2p_slots, estimate_sizes(config, partition))
     yield from describe_grid(config, grid)
     yield from describe_losses(whole, lost, spares)
+    yield from describe_warmup(config)
     yield ""
     yield from describe_stages(config, partition, plan, report)
     yield ""

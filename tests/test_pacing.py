@@ -144,6 +144,23 @@ def test_a_shape_counts_steps_and_tokens_from_one():
     assert shapes == [(4, 8, 32), (4, 8, 32), (6, 16, 0), (6, 16, 0)]  # 64 tokens lie behind the third
 
 
+def test_a_warmup_by_tokens_carries_over_to_other_batch_sizes():
+    """Lengths after equally many tokens, of 4 sequences a step and of 32."""
+    reached = {}
+    for num_sequences in (4, 32):
+        pacing = Pacing(
+            length=Growth(first=8, last=64, over=10**6, multiple=8), length_unit="tokens", size=Stays(num_sequences)
+        )
+        tokens, steps, longer_at = 0, 0, []
+        while (length := pacing.shape(steps, tokens).sequence_length) < 64:
+            if len(longer_at) < length // 8:
+                longer_at.append(tokens)
+            steps, tokens = steps + 1, tokens + num_sequences * length
+        reached[num_sequences] = longer_at
+    assert len(reached[4]) == len(reached[32]) == 7
+    assert all(abs(a - b) <= 32 * 64 for a, b in zip(*reached.values()))
+
+
 pacings = st.builds(
     lambda length, length_unit, size, size_unit, drops: Pacing(
         length=length,
