@@ -1,8 +1,8 @@
 """`run.initialize_from`: the weights that a run begins with in place of random ones.
 
 They are Hugging Face's (a folder with config.json) or a checkpoint's (a folder with index.json, of weights alone or
-whole; nothing but its weights is read). The launcher looks at the folder before workers start; each worker then reads
-the slices that it holds.
+whole; nothing but its weights is read). The launcher settles which folder is meant and looks at it before workers
+start; each worker then reads the slices that it holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from models.hf_config import read_hf_config
-from parallel3d.checkpoint.catalogue import read_index, verify
+from parallel3d.checkpoint.catalogue import LATEST, read_index, verify
 from parallel3d.checkpoint.index import INDEX, Index
 from parallel3d.config.same_model import model_differences
 from parallel3d.config.schema import Config, ModelConfig
@@ -42,6 +42,22 @@ def check_initial(config: Config) -> None:
         raise ConfigError(problems)
     if (folder / INDEX).is_file():
         verify(folder)
+
+
+def settle_initial(config: Config) -> Config:
+    """The configuration with the very folder that is meant: of a run its newest checkpoint, links followed. So all
+    workers read the same, whatever becomes of the link."""
+    if config.run.initialize_from is None:
+        return config
+    folder = Path(config.run.initialize_from)
+    settled = str(find_checkpoint(folder) or folder.resolve())
+    return config.model_copy(update={"run": config.run.model_copy(update={"initialize_from": settled})})
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint in a folder, or the newest of a run or of its folder of checkpoints; links are followed."""
+    folders = (path, path / LATEST, path / "checkpoints" / LATEST)
+    return next((folder.resolve() for folder in folders if (folder / INDEX).is_file()), None)
 
 
 def read_model(folder: Path) -> ModelConfig:

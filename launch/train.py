@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.child import run_script  # noqa: E402
-from launch.initial import check_initial  # noqa: E402
+from launch.initial import check_initial, settle_initial  # noqa: E402
 from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
 from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.rehearse and (code := rehearse(options, env)):
             return code
-        return train(config, env, title=Path(options.config).stem)
+        return train(settle_initial(config), env, title=Path(options.config).stem)
     except UserError as error:
         if env is None or env.local_rank == 0:  # once a host
             print(error, file=sys.stderr)

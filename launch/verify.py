@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from launch.initial import check_initial, open_initial  # noqa: E402
+from launch.initial import check_initial, open_initial, settle_initial  # noqa: E402
 from launch.plan import estimate_sizes  # noqa: E402
 from launch.worker import choose_num_threads  # noqa: E402
 from models.make import make_stage  # noqa: E402
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
         for line in describe_start(options, one, cases, changes):
             tell(line)
         check_memory([one, *cases], may_exceed=options.yes)
-        check_initial(one.config)
+        check_initial(settle_initial(one.config))
         outcomes = verify(one, cases, options.steps)
     except UserError as error:
         tell(str(error))
@@ -281,7 +281,7 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> Layou
             evaluate_lanes=evaluation_lanes(config, corpus),
             device=torch.device("cpu"),
             eos_id=corpus.train.eos_id,
-            initial=open_initial(config),
+            initial=open_initial(settle_initial(config)),
         )
         start_rank(runtime, grid, transports)
         return runtime

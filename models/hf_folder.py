@@ -27,6 +27,19 @@ from parallel3d.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "tokenizer.model",
+)
+SPECIAL_IDS = ("bos_token_id", "eos_token_id")
+"""Fields of config.json that the tokenizer decides."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_NAMED = 5
 

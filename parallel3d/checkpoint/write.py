@@ -46,6 +46,7 @@ FORMATS: dict[torch.dtype, Format] = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
+DTYPES = {name: dtype for dtype, name in FORMATS.items()}
 NICENESS = 10
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from saves import assert_equal, read_all, run_layout, save
 
-import launch.convert as module
-from launch.convert import find_source, main
-from launch.initial import check_initial, open_initial
+from launch import hf_export
+from launch.convert import main
+from launch.initial import check_initial, find_checkpoint, open_initial, settle_initial
 from models.make import make_decoder, shardings_of
 from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.catalogue import verify
@@ -231,12 +231,12 @@ def test_mistakes(tmp_path, capsys, checkpoint):
     source = checkpoint("llama")
     (tmp_path / "there").mkdir()
     for arguments, said in (
-        (("to-hf", tmp_path, tmp_path / "hf"), "neither a checkpoint nor a folder with one"),
+        (("to-hf", tmp_path, tmp_path / "hf"), "neither a checkpoint nor the folder of a run that has one"),
         (("to-hf", source, tmp_path / "there"), "there exists: nothing is overwritten"),
         (("to-hf", source, tmp_path / "hf", "--tokenizer", tmp_path / "no.model"), "no.model can't be read"),
         (("from-hf", tmp_path, tmp_path / "back"), "config.json can't be read"),
         (("from-hf", source, tmp_path / "back"), "config.json can't be read"),
-        (("model", tmp_path), "neither a checkpoint nor a folder with one"),
+        (("model", tmp_path), "config.json can't be read"),
     ):
         code, out, err = convert(capsys, *arguments)
         assert code == 2 and re.search(said, err), (arguments, out, err)
@@ -261,7 +261,11 @@ def test_the_newest_of_a_run_is_found(tmp_path, checkpoint):
     (run / "metrics.jsonl").write_text("")
     os.symlink(checkpoint("llama"), run / "checkpoints" / "latest")
     for path in (run, run / "checkpoints", run / "checkpoints" / "latest", checkpoint("llama")):
-        assert find_source(path) == checkpoint("llama").resolve()
+        assert find_checkpoint(path) == checkpoint("llama").resolve()
+        config = settle_initial(config_of("llama", {}, initialize_from=str(path)))
+        assert config.run.initialize_from == str(checkpoint("llama").resolve())
+        check_initial(config)
+    assert find_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -278,13 +282,13 @@ def test_the_newest_of_a_run_is_found(tmp_path, checkpoint):
 def test_what_ends_it_early_leaves_nothing(tmp_path, capsys, checkpoint, monkeypatch, error, code, said):
     """A disk that is full at the second file; Ctrl-C."""
 
-    class EndingDisk(module.Disk):
+    class EndingDisk(hf_export.Disk):
         def create(self, path):
             if "00002" in path.name:
                 raise error
             return super().create(path)
 
-    monkeypatch.setattr(module, "Disk", EndingDisk)
+    monkeypatch.setattr(hf_export, "Disk", EndingDisk)
     ended, _, err = convert(capsys, "to-hf", checkpoint("llama"), tmp_path / "hf", "--max-file-gb", "0.00002")
     assert ended == code and re.search(said, err)
     assert list(tmp_path.iterdir()) == []
