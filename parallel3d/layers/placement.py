@@ -41,5 +41,5 @@ class Placement:
 
 @cache
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """One for all layers; made at the first call with tensors of new shapes."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    """One for all layers, made at the first call; a second length of sequences makes one for all lengths."""
+    return torch.compile(function, fullgraph=True)

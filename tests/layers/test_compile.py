@@ -3,6 +3,7 @@
 import pytest
 import torch
 from stages import build, micro_batch, model_config, relative, tokens
+from torch._dynamo.testing import CompileCounter
 
 from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.layers import placement
@@ -35,6 +36,22 @@ def test_the_formulas_are_the_layers(monkeypatch, policy, recompute):
     monkeypatch.setattr(placement, "_compiled", lambda function: made.append(function.__name__) or function)
     assert_near(policy, recompute)
     assert set(made) == {"rms_norm", "rms_norm_grads", "silu_times", "rotated_heads"}
+
+
+def test_a_second_length_makes_a_kernel_for_all_lengths(monkeypatch):
+    """More of them than torch would compile one by one for; forward and backward, graphs without a code generator."""
+    counter, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=counter, **options))
+    torch._dynamo.reset()
+    placement._compiled.cache_clear()
+    try:
+        stage = build(model_config(), solo_region(), "fp32", compiles=True)
+        for length in range(1, torch._dynamo.config.recompile_limit + 3):
+            inputs, targets = (torch.zeros(2 * length, dtype=torch.int64) for _ in range(2))
+            stage(inputs, micro_batch(sequence_length=length), targets).backward()
+    finally:
+        placement._compiled.cache_clear()
+    assert counter.frame_count <= 3 * 4  # a length of 1 is a case of its own
 
 
 @pytest.mark.slow
