@@ -382,7 +382,7 @@ def _check_evaluations(config: Config, world_size: int | None) -> Iterator[Probl
             field="run.evaluate_share",
             value=run.evaluate_share,
             rule=f"excludes run.evaluate_every = {run.evaluate_every}: evaluations come by time or by steps",
-            fix="Leave one of them out",
+            fix="Set one of them to null",
         )
 
 
