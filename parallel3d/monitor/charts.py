@@ -102,6 +102,9 @@ def draw_instability(path: Path, *, title: str, history: History) -> None:
     _mark_changes(axes, history)
     _finish(axes, title=title)
     axes.set_xlabel("step", color=TEXT)
+    axes.legend(
+        frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=3
+    )  # lines are everywhere
     figure.savefig(path)
 
 

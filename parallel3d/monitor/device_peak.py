@@ -13,12 +13,11 @@ from parallel3d.precision.policy import policy_of
 
 NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 SIZES = {"cpu": 512, "cuda": 8192}
-NUM_PRODUCTS = 4
-"""The first one is warm-up: threads start, kernels are made."""
+MEASURED_S = 0.05
 
 
 def find_peak(config: Config, device: torch.device) -> Peak:
-    """As `monitor.peak_flops` says; measured it takes some 10 ms of a CPU."""
+    """As `monitor.peak_flops` says. Ranks that share a machine's cores call it together: each then finds its share."""
     if config.monitor.peak_flops is not None:
         return Peak(flops_per_s=config.monitor.peak_flops, source="configuration")
     number_format = policy_of(config.precision).compute
@@ -27,14 +26,18 @@ def find_peak(config: Config, device: torch.device) -> Peak:
 
 
 def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:
-    """The best of a few large matrix products, by the kernel that the layers use."""
+    """Large matrix products by the kernel that the layers use, for MEASURED_S."""
     size = SIZES.get(device.type, 512)
     matrix = torch.full((size, size), 0.5, dtype=number_format, device=device)
-    best_s = float("inf")
-    for _ in range(NUM_PRODUCTS):
-        started = time.perf_counter()
+
+    def multiply() -> None:
         matmul(matrix, matrix)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # bounded: its own product
-        best_s = min(best_s, time.perf_counter() - started)
-    return Peak(flops_per_s=2.0 * size**3 / best_s, source="measured")
+
+    multiply()  # threads start, kernels are made
+    num_products, started = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - started) < MEASURED_S:
+        multiply()
+        num_products += 1
+    return Peak(flops_per_s=num_products * 2.0 * size**3 / elapsed_s, source="measured")

@@ -16,11 +16,14 @@ def sign_of_divergence(state: TrainState, *, since: int = 0) -> str:
     """By what `state` has diverged, for a person; "" when it has not. Entries up to step `since` were judged before.
 
     A loss or gradient that is not finite: without a loss scale the first one, with a dynamic scale (fp16), which
-    overflows on purpose now and then, the second in a row that comes although the scale can't become smaller.
+    overflows on purpose now and then, the second in a row that comes although the scale can't become smaller. And
+    what the monitors take for divergence (monitor/divergence.py), where that shall end a run.
     """
     newest = state.entries[-1] if state.entries else None
-    if newest is None or newest.iteration <= since or newest.finite:
+    if newest is None or newest.iteration <= since:
         return ""
+    if newest.finite:
+        return state.watch.must_stop
     what = "the loss or a gradient is not finite"
     if not state.loss_scale.is_dynamic:
         return what

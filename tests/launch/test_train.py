@@ -71,11 +71,21 @@ def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
     assert code == 0, out + err
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
-    assert {"config.json", "environment.json", "metrics.jsonl", "summary.json", "loss.png", "logs"} <= names
+    assert {
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+        "loss.png",
+        "course.png",
+        "instability.png",
+        "logs",
+    } <= names
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     steps = metrics(run)
     assert [line["step"] for line in steps] == list(range(1, 13))
-    assert {"tokens", "loss", "grad_norm", "lr", "tokens_per_s"} <= steps[0].keys()
+    assert {"tokens", "loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes"} <= steps[0].keys()
+    assert {"perplexity", "loss_ratio", "fraction_clipped", "param_norm", "variance_norm", "mfu"} <= steps[1].keys()
     assert steps[-1]["tokens"] == 12 * 8 * 32 and steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     summary = json.loads((run / "summary.json").read_text())
     assert {"final_loss", "unigram_entropy", "tokens", "seconds", "tokens_per_s", "world"} <= summary.keys()

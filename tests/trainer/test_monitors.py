@@ -5,6 +5,8 @@ import pytest
 import torch
 from thread_cells import MONITORED, assert_same_run, config_of, die, run, undisturbed
 
+from parallel3d.errors import Diverged
+
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)
 LAYOUTS = {
     "tp2": (dict(tp_size=2), {}),
@@ -78,6 +80,36 @@ def test_whoever_leads_next_tells_the_same_figures(phase):
     done = run(config_of("pp2-dp4"), [die(0, phase)])
     assert done.num_changes == 1 and set(MONITORED) <= done.steps[3].keys()
     assert_same_run(done, undisturbed("pp2-dp4"))
+
+
+# --- divergence -------------------------------------------------------------------------------------------------------
+
+
+def with_monitor(config, **changes):
+    return config.model_copy(update=dict(monitor=config.monitor.model_copy(update=changes)))
+
+
+def steep(**monitor):
+    """A learning rate that lets the loss rise in the third step, to 1.18 times the lowest before."""
+    config = with_monitor(config_of("pp2-dp4", num_steps=4), **monitor)
+    rates = dict(optimizer=config.optimizer.model_copy(update=dict(learning_rate=1.0)))
+    return config.model_copy(update=rates | dict(schedule=config.schedule.model_copy(update=dict(warmup_steps=0))))
+
+
+@pytest.mark.parametrize("faults", [[], [die(0, "all_reduce", 3)], [die(3, "update", 3)]])
+def test_a_loss_that_rises_too_far_ends_the_run(faults):
+    """On all ranks in the same step, also where one dies in it."""
+    ratios = {step: record.get("loss_ratio", 0.0) for step, record in run(steep()).steps.items()}
+    assert [step for step, ratio in ratios.items() if ratio > 1.1] == [3], ratios
+    with pytest.raises(Diverged, match="diverged in step 3: the loss is .* times the lowest before") as told:
+        run(steep(max_loss_ratio=1.1), faults)
+    assert told.value.exit_code == 6
+
+
+def test_a_warning_lets_the_run_go_on():
+    done = run(steep(max_loss_ratio=1.1, divergence="warn"))
+    assert sorted(done.steps) == [1, 2, 3, 4]
+    assert any(text.startswith("warning: step 3: this looks like divergence: the loss is") for text in done.notices)
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
