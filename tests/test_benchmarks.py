@@ -173,3 +173,13 @@ def test_the_benchmark_of_checkpoints(tmp_path):
     figures = json.loads(out.read_text())
     assert figures["saved_mb"] > 0 and figures["ours_num_steps"] >= 1 and figures["torch_num_steps"] >= 1
     assert not list((tmp_path / "disk").iterdir())
+
+
+def test_the_benchmark_of_sources(tmp_path):
+    """Tokens of a megabyte are prepared, indexed and read; nothing is left in the folder."""
+    small = "--kinds tokens --size-mb 1 --prepare-mb 1 --seconds 0.01"
+    command = [sys.executable, str(ROOT / "benchmarks" / "sources.py"), *small.split(), "--directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(row(done.stdout, "tokens")[3].split()[0]) > 10  # MB at the peak
+    assert not list(tmp_path.iterdir())
