@@ -27,6 +27,7 @@ from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.data.corpus import Corpus  # noqa: E402
 from parallel3d.data.documents import TokenizedDocuments  # noqa: E402
 from parallel3d.data.prepare import prepare  # noqa: E402
+from parallel3d.data.tokenizer import MODEL_FILE  # noqa: E402
 from parallel3d.errors import DataError, UserError  # noqa: E402
 from parallel3d.trainer.text import open_text  # noqa: E402
 
@@ -78,7 +79,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def keep_tokenizer(corpus: Corpus, path: Path) -> None:
     """Copies the SentencePiece model; whole or not at all."""
-    model = corpus.folder / "tokenizer.model"
+    model = corpus.folder / MODEL_FILE
     if not model.stat().st_size:
         raise DataError("data.tokenizer.kind bytes has no model: nothing to write to --tokenizer-out")
     temporary = path.with_name(f".{path.name}-{os.getpid()}")

@@ -28,13 +28,13 @@ from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.cache import build_once
 from parallel3d.data.documents import TokenDocuments, TokenizedDocuments
 from parallel3d.data.formats import DocumentSet, build_formats
-from parallel3d.data.places import load_places
+from parallel3d.data.places import load_split
 from parallel3d.data.recipe import Recipe, choose_document_chars
 from parallel3d.data.sources import SourceFile, find_files
 from parallel3d.data.text_corpus import build_text
 from parallel3d.data.token_corpus import build_tokens
 from parallel3d.data.token_file import PackedDocuments, open_token_file
-from parallel3d.data.tokenizer import Tokenizer, build_tokenizer
+from parallel3d.data.tokenizer import MODEL_FILE, Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ def load_corpus(folder: Path) -> Corpus:
     facts = json.loads((folder / "corpus.json").read_text())
     files = [SourceFile(path=folder / file["path"], format=file["format"]) for file in facts.pop("files")]
     kind = facts.pop("tokenizer")
-    tokenizer = build_tokenizer(kind, (folder / "tokenizer.model").read_bytes()) if kind else None
-    places = {name: load_places(folder / f"{name}.places") for name in ("train", "validation")}
+    tokenizer = build_tokenizer(kind, (folder / MODEL_FILE).read_bytes()) if kind else None
+    places = load_split(folder)
     documents: dict[str, TokenDocuments]
     if "eos_id" in facts:
         opened, eos_id = [open_token_file(file.path) for file in files], facts.pop("eos_id")
@@ -133,7 +133,7 @@ def _build(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable[[st
     notice(f"first use of this corpus: indexing {len(recipe.files):,} files, into {folder}")
     facts = build_tokens(recipe, scratch, token) if recipe.is_tokens else build_text(recipe, scratch, token, notice)
     (scratch / "corpus.json").write_text(json.dumps(facts, indent=1))
-    train, validation = (load_places(scratch / f"{name}.places") for name in ("train", "validation"))
+    train, validation = load_split(scratch).values()
     size = int(train[:, 2].sum() + validation[:, 2].sum())
     amount = f"{size:,} tokens" if recipe.is_tokens else f"{size / 1e6:,.1f} MB"
     notice(

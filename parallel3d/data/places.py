@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+SPLITS = {name: f"{name}.places" for name in ("train", "validation")}
+"""The files of a corpus, by split."""
+ALL = "all.places"
 ROWS_AT_ONCE = 16_384
 COLUMNS = 3
 
@@ -36,10 +39,21 @@ def blocks(rows: Iterable[tuple[int, ...]]) -> Iterator[np.ndarray]:
         yield np.array(block, np.int64)
 
 
-def select(places: np.ndarray, indices: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the rows `indices`, some at a time."""
-    for start in range(0, len(indices), ROWS_AT_ONCE):
-        yield places[indices[start : start + ROWS_AT_ONCE]]
+def write_split(folder: Path, rows: Iterable[np.ndarray], validation_fraction: float) -> int:
+    """Writes the places of each split, and returns how many documents there are; where there are none, no file."""
+    write_places(folder / ALL, rows)
+    places = load_places(folder / ALL)
+    if len(places):
+        for name, indices in zip(SPLITS.values(), split(len(places), validation_fraction)):
+            starts = range(0, len(indices), ROWS_AT_ONCE)
+            write_places(folder / name, (places[indices[start : start + ROWS_AT_ONCE]] for start in starts))
+    (folder / ALL).unlink()
+    return len(places)
+
+
+def load_split(folder: Path) -> dict[str, np.ndarray]:
+    """The places of each split, mapped."""
+    return {name: load_places(folder / file) for name, file in SPLITS.items()}
 
 
 def split(num_documents: int, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:

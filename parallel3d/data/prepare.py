@@ -28,8 +28,8 @@ import numpy as np
 from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.sources import TRAIN_TOKENS, VALIDATION_TOKENS
-from parallel3d.data.token_corpus import TOKENIZER_FILE
 from parallel3d.data.token_file import TokenWriter
+from parallel3d.data.tokenizer import MODEL_FILE
 from parallel3d.errors import DataError
 
 PART_BYTES, PART_DOCUMENTS = 2**20, 1000
@@ -80,7 +80,7 @@ def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress)
         "format": "parallel3d tokens",
         "eos_id": str(corpus.train.eos_id),
         "vocab_size": str(corpus.vocab_size),
-        "tokenizer": "sentencepiece" if (corpus.folder / TOKENIZER_FILE).stat().st_size else "bytes",
+        "tokenizer": "sentencepiece" if (corpus.folder / MODEL_FILE).stat().st_size else "bytes",
         "document_chars": str(corpus.document_chars),
         "fingerprint": corpus.fingerprint,
     }
@@ -101,7 +101,7 @@ def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress)
             pool.shutdown(cancel_futures=True)
             raise
     if metadata["tokenizer"] == "sentencepiece":
-        shutil.copyfile(corpus.folder / TOKENIZER_FILE, scratch / TOKENIZER_FILE)
+        shutil.copyfile(corpus.folder / MODEL_FILE, scratch / MODEL_FILE)
     return Prepared(
         num_documents=len(corpus.train) + len(corpus.validation),
         num_train_tokens=written["train"],

@@ -14,15 +14,14 @@ from parallel3d.comm.abort import AbortToken
 from parallel3d.data.columns import lies_open, unpack
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.formats import DocumentSet, build_formats
-from parallel3d.data.places import blocks, load_places, select, split, write_places
+from parallel3d.data.places import SPLITS, blocks, load_split, write_split
 from parallel3d.data.recipe import FORMAT_VERSION, Recipe
 from parallel3d.data.sources import SourceFile
-from parallel3d.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from parallel3d.data.tokenizer import MODEL_FILE, SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from parallel3d.errors import DataError
 
 CHUNK_BYTES, MAX_CHUNKS = 2048, 1536  # the tokenizer is trained on at most 3 MB, in well under a second
 EXACT_BYTES = 32 * 2**20  # tokens of smaller corpora are all counted (5 s), of larger ones on a sample of this size
-ALL_PLACES = "all.places"
 TELL_S = 15.0
 
 
@@ -30,17 +29,11 @@ def build_text(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable
     """Fills `folder` with the corpus, and returns what is known of it."""
     formats = build_formats(text_column=recipe.text_column, document_chars=recipe.document_chars)
     scan = _Scan(recipe, folder, token, notice)
-    write_places(folder / ALL_PLACES, scan.rows())
-    places = load_places(folder / ALL_PLACES)
-    if not len(places):
+    if not write_split(folder, scan.rows(), recipe.validation_fraction):
         raise DataError(f"there is no text in data.sources ({len(recipe.files)} files, {recipe.files[0].path} first)")
-    parts = dict(zip(("train", "validation"), split(len(places), recipe.validation_fraction)))
-    for name, indices in parts.items():
-        write_places(folder / f"{name}.places", select(places, indices))
-    (folder / ALL_PLACES).unlink()
-    train = DocumentSet(files=scan.files, formats=formats, places=load_places(folder / "train.places"))
+    train = DocumentSet(files=scan.files, formats=formats, places=load_split(folder)["train"])
     model = _tokenizer_model(recipe, train, notice)
-    (folder / "tokenizer.model").write_bytes(model)
+    (folder / MODEL_FILE).write_bytes(model)
     tokenizer = build_tokenizer(recipe.tokenizer.kind, model)
     _check_eos(recipe, tokenizer)
     counts, share = count_tokens(train, tokenizer, token)
@@ -56,7 +49,7 @@ def build_text(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable
         "fingerprint": fingerprint(
             settings=[FORMAT_VERSION, recipe.validation_fraction, recipe.tokenizer.kind],
             files=[file.path for file in scan.files],
-            places=[folder / f"{name}.places" for name in parts],
+            places=[folder / name for name in SPLITS.values()],
             model=model,
         ),
     }

@@ -11,14 +11,12 @@ import numpy as np
 from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.fingerprint import fingerprint
-from parallel3d.data.places import load_places, select, split, write_places
+from parallel3d.data.places import SPLITS, load_split, write_places, write_split
 from parallel3d.data.recipe import FORMAT_VERSION, Recipe
-from parallel3d.data.text_corpus import ALL_PLACES, entropy
+from parallel3d.data.text_corpus import entropy
 from parallel3d.data.token_file import TokenFile, open_token_file, scan_tokens
-from parallel3d.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from parallel3d.errors import DataError
-
-TOKENIZER_FILE = "tokenizer.model"
 
 
 def build_tokens(recipe: Recipe, folder: Path, token: AbortToken) -> dict[str, Any]:
@@ -27,21 +25,20 @@ def build_tokens(recipe: Recipe, folder: Path, token: AbortToken) -> dict[str, A
     kind, model = _tokenizer(recipe, files)
     eos_id = _eos_id(recipe.tokenizer, files, kind, model)
     assert recipe.tokenizer.vocab_size is not None, "the configuration is resolved"
-    counts = np.zeros(recipe.tokenizer.vocab_size, np.int64)
-    for_validation = [file.format == "tokens for validation" for file in recipe.files]
-    write_places(folder / "validation.places", _rows(files, for_validation, eos_id, np.zeros_like(counts), token))
-    write_places(folder / "train.places", _rows(files, [not each for each in for_validation], eos_id, counts, token))
-    if not load_places(folder / "train.places").size:
+    counts, others = np.zeros((2, recipe.tokenizer.vocab_size), np.int64)
+    kept = {number for number, file in enumerate(recipe.files) if file.format == "tokens for validation"}
+    rows = _rows(files, set(range(len(files))) - kept, eos_id, counts, token)
+    if not write_split(folder, rows, 0.0 if kept else recipe.validation_fraction):
         raise DataError(f"there are no tokens to train on in data.sources ({recipe.files[0].path} first)")
-    if not any(for_validation):
-        _split(folder, recipe.validation_fraction)
-    (folder / TOKENIZER_FILE).write_bytes(model)
-    train = load_places(folder / "train.places")
+    if kept:
+        write_places(folder / SPLITS["validation"], _rows(files, kept, eos_id, others, token))
+    (folder / MODEL_FILE).write_bytes(model)
+    train = load_split(folder)["train"]
     own = {file.metadata["fingerprint"] for file in files if "fingerprint" in file.metadata}
     computed = fingerprint(
         settings=[FORMAT_VERSION, recipe.validation_fraction, eos_id],
         files=[file.path for file in files],
-        places=[folder / "train.places", folder / "validation.places"],
+        places=[folder / name for name in SPLITS.values()],
         model=b"",
     )
     return {
@@ -53,32 +50,23 @@ def build_tokens(recipe: Recipe, folder: Path, token: AbortToken) -> dict[str, A
         "unigram_entropy": entropy(counts),
         "num_train_tokens": int(train[:, 2].sum()) + len(train),
         "counts_are_exact": True,
-        "fingerprint": own.pop() if len(own) == 1 and any(for_validation) else computed,
+        "fingerprint": own.pop() if len(own) == 1 and kept else computed,
     }
 
 
 def _rows(
-    files: Sequence[TokenFile], wanted: Sequence[bool], eos_id: int, counts: np.ndarray, token: AbortToken
+    files: Sequence[TokenFile], wanted: set[int], eos_id: int, counts: np.ndarray, token: AbortToken
 ) -> Iterator[np.ndarray]:
-    """Yields the places of the documents of the wanted files, some at a time."""
-    for number, (file, is_wanted) in enumerate(zip(files, wanted)):
-        for block in scan_tokens(file, eos_id, counts) if is_wanted else ():
+    """Yields the places of the documents of the wanted files, some at a time; adds to `counts` (scan_tokens)."""
+    for number in sorted(wanted):
+        for block in scan_tokens(files[number], eos_id, counts):
             token.check()
             yield np.insert(block, 0, number, axis=1)
 
 
-def _split(folder: Path, validation_fraction: float) -> None:
-    """Takes documents for validation out of those for training."""
-    (folder / "train.places").rename(folder / ALL_PLACES)
-    places = load_places(folder / ALL_PLACES)
-    for name, indices in zip(("train", "validation"), split(len(places), validation_fraction)):
-        write_places(folder / f"{name}.places", select(places, indices))
-    (folder / ALL_PLACES).unlink()
-
-
 def _tokenizer(recipe: Recipe, files: Sequence[TokenFile]) -> tuple[str | None, bytes]:
     """Kind and model of the tokenizer that made the files, as far as they or the configuration say: else None, b""."""
-    beside = files[0].path.parent / TOKENIZER_FILE
+    beside = files[0].path.parent / MODEL_FILE
     path = Path(recipe.tokenizer.path).expanduser() if recipe.tokenizer.path is not None else beside
     kinds = {file.metadata["tokenizer"] for file in files if "tokenizer" in file.metadata}
     if len(kinds) > 1 or (recipe.tokenizer.kind == "bytes" and "sentencepiece" in kinds):

@@ -13,7 +13,7 @@ from words import open_words, write_words
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import TokenizerConfig
-from parallel3d.data import cache, formats, text_corpus
+from parallel3d.data import cache, formats, places, text_corpus
 from parallel3d.data.corpus import load_corpus
 from parallel3d.data.lanes import Cursor, Lanes
 from parallel3d.data.places import split
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_and_left_as_it_was(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(text_corpus, "write_places", full)
+    monkeypatch.setattr(places, "write_places", full)
     with pytest.raises(DataError, match="can't write the corpus cache .*No space left.*data.cache_directory"):
         open_words(source, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
