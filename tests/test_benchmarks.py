@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bubble, cpu  # noqa: E402
+from benchmarks import bubble, cpu, data_wait  # noqa: E402
 from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
 from parallel3d.config.derived import world_size  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
@@ -183,3 +183,9 @@ def test_the_benchmark_of_sources(tmp_path):
     assert done.returncode == 0, done.stderr
     assert float(row(done.stdout, "tokens")[3].split()[0]) > 10  # MB at the peak
     assert not list(tmp_path.iterdir())
+
+
+def test_a_slow_tokenizer_has_a_row_with_a_thread_and_with_a_process():
+    kind, *figures = data_wait.compare(data_wait.Slow(1e-4, holds_lock=True), 0.5).rsplit(maxsplit=5)
+    computing, tokenising, _, by_thread, by_process = map(float, figures)
+    assert kind == "holds the lock" and (computing, tokenising) == (0, 0) and min(by_thread, by_process) > 0

@@ -6,7 +6,9 @@ import cells
 import numpy as np
 import pytest
 
+from launch.prepare import main
 from parallel3d.comm.abort import AbortToken
+from parallel3d.config.load import dump_config
 from parallel3d.data.token_file import TokenWriter
 from parallel3d.errors import DataError
 from parallel3d.trainer.text import (
@@ -53,11 +55,14 @@ def books(tmp_path):
 @pytest.fixture
 def prepared(tmp_path):
     """A folder of tokens that are numbers from 1 to 199, in turn; each 0 ends a document."""
-    folder = tmp_path / "prepared"
+    return write_tokens(tmp_path / "prepared", train=np.arange(1001) % 200, validation=np.arange(200))
+
+
+def write_tokens(folder, **files):
     folder.mkdir()
-    for name, count in (("train", 1001), ("validation", 200)):
+    for name, tokens in files.items():
         with TokenWriter(folder / f"{name}.safetensors", 257) as writer:
-            writer.append(np.arange(count) % 200)
+            writer.append(tokens)
             writer.finish({"eos_id": "0"})
     return folder
 
@@ -82,6 +87,26 @@ def test_a_blend_reads_its_files_by_their_weights(make, books):
     letters = (steps == ord("b")).any(axis=2)
     assert not (letters & (steps == ord("a")).any(axis=2)).any(), "a sequence of two sources"
     assert letters[:10].sum() == 30 and not letters[10:].any()
+
+
+def test_a_blend_of_prepared_folders_trains_on_their_files_for_training(make, tmp_path):
+    """Each folder has a file for evaluation too, which stands between the others in the corpus' list of files."""
+    sources = {}
+    for name, token in (("ones", 1), ("twos", 2), ("threes", 3)):
+        tokens = np.where(np.arange(400) % 20 == 19, 0, token)
+        sources[name] = [str(write_tokens(tmp_path / name, train=tokens, validation=np.where(tokens, 9, 0)))]
+    config, corpus = make(blend=dict(sources=sources, stages=[dict(weights=dict(ones=0.25, twos=0.5, threes=0.25))]))
+    steps = sequences(config, build_reader(config, corpus), 20)
+    counts = [(steps == token).any(axis=2).sum() for token in (1, 2, 3)]
+    assert np.abs(np.array(counts) - (20, 40, 20)).max() <= 2 and not (steps == 9).any()
+    assert evaluation_lanes(config, corpus).read(0, (0, 0, 0), 8)[0].tolist() == [9] * 9
+
+
+def test_a_blend_is_not_prepared_into_one_folder(make, books, tmp_path, capsys):
+    (tmp_path / "run.json").write_text(dump_config(make(blend=books)[0]))
+    assert main(["--config", str(tmp_path / "run.json"), "--out", str(tmp_path / "out")]) == 2
+    assert "prepare each source into a folder of its own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_process_reads_the_same(make, books, prepared):
