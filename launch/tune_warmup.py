@@ -191,6 +191,7 @@ class ProbeRunner:
             "run.directory": str(folder),
             "checkpoint.every": None,
             "checkpoint.save_at_end": False,
+            "restart.max_restarts": 0,
         }
 
     def _train(self, settings: dict[str, Any], folder: Path, probe: Probe) -> list[Evaluation]:
@@ -214,6 +215,10 @@ class ProbeRunner:
         ]
         if code == EXIT_DIVERGED:
             evaluations.append(Evaluation(step=probe.num_steps, loss=None))
+        if not evaluations:
+            raise UserError(
+                f"the run in {folder} was never validated: raise data.validation_fraction, or give more text"
+            )
         return evaluations
 
 
