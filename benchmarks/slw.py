@@ -4,7 +4,7 @@
 
 The question of Table 1 and Figure 4 of "Sequence Length Warmup" (Li et al. 2022): which recipe trains without loss
 spikes, and to what validation loss after equally many tokens? Six recipes with three seeds each, on the built-in text
-or on data.sources=[...]: a GPT-2 of 0.8M parameters on bytes, all with the same tokens, the same learning rates by
+or on data.sources=[...]: a GPT-2 of 0.6M parameters on bytes, all with the same tokens, the same learning rates by
 tokens (but one) and the same full-length validation. Two runs at a time, one thread each; losses do not depend on what
 else the machine does. A run that has finished in --out is not run again. Writes the figures as JSON and prints Markdown
 tables.
@@ -35,19 +35,19 @@ from parallel3d.monitor.correlation import Correlation, correlate  # noqa: E402
 from parallel3d.monitor.loss_ratio import LossRatio  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
 
-FULL, BATCH, STEPS = 128, 32, 150
+FULL, BATCH, STEPS = 128, 32, 100
 """Tokens of a sequence, sequences of a step, steps of the baseline."""
 WARMUP_STEPS = 10
 LEARNING_RATE = 1e-2
 TOKENS = FULL * BATCH * STEPS
 CONFIG: dict[str, Any] = {
-    "description": "A GPT-2 of 0.8M parameters on bytes, at a learning rate and batch that are too much for it.",
+    "description": "A GPT-2 of 0.6M parameters on bytes, at a learning rate and batch that are too much for it.",
     "model": {
         "architecture": "gpt2",
         "vocab_size": 257,
         "hidden_size": 128,
         "intermediate_size": 512,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "tie_word_embeddings": True,
         "initializer_depth_scaling": "num_layers",
@@ -64,9 +64,9 @@ CONFIG: dict[str, Any] = {
     "data": {"tokenizer": {"kind": "bytes"}},
     "checkpoint": {"save_at_end": False},
     "monitor": {"divergence": "warn"},
-    "run": {"num_tokens": TOKENS, "threads_per_rank": 1, "evaluate_every": 10, "evaluate_batches": 2},
+    "run": {"num_tokens": TOKENS, "threads_per_rank": 1, "evaluate_every": 10, "evaluate_batches": 1},
 }
-SLW_STEPS = 90
+SLW_STEPS = 60
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "baseline": {},
     "slw": {"warmup.sequence_length": {"kind": "linear", "start": 8, "duration": SLW_STEPS}},
