@@ -26,7 +26,7 @@ from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.data.corpus import Corpus  # noqa: E402
 from parallel3d.data.documents import TokenizedDocuments  # noqa: E402
-from parallel3d.data.prepare import prepare  # noqa: E402
+from parallel3d.data.prepare import check_new, prepare  # noqa: E402
 from parallel3d.data.tokenizer import MODEL_FILE  # noqa: E402
 from parallel3d.errors import DataError, UserError  # noqa: E402
 from parallel3d.trainer.text import open_text  # noqa: E402
@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         if config.data.blend is not None and options.out is not None:
             raise DataError(MIXED)
+        if options.out is not None:
+            check_new(options.out)
         corpus = open_text(config, AbortToken(), tell)
         if options.tokenizer_out is not None:
             keep_tokenizer(corpus, options.tokenizer_out)

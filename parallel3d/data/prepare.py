@@ -54,8 +54,7 @@ def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress
     """Writes the corpus' tokens into the new folder `out`. DataError where that is there, or can't be written."""
     if corpus.tokenizer is None or not isinstance(corpus.train, TokenizedDocuments):
         raise DataError("data.sources are tokens already: they can be trained on as they are")
-    if out.exists():
-        raise DataError(f"{out} is there already: remove it, or give another --out")
+    check_new(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -73,6 +72,12 @@ def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress
         raise DataError(f"can't write {out} ({error}): nothing was written") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_new(out: Path) -> None:
+    """DataError where `out` is there: asked before a text is indexed, too, which may take long."""
+    if out.exists():
+        raise DataError(f"{out} is there already: remove it, or give another --out")
 
 
 def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress) -> Prepared:
