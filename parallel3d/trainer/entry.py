@@ -288,7 +288,7 @@ class TrainState:
     tokens_read: int = 0
     """Consumed from the lanes, dropped tails of sequences included: what the text's order goes by."""
     tokens_dropped: int = 0
-    """Of these: read and left out, since the sequences of their step were shorter."""
+    """Of these: left out, since sequences were shorter, or the run had diverged on them."""
     tokens_trained: int = 0
     """Target tokens of all updates: what learning rates by tokens go by."""
     cursors: tuple[LaneCursor, ...] = ()

@@ -75,8 +75,16 @@ def data_to_json(state: TrainState) -> Json:
 
 
 def read_on_from(state: TrainState, data: Json) -> TrainState:
-    """`state` with the place in its data that `data_to_json` told of another state of the same run."""
-    return replace(state, tokens_read=data["tokens_read"], cursors=tuple(map(tuple, data["cursors"])))
+    """`state` with the place in its data that `data_to_json` told of another state of the same run.
+
+    What lies in between is dropped: it counts neither for the run's length nor for a warmup by tokens.
+    """
+    return replace(
+        state,
+        tokens_read=data["tokens_read"],
+        tokens_dropped=state.tokens_dropped + data["tokens_read"] - state.tokens_read,
+        cursors=tuple(map(tuple, data["cursors"])),
+    )
 
 
 def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:

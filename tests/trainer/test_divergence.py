@@ -54,8 +54,11 @@ def test_what_is_a_sign(state, has_diverged):
 
 def test_a_place_in_the_data_is_moved_alone():
     there = replace(after(START, True, True), cursors=((0, 7, 3),))
-    moved = read_on_from(after(START, True), data_to_json(there))
-    assert moved == replace(after(START, True), cursors=there.cursors, tokens_read=there.tokens_read)
+    here = after(START, True)
+    moved = read_on_from(here, data_to_json(there))
+    left_out = there.tokens_read - here.tokens_read
+    assert moved == replace(here, cursors=there.cursors, tokens_read=there.tokens_read, tokens_dropped=left_out)
+    assert moved.tokens_seen == here.tokens_seen
 
 
 def diverging(**checkpoint):

@@ -24,7 +24,7 @@ from parallel3d.pacing import Adaptive, Cycle, Growth, Pacing, Stays
 from parallel3d.trainer.compare import tolerance_of
 from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
 from parallel3d.trainer.loader import LaneLoader
-from parallel3d.trainer.resume import state_from_json, state_to_json
+from parallel3d.trainer.resume import data_to_json, read_on_from, state_from_json, state_to_json
 from parallel3d.trainer.verify import largest_difference
 
 CUBE = dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True)
@@ -195,6 +195,17 @@ def test_an_evaluation_that_comes_again_moves_the_length_once():
     evaluation = EvaluationEntry(iteration=1, loss=3.0)
     assert state.fold(evaluation).shape.sequence_length == 16
     assert state.fold(evaluation).fold(evaluation) == state.fold(evaluation)
+
+
+def test_text_that_is_left_out_after_a_divergence_is_no_progress():
+    """A run that goes back to its second step, and on behind what it has read until its fourth."""
+    pacing = Pacing(length=Growth(first=8, last=32, over=60, multiple=8), length_unit="tokens", read_length=32)
+    states = [TrainState.start(starts(1), pacing=pacing)]
+    for number in range(4):
+        states.append(states[-1].fold(step_of(states[-1], cursors=((0, 0, number + 1),))))
+    behind = read_on_from(states[2], json.loads(json.dumps(data_to_json(states[4]))))
+    assert behind.cursors == ((0, 0, 4),) and behind.tokens_read == states[4].tokens_read == 128
+    assert behind.tokens_seen == states[2].tokens_seen and behind.shape == states[2].shape != states[4].shape
 
 
 # --- every token accounted for ----------------------------------------------------------------------------------------
