@@ -201,7 +201,7 @@ def verify(folder: Path) -> Index:
 def verify_whole(folder: Path) -> Index:
     """The same of a checkpoint that a run can go on from."""
     if not read_index(folder).has_moments:
-        raise CheckpointError(f"{folder} holds weights alone: a run can't go on from it")
+        raise CheckpointError(f"{folder} holds weights alone: a run may begin with them (run.initialize_from)")
     return verify(folder)
 
 

@@ -98,11 +98,13 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
         os.rename(seen / "checkpoints", seen / "gone")
         notices.wait_for("saved step")
         notices.wait_for("saved step")
-        shutil.copytree(seen / "checkpoints", tmp_path / "copy", symlinks=True)
+        kept = os.open(seen, os.O_RDONLY)  # the file system, when its last process is gone
         code, out, err = stop(process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+    shutil.copytree(f"/proc/self/fd/{kept}/checkpoints", tmp_path / "copy", symlinks=True)
+    os.close(kept)
     assert code == 130 and "Traceback" not in out + err, out + err
     steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "lr" in line]
     assert steps == list(range(1, len(steps) + 1))
@@ -141,7 +143,7 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
     seen = Path(f"/proc/{process.pid}/root{disk}")
     try:
         Notices(seen / "run" / "metrics.jsonl").wait_for("saved step")
-        kept = os.open(seen, os.O_RDONLY)  # the file system, when its last process is gone
+        kept = os.open(seen, os.O_RDONLY)
         fill(seen / "filler")
         code, out, err = finish(process)
     finally:
