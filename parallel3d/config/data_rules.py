@@ -86,6 +86,13 @@ def check_slice(config: Config, world_size: int | None) -> Iterator[Problem]:
     if part.min_tokens == 0:
         rule, fix = "is nothing to train on", "Give a number of tokens, or -1 for as many global batches as fit"
         yield Problem(field="data.slice.min_tokens", value=0, rule=rule, fix=fix)
+    if config.warmup.batch_size.start is not None:
+        yield Problem(
+            field="data.slice",
+            value=part.model_dump(),
+            rule="is read in whole global batches, and warmup.batch_size reads smaller ones at first",
+            fix="Leave one of them out",
+        )
     if data.blend is not None or len(data.sources) != 1:
         yield Problem(
             field="data.slice",

@@ -452,7 +452,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (check_bytes, ("data.tokenizer", "model.vocab_size")),
     (check_sources, ("data.sources", *_BLEND)),
     (check_blend, ("data.sources", *_BLEND)),
-    (check_slice, ("data.sources", "data.blend", "data.slice.min_tokens")),
+    (check_slice, ("data.sources", "data.blend", "data.slice.min_tokens", "warmup.batch_size.start")),
     (check_tokenizer_path, ("data.tokenizer.path",)),
     (_check_stochastic_rounding, ("precision.policy", "precision.stochastic_rounding")),
     (_check_resume, ("run.resume",)),

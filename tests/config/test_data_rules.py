@@ -80,6 +80,12 @@ def test_a_slice_of_nothing(tiny: Path):
     assert set(problems(tiny, 'data.slice={"min_tokens": 0}', 'data.sources=["."]')) == {"data.slice.min_tokens"}
 
 
+def test_a_slice_has_no_smaller_batches(tiny: Path):
+    grows = 'warmup.batch_size={"start": 4, "duration": 5}'
+    (problem,) = problems(tiny, "data.slice={}", 'data.sources=["."]', grows).values()
+    assert problem.field == "data.slice" and "whole global batches" in problem.rule
+
+
 def test_homes_are_found_in_blends(tiny: Path):
     config = load_config(tiny, [blend(sources={"web": ["~"], "code": ["."]})])
     resolved = resolve(config, config_path=tiny)

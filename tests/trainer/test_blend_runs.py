@@ -43,6 +43,31 @@ def test_lanes_of_the_dead_are_taken_over_in_all_their_sources(layout, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.parametrize("recycle", [True, False])
+def test_a_blend_under_growing_lengths_and_batches_survives_a_death(recycle):
+    """Lanes that a step does not read keep their places, and their turn in the blend."""
+
+    def config(**parallel):
+        return cells.make_config(
+            model=dict(hidden_size=8, intermediate_size=16, num_attention_heads=2),
+            parallel=dict(bucket_mib=0.003, **parallel),
+            batch=dict(global_batch_size=6, micro_batch_size=1, sequence_length=32),
+            precision=dict(sums="exact"),
+            warmup=dict(
+                sequence_length=dict(kind="linear", start=8, duration=5, recycle=recycle),
+                batch_size=dict(start=2, duration=5),
+            ),
+            data=dict(blend=cells.blend_from(72 if recycle else 250)),
+            run=dict(num_steps=5, evaluate_every=2, evaluate_batches=1),
+        )
+
+    done = run(config(pp_size=2, dp_size=2, tp_size=2), [die(1, "backward", step=3)])
+    assert outcome_of(done) == Outcome(frozenset({1}), 1, True)
+    assert_same_run(done, run(config(tp_size=2)), gradients=False)
+    stages, num_sequences = zip(*(cursor[:2] for cursor in done.run.entries[-1].cursors))
+    assert set(stages) == {1} and len(set(num_sequences)) > 1
+
+
 def test_the_weights_change_within_the_second_step():
     """What the kills above are about: the entry of that step, the last but one, has cursors of both stages."""
     stages = [[cursor[0] for cursor in entry.cursors] for entry in undisturbed("blend-pp2-dp2-tp2").run.entries]
