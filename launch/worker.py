@@ -107,7 +107,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
         context,
         probe,
         saving=make_saving(rank, text, corpus.tokenizer.files if corpus.tokenizer else {}),
-        on_epoch=lambda record: tell_epoch(record, rank, corpus, control, total),
+        on_epoch=lambda record: tell_epoch(record, rank, corpus, control, total, start),
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=lambda: describe_run(rank, corpus),
     )
@@ -303,18 +303,25 @@ def describe_whole(config: Config) -> dict[str, Any]:
     return {"num_steps": extent(config).num_steps, **sizes}
 
 
-def tell_epoch(record: EpochRecord, rank: RankRuntime, corpus: Corpus, control: Control, total: dict[str, Any]) -> None:
-    """At the start of the run what it is; at each further epoch a line in this rank's log."""
+def tell_epoch(
+    record: EpochRecord,
+    rank: RankRuntime,
+    corpus: Corpus,
+    control: Control,
+    total: dict[str, Any],
+    start: StartOrder,
+) -> None:
+    """At the start of the run what it is, once; at each further epoch a line in this rank's log."""
     if rank.is_leader:  # again in each epoch: the coordinator may be a new one
         control.publish({"kind": "total", **total})
     if record.previous is None:
-        tell_start(rank, corpus, control)
+        tell_start(rank, corpus, control, is_restart=start.attempt > 0)
     else:
         print(f"epoch {record.epoch}: training again at {time.monotonic():.6f}", flush=True)
 
 
-def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
-    """The leader tells what starts; all take part in finding out how much state each rank holds."""
+def tell_start(rank: RankRuntime, corpus: Corpus, control: Control, *, is_restart: bool) -> None:
+    """The leader tells what starts, if that is new; all take part in finding out how much state each rank holds."""
     state = torch.zeros(len(rank.grid.ranks), dtype=torch.float64)
     state[rank.grid.ranks.index(rank.rank)] = rank.optimizer.state_bytes()
     rank.groups.world.all_reduce(state)
@@ -335,7 +342,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control) -> None:
         *describe_warmup(rank.config),
         *(f"warning: {text}" for text in warnings(rank.config)),
     ]
-    for line in lines:
+    for line in [] if is_restart else lines:
         control.publish({"kind": "notice", "text": line})
     control.publish({"kind": "round_trip", "seconds": round_trip_s})
 

@@ -204,7 +204,7 @@ class Supervisor:
             f" in {again.wait_s:g} s" if again.wait_s else "",
             f" from the checkpoint of step {step}" if checkpoint else " from the start",
             f", {lost_steps} step{'s' * (lost_steps != 1)} lost",
-            f", the data of {_steps(step + 1, ending.last_step)} is left out" if skips_data and place else "",
+            _what_is_left_out(step + 1, ending.last_step, is_new=skips_data) if place else "",
             f": {_in_one_line(why)}" if why else "",
         ]
         report.publish(
@@ -250,8 +250,12 @@ def _tell_ending(report: RunReport, ending: Ending, text: str) -> None:
     )
 
 
-def _steps(first: int, last: int) -> str:
-    return f"step {last}" if first == last else f"steps {first} to {last}"
+def _what_is_left_out(first: int, last: int, *, is_new: bool) -> str:
+    """`first` to `last` are the steps that have just diverged, if any have (`is_new`); else others had before."""
+    if not is_new:
+        return ", the data that led into the divergence is left out again"
+    which = f"step {last}" if first == last else f"steps {first} to {last}"
+    return f", the data of {which} is left out"
 
 
 def _in_one_line(message: str) -> str:

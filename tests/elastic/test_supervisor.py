@@ -117,7 +117,11 @@ def test_divergences_go_back_further_and_leave_their_data_out(run, tmp_path):
     assert run.end(DIVERGED) == Again(step=4, wait_s=4.0)
     assert run.order == StartOrder(attempt=3, checkpoint=run.path(4), data={"read": 9})
     assert Catalogue(tmp_path / "checkpoints" / "previous-1").steps() == [8]
-    assert "the data of steps 5 to 9 is left out" in run.close()
+    out = run.close()
+    assert "the data of steps 9 to 10 is left out: t" in out and "the data of steps 5 to 9 is left out: t" in out
+    assert (
+        "restart 2 of 3 in 2 s from the checkpoint of step 8, 1 step lost, the data that led into the divergence" in out
+    )
 
 
 def test_the_data_may_come_again(tmp_path):
