@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -188,24 +188,27 @@ def read_index(folder: Path) -> Index:
     return decode_index(data, str(path))
 
 
-def verify(folder: Path) -> Index:
-    """The index of a checkpoint of which every byte is as it was written; else CheckpointError naming the file."""
+def verify(folder: Path, check: Callable[[], None] = lambda: None) -> Index:
+    """The index of a checkpoint of which every byte is as it was written; else CheckpointError naming the file.
+
+    `check` is called every now and then, on several threads, and may raise what ends the reading.
+    """
     index = read_index(folder)
     with ThreadPoolExecutor(max_workers=MAX_READERS) as pool:
-        for problem in pool.map(lambda file: _mistake(folder, file), index.files):
+        for problem in pool.map(lambda file: _mistake(folder, file, check), index.files):
             if problem:
                 raise CheckpointError(problem)
     return index
 
 
-def verify_whole(folder: Path) -> Index:
+def verify_whole(folder: Path, check: Callable[[], None] = lambda: None) -> Index:
     """The same of a checkpoint that a run can go on from."""
     if not read_index(folder).has_moments:
         raise CheckpointError(f"{folder} holds weights alone: a run may begin with them (run.initialize_from)")
-    return verify(folder)
+    return verify(folder, check)
 
 
-def _mistake(folder: Path, file: IndexedFile) -> str:
+def _mistake(folder: Path, file: IndexedFile, check: Callable[[], None]) -> str:
     """What is wrong with a file; "" if nothing is."""
     path = folder / file.name
     try:
@@ -213,7 +216,7 @@ def _mistake(folder: Path, file: IndexedFile) -> str:
             size = os.fstat(content.fileno()).st_size
             if size != file.size:
                 return f"{path} is damaged: {size:,} bytes, {file.size:,} were written"
-            if checksum_of(content) != file.crc32:
+            if checksum_of(content, check) != file.crc32:
                 return f"{path} is damaged: its checksum is not that of what was written"
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"

@@ -7,6 +7,7 @@ takes four times as long and more (docs/experiments.md).
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from io import BufferedReader
 
 BUFFER_BYTES = 1 << 20
@@ -27,9 +28,10 @@ class Checksum:
         return f"{self._value:08x}"
 
 
-def checksum_of(file: BufferedReader) -> str:
-    """Of all that is still to be read of an open file."""
+def checksum_of(file: BufferedReader, check: Callable[[], None] = lambda: None) -> str:
+    """Of all that is still to be read of an open file; `check` is called now and then, and may raise."""
     checksum, buffer = Checksum(), memoryview(bytearray(BUFFER_BYTES))
     while num_read := file.readinto(buffer):
+        check()
         checksum.update(buffer[:num_read])
     return checksum.text()

@@ -42,7 +42,7 @@ class Supervision(Protocol):
     def values(self) -> Mapping[str, bytes]:
         """What the coordinator tells the workers of the next start, by key."""
 
-    def follow(self, report: RunReport, outcome: Outcome, *, stopped: bool) -> Again | NoMore:
+    def follow(self, report: RunReport, outcome: Outcome, stopped: Callable[[], bool]) -> Again | NoMore:
         """What comes after a start that has ended. It is told to the report, which is paused."""
 
 
@@ -51,7 +51,7 @@ class NoSupervision(Supervision):
 
     values: Mapping[str, bytes] = MappingProxyType({})
 
-    def follow(self, report: RunReport, outcome: Outcome, *, stopped: bool) -> Again | NoMore:
+    def follow(self, report: RunReport, outcome: Outcome, stopped: Callable[[], bool]) -> Again | NoMore:
         return NoMore()
 
 
@@ -113,7 +113,7 @@ def _run_again(
     """Further starts as long as one follows; how the last has ended."""
     while True:
         report.pause()
-        decision = supervision.follow(report, outcome, stopped=bool(signals.stops))
+        decision = supervision.follow(report, outcome, stopped=lambda: bool(signals.stops))
         if isinstance(decision, NoMore):
             return replace(outcome, message="\n".join(filter(None, (outcome.message, decision.why))))
         report.start()

@@ -48,6 +48,10 @@ class Launch:
     """How often the launcher has restarted it."""
 
 
+class _Stopped(Exception):
+    """Somebody does not want to wait until a checkpoint has been read."""
+
+
 class Supervisor:
     """The starts of one run. `open_folder` is given the step up to which the folder's lines are this run's own;
     `prepare`, called before it, whether the run goes on from a checkpoint, and returns what a person shall know."""
@@ -112,16 +116,28 @@ class Supervisor:
         """The report of a run that this process takes over while it goes on."""
         return self._make_report(ContinuedFolder(self._directory))
 
-    def follow(self, report: RunReport, outcome: Outcome, *, stopped: bool) -> Again | NoMore:
-        """What comes after a start that has ended; the report is paused. If Again, `values` are the next start's."""
+    def follow(self, report: RunReport, outcome: Outcome, stopped: Callable[[], bool]) -> Again | NoMore:
+        """What comes after a start that has ended; the report is paused. If Again, `values` are the next start's.
+
+        `stopped`: whether somebody has asked for a stop, which also ends the reading of a large checkpoint.
+        """
         ending = report.account.end(outcome.exit_code)
         _tell_ending(report, ending, outcome.message)
-        if stopped or self._launch.by_launcher:
+        if stopped() or self._launch.by_launcher:
             return NoMore()
         endings = [*report.account.endings, ending]
-        decision = self._choose(
-            report, lambda steps: decide(self._policy, endings, steps, origin=report.account.origin)
-        )
+
+        def decide_now(steps: Sequence[int]) -> Again | NoMore:
+            return decide(self._policy, endings, steps, origin=report.account.origin)
+
+        def check() -> None:
+            if stopped():
+                raise _Stopped
+
+        try:
+            decision = self._choose(report, decide_now, check)
+        except _Stopped:
+            return NoMore(why="stopped before it began again")
         if isinstance(decision, Again):
             try:
                 self._set_aside(report, after=decision.step)
@@ -170,14 +186,16 @@ class Supervisor:
             step = choose_step(endings, steps, origin=account.origin)
             return NoMore() if step is None else Again(step=step, wait_s=0.0)
 
-        decision = self._choose(report, decide_step)
+        decision = self._choose(report, decide_step, check=lambda: None)
         if isinstance(decision, NoMore):
             raise UserError("training has diverged again, and no older checkpoint is left to go back to")
         self._set_aside(report, after=decision.step)
         self._begin_again(report, endings[-1], decision, why=why, number=self._launch.attempt)
         return report
 
-    def _choose(self, report: RunReport, decide_on: Callable[[Sequence[int]], Again | NoMore]) -> Again | NoMore:
+    def _choose(
+        self, report: RunReport, decide_on: Callable[[Sequence[int]], Again | NoMore], check: Callable[[], None]
+    ) -> Again | NoMore:
         """The decision on the checkpoints that are good; damaged ones are told and passed over."""
         steps = self._catalogue.steps()
         while True:
@@ -185,7 +203,7 @@ class Supervisor:
             if isinstance(decision, NoMore) or decision.step not in steps:
                 return decision
             try:
-                verify_whole(self._catalogue.path_of(decision.step))
+                verify_whole(self._catalogue.path_of(decision.step), check)
                 return decision
             except CheckpointError as error:
                 _tell_damaged(report, [str(error)])

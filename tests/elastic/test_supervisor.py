@@ -50,9 +50,9 @@ class Run:
             self.report.publish({"kind": "diverged", "step": last, "data": {"read": last}})
         return self
 
-    def end(self, outcome, *, stopped=False):
+    def end(self, outcome, *, stopped=lambda: False):
         self.report.pause()
-        decision = self.supervisor.follow(self.report, outcome, stopped=stopped)
+        decision = self.supervisor.follow(self.report, outcome, stopped)
         self.report.start()
         return decision
 
@@ -131,11 +131,17 @@ def test_the_data_may_come_again(tmp_path):
 
 
 def test_a_stop_and_a_launcher_that_restarts_by_itself(run, tmp_path):
-    assert run.end(LOST, stopped=True) == NoMore()
+    assert run.end(LOST, stopped=lambda: True) == NoMore()
     run.close()
     launched = Run(tmp_path / "launched", launch=Launch(by_launcher=True, run_id="a")).train(1, 2)
     assert launched.end(LOST) == NoMore()
     assert "restart.max_restarts is for runs that are started plainly" in launched.close()
+
+
+def test_a_stop_while_a_checkpoint_is_read(run):
+    answers = iter([False, False, True])  # the second is asked in the first file
+    assert run.end(LOST, stopped=lambda: next(answers, True)) == NoMore(why="stopped before it began again")
+    assert run.order == StartOrder() and "restart" not in run.close()
 
 
 def launched(folder, attempt, run_id="a", **fields):
