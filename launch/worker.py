@@ -24,7 +24,7 @@ from parallel3d.comm.nccl import NCCL_ENVIRONMENT, NcclGroup
 from parallel3d.comm.sockets import SocketLinks, open_listener
 from parallel3d.comm.staging import StagedGroup
 from parallel3d.config.derived import num_parameters, warnings
-from parallel3d.config.paces import describe_warmup, extent
+from parallel3d.config.paces import describe_warmup, num_steps
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prefetch import Prefetcher
@@ -147,8 +147,8 @@ class WorkerProbe:
     """Watches one rank at work: signs of life with every instruction, the faults that it shall have, traces."""
 
     def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None, *, attempt: int = 0):
-        size, num_steps = context.world_size, extent(config).num_steps
-        faults = plan_faults(config.elastic, world_size=size, num_steps=num_steps, attempt=attempt)
+        size, last_step = context.world_size, num_steps(config)
+        faults = plan_faults(config.elastic, world_size=size, num_steps=last_step, attempt=attempt)
         self._injector = FaultInjector(faults, context.rank, self._fail)
         self.harm: Callable[[str], None] = lambda kind: None
         """Changes a weight, for faults of kind flip and nan."""
@@ -300,7 +300,7 @@ def describe_whole(config: Config) -> dict[str, Any]:
     """How long the run is, and what a step of it has once its warmups are over."""
     batch = plan_batch(config, 0)
     sizes = {"sequence_length": batch.sequence_length, "num_sequences": batch.num_slots}
-    return {"num_steps": extent(config).num_steps, **sizes}
+    return {"num_steps": num_steps(config), **sizes}
 
 
 def tell_epoch(

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
-from parallel3d.config.paces import extent, length_warmup
+from parallel3d.config.paces import length_warmup, num_steps
 from parallel3d.config.rules import broken_rules, expand_home
 from parallel3d.config.schema import Config
 from parallel3d.config.section import Section
@@ -93,7 +93,7 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
         raw["curriculum_learning"] = CurriculumLearning().model_dump()
     warmup["batch_size"]["increment"] = warmup["batch_size"]["increment"] or batch["micro_batch_size"]
     if schedule["decay_tokens"] is None:
-        last_step = extent(Config.model_validate(raw)).num_steps
+        last_step = num_steps(Config.model_validate(raw))
         schedule["decay_steps"] = schedule["decay_steps"] or max(last_step, schedule["warmup_steps"])
     return Config.model_validate(raw)
 

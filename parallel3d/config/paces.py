@@ -81,6 +81,14 @@ def extent(config: Config) -> Extent:
     return extent_of(pacing, num_steps=run.num_steps, num_tokens=run.num_tokens)
 
 
+def num_steps(config: Config) -> int:
+    """Iterations of the run, of a resolved configuration; at once, where no tokens need be counted."""
+    if config.run.num_tokens is None:
+        assert config.run.num_steps is not None, "a run has an end"
+        return config.run.num_steps
+    return extent(config).num_steps
+
+
 def load_function(name: str) -> Callable[[int], int]:
     """The function "module:function"; ValueError where there is none, or its module can't be imported."""
     module, _, attribute = name.partition(":")

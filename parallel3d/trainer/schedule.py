@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config.derived import tokens_per_step
-from parallel3d.config.paces import extent
+from parallel3d.config.paces import num_steps
 from parallel3d.config.schema import Config
 from parallel3d.ramps import Ramp
 
@@ -23,7 +23,7 @@ def build_learning_rate(config: Config) -> Ramp:
     else:
         warmup = schedule.warmup_tokens
         begin = warmup if by_tokens else -(-warmup // step_tokens)
-    end = schedule.decay_tokens or schedule.decay_steps or extent(config).num_steps
+    end = schedule.decay_tokens or schedule.decay_steps or num_steps(config)
     return Ramp(
         peak=config.optimizer.learning_rate,
         kind=schedule.kind,

@@ -17,7 +17,7 @@ import numpy as np
 
 from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import BlendConfig, BlendStageConfig, DataConfig
-from parallel3d.config.paces import extent
+from parallel3d.config.paces import num_steps
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend, BlendStage, Selection
 from parallel3d.data.corpus import Corpus, load_corpus, open_corpus
@@ -128,11 +128,11 @@ def _shares(stage: BlendStageConfig) -> str:
 def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:
     """Where it lies, how often the run reads it, and where another run would go on."""
     file, part = _slice(config)
-    num_steps = extent(config).num_steps
-    passes = num_steps / part.num_batches
+    steps = num_steps(config)
+    passes = steps / part.num_batches
     yield (
         f"slice: tokens {part.start:,} to {part.stop:,} of {file.num_tokens:,}, {part.num_batches:,} global batches, "
-        f"which this run's {num_steps:,} steps read {passes:.3g} times; a run that goes on behind it has "
+        f"which this run's {steps:,} steps read {passes:.3g} times; a run that goes on behind it has "
         f"data.slice.start_token {part.stop}"
     )
     if evaluation_lanes(config, corpus) is None:

@@ -12,7 +12,7 @@ import pytest
 
 from parallel3d.config import derived
 from parallel3d.config.load import check_config, dump_config, load_config, resolve
-from parallel3d.config.paces import describe_warmup, extent, pacing_of
+from parallel3d.config.paces import describe_warmup, extent, num_steps, pacing_of
 from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError
 
@@ -259,7 +259,7 @@ def test_a_mistake_of_form_hides_no_rule_and_makes_none_up(tmp_path: Path):
 )
 def test_a_run_ends_by_steps_or_by_tokens(run: dict[str, Any], warmup: dict[str, Any], steps: int):
     config = resolved(run=run, warmup=warmup)
-    assert extent(config).num_steps == config.schedule.decay_steps == steps
+    assert extent(config).num_steps == num_steps(config) == config.schedule.decay_steps == steps
 
 
 def test_what_a_person_is_told():
