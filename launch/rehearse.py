@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import math
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,8 @@ def main(arguments: list[str]) -> int:
             return rehearse(config, scratch)
     except TrialFailed as failure:
         return failure.code
+    except KeyboardInterrupt:  # while it compared
+        return 128 + signal.SIGINT
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

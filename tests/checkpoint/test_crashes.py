@@ -148,7 +148,7 @@ def longer_history(directory, disk=None):
     save(directory, 3, disk=disk, evaluation_loss=0.5, keep_every=1, weights_only=True)
 
 
-NUM_STRIP_OPERATIONS = 95
+NUM_STRIP_OPERATIONS = 65
 
 
 @pytest.mark.parametrize("last", range(40, NUM_STRIP_OPERATIONS))

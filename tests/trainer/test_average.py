@@ -1,5 +1,6 @@
 """The mean of checkpoints of whatever layouts and formats is that of their tensors; so is what comes of it."""
 
+import math
 from functools import partial
 
 import cells
@@ -49,8 +50,11 @@ def mixed(tmp_path_factory):
 
 @pytest.mark.parametrize("block_elements", [10**9, 100, 1])
 def test_the_mean_is_that_of_the_tensors(tmp_path, mixed, monkeypatch, block_elements):
+    sizes, mean_of = [], module.mean_of
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(module, "mean_of", lambda *block: sizes.append(math.prod(block[-1])) or mean_of(*block))
     index = average(mixed, tmp_path / "mean")
+    assert max(sizes) <= max(block_elements, 24)  # the longest row is that of an MLP
     assert verify(tmp_path / "mean") == index and not index.has_moments and len(index.facts.averaged) == 4
     assert index.step == 4
     mean, parts = read_all(tmp_path / "mean"), [read_all(folder) for folder in mixed]
