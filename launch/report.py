@@ -1,4 +1,4 @@
-"""What a run's record says of its course: `python launch/report.py RUN_FOLDER [--against OTHER] [--json]`.
+"""What a run's record says of its course: `python launch/report.py RUN_FOLDER [--against OTHER] [--every S]`.
 
 Of a run that is over or still going on: how stable it was (loss ratio, spikes of the gradient norm, correlation of the
 loss ratio with Adam's sqrt(v)), its best evaluation, what changes of membership did, how often to evaluate; and its
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -33,9 +34,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
     parser.add_argument("--json", action="store_true", help="print one object in place of text")
+    parser.add_argument(
+        "--every", type=float, metavar="S", help="draw the charts anew every S seconds until it is over"
+    )
     parser.add_argument("--no-charts", action="store_true", help="leave the folder's charts as they are")
     options = parser.parse_args(arguments)
     try:
+        if options.every is not None:
+            follow(options.folder, options.every)
         history = read_history(options.folder)
         other = read_history(options.against) if options.against else None
         charts = [] if options.no_charts else draw(options.folder, history)
@@ -81,6 +87,13 @@ def draw(folder: Path, history: History) -> list[str]:
         )
     except OSError as error:
         raise UserError(f"can't draw into {folder} ({error.strerror}): --no-charts leaves the charts out") from None
+
+
+def follow(folder: Path, every_s: float) -> None:
+    """Draws the charts of a run that goes on, in a process of its own, until it has left its summary."""
+    while not (folder / SUMMARY).exists():
+        draw(folder, read_history(folder))
+        time.sleep(every_s)
 
 
 def facts_of(history: History, win: Win | None) -> dict[str, Any]:

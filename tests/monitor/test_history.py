@@ -113,6 +113,19 @@ def test_the_report_as_a_person_calls_it(tmp_path):
     assert (run / "course.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_charts_of_a_run_that_goes_on_are_drawn_until_it_is_over(tmp_path, monkeypatch, capsys):
+    run, drawn = write_run(tmp_path / "run", lines_of([4.0] * 40)), []
+
+    def wait(seconds):
+        drawn.append((run / "course.png").stat().st_size)
+        if len(drawn) == 2:
+            (run / "summary.json").write_text("{}")
+
+    monkeypatch.setattr("time.sleep", wait)
+    assert main([str(run), "--every", "5"]) == 0
+    assert len(drawn) == 2 and "steps with loss ratio" in capsys.readouterr().out
+
+
 def test_the_report_of_two_runs_as_an_object(tmp_path, capsys):
     ours = write_run(tmp_path / "ours", [*lines_of([4.0] * 40), *evaluations([4.0, 3.0])])
     theirs = write_run(tmp_path / "theirs", [*lines_of([4.0] * 40), *evaluations([5.0, 4.0, 3.5, 3.0])])
