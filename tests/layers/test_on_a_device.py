@@ -13,10 +13,10 @@ FAMILIES = {"llama": {}, "gpt2": dict(architecture="gpt2", max_position_embeddin
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2}
 
 
-def gradients(config, policy, recompute, device):
+def gradients(config, policy, recompute, device, documents=None):
     stage = build(config, solo_region(), policy, recompute, device)
     inputs, targets = (ids.to(device) for ids in tokens(config.vocab_size))
-    loss = stage(inputs, micro_batch(), targets)
+    loss = stage(inputs, micro_batch(documents=documents), targets)
     loss.backward()
     return loss.item(), {p.sharding.name: p.main_grad.cpu() for p in parameters_of(stage)}
 
@@ -28,6 +28,18 @@ def test_loss_and_gradients(family, policy, recompute):
     config = model_config(hidden_dropout=0.2, num_key_value_heads=2, **FAMILIES[family])
     loss, expected = gradients(config, policy, "none", "cpu")
     device_loss, grads = gradients(config, policy, recompute, "cuda")
+    assert device_loss == pytest.approx(loss, rel=TOLERANCE[policy])
+    assert {name: grad for name, grad in grads.items() if relative(grad, expected[name]) > TOLERANCE[policy]} == {}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("policy", TOLERANCE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_apart(family, policy, recompute):
+    """In bf16 by torch's kernel for sequences of many lengths, else one by one."""
+    config, documents = model_config(num_key_value_heads=2, **FAMILIES[family]), (5, 7, 1, 3, 8)
+    loss, expected = gradients(config, policy, "none", "cpu", documents)
+    device_loss, grads = gradients(config, policy, recompute, "cuda", documents)
     assert device_loss == pytest.approx(loss, rel=TOLERANCE[policy])
     assert {name: grad for name, grad in grads.items() if relative(grad, expected[name]) > TOLERANCE[policy]} == {}
 
