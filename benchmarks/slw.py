@@ -249,7 +249,7 @@ def first_to_beat(run: Result, reference: Result) -> float | None:
         return None
     beating = (tokens for tokens, loss in run.evaluations if loss is not None and loss <= reference.final_loss)
     tokens = next(beating, None)
-    return None if tokens is None else tokens / TOKENS
+    return None if tokens is None else min(1.0, tokens / TOKENS)  # the last step may go beyond
 
 
 def listed(texts: Any) -> str:
