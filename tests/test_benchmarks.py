@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bubble, cpu, data_wait  # noqa: E402
+from benchmarks import bubble, cpu, data_wait, restarts  # noqa: E402
 from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
 from parallel3d.config.derived import world_size  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
@@ -189,3 +189,15 @@ def test_a_slow_tokenizer_has_a_row_with_a_thread_and_with_a_process():
     kind, *figures = data_wait.compare(data_wait.Slow(1e-4, holds_lock=True), 0.5).rsplit(maxsplit=5)
     computing, tokenising, _, by_thread, by_process = map(float, figures)
     assert kind == "holds the lock" and (computing, tokenising) == (0, 0) and min(by_thread, by_process) > 0
+
+
+def test_the_account_of_restarts():
+    lines = [
+        {"event": "ended", "exit_code": 3, "time": 10.0},
+        {"event": "restart", "lost_steps": 4, "wait_s": 1.0, "time": 10.1},
+        {"event": "notice", "text": "timeouts: silence 0.50 s", "time": 13.5},
+    ]
+    assert restarts.describe(lines, lines[1]) == {"exit_code": 3, "lost_steps": 4, "wait_s": 1.0, "back_s": 3.5}
+    steps = [[{"loss": loss} for loss in losses] for losses in ([3.0, 2.0, 1.0], [3.0, 2.0, 1.5])]
+    assert restarts.first_difference(*steps) == 2
+    assert [fault["step"] for fault in restarts.plan_faults(24)] == [11, 17, 23]
