@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from launch.options import config_parser, parse_config  # noqa: E402
 from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.paces import describe_warmup  # noqa: E402
@@ -44,15 +45,10 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Show the pipeline schedule that one JSON file asks for.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser = config_parser("Show the pipeline schedule that one JSON file asks for.")
     parser.add_argument("--lost", default="", metavar="RANKS", help="show the plan after these ranks died: 3,5")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
-    options = parser.parse_intermixed_args(arguments)
-    if wrong := [override for override in options.overrides if "=" not in override]:
-        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
-    return options
+    return parse_config(parser, arguments)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

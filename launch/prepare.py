@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm  # noqa: E402
 
+from launch.options import config_parser, parse_config  # noqa: E402
 from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.data.corpus import Corpus  # noqa: E402
@@ -62,16 +63,12 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a tokenizer, and tokenise a corpus ahead of training.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser = config_parser("Train a tokenizer, and tokenise a corpus ahead of training.")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the tokens into this new folder")
     parser.add_argument("--tokenizer-out", type=Path, metavar="FILE", help="write the SentencePiece model to this file")
     num_cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=num_cores, metavar="N", help="that tokenise (default: cores)")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
-    options = parser.parse_intermixed_args(arguments)
-    if wrong := [override for override in options.overrides if "=" not in override]:
-        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    options = parse_config(parser, arguments)
     if options.out is None and options.tokenizer_out is None:
         parser.error("give --out FOLDER, --tokenizer-out FILE, or both")
     if options.processes < 1:

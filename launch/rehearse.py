@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.child import run_script  # noqa: E402
+from launch.options import config_parser, parse_config  # noqa: E402
 from parallel3d.checkpoint.catalogue import Catalogue, read_index  # noqa: E402
 from parallel3d.checkpoint.compare import compare_checkpoints  # noqa: E402
 from parallel3d.config.derived import world_size  # noqa: E402
@@ -98,13 +99,8 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Rehearse saving and resuming of a run, in four steps.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
-    options = parser.parse_intermixed_args(arguments)
-    if wrong := [override for override in options.overrides if "=" not in override]:
-        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
-    return options
+    parser = config_parser("Rehearse saving and resuming of a run, in four steps.")
+    return parse_config(parser, arguments)
 
 
 @contextmanager

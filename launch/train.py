@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.child import run_script  # noqa: E402
 from launch.initial import check_initial, settle_initial  # noqa: E402
+from launch.options import config_parser, parse_config  # noqa: E402
 from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
 from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
@@ -61,16 +62,11 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a model as one JSON file says.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser = config_parser("Train a model as one JSON file says.")
     parser.add_argument("--print-config", action="store_true", help="print the configuration as resolved, and leave")
     parser.add_argument("--rehearse", action="store_true", help="first 4 steps with a save and a resume, then the run")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers, not by people")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
-    options = parser.parse_intermixed_args(arguments)
-    if wrong := [override for override in options.overrides if "=" not in override]:
-        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
-    return options
+    return parse_config(parser, arguments)
 
 
 def rehearse(options: argparse.Namespace, env: LauncherEnv | None) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from launch.options import config_parser, parse_config  # noqa: E402
 from parallel3d.config.derived import tokens_per_step  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.paces import extent  # noqa: E402
@@ -53,8 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Search a sequence-length warmup for one JSON file by short runs.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser = config_parser("Search a sequence-length warmup for one JSON file by short runs.")
     parser.add_argument(
         "--multiple", type=count, default=3, metavar="N", help="a run is so many warmups long; default 3"
     )
@@ -64,11 +64,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--tolerance", type=tolerance, default=1.3, help="of a perplexity over the best; default 1.3")
     parser.add_argument("--out", metavar="FOLDER", help="default: runs/NAME-warmup; an unfinished search goes on there")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
-    options = parser.parse_intermixed_args(arguments)
-    if wrong := [override for override in options.overrides if "=" not in override]:
-        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
-    return options
+    return parse_config(parser, arguments)
 
 
 def lengths(text: str) -> list[int]:

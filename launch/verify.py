@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from launch.initial import check_initial, open_initial, settle_initial  # noqa: E402
+from launch.options import config_parser, parse_config  # noqa: E402
 from launch.plan import estimate_sizes  # noqa: E402
 from launch.worker import choose_num_threads  # noqa: E402
 from models.make import make_stage  # noqa: E402
@@ -98,17 +99,12 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare layouts of one JSON file's run with one process.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser = config_parser("Compare layouts of one JSON file's run with one process.")
     parser.add_argument("--layouts", metavar="LIST", help=f"as in tp2.pp2.dp2,pp4.gpipe: {HELP}")
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to run (3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("--yes", action="store_true", help="go on where the memory will hardly do")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file")
-    options = parser.parse_intermixed_args(arguments)
-    if wrong := [override for override in options.overrides if "=" not in override]:
-        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
-    return options
+    return parse_config(parser, arguments)
 
 
 def positive(text: str) -> int:
