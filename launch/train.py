@@ -19,7 +19,7 @@ from launch.child import run_script  # noqa: E402
 from launch.initial import check_initial, settle_initial  # noqa: E402
 from launch.options import config_parser, parse_config  # noqa: E402
 from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
-from parallel3d.config.derived import stage_replicas, world_size  # noqa: E402
+from parallel3d.config.derived import save_intervals, stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.elastic.coordinator import ElasticSettings, Limits  # noqa: E402
@@ -131,7 +131,7 @@ def elastic_settings(config: Config) -> ElasticSettings:
 
 def limits_of(config: Config) -> Limits:
     """A stop that saves may take longer."""
-    saves = config.checkpoint.save_at_end or config.checkpoint.every
+    saves = config.checkpoint.save_at_end or save_intervals(config.checkpoint)
     return Limits(start_s=config.run.timeout_s, **({"stop_grace_s": STOP_AND_SAVE_S} if saves else {}))
 
 

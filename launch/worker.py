@@ -23,7 +23,7 @@ from parallel3d.comm.group import Group, SoloGroup
 from parallel3d.comm.nccl import NCCL_ENVIRONMENT, NcclGroup
 from parallel3d.comm.sockets import SocketLinks, open_listener
 from parallel3d.comm.staging import StagedGroup
-from parallel3d.config.derived import num_parameters, warnings
+from parallel3d.config.derived import num_parameters, save_intervals, warnings
 from parallel3d.config.paces import describe_warmup, num_steps
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
@@ -138,7 +138,7 @@ def train_rank(rank: RankRuntime, context: WorkerContext, probe: WorkerProbe, **
 
 def make_saving(rank: RankRuntime, text: dict[str, Any], files: Mapping[str, bytes]) -> Saving:
     settings = rank.config.checkpoint
-    if settings.every is None and not settings.save_at_end:
+    if not (settings.save_at_end or save_intervals(settings)):
         return NoSaving()
     return AsyncSaving(rank, Catalogue(Path(str(settings.directory))), text, files)
 

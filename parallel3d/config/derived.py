@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallel3d.config.paces import extent, warmup_warnings
-from parallel3d.config.schema import BatchConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
+from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
 
 RARE_SHARE = 0.1
 """Of a blend's source that may be meant otherwise."""
@@ -203,6 +203,11 @@ def warnings(config: Config) -> list[str]:
         *warmup_warnings(config),
     )
     return [*(sentence for applies, sentence in checks if applies), *_rare_sources(config)]
+
+
+def save_intervals(settings: CheckpointConfig) -> list[int]:
+    """A save is due at each step that is a multiple of one of these."""
+    return [steps for steps in (settings.every, settings.keep_every) if steps is not None]
 
 
 def _rare_sources(config: Config) -> Iterator[str]:

@@ -332,7 +332,7 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = 2
     """So many of the newest checkpoints are kept, and the one with the lowest loss."""
     keep_every: PositiveInt | None = None
-    """Checkpoints of steps that are a multiple of this are kept for ever. Null: none."""
+    """Steps that are a multiple of this are saved, too, and their checkpoints kept for ever. Null: none."""
     keep_every_weights_only: bool = False
     """Of those that are kept for ever only the weights are, once they are neither the best nor among the last: a third
     of the bytes. A new run can begin from them, none can go on."""

@@ -29,6 +29,7 @@ from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
 from parallel3d.checkpoint.write import Backroom, SaveAbandoned, publish, write_part
 from parallel3d.comm.abort import POLL_S
+from parallel3d.config.derived import save_intervals
 from parallel3d.errors import CheckpointError
 from parallel3d.trainer.build import RankRuntime
 from parallel3d.trainer.entry import NO_WORD, Entry, SaveWord
@@ -136,10 +137,10 @@ class AsyncSaving(Saving):
     def is_due(self, iteration: int, *, ends: bool, early: bool = False) -> bool:
         if iteration in (self._considered, self._rank.resumed_from):
             return False
-        every = self._settings.every
+        intervals = save_intervals(self._settings)
         if ends:
-            return self._settings.save_at_end or (early and every is not None)
-        return every is not None and iteration % every == 0
+            return self._settings.save_at_end or (early and bool(intervals))
+        return any(iteration % steps == 0 for steps in intervals)
 
     def begin_epoch(self) -> list[str]:
         self._considered = None

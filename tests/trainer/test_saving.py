@@ -8,7 +8,7 @@ from pathlib import Path
 import cells
 import pytest
 import torch
-from saves import TEXT, assert_equal, read_all
+from saves import TEXT, assert_equal, read_all, run_layout
 from thread_cells import MONITORED, die
 
 from parallel3d.checkpoint.catalogue import Catalogue, verify
@@ -141,6 +141,13 @@ def test_a_stop_saves_and_the_run_goes_on_from_there(tmp_path):
     rest = train(config, tmp_path / "run", start=tmp_path / "run" / "latest")
     assert_goes_on(rest, whole, steps=range(3, 7))
     assert Catalogue(tmp_path / "run").steps() == [2, 6]
+
+
+def test_what_is_to_be_kept_for_ever_is_saved_too(tmp_path):
+    for every, keep_every, due in ((4, 6, [4, 6, 8, 12]), (None, 6, [6, 12]), (4, None, [4, 8, 12]), (None, None, [])):
+        config = config_of("one", every=every, keep_every=keep_every)
+        saving = AsyncSaving(run_layout(config)[2][0], Catalogue(tmp_path), TEXT)
+        assert [step for step in range(1, 13) if saving.is_due(step, ends=False)] == due
 
 
 def test_a_finished_run_goes_no_further(tmp_path):
