@@ -87,7 +87,9 @@ class World:
         """What a connection is told up to the first frame of a kind."""
         heard: list[dict[str, Any]] = []
         while not any(header["op"] == until for header in heard):
-            heard += [header for header, _ in self.readers[connection].feed(connection.recv(100_000))]
+            data = connection.recv(100_000)
+            assert data, f"closed after {heard}"
+            heard += [header for header, _ in self.readers[connection].feed(data)]
         return heard
 
 
@@ -149,7 +151,8 @@ def test_what_the_old_coordinator_knew_is_not_told_as_news(world):
     waiting = [world.worker(rank, record(4, 3), 4) for rank in (1, 2)]
     (seal,) = world.hear(waiting[0], "seal")
     assert "lost rank 0" in seal["reason"] and "rank 3" not in seal["reason"]
-    waiting[0].sendall(encode_frame({"op": "error", "error": {"text": "E", "exit_code": 1, "consequence": False}}))
+    error = {"text": "E", "exit_code": 1, "consequence": False, "concerns_run": False}
+    waiting[0].sendall(encode_frame({"op": "error", "error": error}))
     world.hear(waiting[1], "abort")
     assert world.successor.join(0.0).message.startswith("rank 1 (pp0 dp1 tp0), step 6: E")
     assert world.successor._book.workers[3].loss is None
