@@ -45,7 +45,7 @@ from models.make import make_stage  # noqa: E402
 from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
 from parallel3d.checkpoint.index import RunFacts  # noqa: E402
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot  # noqa: E402
-from parallel3d.checkpoint.write import Backroom, publish, write_part  # noqa: E402
+from parallel3d.checkpoint.write import Backroom, Pace, publish, write_part  # noqa: E402
 from parallel3d.config.derived import num_parameters  # noqa: E402
 from parallel3d.config.load import resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
@@ -101,11 +101,11 @@ def snapshot_of(rank: RankRuntime) -> Snapshot:
     return take_snapshot(rank.optimizer, tp_rank=0, tp_size=1)
 
 
-def save(rank: RankRuntime, directory: Path, snapshot: Snapshot) -> None:
+def save(rank: RankRuntime, directory: Path, snapshot: Snapshot, pace: Pace) -> None:
     """All of a save but the copy."""
     catalogue, step = Catalogue(directory), rank.state.iteration
     partial = catalogue.partial_path(step, 0)
-    write_part(catalogue.disk, partial, 0, snapshot)
+    write_part(catalogue.disk, partial, 0, snapshot, check=pace.rest)
     facts = RunFacts(state=state_to_json(rank.state), config=rank.config.model_dump())
     publish(catalogue, partial, step, [0], facts)
     catalogue.tidy(keep_last=1, keep_every=None)
@@ -164,8 +164,8 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     ours, torchs = BesideTraining(), BesideTraining()
 
     def begin_ours() -> Future[None]:
-        snapshot = snapshot_of(rank)
-        return backroom.submit(lambda: save(rank, directory / "ours", snapshot))
+        snapshot, pace = snapshot_of(rank), Pace(rank.config.checkpoint.write_share)
+        return backroom.submit(lambda: save(rank, directory / "ours", snapshot, pace))
 
     for _ in range(options.saves):
         plain += [timed(lambda: train_step(rank)) for _ in range(options.steps)]
@@ -174,7 +174,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         num_mb, tensors = snapshot.num_bytes / 1e6, tensors_of(snapshot)
         torchs.measure(rank, partial(dcp.async_save, tensors, checkpoint_id=directory / "torch", no_dist=True))
         shutil.rmtree(directory / "torch")
-        paused.append(num_mb / timed(partial(save, rank, directory / "paused", snapshot)))
+        paused.append(num_mb / timed(partial(save, rank, directory / "paused", snapshot, Pace(1.0))))
         library.append(num_mb / timed(partial(plain_save, tensors, directory / "plain.safetensors")))
         del snapshot, tensors
     plain_s = statistics.median(plain)

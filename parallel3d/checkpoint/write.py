@@ -6,13 +6,11 @@ lie in one piece, at most.
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,7 +45,6 @@ FORMATS: dict[torch.dtype, Format] = {
     torch.bfloat16: "BF16",
 }
 DTYPES = {name: dtype for dtype, name in FORMATS.items()}
-NICENESS = 10
 
 T = TypeVar("T")
 
@@ -149,8 +146,32 @@ def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:
     }
 
 
+class Pace:
+    """Breaks, so that a thread works a `share` (0 to 1) of the time, until `hurry`.
+
+    Of what was tried (docs/experiments.md) this takes least from training: a thread of low priority gets its share as
+    well, but in slices that hold up the others of a team.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic):
+        self._breaks = 1.0 / share - 1.0
+        self._clock = clock
+        self._hurry = threading.Event()
+        self._resumed_s: float | None = None
+
+    def rest(self) -> None:
+        """Sleeps as long as the work since the last call asks for, the first time not at all; `hurry` wakes it."""
+        if self._resumed_s is not None and self._breaks and not self._hurry.is_set():
+            self._hurry.wait(self._breaks * (self._clock() - self._resumed_s))
+        self._resumed_s = self._clock()
+
+    def hurry(self) -> None:
+        """From now on without a break."""
+        self._hurry.set()
+
+
 class Backroom:
-    """One thread that does work in order, when nobody else wants the core; a process may end before it has."""
+    """One thread that does work in order; a process may end before it has."""
 
     def __init__(self, name: str):
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -167,9 +188,6 @@ class Backroom:
         return future
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where threads have priorities of their own, and hand them on
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             work, future = self._work.get()  # bounded: a daemon's, there may never be more
             try:

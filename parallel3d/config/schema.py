@@ -336,6 +336,9 @@ class CheckpointConfig(Section):
     keep_every_weights_only: bool = False
     """Of those that are kept for ever only the weights are, once they are neither the best nor among the last: a third
     of the bytes. A new run can begin from them, none can go on."""
+    write_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the time in which a rank writes, while training goes on. Less: training is slowed less, but for longer;
+    1: no breaks, for machines whose CPUs have nothing else to do."""
     directory: str | None = None
     """Folder of the checkpoints; on several hosts one that all share. Null: checkpoints in the run's folder."""
 

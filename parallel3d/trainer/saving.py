@@ -27,7 +27,7 @@ import torch
 from parallel3d.checkpoint.catalogue import Catalogue
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
-from parallel3d.checkpoint.write import Backroom, SaveAbandoned, publish, write_part
+from parallel3d.checkpoint.write import Backroom, Pace, SaveAbandoned, publish, write_part
 from parallel3d.comm.abort import POLL_S
 from parallel3d.config.derived import save_intervals
 from parallel3d.errors import CheckpointError
@@ -107,6 +107,7 @@ class _Save:
     ranks: tuple[int, ...]
     facts: RunFacts
     written: Future[None]
+    pace: Pace
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -186,15 +187,16 @@ class AsyncSaving(Saving):
         assert rank.parts is not None
         partial = self._catalogue.partial_path(step, rank.parts.epoch)
         snapshot = take_snapshot(rank.optimizer, tp_rank=rank.place.tp, tp_size=rank.first_grid.tp_size)
-        given_up = threading.Event()
+        pace, given_up = Pace(self._settings.write_share), threading.Event()
         self._save = _Save(
             step=step,
             partial=partial,
             ranks=rank.grid.ranks,
             facts=self._facts(training_loss),
             written=self._backroom.submit(
-                _Write(self._catalogue, partial, rank.rank, rank.is_leader, snapshot, given_up)
+                _Write(self._catalogue, partial, rank.rank, rank.is_leader, snapshot, pace, given_up)
             ),
+            pace=pace,
             given_up=given_up,
         )
         self.last_step = step
@@ -247,6 +249,7 @@ class AsyncSaving(Saving):
         """Waits until the save under way, if there is one, has been settled by all ranks."""
         texts: list[str] = []
         while (save := self._save) is not None:
+            save.pace.hurry()  # training waits
             self._wait(save.written)
             word = self.word()
             counts = torch.tensor([float(word.is_on_disk), float(word.has_failed)], dtype=torch.float64)
@@ -264,6 +267,7 @@ class AsyncSaving(Saving):
     def _give_up(self) -> None:
         if self._save is not None:
             self._save.given_up.set()
+            self._save.pace.hurry()
             self._save = None
 
     def _news(self) -> list[str]:
@@ -291,6 +295,7 @@ class _Write:
     rank: int
     is_leader: bool
     snapshot: Snapshot
+    pace: Pace
     given_up: threading.Event
 
     def __call__(self) -> None:
@@ -300,6 +305,7 @@ class _Write:
         write_part(self.catalogue.disk, self.partial, self.rank, self.snapshot, check=self._check)
 
     def _check(self) -> None:
+        self.pace.rest()
         if self.given_up.is_set():
             raise SaveAbandoned
 
