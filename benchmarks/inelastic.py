@@ -1,11 +1,13 @@
-"""Runs launch/train.py without what elasticity does while nobody dies: what benchmarks/overhead.py compares with.
+"""Runs launch/train.py with elasticity switched off and on in turn: what benchmarks/overhead.py compares.
 
-    python benchmarks/inelastic.py [--keep heartbeats,tokens,frames] --config FILE ...
+    python benchmarks/inelastic.py --block=10 --config FILE ...
 
-Taken away are the heartbeats (a worker's own thread, its count of instructions, its guardian's looks), the abort
-tokens (every wait of a collective is gloo's own, with no callback and no note of who is waited for) and the frames that
-tell the coordinator of each step. Entries stay: the gradient norm of a step needs an all-reduce anyway. For
-measurements only: a run like this does not survive anything.
+In blocks of so many steps, the first without, the workers do without what elasticity does while nobody dies: heartbeats
+(a worker's own thread, its count of instructions), abort tokens (every wait of a collective is gloo's own, with no
+callback and no note of who is waited for) and the frames that tell the coordinator of each step. All workers switch at
+the same step, within one run: two runs of the same thing differ by more than what is to be measured. The guardian's
+looks go on; entries, too: the gradient norm of a step needs an all-reduce anyway. For measurements only: a run like
+this does not survive anything.
 """
 
 from __future__ import annotations
@@ -13,56 +15,82 @@ from __future__ import annotations
 import contextlib
 import runpy
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.comm import gloo  # noqa: E402
 from parallel3d.comm.abort import AbortToken  # noqa: E402
-from parallel3d.elastic.pulse import Pulse, Watch  # noqa: E402
+from parallel3d.comm.gloo import GlooGroup  # noqa: E402
+from parallel3d.elastic.pulse import BEAT_S, Pulse  # noqa: E402
 from parallel3d.trainer.loop import Trainer  # noqa: E402
+
+switch = threading.Event()
+"""Set while this process is elastic."""
 
 
 def main() -> None:
-    kept: list[str] = []
-    if sys.argv[1:2] == ["--keep"]:
-        kept = sys.argv[2].split(",")
-        del sys.argv[1:3]
-    for name, take_away in {"heartbeats": no_heartbeats, "tokens": no_tokens, "frames": no_frames}.items():
-        if name not in kept:
-            take_away()
+    name, _, block = sys.argv.pop(1).partition("=")
+    assert name == "--block", "begin with --block=N"
+    switch.set()
+    follow_steps(int(block))
+    only_while_elastic(Pulse, "tick", None)
+    only_while_elastic(Pulse, "note_wait", None)
+    Pulse._beat = beat  # type: ignore[method-assign]
+    only_while_elastic(AbortToken, "check", None)
+    only_while_elastic(AbortToken, "waiting", contextlib.nullcontext())
+    bare_waits()
     script = ROOT / "launch" / "train.py"
     sys.argv[0] = str(script)
+    sys.argv += ['elastic.silence={"min_s": 600.0, "max_s": 600.0}']  # no beats are no death here
     runpy.run_path(str(script), run_name="__main__")
 
 
-def no_heartbeats() -> None:
-    replace(Pulse, "start", lambda pulse: None)
-    replace(Pulse, "tick", lambda pulse: None)
-    replace(Pulse, "note_wait", lambda pulse, wait: None)
-    replace(Watch, "look", lambda watch, pids: {})
+def is_elastic(step: int, block: int) -> bool:
+    """Of 1-based steps: the first block is without."""
+    return (step - 1) // block % 2 == 1
 
 
-def no_tokens() -> None:
-    replace(AbortToken, "waiting", lambda token, what="", ranks=(): contextlib.nullcontext())
-    replace(AbortToken, "check", lambda token: None)
-    replace(gloo.GlooGroup, "_track", lambda group, work, tensors, *, then=None: BareWork(work, tensors, then))
+def follow_steps(block: int) -> None:
+    """Switches at the beginning of a step, and swallows its frame while off."""
+    step_of = Trainer._step
 
-
-def no_frames() -> None:
-    step = Trainer._step
-
-    def step_untold(trainer: Trainer) -> None:
+    def step(trainer: Trainer) -> None:
+        (switch.set if is_elastic(trainer.rank.state.iteration + 1, block) else switch.clear)()
         publish = trainer.publish
-        trainer.publish = lambda record: None if record["kind"] == "progress" else publish(record)
+        trainer.publish = lambda record: publish(record) if switch.is_set() or record["kind"] != "progress" else None
         try:
-            step(trainer)
+            step_of(trainer)
         finally:
             trainer.publish = publish
 
-    replace(Trainer, "_step", step_untold)
+    Trainer._step = step  # type: ignore[method-assign]
+
+
+def only_while_elastic(owner: type, name: str, otherwise: Any) -> None:
+    """Else the method does nothing and returns `otherwise`."""
+    method = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: method(*args, **kwargs) if switch.is_set() else otherwise)
+
+
+def beat(pulse: Pulse) -> None:
+    """In place of Pulse._beat: sleeps while off, so that no thread wakes."""
+    while True:
+        switch.wait()
+        pulse._slot[0] = time.monotonic()
+        time.sleep(BEAT_S)
+
+
+def bare_waits() -> None:
+    track = GlooGroup._track
+
+    def choose(group: GlooGroup, work: Any, tensors: Any, *, then: Any = None) -> Any:
+        return track(group, work, tensors, then=then) if switch.is_set() else BareWork(work, tensors, then)
+
+    GlooGroup._track = choose  # type: ignore[assignment, method-assign]
 
 
 class BareWork:
@@ -76,11 +104,6 @@ class BareWork:
         if self._then:
             self._then()
             self._then = None
-
-
-def replace(where: type, name: str, function: Any) -> None:
-    assert hasattr(where, name), f"{where.__name__} has no {name} any more: mend this script"
-    setattr(where, name, function)
 
 
 if __name__ == "__main__":

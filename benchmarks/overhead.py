@@ -1,14 +1,14 @@
-"""What elasticity costs while nobody dies: the steps of runs with and without it, in turn.
+"""What elasticity costs while nobody dies.
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 40] [--baseline TREE]
+    python benchmarks/overhead.py [--rounds 5] [--blocks 12] [--steps 40] [--baseline TREE]
 
-runs the quickstart model on pp2 x dp2, round after round and every other round backwards: with heartbeats, abort tokens
-and progress frames taken away (inelastic.py) and no backups of the optimizer's state; as it is, without backups; and
-with them. `--baseline` adds another source tree (`git worktree add ../before REVISION`). Printed are the medians of a
-step and the ratios within each round, of medians and of lower quartiles: noise only ever makes a step longer. Nothing
-else may run meanwhile: a single round scatters by 3 %. `--aids` measures monitors and debug aids in the same way:
-none, norms of weights and second moments every tenth and every step, as shipped (overdue steps are told, too), and the
-replica check in every step.
+runs the quickstart model on pp2 x dp2. First `--rounds` runs that switch heartbeats, abort tokens and progress frames
+off and on in turn, ten steps each (inelastic.py): every block with them is compared with the blocks without before and
+after it. Within a run, since two runs of the same thing differ by up to 5 %. Then the price of backups of the
+optimizer's state, run against run and every other round backwards; `--baseline` adds another source tree (`git worktree
+add ../before REVISION`). Noise only ever makes a step longer, so lower quartiles are printed, too. Nothing else may run
+meanwhile. `--aids` measures the debug aids run against run: none, as shipped (overdue steps are told), and the replica
+check in every step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS = 5
+BLOCK = 10
 TRAIN = "launch/train.py"
-ELASTICITY = {
-    "nothing of it": ["benchmarks/inelastic.py", "elastic.zero_backups=0"],
-    "elastic, no backups": [TRAIN, "elastic.zero_backups=0"],
-    "elastic, backups": [TRAIN, "elastic.zero_backups=1"],
-}
+BACKUPS = {"no backups": [TRAIN, "elastic.zero_backups=0"], "backups": [TRAIN, "elastic.zero_backups=1"]}
 AIDS = {
     "no aids": [TRAIN, "debug.overdue_factor=null", "monitor.norms_every=null"],
     "norms every 10 steps": [TRAIN, "debug.overdue_factor=null", "monitor.norms_every=10"],
@@ -43,12 +40,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The price of elasticity without failures.")
     parser.add_argument("--baseline", type=Path, help="root of another source tree")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of a run")
+    parser.add_argument("--blocks", type=int, default=12, help="blocks with elasticity in a run that switches")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of a run that does not")
     parser.add_argument("--aids", action="store_true", help="the price of the debug aids in place of backups")
     options = parser.parse_args()
+    if not options.aids and not options.baseline:
+        switch_within_runs(options.rounds, options.blocks)
     contestants: dict[str, tuple[Path, list[str]]] = {
         **({"baseline": (options.baseline.resolve(), [TRAIN])} if options.baseline else {}),
-        **{name: (ROOT, command) for name, command in (AIDS if options.aids else ELASTICITY).items()},
+        **{name: (ROOT, command) for name, command in (AIDS if options.aids else BACKUPS).items()},
     }
     steps: dict[str, list[list[float]]] = {name: [] for name in contestants}
     for number in range(options.rounds):
@@ -69,6 +69,29 @@ def main() -> None:
         )
 
 
+def switch_within_runs(num_rounds: int, num_blocks: int) -> None:
+    """Prints each run's ratios, and all of them together."""
+    every: dict[str, list[float]] = {"medians": [], "lower quartiles": []}
+    for _ in range(num_rounds):
+        steps = run(
+            *(ROOT, "benchmarks/inelastic.py", f"--block={BLOCK}", "elastic.zero_backups=0"),
+            num_steps=(2 * num_blocks + 3) * BLOCK - WARMUP_STEPS,
+        )
+        steps = [0.0] * WARMUP_STEPS + steps
+        blocks = [
+            steps[start + 1 : start + BLOCK] for start in range(0, len(steps), BLOCK)
+        ]  # without the switch itself
+        for name, summary in (("medians", statistics.median), ("lower quartiles", lower_quartile)):
+            _, *values = map(summary, blocks)  # the first block is warmup
+            ratios = [2 * on / (before + after) for before, on, after in zip(values[1::2], values[2::2], values[3::2])]
+            every[name] += ratios
+            print(f"{name}: {statistics.median(ratios):.4f} of {len(ratios)} blocks", flush=True)
+    for name, ratios in every.items():
+        middle, mean = statistics.median(ratios), statistics.mean(ratios)
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        print(f"elastic against nothing of it, {name}: {middle:.4f} (mean {mean:.4f} +- {error:.4f})")
+
+
 def compare(summary: Callable[[list[float]], float], ours: list[list[float]], theirs: list[list[float]]) -> list[float]:
     """Ratio of a summary of the steps, round by round."""
     return [summary(a) / summary(b) for a, b in zip(ours, theirs)]
@@ -82,9 +105,9 @@ def run(root: Path, script: str, *overrides: str, num_steps: int) -> list[float]
     """Seconds of each timed step."""
     with TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, script, "--config", "configs/quickstart.json", f"run.directory={folder}/run"),
+            *(sys.executable, script, *overrides),
+            *("--config", "configs/quickstart.json", f"run.directory={folder}/run"),
             *(f"run.num_steps={num_steps + WARMUP_STEPS}", "run.evaluate_every=null", "run.evaluate_batches=1"),
-            *overrides,
         ]
         subprocess.run(command, cwd=root, check=True, capture_output=True)
         lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
