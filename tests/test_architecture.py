@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -431,3 +432,9 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
 )
 def test_a_checker_lets_pass(checker: Checker, path: str, source: str):
     assert list(checker(path, source)) == []
+
+
+def test_no_two_files_of_tests_have_the_same_name():
+    """pytest imports them by it: of two the second is not run where both are collected."""
+    names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
