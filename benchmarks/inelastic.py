@@ -1,13 +1,12 @@
 """Runs launch/train.py with elasticity switched off and on in turn: what benchmarks/overhead.py compares.
 
-    python benchmarks/inelastic.py --block=10 --config FILE ...
+    python benchmarks/inelastic.py --block=10 --parts=waits,notes,beats --config FILE ...
 
-In blocks of so many steps, the first without, the workers do without what elasticity does while nobody dies: heartbeats
-(a worker's own thread, its count of instructions), abort tokens (every wait of a collective is gloo's own, with no
-callback and no note of who is waited for) and the frames that tell the coordinator of each step. All workers switch at
-the same step, within one run: two runs of the same thing differ by more than what is to be measured. The guardian's
-looks go on; entries, too: the gradient norm of a step needs an all-reduce anyway. For measurements only: a run like
-this does not survive anything.
+In blocks of so many steps, the first without, the workers do without what elasticity does while nobody dies: waits that
+an abort token ends (they are gloo's own instead), notes (the count of instructions, who is waited for, looks at the
+token) and beats (a worker's own thread). All workers switch at the same step, within one run: two runs of the same
+thing differ by more than what is to be measured. The guardian's looks go on; entries, too: the gradient norm of a step
+needs an all-reduce anyway. For measurements only: a run like this does not survive anything.
 """
 
 from __future__ import annotations
@@ -28,21 +27,26 @@ from parallel3d.comm.gloo import GlooGroup  # noqa: E402
 from parallel3d.elastic.pulse import BEAT_S, Pulse  # noqa: E402
 from parallel3d.trainer.loop import Trainer  # noqa: E402
 
+PARTS = ("waits", "notes", "beats")
 switch = threading.Event()
 """Set while this process is elastic."""
 
 
 def main() -> None:
-    name, _, block = sys.argv.pop(1).partition("=")
-    assert name == "--block", "begin with --block=N"
+    (first, _, block), (second, _, names) = (sys.argv.pop(1).partition("=") for _ in range(2))
+    parts = set(names.split(","))
+    assert (first, second) == ("--block", "--parts") and parts <= {*PARTS}, f"begin with --block=N --parts={PARTS}"
     switch.set()
     follow_steps(int(block))
-    only_while_elastic(Pulse, "tick", None)
-    only_while_elastic(Pulse, "note_wait", None)
-    Pulse._beat = beat  # type: ignore[method-assign]
-    only_while_elastic(AbortToken, "check", None)
-    only_while_elastic(AbortToken, "waiting", contextlib.nullcontext())
-    bare_waits()
+    if "waits" in parts:
+        bare_waits()
+    if "notes" in parts:
+        only_while_elastic(Pulse, "tick", None)
+        only_while_elastic(Pulse, "note_wait", None)
+        only_while_elastic(AbortToken, "check", None)
+        only_while_elastic(AbortToken, "waiting", contextlib.nullcontext())
+    if "beats" in parts:
+        Pulse._beat = beat  # type: ignore[method-assign]
     script = ROOT / "launch" / "train.py"
     sys.argv[0] = str(script)
     sys.argv += ['elastic.silence={"min_s": 600.0, "max_s": 600.0}']  # no beats are no death here
@@ -55,17 +59,12 @@ def is_elastic(step: int, block: int) -> bool:
 
 
 def follow_steps(block: int) -> None:
-    """Switches at the beginning of a step, and swallows its frame while off."""
+    """Switches at the beginning of a step."""
     step_of = Trainer._step
 
     def step(trainer: Trainer) -> None:
         (switch.set if is_elastic(trainer.rank.state.iteration + 1, block) else switch.clear)()
-        publish = trainer.publish
-        trainer.publish = lambda record: publish(record) if switch.is_set() or record["kind"] != "progress" else None
-        try:
-            step_of(trainer)
-        finally:
-            trainer.publish = publish
+        step_of(trainer)
 
     Trainer._step = step  # type: ignore[method-assign]
 
@@ -87,8 +86,8 @@ def beat(pulse: Pulse) -> None:
 def bare_waits() -> None:
     track = GlooGroup._track
 
-    def choose(group: GlooGroup, work: Any, tensors: Any, *, then: Any = None) -> Any:
-        return track(group, work, tensors, then=then) if switch.is_set() else BareWork(work, tensors, then)
+    def choose(group: GlooGroup, work: Any, *, then: Any = None) -> Any:
+        return track(group, work, then=then) if switch.is_set() else BareWork(work, then)
 
     GlooGroup._track = choose  # type: ignore[assignment, method-assign]
 
@@ -96,8 +95,8 @@ def bare_waits() -> None:
 class BareWork:
     """gloo's own wait."""
 
-    def __init__(self, work: Any, tensors: Any, then: Any):
-        self._work, self._tensors, self._then = work, tensors, then
+    def __init__(self, work: Any, then: Any):
+        self._work, self._then = work, then
 
     def wait(self) -> None:
         self._work.wait()

@@ -181,6 +181,7 @@ class WorkerProbe:
             self._trace.begin_step(step)
         self._num_steps += phase is Phase.STEP
         is_usual = phase is Phase.STEP and self._num_steps > WARMUP_STEPS
+        self._pulse.step = step
         self._pulse.mode = Mode.RUNNING if is_usual else Mode.SUSPENDED
         self._injector.begin_step(step)
 

@@ -6,9 +6,9 @@ lie in one piece, at most.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -171,25 +171,31 @@ class Pace:
 
 
 class Backroom:
-    """One thread that does work in order; a process may end before it has."""
+    """Does work in order, on a thread that lives while there is any; a process may end before it has."""
 
     def __init__(self, name: str):
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._name = name
+        self._lock = threading.Lock()
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._is_open = False
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Does `work` after what was given before; the future has its result, or what it raised."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
         future: Future[T] = Future()
-        self._work.put((work, future))
+        with self._lock:
+            self._work.append((work, future))
+            if not self._is_open:
+                self._is_open = True
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
 
     def _run(self) -> None:
         while True:
-            work, future = self._work.get()  # bounded: a daemon's, there may never be more
+            with self._lock:
+                if not self._work:
+                    self._is_open = False
+                    return
+                work, future = self._work.popleft()
             try:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - carried to whoever asks

@@ -1,10 +1,12 @@
 """A group over gloo, built directly from a store: no process-wide registry, so that a new membership epoch is a new set
 of objects and nothing else.
 
-A wait sleeps until gloo's future calls back or the abort token does. gloo has no abort of its own: `abandon` lets a
-receive that nobody will answer time out after 1 ms, upon which gloo fails every pair of the group and closes its
-sockets, here and, by the closed sockets, at the peers. That takes some 10 ms a peer, and nobody waits for it: while
-something is under way (`is_busy`) its tensors may still be written, so that whoever owns them goes on with others.
+A wait sleeps until gloo's future calls back or the abort token does. What gloo's thread calls is one function in C,
+`SimpleQueue.put`: Python code there would still hold Python's lock when the rank's own thread wakes. gloo has no abort
+of its own: `abandon` lets a receive that nobody will answer time out after 1 ms, upon which gloo fails every pair of
+the group and closes its sockets, here and, by the closed sockets, at the peers. That takes some 10 ms a peer, and
+nobody waits for it: while something is under way (`is_busy`) its tensors may still be written, so that whoever owns
+them goes on with others.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -58,7 +61,7 @@ class GlooGroup(Group):
         token.on_abort(self._wake_all)
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
-        return self._track(self._pg.allreduce([tensor]), (tensor,))
+        return self._track(self._pg.allreduce([tensor]))
 
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
         """gloo has no reduce-scatter: torch's own is an all-reduce of a copy, this one an all-reduce in place."""
@@ -66,15 +69,15 @@ class GlooGroup(Group):
         def take_own_part() -> None:
             output.copy_(tensor.view(-1)[self.rank * output.numel() :][: output.numel()].view_as(output))
 
-        return self._track(self._pg.allreduce([tensor]), (tensor,), then=take_own_part)
+        return self._track(self._pg.allreduce([tensor]), then=take_own_part)
 
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._track(self._pg._allgather_base(output, tensor), (output, tensor))
+        return self._track(self._pg._allgather_base(output, tensor))
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._track(self._pg.allreduce([tensor], options), (tensor,)).wait()  # bounded: by token and timeout
+        self._track(self._pg.allreduce([tensor], options)).wait()  # bounded: by token and timeout
         return tensor
 
     def abandon(self) -> None:
@@ -82,6 +85,7 @@ class GlooGroup(Group):
 
     @property
     def is_busy(self) -> bool:
+        self._running = {work for work in self._running if not work.has_ended}
         return bool(self._running)
 
     def close(self) -> None:
@@ -92,50 +96,60 @@ class GlooGroup(Group):
         self._pg = None
         drop_aside(only, f"close-{self.name}")
 
-    def _track(self, work: dist.Work, tensors: tuple[Tensor, ...], *, then: Callable[[], None] | None = None) -> Work:
-        return _GlooWork(work, tensors, self, then or _nothing)
+    def _track(self, work: dist.Work, *, then: Callable[[], None] | None = None) -> Work:
+        tracked = _GlooWork(work, self, then or _nothing)
+        self._running.add(tracked)
+        return tracked
 
     def _wake_all(self) -> None:
         for work in list(self._running):
-            work.woken.set()
+            work.wake()
 
 
 class _GlooWork:
-    """Keeps the tensors alive until gloo is done with them; `then` runs once it is waited for."""
+    """gloo keeps the tensors alive until it is done with them; `then` runs once it is waited for."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], group: GlooGroup, then: Callable[[], None]):
-        self.woken = threading.Event()
-        self.finished = threading.Event()
+    def __init__(self, work: dist.Work, group: GlooGroup, then: Callable[[], None]):
         self._work = work
-        self._tensors = tensors
         self._group = group
         self._then = then
-        group._running.add(self)
-        work.get_future().add_done_callback(self._finish)
+        self._wakes: SimpleQueue[object] = SimpleQueue()
+
+    @property
+    def has_ended(self) -> bool:
+        """Well or badly: gloo touches the tensors no more."""
+        return self._work.is_completed()
+
+    def wake(self) -> None:
+        self._wakes.put(None)
 
     def wait(self) -> None:
         group = self._group
         group.token.check()
-        with group.token.waiting(group.name, group.ranks):
-            if not self.woken.wait(group.timeout_s):
-                raise EpochEnded(f"group {group.name}: no answer from a peer in {group.timeout_s:.0f} s")
-        group.token.check()
+        if not self.has_ended:
+            self._sleep()
+            group.token.check()
         try:
             self._work.wait()  # bounded: it has finished, well or badly
         except RuntimeError as error:
             reason = f"group {group.name}: {str(error).splitlines()[0]}"
         else:
+            group._running.discard(self)
             self._then()
             self._then = _nothing
             return
         group.token.sleep(LINGER_S)
         raise EpochEnded(reason)
 
-    def _finish(self, future: object) -> None:
-        """Runs in gloo's thread."""
-        self._group._running.discard(self)
-        self.finished.set()
-        self.woken.set()
+    def _sleep(self) -> None:
+        """Until gloo has finished or the token is aborted."""
+        group = self._group
+        self._work.get_future().add_done_callback(self._wakes.put)
+        with group.token.waiting(group.name, group.ranks):
+            try:
+                self._wakes.get(timeout=group.timeout_s)
+            except Empty:
+                raise EpochEnded(f"group {group.name}: no answer from a peer in {group.timeout_s:.0f} s") from None
 
 
 def _nothing() -> None:

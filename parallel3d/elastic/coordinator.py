@@ -315,6 +315,7 @@ class Coordinator:
             rank, exit_code, by_guardian = end["rank"], end["exit_code"], end["by_guardian"]
             if self._book.workers[rank].ended:  # a guardian tells a new coordinator what it has told the old one
                 continue
+            self._book.note_step(rank, end["step"])
             if exit_code < 0 and not by_guardian and self._can_lose:
                 losses.append(self._book.death_by_signal(rank, -exit_code, because=end["why"]))
                 detect_s += [] if end["detect_s"] is None else [end["detect_s"]]

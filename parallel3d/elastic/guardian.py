@@ -282,6 +282,7 @@ class Guardian:
                         "by_guardian": pid in self._enforced,
                         "why": self._given_up.get(pid, ""),
                         "detect_s": self._watch.silent_s(pid),
+                        "step": self._watch.step(pid),
                     }
                 )
         if ends:

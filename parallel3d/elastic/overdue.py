@@ -45,8 +45,6 @@ class Pace:
     def note(self, record: Mapping[str, Any], now_s: float) -> None:
         """A record that a worker has published."""
         match record.get("kind"):
-            case "progress" if self._since_s is None:
-                self._hear_news(now_s)
             case "step":
                 if "step_s" in record:
                     self._steps.append(record["step_s"])
@@ -54,7 +52,7 @@ class Pace:
             case "evaluating":
                 self._hear_news(now_s)
                 self._evaluates = True
-            case "evaluation" | "resumed":
+            case "training" | "evaluation" | "resumed":
                 self._hear_news(now_s)
             case "summary":
                 self._since_s = None

@@ -2,7 +2,8 @@
 
 The page is an anonymous shared mapping made before the forks, one slot for each child: no system call, no thread of the
 guardian, nothing that a full network could delay. A worker's own thread writes the time of its last beat there; its
-main thread counts instructions. Three cases are told apart:
+main thread counts instructions, and writes which step it is in, so that a death can be told with its step and no step
+needs a message. Three cases are told apart:
 
     silent and stopped    no sign, and the kernel says that the process is stopped: given up after `silence_s`
     silent but runnable   no sign, because the machine is busy: starved, it gets four times as long
@@ -42,7 +43,7 @@ MISSED_BEATS = 3.0
 Slot: TypeAlias = "memoryview[float]"
 
 _FIELDS = SLOT_BYTES // 8  # doubles: they hold whole numbers up to 2**53, and eight aligned bytes are written at once
-_BEAT, _COUNT, _MOVED, _MODE, _WAITING = range(5)
+_BEAT, _COUNT, _MOVED, _MODE, _WAITING, _STEP = range(6)
 
 
 class Mode(IntEnum):
@@ -93,6 +94,15 @@ class Pulse:
         self.tick()
         self._slot[_MODE] = mode
 
+    @property
+    def step(self) -> int | None:
+        """The step that it is in; None before the first."""
+        return int(self._slot[_STEP]) or None
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._slot[_STEP] = step
+
     def note_wait(self, wait: Wait | None) -> None:
         """A thread begins or (None) ends to wait for peers: meanwhile it is no fault of its own not to get on."""
         self.tick()
@@ -117,6 +127,8 @@ class Vitals:
     num_instructions: int
     mode: Mode
     waiting: bool
+    step: int | None
+    """That it is in; None before the first."""
 
     @property
     def last_sign_s(self) -> float:
@@ -130,6 +142,7 @@ def read_vitals(slot: Slot) -> Vitals:
         num_instructions=int(slot[_COUNT]),
         mode=Mode(int(slot[_MODE])),
         waiting=bool(slot[_WAITING]),
+        step=int(slot[_STEP]) or None,
     )
 
 
@@ -206,6 +219,10 @@ class Watch:
         """Seconds since a child's last sign of life; None when it has given none."""
         last_s = read_vitals(self._slots[pid]).last_sign_s
         return self._clock() - last_s if last_s else None
+
+    def step(self, pid: int) -> int | None:
+        """The step that a child says, or said, it is in."""
+        return read_vitals(self._slots[pid]).step
 
 
 def is_stopped(pid: int) -> bool | None:

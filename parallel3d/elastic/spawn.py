@@ -169,7 +169,7 @@ def _run(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
         traceback.print_exc()
-        context.control.report_error(describe_error(error))
+        context.control.report_error(describe_error(error, context.pulse.step))
         return getattr(error, "exit_code", 1)
 
 

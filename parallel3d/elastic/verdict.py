@@ -55,8 +55,8 @@ class WorkerState:
     """How it was lost, where the run went on."""
 
 
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """An exception as the control channel carries it."""
+def describe_error(error: BaseException, step: int | None = None) -> dict[str, Any]:
+    """An exception as the control channel carries it; `step`: that the worker is in."""
     lost_peer = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PEER_PHRASES)
     concerns_run = getattr(error, "concerns_run", False)
     return {
@@ -64,6 +64,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "concerns_run": concerns_run,
         "exit_code": getattr(error, "exit_code", 1),
         "consequence": lost_peer or isinstance(error, (EpochEnded, RunEnded, ConnectionError)),
+        "step": step,
     }
 
 
@@ -95,14 +96,16 @@ class RunBook:
         self.workers[rank].host, self.workers[rank].log = host, log
 
     def note_record(self, rank: int, record: dict[str, Any]) -> None:
-        """Learns from a published record where the worker stands and which step it is in."""
+        """Learns from a published record where the worker stands and how far the run is."""
         match record:
             case {"kind": "hello"}:
                 self.workers[rank].coordinates = str(record.get("coordinates", ""))
-            case {"kind": "progress", "step": int(step)}:
-                self.workers[rank].step = step
             case {"kind": "step", "step": int(step)}:
                 self.last_step = step
+
+    def note_step(self, rank: int, step: int | None) -> None:
+        """Which step a worker that has ended or failed was in, if it said so."""
+        self.workers[rank].step = step or self.workers[rank].step
 
     def note_done(self, ranks: Iterable[int]) -> None:
         """These workers may end with exit code 0."""
@@ -111,6 +114,7 @@ class RunBook:
 
     def note_error(self, rank: int, error: dict[str, Any]) -> None:
         """An exception that the worker reports before it ends."""
+        self.note_step(rank, error["step"])
         message = error["text"]
         if not error["concerns_run"]:
             message = f"{self.name(rank)}, {self._step(rank)}: {message}{self._log(rank)}"

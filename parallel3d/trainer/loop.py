@@ -99,6 +99,8 @@ class Trainer:
         self._bubbles = []
         self._say(self.saving.begin_epoch())
         self.on_epoch(record)
+        if self.rank.is_leader:
+            self.publish({"kind": "training"})
         if self.rank.is_leader and self.rank.config.run.show_routes:
             self._tell_routes()
         for entry in self.rank.state.entries:
@@ -149,7 +151,6 @@ class Trainer:
 
     def _step(self) -> None:
         step, config = self.rank.state.iteration + 1, self.rank.config
-        self.publish({"kind": "progress", "step": step})
         self.on_phase(Phase.STEP, step)
         waited, since = self.data_wait_s(), self.rank.state.tokens_read
         saved = self.saving.word()

@@ -146,7 +146,7 @@ class Member:
     def train(self, record: EpochRecord) -> None:
         while self.state < self.num_steps:
             step, started = self.state + 1, time.monotonic()
-            self.context.control.publish({"kind": "progress", "step": step})
+            self.context.pulse.step = step
             self.come_to("step", step)
             self.token.sleep(STEP_S)
             words = self.gather(record, f"step{step}")

@@ -91,7 +91,7 @@ def test_a_lost_worker_aborts_the_other_with_the_reason(world):
     _, connect, guardian, _ = world
     control = connect(0)
     assert not control.check(["x"], AbortToken())  # it is greeted, so the news has to be pushed
-    end = {"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01}
+    end = {"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 6}
     tell(guardian, op="ended", ends=[end])
     with pytest.raises(EpochEnded, match="rank 1 was killed by SIGKILL"):
         control.token.sleep(5)

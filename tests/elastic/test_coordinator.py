@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -44,12 +45,17 @@ def begin(*controls: Control) -> list[Opening]:
     return openings
 
 
+def tell_killed(guardian: socket.socket, *, rank: int, detect_s: float | None) -> None:
+    end = {"rank": rank, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": detect_s, "step": 6}
+    tell(guardian, op="ended", ends=[end])
+
+
 def test_an_epoch_begins_goes_on_without_a_lost_worker_and_is_released(world):
     _, connect, guardian, records = world
     first, second = connect(0), connect(1)
     assert begin(first, second)[0].record.members == (0, 1)
     assert first.seat.standing()["committed"]["epoch"] == 0
-    tell(guardian, op="ended", ends=[{"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.02}])
+    tell_killed(guardian, rank=1, detect_s=0.02)
     opening = first.seat.enter(report_of(first, 0))
     assert (opening.record.epoch, opening.record.members, opening.record.grid.ranks) == (1, (0,), (0,))
     first.publish({"kind": "resumed", "epoch": 1, "regroup_s": 0.5, "plan": ""})  # too early, so it is not heeded
@@ -62,7 +68,7 @@ def test_an_epoch_begins_goes_on_without_a_lost_worker_and_is_released(world):
     line, step, account = records
     assert line["kind"] == "membership" and (line["live"], line["spare"], line["lost"]) == (1, 0, 1)
     assert line["text"].startswith(
-        "epoch 1: lost rank 1 (pp0 dp1 tp0): killed by SIGKILL before the first step; 1 live"
+        "epoch 1: lost rank 1 (pp0 dp1 tp0): killed by SIGKILL in step 6; 1 live"
     )
     assert line["text"].endswith("regrouped 0.030), 1.0 MiB moved; a plan")
     assert step["kind"] == "step" and account["event"] == "membership"
@@ -84,7 +90,7 @@ def test_a_seal_ends_the_waits_of_its_epoch_at_once(world):
 
 def test_a_late_worker_learns_of_the_change_that_it_has_missed(world):
     _, connect, guardian, _ = world
-    tell(guardian, op="ended", ends=[{"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": None}])
+    tell_killed(guardian, rank=1, detect_s=None)
     time.sleep(0.1)
     opening = connect(0).seat.enter(lambda epoch: Report(rank=0, epoch=max(epoch, 1)))
     assert opening.record.epoch == 1 and [loss.rank for loss in opening.record.evicted] == [1]
@@ -119,7 +125,7 @@ def test_the_store_forgets_epochs_that_are_over(world):
     keys = ["epoch0/a", "epoch1/b", "corpus"]
     for key in keys:
         first.set(key, b"")
-    tell(guardian, op="ended", ends=[{"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": None}])
+    tell_killed(guardian, rank=1, detect_s=None)
     first.seat.enter(report_of(first, 0))
     assert [first.check([key], AbortToken()) for key in keys] == [True, True, True]  # not before it is committed
     first.seat.confirm(1, digest="", moved_bytes=0)

@@ -1,6 +1,7 @@
 """When a step is overdue, and the survey that asks everybody."""
 
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -46,11 +47,12 @@ def test_it_is_told_again_when_the_wait_has_doubled():
 def test_news_begin_the_wait_anew():
     pace = paced(0.5, 0.5, 0.5)
     assert pace.overdue_s(105.0) is not None
-    for record in ({"kind": "step", "step_s": 5.0}, {"kind": "resumed"}, {"kind": "evaluation"}):
+    news: list[dict[str, Any]] = [{"kind": "step", "step_s": 5.0}]
+    news += [{"kind": kind} for kind in ("resumed", "training", "evaluation")]
+    for record in news:
         pace.note(record, 106.0)
         assert pace.overdue_s(110.9) is None and pace.overdue_s(111.0) is not None
     pace.note({"kind": "notice"}, 112.0)
-    pace.note({"kind": "progress"}, 112.0)  # every rank begins a step: the last one is none
     assert pace.overdue_s(116.0) is not None
     pace.note({"kind": "evaluating"}, 120.0)
     assert pace.overdue_s(169.0) is None and pace.overdue_s(170.0) is not None
@@ -58,12 +60,11 @@ def test_news_begin_the_wait_anew():
     assert pace.overdue_s(10**6) is None
 
 
-def test_nothing_is_overdue_before_the_first_step_begins():
+def test_nothing_is_overdue_before_training_begins():
     pace = Pace(RULE)
     assert pace.overdue_s(10**6) is None
-    pace.note({"kind": "progress", "step": 1}, 50.0)
-    pace.note({"kind": "progress", "step": 1}, 60.0)
-    assert pace.overdue_s(69.0) is None and pace.overdue_s(70.0) is not None
+    pace.note({"kind": "training"}, 60.0)
+    assert pace.overdue_s(79.0) is None and pace.overdue_s(80.0) is not None
 
 
 def test_a_survey_is_over_when_all_have_answered_or_time_is_up():

@@ -33,8 +33,8 @@ PATIENCE = Patience(silence_s=0.5, stuck_s=60.0)
 
 
 def vitals(**fields) -> Vitals:
-    healthy = {"beat_s": 1000.0, "moved_s": 1000.0, "num_instructions": 7, "mode": Mode.RUNNING, "waiting": False}
-    return Vitals(**{**healthy, **fields})
+    healthy = {"beat_s": 1000.0, "moved_s": 1000.0, "num_instructions": 7, "mode": Mode.RUNNING}
+    return Vitals(**{**healthy, "waiting": False, "step": 3, **fields})
 
 
 def look(after_s: float, *, stopped: bool | None = False, since_s: float = 0.0, **fields) -> str:
@@ -136,6 +136,7 @@ def test_a_pulse_is_read_by_another_process():
         pulse = Pulse(page.slot(1))
         pulse.start()
         pulse.mode = Mode.RUNNING
+        pulse.step = 12
         for _ in range(100):
             pulse.tick()
         pulse.note_wait(Wait("", (1,)))
@@ -150,9 +151,11 @@ def test_a_pulse_is_read_by_another_process():
             time.sleep(0.01)
         time.sleep(3 * BEAT_S)
         later = read_vitals(page.slot(1))
-        assert later.mode is Mode.RUNNING and later.waiting
+        assert later.mode is Mode.RUNNING and later.waiting and later.step == 12
         assert later.beat_s > seen.beat_s and later.moved_s == seen.moved_s  # it beats but does not get on
         assert read_vitals(page.slot(0)).last_sign_s == read_vitals(page.slot(2)).last_sign_s == 0.0
+        watch = Watch({pid: page.slot(1), -1: page.slot(2)})
+        assert (watch.step(pid), watch.step(-1)) == (12, None)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -94,7 +94,7 @@ class World:
 
 
 def end_of(rank: int, exit_code: int) -> dict[str, Any]:
-    return {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None}
+    return {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None, "step": 6}
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_what_the_old_coordinator_knew_is_not_told_as_news(world):
     waiting = [world.worker(rank, record(4, 3), 4) for rank in (1, 2)]
     (seal,) = world.hear(waiting[0], "seal")
     assert "lost rank 0" in seal["reason"] and "rank 3" not in seal["reason"]
-    error = {"text": "E", "exit_code": 1, "consequence": False, "concerns_run": False}
+    error = {"text": "E", "exit_code": 1, "consequence": False, "concerns_run": False, "step": 6}
     waiting[0].sendall(encode_frame({"op": "error", "error": error}))
     world.hear(waiting[1], "abort")
     assert world.successor.join(0.0).message.startswith("rank 1 (pp0 dp1 tp0), step 6: E")

@@ -27,7 +27,7 @@ def test_success():
 def test_a_peers_complaint_that_comes_first_is_not_the_cause():
     book = book_of_two()
     book.note_error(0, describe_error(RuntimeError("Connection closed by peer [127.0.0.1]:40404")))
-    book.note_record(1, {"kind": "progress", "step": 7})
+    book.note_step(1, 7)
     book.note_end(1, exit_code=-9, by_guardian=False)
     message = "rank 1 (pp1 dp0 tp0) was killed by SIGKILL in step 7\n  log: logs/rank-1.log"
     assert book.outcome() == Outcome(exit_code=3, message=message)
@@ -122,7 +122,7 @@ def test_root_cause(consequences):
 
 
 def test_describe_error():
-    plain = {"text": "DataError: x", "concerns_run": False, "exit_code": 2, "consequence": False}
-    assert describe_error(DataError("x")) == plain
+    plain = {"text": "DataError: x", "concerns_run": False, "exit_code": 2, "consequence": False, "step": 4}
+    assert describe_error(DataError("x"), 4) == plain
     assert describe_error(EpochEnded("y"))["consequence"] and describe_error(BrokenPipeError())["consequence"]
     assert not describe_error(RuntimeError("size mismatch"))["consequence"]

@@ -39,7 +39,7 @@ def leave_marks(context: WorkerContext) -> None:
 def train_until_aborted(context: WorkerContext, step: int = 1) -> int:
     """Steps of 20 ms until the run is over; the leader tells of each."""
     while not context.control.stop_requested:
-        context.control.publish({"kind": "progress", "step": step})
+        context.pulse.step = step
         context.control.token.sleep(0.02)
         if context.rank == 0:
             context.control.publish({"kind": "step", "step": step, "loss": 1.0 / step, "tokens": step * 8})
@@ -72,7 +72,7 @@ def good(context: WorkerContext) -> int:
 def killed(context: WorkerContext) -> int:
     leave_marks(context)
     if context.rank == 1:
-        context.control.publish({"kind": "progress", "step": 7})
+        context.pulse.step = 7
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     return train_until_aborted(context, step=7)
@@ -82,7 +82,7 @@ def failing(context: WorkerContext) -> int:
     """Rank 1 can't go on; rank 0 fails by that alone, and tells it first."""
     leave_marks(context)
     if context.rank == 1:
-        context.control.publish({"kind": "progress", "step": 12})
+        context.pulse.step = 12
         while not context.control.check(["rank 0 has failed"], context.control.token):
             time.sleep(0.01)
         raise DataError("corpus.txt is empty")
