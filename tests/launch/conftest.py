@@ -47,3 +47,23 @@ def config_file(tmp_path, text, cache):
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, request):
+    """The losses of the module's run, with the flags UNDISTURBED, when nothing happens to it; made for the first test
+    that asks."""
+    from test_train import finish, start
+
+    known = []
+
+    def run(config_file):
+        if not known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            flags = (*request.module.UNDISTURBED, f"run.directory={folder}")
+            code, out, err = finish(start("--config", config_file, *flags))
+            assert code == 0, out + err
+            known.append(request.module.losses(folder))
+        return known[0]
+
+    return run

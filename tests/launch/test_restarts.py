@@ -16,6 +16,7 @@ where_ci_is_set = pytest.mark.skipif(not os.environ.get("CI"), reason="seconds e
 NUM_STEPS, TOKENS = 14, 8 * 32
 FRAGILE = ("parallel.dp_size=1", f"run.num_steps={NUM_STEPS}")
 """Each worker is the only one of its stage."""
+UNDISTURBED = FRAGILE
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1")
 
 
@@ -47,22 +48,6 @@ def events(run, name):
 
 def summary(run):
     return json.loads((run / "summary.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The losses of the fragile run when nothing happens to it; made for the first test that asks."""
-    known = []
-
-    def run(config_file):
-        if not known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            code, out, err = finish(start("--config", config_file, *FRAGILE, f"run.directory={folder}"))
-            assert code == 0, out + err
-            known.extend(losses(folder))
-        return known
-
-    return run
 
 
 def test_two_fatal_kills_and_the_curve_is_the_undisturbed_one(config_file, tmp_path, undisturbed):

@@ -13,6 +13,7 @@ from parallel3d.checkpoint.catalogue import Catalogue
 pytestmark = pytest.mark.slow
 NUM_STEPS = 40
 RESUME = ("checkpoint.every=4", "run.resume=auto", f"run.num_steps={NUM_STEPS}")
+UNDISTURBED = RESUME
 
 
 def losses(run):
@@ -24,22 +25,6 @@ def wait_for_checkpoint(run, timeout=60):
     while not Catalogue(run / "checkpoints").steps():
         assert time.monotonic() < deadline, "no checkpoint came"
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The losses of the same run, made by the first test that asks."""
-    known = {}
-
-    def run(config_file):
-        if not known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            code, out, err = finish(start("--config", config_file, *RESUME, f"run.directory={folder}"))
-            assert code == 0, out + err
-            known.update(losses(folder))
-        return known
-
-    return run
 
 
 def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, tmp_path, undisturbed):
