@@ -34,7 +34,7 @@ switch = threading.Event()
 
 def main() -> None:
     (first, _, block), (second, _, names) = (sys.argv.pop(1).partition("=") for _ in range(2))
-    parts = set(names.split(","))
+    parts = set(filter(None, names.split(",")))
     assert (first, second) == ("--block", "--parts") and parts <= {*PARTS}, f"begin with --block=N --parts={PARTS}"
     switch.set()
     follow_steps(int(block))

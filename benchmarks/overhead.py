@@ -1,11 +1,11 @@
 """What elasticity costs while nobody dies.
 
-    python benchmarks/overhead.py [--rounds 5] [--blocks 12] [--parts waits notes] [--steps 40] [--baseline TREE]
+    python benchmarks/overhead.py [--rounds 5] [--blocks 80] [--parts waits notes] [--steps 40] [--baseline TREE]
 
 runs the quickstart model on pp2 x dp2. First `--rounds` runs that switch heartbeats and abort tokens off and on in
-turn, ten steps each (inelastic.py): every block with them is compared with the blocks without before and
-after it. Within a run, since two runs of the same thing differ by up to 5 %. `--parts` switches some of it only, the
-rest stays on. Then the price of backups of the
+turn, four steps each (inelastic.py): every block with them is compared with the blocks without before and after it.
+Within a run, since two runs of the same thing differ by up to 5 %. `--parts` switches some of it only, the rest stays
+on; nothing after it is the null, which shows how far such a ratio is from 1 by chance. Then the price of backups of the
 optimizer's state, run against run and every other round backwards; `--baseline` adds another source tree (`git worktree
 add ../before REVISION`). Noise only ever makes a step longer, so lower quartiles are printed, too. Nothing else may run
 meanwhile. `--aids` measures the debug aids run against run: none, as shipped (overdue steps are told), and the replica
@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("waits", "notes", "beats")
 WARMUP_STEPS = 5
-BLOCK = 10
+BLOCK = 4
 TRAIN = "launch/train.py"
 BACKUPS = {"no backups": [TRAIN, "elastic.zero_backups=0"], "backups": [TRAIN, "elastic.zero_backups=1"]}
 AIDS = {
@@ -42,8 +42,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The price of elasticity without failures.")
     parser.add_argument("--baseline", type=Path, help="root of another source tree")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=12, help="blocks with elasticity in a run that switches")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="of elasticity, to switch")
+    parser.add_argument("--blocks", type=int, default=80, help="blocks with elasticity in a run that switches")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="of elasticity, to switch")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of a run that does not")
     parser.add_argument("--aids", action="store_true", help="the price of the debug aids in place of backups")
     options = parser.parse_args()
@@ -100,7 +100,9 @@ def switch_within_runs(num_rounds: int, num_blocks: int, parts: list[str]) -> No
     for name, ratios in every.items():
         middle, mean = statistics.median(ratios), statistics.mean(ratios)
         error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        print(f"{' '.join(parts)} against none of it, {name}: {middle:.4f} (mean {mean:.4f} +- {error:.4f})")
+        print(
+            f"{' '.join(parts) or 'nothing'} against none of it, {name}: {middle:.4f} (mean {mean:.4f} +- {error:.4f})"
+        )
 
 
 def compare(summary: Callable[[list[float]], float], ours: list[list[float]], theirs: list[list[float]]) -> list[float]:

@@ -67,9 +67,7 @@ def test_an_epoch_begins_goes_on_without_a_lost_worker_and_is_released(world):
     first.finish(0)
     line, step, account = records
     assert line["kind"] == "membership" and (line["live"], line["spare"], line["lost"]) == (1, 0, 1)
-    assert line["text"].startswith(
-        "epoch 1: lost rank 1 (pp0 dp1 tp0): killed by SIGKILL in step 6; 1 live"
-    )
+    assert line["text"].startswith("epoch 1: lost rank 1 (pp0 dp1 tp0): killed by SIGKILL in step 6; 1 live")
     assert line["text"].endswith("regrouped 0.030), 1.0 MiB moved; a plan")
     assert step["kind"] == "step" and account["event"] == "membership"
     assert (account["detect_s"], account["regroup_s"], account["first_step_s"]) == (0.02, 0.03, 0.25)
