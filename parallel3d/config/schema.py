@@ -329,6 +329,9 @@ class CheckpointConfig(Section):
     save_at_end: bool = True
     """Save after the last step, and after a stop (Ctrl-C, SIGTERM), before the workers end. With `every` a stop saves
     in any case."""
+    retry_s: list[PositiveFloat] = [1.0, 10.0, 60.0, 300.0]
+    """Seconds after which the save at the end of a run is tried again when it has failed, one try each: time to make
+    room on a full disk. A stop (Ctrl-C, SIGTERM) cuts the waits short."""
     keep_last: PositiveInt = 2
     """So many of the newest checkpoints are kept, and the one with the lowest loss."""
     keep_every: PositiveInt | None = None

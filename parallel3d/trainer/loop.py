@@ -18,6 +18,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
+from parallel3d.comm.abort import POLL_S
 from parallel3d.config.derived import flops_per_token
 from parallel3d.config.schema import RunConfig
 from parallel3d.elastic.membership import EpochRecord
@@ -206,8 +207,31 @@ class Trainer:
         self.on_phase(Phase.SAVE, state.iteration)
         losses = [loss for step, loss in self._losses.items() if step > self.saving.last_step]
         loss = sum(losses) / len(losses) if losses else None
-        is_last = state.entries[-1].stop or self._is_over
-        self._say(self.saving.save_now(loss) if is_last else self.saving.begin(loss))
+        if state.entries[-1].stop or self._is_over:
+            self._save_for_good(loss)
+        else:
+            self._say(self.saving.begin(loss))
+
+    def _save_for_good(self, training_loss: float | None) -> None:
+        """No step follows: what is not on disk now is lost."""
+        step = self.rank.state.iteration
+        self._say(self.saving.save_now(training_loss))
+        for wait_s in self.rank.config.checkpoint.retry_s:
+            if not self.saving.has_failed:
+                return
+            if self.rank.is_leader:
+                self._say([f"step {step}, the last, is not on disk: trying again in {wait_s:g} s"])
+            self._wait_unless_stopped(wait_s)
+            self._say(self.saving.save_now(training_loss))
+        if self.saving.has_failed and self.rank.is_leader:
+            self._say([f"warning: there is no checkpoint of step {step}, the last"])
+
+    def _wait_unless_stopped(self, seconds: float) -> None:
+        """Ranks hear of a stop at different times: whoever leaves early waits for the others in the next collective."""
+        until = time.monotonic() + seconds
+        with self.rank.token.waiting():
+            while not self.stop_requested() and (left := until - time.monotonic()) > 0:
+                self.rank.token.sleep(min(left, POLL_S))
 
     def _end_diverged(self) -> None:
         """Nothing of this state is saved; a save of an earlier one that is under way is finished first."""

@@ -43,6 +43,8 @@ class Saving(ABC):
 
     last_step = 0
     """The step of the newest save that was begun."""
+    has_failed = False
+    """Whether the last `save_now` has left no checkpoint; the same on all ranks of the grid."""
 
     @abstractmethod
     def is_due(self, iteration: int, *, ends: bool, early: bool = False) -> bool:
@@ -132,6 +134,8 @@ class AsyncSaving(Saving):
         self._save: _Save | None = None
         self._publishing: deque[tuple[int, Future[str]]] = deque()
         """What this rank publishes, oldest first."""
+        self._has_given_up = False
+        """Whether some rank could not write its part of the newest save; the same on all ranks."""
         self._considered: int | None = None
         """The iteration at which a save was due, and begun or skipped, in this epoch."""
 
@@ -168,7 +172,10 @@ class AsyncSaving(Saving):
         texts = self._finish()
         for _, future in self._publishing:
             self._wait(future)
-        self._rank.groups.world.all_reduce(torch.zeros(1))  # the leader has published: whoever fails now harms nothing
+        bad = [step for step, future in self._publishing if future.exception() is not None]
+        has_failed = torch.tensor([float(self._has_given_up or self.last_step in bad)])
+        self._rank.groups.world.all_reduce(has_failed)  # the leader has published: whoever fails now harms nothing
+        self.has_failed = bool(has_failed.item())
         return [*texts, *self._news()]
 
     def word(self) -> SaveWord:
@@ -199,7 +206,7 @@ class AsyncSaving(Saving):
             pace=pace,
             given_up=given_up,
         )
-        self.last_step = step
+        self.last_step, self._has_given_up = step, False
 
     def _facts(self, training_loss: float | None) -> RunFacts:
         state = self._rank.state
@@ -220,6 +227,7 @@ class AsyncSaving(Saving):
         if num_not_saved:
             error = save.written.exception() if save.written.done() else None
             self._give_up()
+            self._has_given_up = True
             if error is None:
                 return []
             name = f"rank {self._rank.rank}"

@@ -138,7 +138,8 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
     if not can_mount(disk):
         pytest.skip("this machine allows no namespace with a file system of its own")
     fault = 'elastic.faults=[{"rank": 1, "step": 30, "phase": "forward"}]'
-    arguments = ["run.num_steps=60", "checkpoint.every=2", fault, f"run.directory={disk}/run", "parallel.pp_size=1"]
+    arguments = ["run.num_steps=60", "checkpoint.every=2", "checkpoint.retry_s=[0.1]", fault]
+    arguments += [f"run.directory={disk}/run", "parallel.pp_size=1"]
     process = begin_on(disk, config_file, *arguments)
     seen = Path(f"/proc/{process.pid}/root{disk}")
     try:

@@ -277,6 +277,46 @@ def test_a_disk_that_refuses_costs_one_checkpoint(tmp_path, operation, words, nu
     assert found.index.step == 6 and not found.damaged and 3 not in Catalogue(tmp_path / "run").steps()
 
 
+class FullDisk(BadDisk):
+    """Until somebody has made room: after so many failures."""
+
+    def __init__(self, step, operation, times):
+        super().__init__(step, operation, errno.ENOSPC)
+        self.left, self._lock = times, threading.Lock()
+
+    def _fail(self, operation, path):
+        with self._lock:
+            self.left -= (is_hit := operation == self._operation and self._name in str(path) and self.left > 0)
+        if is_hit:
+            super()._fail(operation, path)
+
+
+@pytest.mark.parametrize("operation, times", [("make_folder", 1), ("make_folder", 8), ("rename", 2)])
+def test_the_last_save_is_tried_again(tmp_path, operation, times):
+    """A part that can't be written, on one rank or on all, or a checkpoint that can't be published; then it can."""
+    disk = FullDisk(6, operation, times)
+    done = train(config_of("pp2-dp2", retry_s=[0.01, 0.02, 0.03]), tmp_path, disk=disk)
+    assert disk.left == 0 and Catalogue(tmp_path).find_newest_good().index.step == 6
+    told = [text for text in done.notices if "the last, is not on disk" in text]
+    assert told == [f"step 6, the last, is not on disk: trying again in {s:g} s" for s in (0.01, 0.02)[: len(told)]]
+    assert len(told) == (1 if times == 1 else 2) and not any("no checkpoint" in text for text in done.notices)
+
+
+def test_a_last_save_that_never_succeeds_is_told(tmp_path):
+    disk = BadDisk(6, "make_folder", errno.EROFS)
+    done = train(config_of("pp2-dp2", retry_s=[0.01]), tmp_path, disk=disk)
+    assert done.notices[-1] == "warning: there is no checkpoint of step 6, the last"
+    assert sum("trying again" in text for text in done.notices) == 1
+    assert Catalogue(tmp_path).find_newest_good().index.step == 3
+
+
+def test_a_stop_does_not_wait_for_room(tmp_path):
+    disk = FullDisk(4, "make_folder", 1)
+    config = config_of("pp2-dp2", every=3, retry_s=[600.0])
+    train(config, tmp_path, disk=disk, stop_at=4)
+    assert disk.left == 0 and Catalogue(tmp_path).find_newest_good().index.step == 4
+
+
 def test_a_second_save_is_skipped_while_the_first_is_written(tmp_path):
     done = train(config_of("pp2-dp2", every=2), tmp_path, disk=GatedDisk(2))
     assert "no checkpoint of step 4: that of step 2 is still being written" in done.notices
