@@ -38,6 +38,7 @@ from parallel3d.elastic.spawn import WorkerContext
 from parallel3d.elastic.store import ControlStore
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.monitor.device_peak import find_peak
+from parallel3d.monitor.memory import forget_peak
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.pipeline.instructions import Instruction
 from parallel3d.topology.groups import is_world
@@ -65,6 +66,7 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     device = choose_device(config, context.local_rank, context.local_world_size)
     take_device(device)
+    print(f"computing on {device}; GPUs found: {torch.cuda.device_count()}", flush=True)
     torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)
     grid = build_grid(config)
@@ -74,6 +76,13 @@ def run_worker(config: Config, context: WorkerContext) -> int:
     def tell(line: str) -> None:
         control.publish({"kind": "notice", "text": line})
 
+    if (
+        context.rank == grid.ranks[0]
+        and config.run.device == "auto"
+        and device.type == "cpu"
+        and torch.cuda.device_count()
+    ):
+        tell("warning: run.device auto takes the CPU: there are fewer GPUs here than workers")
     corpus = open_text(config, token, tell)
     reader = build_reader(config, corpus)
     prefetcher = Prefetcher(reader, config.data.prefetch, token, make_helpers(config, corpus, token, tell))
@@ -178,6 +187,7 @@ class WorkerProbe:
         the first time, kernels are made."""
         self._whereabouts.begin(phase.value, step)
         if phase is Phase.STEP:
+            self._pulse.mode = Mode.SUSPENDED  # a profiler that starts or writes holds Python's lock
             self._trace.begin_step(step)
         self._num_steps += phase is Phase.STEP
         is_usual = phase is Phase.STEP and self._num_steps > WARMUP_STEPS
@@ -330,6 +340,7 @@ def tell_start(rank: RankRuntime, corpus: Corpus, control: Control, *, is_restar
     peak = find_peak(rank.config, rank.device)
     flops_per_s = rank.groups.world.all_reduce(torch.tensor([peak.flops_per_s], dtype=torch.float64)).item()
     rank.peak = replace(peak, flops_per_s=flops_per_s / len(rank.grid.ranks))
+    forget_peak(rank.device)
     if not rank.is_leader:
         return
     held = " ".join(f"{size / 2**20:.1f}" for size in state.tolist())

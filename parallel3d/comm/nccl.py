@@ -83,7 +83,7 @@ class NcclGroup(Group):
         with self._lock:
             is_first, self._is_ending = not self._is_ending, True
         if is_first:
-            threading.Thread(target=self._abort, daemon=True, name=f"abandon-{self.name}").start()
+            threading.Thread(target=self._abort, args=(self._pg,), daemon=True, name=f"abandon-{self.name}").start()
 
     @property
     def is_busy(self) -> bool:
@@ -99,8 +99,7 @@ class NcclGroup(Group):
         self.token.check()
         return _NcclWork(post(self._pg), self.token)
 
-    def _abort(self) -> None:
-        pg = self._pg
+    def _abort(self, pg: Any) -> None:
         try:
             if pg is not None:
                 pg.abort()

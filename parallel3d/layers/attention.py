@@ -86,6 +86,8 @@ class CausalSelfAttention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if q.is_cuda and q.dtype.itemsize > 2 and k.shape[1] != q.shape[1]:  # no fused kernel of a GPU groups heads there
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]).transpose(1, 2)
 
 

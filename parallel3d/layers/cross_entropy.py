@@ -20,7 +20,8 @@ from parallel3d.layers.gemm import add_matmul, matmul
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import Placement
 
-CHUNK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a last-level cache
+CHUNK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a CPU's last-level cache
+DEVICE_CHUNK_BYTES = 512 << 20  # on a GPU: products large enough to fill it
 
 
 class _LinearCrossEntropy(Function):
@@ -43,7 +44,8 @@ class _LinearCrossEntropy(Function):
         grad_buffer = weight.grad_buffer()[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        rows = max(1, CHUNK_BYTES // (max(1, num_valid) * sensitive.itemsize))
+        chunk_bytes = DEVICE_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
+        rows = max(1, chunk_bytes // (max(1, num_valid) * sensitive.itemsize))
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]

@@ -33,7 +33,11 @@ class _LookUp(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
         local, elsewhere = ctx.saved_tensors
         buffer = ctx.weight.grad_buffer()
-        buffer.index_add_(0, local, grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0))
+        rows = grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0)
+        if buffer.is_cuda:  # sorts: the same bits each time, where index_add_ adds atomically, in any order
+            buffer.index_put_((local,), rows, accumulate=True)
+        else:
+            buffer.index_add_(0, local, rows)
         ctx.weight.grad_added()
         return None, None, None, None
 

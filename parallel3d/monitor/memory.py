@@ -12,6 +12,12 @@ import torch
 _STATM = Path("/proc/self/statm")
 
 
+def forget_peak(device: torch.device) -> None:
+    """From now on `used_bytes` is of what comes: not of the start, when initial weights are held besides."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def used_bytes(device: torch.device) -> int:
     """Of a GPU the most that torch has had allocated at once; else the resident memory of the process, now (where the
     system does not tell, the most so far)."""

@@ -101,7 +101,7 @@ class Bucket:
         self._noise = noise
         self._unscale = 1.0
         capacity = plan.capacity(max_ranges)
-        initial_state = torch.zeros(capacity, dtype=policy.state, device=device)
+        initial_state = torch.zeros(capacity, dtype=policy.state)  # in the host's memory: needed at the start alone
         self._weights = torch.zeros(capacity, dtype=policy.compute, device=device)
         term_format = torch.float32 if policy.rounds_accumulation else policy.grad
         self._grads = torch.zeros(capacity, dtype=term_format, device=device)

@@ -26,7 +26,7 @@ _COARSE_LOG2, _FINE_LOG2 = 20, 60
 
 def measure_state(weights: Tensor, second_moment: Tensor, *, exact: bool) -> StateNorms:
     """Of `weights` (n,) and v (n,), n > 0, of any float formats; sums in fp32 at least, over blocks in fp64."""
-    size = _BLOCK if weights.device.type == "cpu" else _DEVICE_BLOCK
+    size = _BLOCK if exact or weights.device.type == "cpu" else _DEVICE_BLOCK  # exact digits of more would overflow
     roots = _roots(second_moment, size)
     largest = torch.sqrt(_wide(second_moment.max()))
     if exact:

@@ -119,7 +119,9 @@ class Executor:
             except EpochEnded as error:
                 raise EpochEnded(f"{error} (at: {instruction})") from None
         if scratch.losses:
-            losses = HostCopy(torch.stack(list(scratch.losses.values()))).read()  # the one wait for a device
+            copy = HostCopy(torch.stack(list(scratch.losses.values())))
+            with self.token.waiting():  # the one wait for a device, which may itself wait for peers
+                losses = copy.read()
             scratch.result.losses = dict(zip(scratch.losses, losses.tolist()))
         self.token.check()
         scratch.result.run_s = time.perf_counter() - started
@@ -181,7 +183,8 @@ class Executor:
     def _differentiate(scratch: _Scratch, key: Slice) -> None:
         """Runs the autograd graph of a slice; the gradient of its input is what is sent next."""
         inputs, output = scratch.live.pop(key)
-        torch.autograd.backward(output, scratch.gradients.pop(key, None))
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, for a GPU too: who waits is known
+            torch.autograd.backward(output, scratch.gradients.pop(key, None))
         if inputs.grad is not None:
             scratch.outgoing[key], inputs.grad = inputs.grad, None
 

@@ -25,7 +25,7 @@ Noise = Callable[[range], Tensor]
 """64 random bits, int64 (elements,), for each element of a range of something flat."""
 
 NOISE_BITS = 16
-_BLOCK = 1 << 16
+_BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 24
 _NAN = 0x7FC0
 
 
@@ -49,17 +49,19 @@ def noise_of(words: Tensor, part: int) -> Tensor:
 
 def add_rounded(total: Tensor, term: Tensor, noise: Noise) -> None:
     """`total` (n,) bf16 becomes total + term, rounded; `term` (n,) float32 becomes zero."""
-    for span, part in _blocks(len(total)):
+    for span, part in _blocks(total):
         total[part] = round_to_bf16(total[part].float() + term[part], noise_of(noise(span), 0))
     term.zero_()
 
 
 def round_in_place(term: Tensor, noise: Noise) -> None:
     """`term` (n,) float32 becomes one of its bf16 neighbours, element by element."""
-    for span, part in _blocks(len(term)):
+    for span, part in _blocks(term):
         term[part] = round_to_bf16(term[part], noise_of(noise(span), 0)).float()
 
 
-def _blocks(num_elements: int) -> list[tuple[range, slice]]:
-    starts = range(0, num_elements, _BLOCK)
-    return [(range(start, min(start + _BLOCK, num_elements)), slice(start, start + _BLOCK)) for start in starts]
+def _blocks(flat: Tensor) -> list[tuple[range, slice]]:
+    """Of a size that fits a CPU's caches; on a GPU few launches count."""
+    size = _BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
+    starts = range(0, len(flat), size)
+    return [(range(start, min(start + size, len(flat))), slice(start, start + size)) for start in starts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,8 +89,10 @@ def contribution(
 ) -> Contribution:
     """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
     optimizer = rank.optimizer
+    with rank.token.waiting() if rank.device.type == "cuda" else nullcontext():  # a device may itself wait for peers
+        squared_norm = optimizer.squared_norm()
     part = Contribution(
-        squared_norm=optimizer.squared_norm(),
+        squared_norm=squared_norm,
         is_finite=optimizer.is_finite,
         stop=stop,
         leave=leave,
