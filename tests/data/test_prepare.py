@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -235,7 +236,10 @@ def config_file(tmp_path):
 
 def start(*arguments):
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background begin without
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=listen
+    )
 
 
 def run(*arguments):
@@ -266,7 +270,7 @@ def test_the_command(tmp_path, config_file):
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "term", "kill"])
 def test_whoever_ends_it_no_half_folder_has_the_name_and_no_process_stays(tmp_path, config_file, end):
     big = tmp_path / "big.txt"
-    big.write_text("".join(lines()) * 2000)
+    big.write_text("".join(lines()) * 400)
     process = start("--config", config_file, "--out", tmp_path / "out" / "x", "--processes", 2,
                     f'data.sources=["{big}"]', "data.tokenizer.kind=bytes", "data.document_chars=256")  # fmt: skip
     until(lambda: any(path.stat().st_size for path in (tmp_path / "out").glob(".x-*/train.safetensors")), process)

@@ -112,9 +112,11 @@ def test_as_many_restarts_as_are_allowed(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, *FRAGILE, *restarting(most=1), kills))
     assert code == 3, out + err
     assert "\nrank 1 (pp1 dp0 tp0) was killed by SIGKILL in step 5\n" in err
-    assert (
-        "restarted once, as often as restart.max_restarts allows; run.resume=auto goes on from" in err.splitlines()[-1]
-    )
+    said, _, then = err.splitlines()[-1].partition("; ")
+    assert "restarted once, as often as restart.max_restarts allows" in said
+    assert then.startswith(
+        ("run.resume=auto goes on from ", "there is no checkpoint to go on from ")
+    )  # a matter of time
     assert summary(tmp_path / "run")["restarts"] == 1
 
 
