@@ -33,7 +33,7 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     patient = 'elastic.silence={"min_s": 600.0, "max_s": 600.0}'
     process = start("--config", config_file, *RESUME, stalled, patient)  # step 36 never ends
     try:
-        wait_for_step(run, 35)
+        wait_for_step(run, 33)  # what the leader had still to send when it was stopped never comes
         wait_for_checkpoint(run)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -44,7 +44,8 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     assert f"going on from {run}/checkpoints/step-{newest:08}, after step {newest}" in out
     assert losses(run) == undisturbed(config_file)
     assert [line["step"] for line in metrics(run)] == list(range(1, 41))
-    assert [line["step"] for line in metrics(run / "previous-1")] == list(range(1, 36))
+    told = [line["step"] for line in metrics(run / "previous-1")]
+    assert told == list(range(1, len(told) + 1)) and 33 <= len(told) <= 35
     *_, before, last = Catalogue(run / "checkpoints").steps()
     assert last == 40
 
