@@ -28,17 +28,17 @@ from torch import nn  # noqa: E402
 
 from benchmarks.sleeping import HIDDEN, SleepingStage  # noqa: E402
 from launch.train import elastic_settings  # noqa: E402
-from launch.worker import WorkerProbe, train_rank  # noqa: E402
-from parallel3d.comm.tensor_parallel import TensorParallel  # noqa: E402
 from parallel3d.config.load import check_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.reader import LaneCursor, Read, Reader  # noqa: E402
-from parallel3d.elastic.membership import EpochRecord  # noqa: E402
-from parallel3d.elastic.run import run_workers  # noqa: E402
-from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
+from parallel3d.elastic.guardian.spawn import WorkerContext  # noqa: E402
+from parallel3d.elastic.launch import run_workers  # noqa: E402
+from parallel3d.elastic.protocol.membership import GenerationRecord  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics  # noqa: E402
-from parallel3d.monitor.sinks import RunReport  # noqa: E402
+from parallel3d.monitor.sinks import RunReporter  # noqa: E402
+from parallel3d.parallel.tensor_parallel import TensorParallel  # noqa: E402
 from parallel3d.trainer.build import build_grid, prepare_rank  # noqa: E402
+from parallel3d.worker.main import WorkerHooks, train_rank  # noqa: E402
 
 NUM_STAGES = 4
 NUM_LAYERS = 8
@@ -53,7 +53,7 @@ WARMUP_STEPS = 2
 class NoText(Reader):
     """Lanes of zeros."""
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         return torch.zeros(num_tokens + 1, dtype=torch.int32).numpy(), cursor
 
 
@@ -92,7 +92,7 @@ def train_sleeping(directory: Path, parallel: dict[str, Any], options: argparse.
         lambda context: work(config, seconds, context),
         world_size=NUM_STAGES,
         logs=directory / "logs",
-        open_report=lambda: RunReport(
+        open_report=lambda: RunReporter(
             RunFolder(directory, config="{}", environment={}), title=directory.name, out=io.StringIO()
         ),
         preload=("torch",),
@@ -130,7 +130,7 @@ def work(config: Config, seconds: float, context: WorkerContext) -> int:
     torch.set_num_threads(1)
     grid = build_grid(config)
     context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    probe = WorkerProbe(config, context)
+    phase_hook = WorkerHooks(config, context)
 
     def make_chunk(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> nn.Module:
         is_last = layers.stop == config.model.num_hidden_layers
@@ -145,14 +145,14 @@ def work(config: Config, seconds: float, context: WorkerContext) -> int:
         train_lanes=NoText(),
         evaluate_lanes=None,
         device=torch.device("cpu"),
-        observe=probe.observe,
-        probe=probe.enter_phase,
+        on_instruction=phase_hook.on_instruction,
+        phase_hook=phase_hook.enter_phase,
     )
 
-    def start_watch(record: EpochRecord) -> None:
+    def start_watch(record: GenerationRecord) -> None:
         context.control.publish({"kind": "round_trip", "seconds": 0.0})
 
-    train_rank(rank, context, probe, on_epoch=start_watch)
+    train_rank(rank, context, phase_hook, on_generation=start_watch)
     return 0
 
 

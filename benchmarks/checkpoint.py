@@ -42,15 +42,15 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from models.make import make_stage  # noqa: E402
-from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
+from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
 from parallel3d.checkpoint.index import RunFacts  # noqa: E402
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot  # noqa: E402
-from parallel3d.checkpoint.write import Backroom, Pace, publish, write_part  # noqa: E402
+from parallel3d.checkpoint.write import BackgroundExecutor, WriteThrottle, publish, write_rank_files  # noqa: E402
 from parallel3d.config.derived import num_parameters  # noqa: E402
 from parallel3d.config.load import resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.reader import LaneCursor, Read, Reader  # noqa: E402
-from parallel3d.testing.threads import ThreadWorld  # noqa: E402
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
+from parallel3d.inprocess.world import ThreadWorld  # noqa: E402
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank  # noqa: E402
 from parallel3d.trainer.resume import state_to_json  # noqa: E402
 from parallel3d.trainer.step import train_step  # noqa: E402
@@ -62,7 +62,7 @@ class RandomTokens(Reader):
     def __init__(self, vocab_size: int):
         self._numbers, self._vocab_size = np.random.default_rng(0), vocab_size
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         tokens = self._numbers.integers(0, self._vocab_size, num_tokens + 1, dtype=np.int32)
         return tokens, cursor
 
@@ -101,14 +101,14 @@ def snapshot_of(rank: RankRuntime) -> Snapshot:
     return take_snapshot(rank.optimizer, tp_rank=0, tp_size=1)
 
 
-def save(rank: RankRuntime, directory: Path, snapshot: Snapshot, pace: Pace) -> None:
+def save(rank: RankRuntime, directory: Path, snapshot: Snapshot, write_throttle: WriteThrottle) -> None:
     """All of a save but the copy."""
-    catalogue, step = Catalogue(directory), rank.state.iteration
-    partial = catalogue.partial_path(step, 0)
-    write_part(catalogue.disk, partial, 0, snapshot, check=pace.rest)
+    checkpoint_dir, step = CheckpointDirectory(directory), rank.state.iteration
+    partial = checkpoint_dir.partial_path(step, 0)
+    write_rank_files(checkpoint_dir.disk, partial, 0, snapshot, check=write_throttle.throttle)
     facts = RunFacts(state=state_to_json(rank.state), config=rank.config.model_dump())
-    publish(catalogue, partial, step, [0], facts)
-    catalogue.tidy(keep_last=1, keep_every=None)
+    publish(checkpoint_dir, partial, step, [0], facts)
+    checkpoint_dir.prune(keep_last=1, keep_every=None)
 
 
 def tensors_of(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -159,22 +159,22 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     rank = build(options)
     for _ in range(options.warmup):
         train_step(rank)
-    backroom = Backroom("save")
+    executor = BackgroundExecutor("save")
     plain, paused, library = [], [], []
-    ours, torchs = BesideTraining(), BesideTraining()
+    our_cost, torch_cost = SaveCost(), SaveCost()
 
-    def begin_ours() -> Future[None]:
-        snapshot, pace = snapshot_of(rank), Pace(rank.config.checkpoint.write_share)
-        return backroom.submit(lambda: save(rank, directory / "ours", snapshot, pace))
+    def start_our_save() -> Future[None]:
+        snapshot, write_throttle = snapshot_of(rank), WriteThrottle(rank.config.checkpoint.write_share)
+        return executor.submit(lambda: save(rank, directory / "ours", snapshot, write_throttle))
 
     for _ in range(options.saves):
         plain += [timed(lambda: train_step(rank)) for _ in range(options.steps)]
-        ours.measure(rank, begin_ours)
+        our_cost.measure(rank, start_our_save)
         snapshot = snapshot_of(rank)
         num_mb, tensors = snapshot.num_bytes / 1e6, tensors_of(snapshot)
-        torchs.measure(rank, partial(dcp.async_save, tensors, checkpoint_id=directory / "torch", no_dist=True))
+        torch_cost.measure(rank, partial(dcp.async_save, tensors, checkpoint_id=directory / "torch", no_dist=True))
         shutil.rmtree(directory / "torch")
-        paused.append(num_mb / timed(partial(save, rank, directory / "paused", snapshot, Pace(1.0))))
+        paused.append(num_mb / timed(partial(save, rank, directory / "paused", snapshot, WriteThrottle(1.0))))
         library.append(num_mb / timed(partial(plain_save, tensors, directory / "plain.safetensors")))
         del snapshot, tensors
     plain_s = statistics.median(plain)
@@ -182,15 +182,15 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "parameters": num_parameters(rank.config.model),
         "saved_mb": num_mb,
         "plain_step_s": plain_s,
-        **{f"ours_{name}": value for name, value in ours.figures(plain_s, num_mb).items()},
-        **{f"torch_{name}": value for name, value in torchs.figures(plain_s, num_mb).items()},
+        **{f"ours_{name}": value for name, value in our_cost.figures(plain_s, num_mb).items()},
+        **{f"torch_{name}": value for name, value in torch_cost.figures(plain_s, num_mb).items()},
         "paused_mb_per_s": statistics.median(paused),
         "safetensors_mb_per_s": statistics.median(library),
         "speed_ratio": statistics.median(paused) / statistics.median(library),
     }
 
 
-class BesideTraining:
+class SaveCost:
     """What saves of one kind cost the training beside which they are written."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py --rounds 3 --steps 6 --out build/cpu.json
 
-Every contestant trains the same model on the same number of cores: one process with all of them, or two with half
+Every variant trains the same model on the same number of cores: one process with all of them, or two with half
 each. They run one after the other, round after round (A B C ... A B C ...), each in processes of its own, so that noise
 and heat hit all alike. The machine's limit (peers/machine.py) is one of them. Nothing else may run meanwhile.
 """
@@ -35,13 +35,13 @@ from parallel3d.monitor.environment import describe_environment  # noqa: E402
 
 WARMUP_STEPS = 2  # first touches of memory, kernels built on first use
 POLL_S = 0.2
-QUIET_LOAD = 0.3
+MAX_IDLE_LOAD = 0.3
 MALLOC_KEEP_BYTES = str(2**30)
 """Freed memory stays with the process: activations fault no pages in again. Ours sets it itself, peers get it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
+class Variant:
     """One way to train the workload. `module` is a peer's script, none means launch/train.py."""
 
     name: str
@@ -58,7 +58,7 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one contestant did in one round: tokens per second of each step after the warmup, or an error."""
+    """What one variant did in one round: tokens per second of each step after the warmup, or an error."""
 
     name: str
     round: int
@@ -74,26 +74,26 @@ PEERS = "benchmarks.peers."
 TORCH, DEEPSPEED, HF = PEERS + "torch_parallel", PEERS + "deepspeed", PEERS + "huggingface"
 MACHINE = PEERS + "machine"
 
-CONTESTANTS: tuple[Contestant, ...] = (
-    Contestant(name="machine single", layout="single", module=MACHINE, arguments=("single",)),
-    Contestant(name="machine dp2", layout="dp2", module=MACHINE, arguments=("dp2",)),
-    Contestant(name="machine tp2", layout="tp2", module=MACHINE, arguments=("tp2",)),
-    Contestant(name="plain", layout="single", module=PEERS + "plain"),
-    Contestant(name="ours single", layout="single", goal=0.80),
-    Contestant(name="ours dp2", layout="dp2", parallel={"dp_size": 2}, goal=0.80),
-    Contestant(name="ours tp2", layout="tp2", parallel={"tp_size": 2}, goal=0.70),
-    Contestant(name="ours tp2+sp", layout="tp2", parallel={"tp_size": 2, "sequence_parallel": True}, goal=0.70),
-    Contestant(name="ours pp2", layout="pp2", parallel={"pp_size": 2}, goal=0.75),
-    Contestant(name="huggingface", layout="single", module=HF, arguments=("single",)),
-    Contestant(name="huggingface ddp2", layout="dp2", module=HF, arguments=("ddp",)),
-    Contestant(name="deepspeed zero1 dp2", layout="dp2", module=DEEPSPEED, arguments=("zero1",)),
-    Contestant(name="deepspeed pp2", layout="pp2", module=DEEPSPEED, arguments=("pipeline",)),
-    Contestant(name="torch fsdp2 dp2", layout="dp2", module=TORCH, arguments=("fsdp",)),
-    Contestant(name="torch tp2+sp", layout="tp2", module=TORCH, arguments=("tp",)),
-    Contestant(name="torch pp2", layout="pp2", module=TORCH, arguments=("pp",)),
+VARIANTS: tuple[Variant, ...] = (
+    Variant(name="machine single", layout="single", module=MACHINE, arguments=("single",)),
+    Variant(name="machine dp2", layout="dp2", module=MACHINE, arguments=("dp2",)),
+    Variant(name="machine tp2", layout="tp2", module=MACHINE, arguments=("tp2",)),
+    Variant(name="plain", layout="single", module=PEERS + "plain"),
+    Variant(name="ours single", layout="single", goal=0.80),
+    Variant(name="ours dp2", layout="dp2", parallel={"dp_size": 2}, goal=0.80),
+    Variant(name="ours tp2", layout="tp2", parallel={"tp_size": 2}, goal=0.70),
+    Variant(name="ours tp2+sp", layout="tp2", parallel={"tp_size": 2, "sequence_parallel": True}, goal=0.70),
+    Variant(name="ours pp2", layout="pp2", parallel={"pp_size": 2}, goal=0.75),
+    Variant(name="huggingface", layout="single", module=HF, arguments=("single",)),
+    Variant(name="huggingface ddp2", layout="dp2", module=HF, arguments=("ddp",)),
+    Variant(name="deepspeed zero1 dp2", layout="dp2", module=DEEPSPEED, arguments=("zero1",)),
+    Variant(name="deepspeed pp2", layout="pp2", module=DEEPSPEED, arguments=("pipeline",)),
+    Variant(name="torch fsdp2 dp2", layout="dp2", module=TORCH, arguments=("fsdp",)),
+    Variant(name="torch tp2+sp", layout="tp2", module=TORCH, arguments=("tp",)),
+    Variant(name="torch pp2", layout="pp2", module=TORCH, arguments=("pp",)),
 )
 
-PLAIN_ELSEWHERE = 1340.0
+PLAIN_TOKENS_PER_S_ELSEWHERE = 1340.0
 ELSEWHERE: tuple[tuple[str, str, float, float], ...] = (
     ("litgpt", "single", 1181, 1181),
     ("torchtitan dp2", "dp2", 1029, 1066),
@@ -104,28 +104,28 @@ ELSEWHERE: tuple[tuple[str, str, float, float], ...] = (
     ("picotron pp2", "pp2", 878, 901),
 )
 """Peers that pip does not bring: name, layout and tokens/s (lowest, highest median), measured with this workload in
-fp32 on 2 cores of an Intel processor with AVX-512 and AMX, where the plain loop made PLAIN_ELSEWHERE."""
+fp32 on 2 cores of an Intel processor with AVX-512 and AMX, where the plain loop made PLAIN_TOKENS_PER_S_ELSEWHERE."""
 
 
 class RunFailed(Exception):
-    """A contestant ended with an error, or not at all."""
+    """A variant ended with an error, or not at all."""
 
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: a run under way is ended, too
-    workload, contestants = read_workload(options), select(options.only)
-    if os.getloadavg()[0] > QUIET_LOAD:
+    workload, variants = read_workload(options), select(options.only)
+    if os.getloadavg()[0] > MAX_IDLE_LOAD:
         print(f"warning: something else runs here (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
     runs: list[Run] = []
     for index in range(options.rounds):
-        for contestant in contestants:
-            run = measure(contestant, workload, index, options)
+        for variant in variants:
+            run = measure(variant, workload, index, options)
             runs.append(run)
             print(f"round {index + 1}: {describe(run)}", file=sys.stderr, flush=True)
             if options.out:
                 write_json(options.out, workload, runs)
-    print(report(contestants, workload, runs))
+    print(report(variants, workload, runs))
     return int(any(run.error for run in runs))
 
 
@@ -134,7 +134,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often everyone's turn comes")
     parser.add_argument("--steps", type=int, default=6, help=f"timed steps of a turn, after {WARMUP_STEPS} untimed")
     parser.add_argument("--cores", type=int, default=2, help="cores in all, an even number")
-    parser.add_argument("--only", help="contestants, by name or first word: ours,plain,'torch pp2'")
+    parser.add_argument("--only", help="variants, by name or first word: ours,plain,'torch pp2'")
     parser.add_argument("--out", type=Path, metavar="FILE", help="every run and the environment, as JSON")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="longest turn")
     names = ("policy", "hidden_size", "intermediate_size", "num_hidden_layers", "sequence_length")
@@ -142,36 +142,36 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def select(only: str | None) -> list[Contestant]:
-    """The contestants named, in their usual order."""
+def select(only: str | None) -> list[Variant]:
+    """The variants named, in their usual order."""
     if only is None:
-        return list(CONTESTANTS)
+        return list(VARIANTS)
     words = [word.strip() for word in only.split(",")]
     for word in words:
-        if not any(word in (c.name, c.name.split()[0]) for c in CONTESTANTS):
-            raise SystemExit(f"--only: no contestant {word!r}; there are {', '.join(c.name for c in CONTESTANTS)}")
-    return [c for c in CONTESTANTS if c.name in words or c.name.split()[0] in words]
+        if not any(word in (c.name, c.name.split()[0]) for c in VARIANTS):
+            raise SystemExit(f"--only: no variant {word!r}; there are {', '.join(c.name for c in VARIANTS)}")
+    return [c for c in VARIANTS if c.name in words or c.name.split()[0] in words]
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def measure(contestant: Contestant, workload: Workload, round_index: int, options: argparse.Namespace) -> Run:
-    """One turn of a contestant; its errors are part of the result."""
+def measure(variant: Variant, workload: Workload, round_index: int, options: argparse.Namespace) -> Run:
+    """One turn of a variant; its errors are part of the result."""
     started, load = time.perf_counter(), os.getloadavg()[0]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="parallel3d-bench-") as name:
-        turn = run_ours if contestant.module is None else run_peer
+        turn = run_ours if variant.module is None else run_peer
         try:
-            results = turn(contestant, workload, Path(name), options)
+            results = turn(variant, workload, Path(name), options)
         except RunFailed as error:
             results = {"error": str(error)}
     wall_s = time.perf_counter() - started
-    return Run(name=contestant.name, round=round_index, wall_s=wall_s, load_before=load, **results)
+    return Run(name=variant.name, round=round_index, wall_s=wall_s, load_before=load, **results)
 
 
-def run_ours(contestant: Contestant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    config = our_config(contestant, workload, folder / "run", options)
+def run_ours(variant: Variant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    config = our_config(variant, workload, folder / "run", options)
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     run_processes([[sys.executable, "launch/train.py", "--config", str(path)]], [{}], folder, options.timeout_s)
@@ -180,9 +180,7 @@ def run_ours(contestant: Contestant, workload: Workload, folder: Path, options: 
     return {"tokens_per_s": [step["tokens_per_s"] for step in steps[WARMUP_STEPS:]], "loss": steps[-1]["loss"]}
 
 
-def our_config(
-    contestant: Contestant, workload: Workload, directory: Path, options: argparse.Namespace
-) -> dict[str, Any]:
+def our_config(variant: Variant, workload: Workload, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": {
             "vocab_size": workload.vocab_size,
@@ -191,7 +189,7 @@ def our_config(
             "num_hidden_layers": workload.num_hidden_layers,
             "num_attention_heads": workload.num_attention_heads,
         },
-        "parallel": dict(contestant.parallel),
+        "parallel": dict(variant.parallel),
         "batch": {
             "global_batch_size": workload.global_batch_size,
             "micro_batch_size": workload.micro_batch_size,
@@ -199,23 +197,23 @@ def our_config(
         },
         "precision": {"policy": workload.policy},
         "optimizer": {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
-        "schedule": {"kind": "constant"},
+        "lr_schedule": {"kind": "constant"},
         "run": {
             "directory": str(directory),
             "num_steps": WARMUP_STEPS + options.steps,
-            "threads_per_rank": options.cores // contestant.num_processes,
+            "threads_per_rank": options.cores // variant.num_processes,
             "evaluate_batches": 1,
             "device": "cpu",
         },
     }
 
 
-def run_peer(contestant: Contestant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    threads = options.cores // contestant.num_processes
+def run_peer(variant: Variant, workload: Workload, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    threads = options.cores // variant.num_processes
     numbers = ["--steps", str(WARMUP_STEPS + options.steps), "--threads", str(threads)]
-    command = [sys.executable, "-m", str(contestant.module), *contestant.arguments, *workload.arguments(), *numbers]
-    environments = peer_environments(contestant.num_processes, threads)
-    run_processes([command] * contestant.num_processes, environments, folder, options.timeout_s)
+    command = [sys.executable, "-m", str(variant.module), *variant.arguments, *workload.arguments(), *numbers]
+    environments = peer_environments(variant.num_processes, threads)
+    run_processes([command] * variant.num_processes, environments, folder, options.timeout_s)
     words = [line.split(maxsplit=2) for line in (folder / "rank-0.log").read_text().splitlines() if line.strip()]
     steps = [(float(line[1]), float(line[2])) for line in words if line[0] == "STEP"]
     tables = [" ".join(line[1:]) for line in words if line[0] == "GFLOPS"]
@@ -306,31 +304,31 @@ def write_json(path: Path, workload: Workload, runs: Sequence[Run]) -> None:
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def report(contestants: Sequence[Contestant], workload: Workload, runs: Sequence[Run]) -> str:
+def report(variants: Sequence[Variant], workload: Workload, runs: Sequence[Run]) -> str:
     """The tables, in Markdown."""
     command = shlex.join(sys.orig_argv)
-    return "\n\n".join([f"`{command}`", speed_table(contestants, workload, runs), kernel_table(runs)]).rstrip() + "\n"
+    return "\n\n".join([f"`{command}`", speed_table(variants, workload, runs), kernel_table(runs)]).rstrip() + "\n"
 
 
-def speed_table(contestants: Sequence[Contestant], workload: Workload, runs: Sequence[Run]) -> str:
-    """A row a contestant: median and best of all its timed steps, beside the plain loop and the machine's bound."""
-    speeds = {c.name: [s for run in runs if run.name == c.name for s in run.tokens_per_s] for c in contestants}
+def speed_table(variants: Sequence[Variant], workload: Workload, runs: Sequence[Run]) -> str:
+    """A row a variant: median and best of all its timed steps, beside the plain loop and the machine's bound."""
+    speeds = {c.name: [s for run in runs if run.name == c.name for s in run.tokens_per_s] for c in variants}
     medians = {name: median(values) for name, values in speeds.items() if values}
     plain = medians.get("plain")
     rows = [
-        "| contestant | tokens/s, median | best | of plain | of the machine's bound | last loss |",
+        "| variant | tokens/s, median | best | of plain | of the machine's bound | last loss |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for contestant in contestants:
-        name = contestant.name
+    for variant in variants:
+        name = variant.name
         turns = [run for run in runs if run.name == name]
         if errors := [run.error for run in turns if run.error]:
             rows.append(f"| {name} | {len(errors)} of {len(turns)} runs failed: {cell(errors[-1])} | | | | |")
         if name in medians:
-            bound = machine_bound(contestant.layout, medians, workload)
+            bound = machine_bound(variant.layout, medians, workload)
             rows.append(
                 f"| {name} | {medians[name]:,.0f} | {max(speeds[name]):,.0f} | {ratio(medians[name], plain)} "
-                f"| {share(medians[name], bound, contestant)} | {loss_cell(turns)} |"
+                f"| {share(medians[name], bound, variant)} | {loss_cell(turns)} |"
             )
     if plain is not None and workload.policy == "fp32":
         rows += [estimate_row(*peer, plain=plain, medians=medians, workload=workload) for peer in ELSEWHERE]
@@ -344,7 +342,7 @@ def speed_table(contestants: Sequence[Contestant], workload: Workload, runs: Seq
 def estimate_row(
     name: str, layout: str, low: float, high: float, *, plain: float, medians: Mapping[str, float], workload: Workload
 ) -> str:
-    estimates = [value / PLAIN_ELSEWHERE * plain for value in sorted({low, high})]
+    estimates = [value / PLAIN_TOKENS_PER_S_ELSEWHERE * plain for value in sorted({low, high})]
     speeds = " to ".join(f"{value:,.0f}" for value in estimates)
     shares = " to ".join(ratio(value, machine_bound(layout, medians, workload)) for value in estimates)
     return f"| {name} \\* | {speeds} | | {' to '.join(ratio(value, plain) for value in estimates)} | {shares} | |"
@@ -360,12 +358,10 @@ def machine_bound(layout: str, medians: Mapping[str, float], workload: Workload)
     return None if whole is None else whole * (1 - bubble)
 
 
-def share(speed: float, bound: float | None, contestant: Contestant) -> str:
-    if bound is None or contestant.goal is None:
+def share(speed: float, bound: float | None, variant: Variant) -> str:
+    if bound is None or variant.goal is None:
         return ratio(speed, bound)
-    return (
-        f"{ratio(speed, bound)} ({'at least' if speed / bound >= contestant.goal else 'below'} {contestant.goal:.2f})"
-    )
+    return f"{ratio(speed, bound)} ({'at least' if speed / bound >= variant.goal else 'below'} {variant.goal:.2f})"
 
 
 def ratio(value: float, base: float | None) -> str:

@@ -26,10 +26,10 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # computing takes one core, tokenising
 
 import numpy as np  # noqa: E402
 
-from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.data.prefetch import Prefetcher  # noqa: E402
-from parallel3d.data.reader import LaneCursor, Read, Reader  # noqa: E402
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
 from parallel3d.data.reader_process import ReaderProcess  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
 
 WARM_STEPS = 20
 """Left out: the corpus is met for the first time, kernels are made."""
@@ -74,7 +74,7 @@ class Slow(Reader):
     seconds: float
     holds_lock: bool
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         until = time.perf_counter() + self.seconds
         if not self.holds_lock:
             time.sleep(self.seconds)

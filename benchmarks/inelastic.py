@@ -22,9 +22,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.comm.abort import AbortToken  # noqa: E402
-from parallel3d.comm.gloo import GlooGroup  # noqa: E402
-from parallel3d.elastic.pulse import BEAT_S, Pulse  # noqa: E402
+from parallel3d.elastic.guardian.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
+from parallel3d.parallel.gloo_group import GlooGroup  # noqa: E402
 from parallel3d.trainer.loop import Trainer  # noqa: E402
 
 PARTS = ("waits", "notes", "beats")
@@ -41,15 +41,15 @@ def main() -> None:
     if "waits" in parts:
         bare_waits()
     if "notes" in parts:
-        only_while_elastic(Pulse, "tick", None)
-        only_while_elastic(Pulse, "note_wait", None)
+        only_while_elastic(Heartbeat, "tick", None)
+        only_while_elastic(Heartbeat, "on_wait", None)
         only_while_elastic(AbortToken, "check", None)
         only_while_elastic(AbortToken, "waiting", contextlib.nullcontext())
     if "beats" in parts:
-        Pulse._beat = beat  # type: ignore[method-assign]
+        Heartbeat._beat = beat  # type: ignore[method-assign]
     script = ROOT / "launch" / "train.py"
     sys.argv[0] = str(script)
-    sys.argv += ['elastic.silence={"min_s": 600.0, "max_s": 600.0}']  # no beats are no death here
+    sys.argv += ['elastic.heartbeat_timeout={"min_s": 600.0, "max_s": 600.0}']  # no beats are no death here
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -75,12 +75,12 @@ def only_while_elastic(owner: type, name: str, otherwise: Any) -> None:
     setattr(owner, name, lambda *args, **kwargs: method(*args, **kwargs) if switch.is_set() else otherwise)
 
 
-def beat(pulse: Pulse) -> None:
+def beat(heartbeat: Heartbeat) -> None:
     """In place of Pulse._beat: sleeps while off, so that no thread wakes."""
     while True:
         switch.wait()
-        pulse._slot[0] = time.monotonic()
-        time.sleep(BEAT_S)
+        heartbeat._slot[0] = time.monotonic()
+        time.sleep(HEARTBEAT_INTERVAL_S)
 
 
 def bare_waits() -> None:

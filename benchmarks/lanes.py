@@ -9,10 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.config.data import TokenizerConfig  # noqa: E402
 from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
 from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
 
 NUM_LANES, NUM_TOKENS, NUM_STEPS = 16, 512, 100
 
@@ -47,7 +47,7 @@ def open_built_in(folder: Path) -> Corpus:
         tokenizer=TokenizerConfig(vocab_size=4096),
         cache_directory=folder,
         token=AbortToken(),
-        notice=lambda text: None,
+        log=lambda text: None,
     )
 
 

@@ -29,10 +29,10 @@ WARMUP_STEPS = 5
 BLOCK = 4
 TRAIN = "launch/train.py"
 BACKUPS = {"no backups": [TRAIN, "elastic.zero_backups=0"], "backups": [TRAIN, "elastic.zero_backups=1"]}
-AIDS = {
-    "no aids": [TRAIN, "debug.overdue_factor=null", "monitor.norms_every=null"],
-    "norms every 10 steps": [TRAIN, "debug.overdue_factor=null", "monitor.norms_every=10"],
-    "norms every step": [TRAIN, "debug.overdue_factor=null"],
+DEBUG_AIDS = {
+    "no aids": [TRAIN, "debug.slow_step_factor=null", "monitor.norms_every=null"],
+    "norms every 10 steps": [TRAIN, "debug.slow_step_factor=null", "monitor.norms_every=10"],
+    "norms every step": [TRAIN, "debug.slow_step_factor=null"],
     "as shipped": [TRAIN],
     "replica check every step": [TRAIN, "debug.replica_check_every=1"],
 }
@@ -51,19 +51,19 @@ def main() -> None:
         switch_within_runs(options.rounds, options.blocks, options.parts)
     if options.parts != list(PARTS):
         return
-    contestants: dict[str, tuple[Path, list[str]]] = {
+    variants: dict[str, tuple[Path, list[str]]] = {
         **({"baseline": (options.baseline.resolve(), [TRAIN])} if options.baseline else {}),
-        **{name: (ROOT, command) for name, command in (AIDS if options.aids else BACKUPS).items()},
+        **{name: (ROOT, command) for name, command in (DEBUG_AIDS if options.aids else BACKUPS).items()},
     }
-    steps: dict[str, list[list[float]]] = {name: [] for name in contestants}
+    steps: dict[str, list[list[float]]] = {name: [] for name in variants}
     for number in range(options.rounds):
-        for name in list(contestants)[:: -1 if number % 2 else 1]:
-            root, command = contestants[name]
+        for name in list(variants)[:: -1 if number % 2 else 1]:
+            root, command = variants[name]
             steps[name].append(run(root, *command, num_steps=options.steps))
-    first = next(iter(contestants))
+    first = next(iter(variants))
     print(f"| | median step | against {first}: medians | lower quartiles | all (lower quartiles) |")
     print("|---|--:|--:|--:|---|")
-    for name in contestants:
+    for name in variants:
         median_s = statistics.median(step for each in steps[name] for step in each)
         medians = compare(statistics.median, steps[name], steps[first])
         quartiles = compare(lower_quartile, steps[name], steps[first])

@@ -31,7 +31,7 @@ def main() -> None:
         request = PlanRequest(
             replicas=replicas,
             num_micro_batches=num_micro_batches,
-            rule="1f1b",
+            schedule="1f1b",
             costs=StageCosts.equal(num_stages),
         )
         seconds = statistics.median(choice_s(request) for _ in range(ROUNDS))

@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.decoder import DecoderStage  # noqa: E402
 from models.make import make_decoder  # noqa: E402
-from parallel3d.comm.tensor_parallel import solo_region  # noqa: E402
 from parallel3d.config.schema import ModelConfig  # noqa: E402
+from parallel3d.inprocess.live_bytes import LiveBytes  # noqa: E402
 from parallel3d.layers.micro_batch import MicroBatch  # noqa: E402
 from parallel3d.layers.parameter import parameters_of  # noqa: E402
-from parallel3d.layers.placement import Placement  # noqa: E402
+from parallel3d.layers.placement import LayerContext  # noqa: E402
+from parallel3d.parallel.tensor_parallel import solo_region  # noqa: E402
 from parallel3d.precision.policy import POLICIES  # noqa: E402
 from parallel3d.recompute import Recompute  # noqa: E402
-from parallel3d.testing.live_bytes import LiveBytes  # noqa: E402
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 
@@ -65,9 +65,9 @@ def build(options: argparse.Namespace, recompute: Recompute, *, compiles: bool) 
         hidden_dropout=options.hidden_dropout,
     )
     device, policy = torch.device(options.device), POLICIES[options.policy]
-    on = Placement(tp=solo_region(), policy=policy, device=device, compiles=compiles)
+    context = LayerContext(tp=solo_region(), policy=policy, device=device, compiles=compiles)
     layers, num_positions = range(config.num_hidden_layers), options.sequence_length
-    stage = make_decoder(config, layers, num_positions=num_positions, on=on, recompute=recompute)
+    stage = make_decoder(config, layers, num_positions=num_positions, context=context, recompute=recompute)
     for parameter in parameters_of(stage):
         parameter.data.normal_(std=0.02)
         parameter.grad_buffer()

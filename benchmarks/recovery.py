@@ -111,7 +111,7 @@ def run(case: Case, number: int) -> dict[str, Any]:
         (change,) = [line for line in lines if line.get("event") == "membership"]
         logs = {path.stem: path.read_text() for path in Path(folder, "run/logs").glob("rank-*.log")}
     signalled_s = _time(r"injected fault: \w+ at", logs.pop(f"rank-{rank}"))
-    again_s = max(_time(rf"epoch {change['epoch']}: training again at", log) for log in logs.values())
+    again_s = max(_time(rf"generation {change['generation']}: training again at", log) for log in logs.values())
     return {
         "phase": fault["phase"],
         "rank": rank,

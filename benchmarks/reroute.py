@@ -23,15 +23,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.sleeping import HIDDEN, SleepingStage  # noqa: E402
-from parallel3d.comm.abort import AbortToken  # noqa: E402
-from parallel3d.comm.sockets import SocketLinks, open_listener  # noqa: E402
-from parallel3d.comm.tensor_parallel import solo_region  # noqa: E402
 from parallel3d.layers.micro_batch import BatchPlan  # noqa: E402
-from parallel3d.pipeline.executor import Executor, Loaded  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
+from parallel3d.parallel.grid import Grid  # noqa: E402
+from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener  # noqa: E402
+from parallel3d.parallel.tensor_parallel import solo_region  # noqa: E402
+from parallel3d.pipeline.executor import Executor, LoadedMicroBatch  # noqa: E402
 from parallel3d.pipeline.partition import StageCosts  # noqa: E402
-from parallel3d.pipeline.planner import Plan, choose_plan, finish_candidates  # noqa: E402
+from parallel3d.pipeline.planner import Plan, choose_plan, complete_candidates  # noqa: E402
 from parallel3d.pipeline.request import PlanRequest  # noqa: E402
-from parallel3d.topology.grid import Grid  # noqa: E402
 
 STAGES, WIDTH, MICRO_BATCHES, SLOTS = 4, 4, 32, 3
 LOSSES: dict[str, list[tuple[int, int]]] = {
@@ -51,16 +51,16 @@ def main() -> None:
     options = parser.parse_args()
     print("| lost | bound | dropping | chosen | 1F1B reroute | measured / simulated | throughput kept | plan |")
     print("|---|---|---|---|---|---|---|---|")
-    straight = plan_without([]).makespan
+    uniform = plan_without([]).makespan
     for name, lost in LOSSES.items():
-        print_row(name, lost, straight, unit_s=options.unit_ms / 1e3, rounds=options.rounds)
+        print_row(name, lost, uniform, unit_s=options.unit_ms / 1e3, rounds=options.rounds)
 
 
-def print_row(name: str, lost: Sequence[tuple[int, int]], straight: int, *, unit_s: float, rounds: int) -> None:
+def print_row(name: str, lost: Sequence[tuple[int, int]], uniform: int, *, unit_s: float, rounds: int) -> None:
     plan = plan_without(lost)
     measured = statistics.median(run(plan, lost, unit_s) / unit_s for _ in range(rounds))
     by_name = {candidate.name: candidate for candidate in plan.candidates}
-    dropping = [c.makespan for c in plan.candidates if c.request.routing == "drop" and not c.is_bound]
+    dropping = [c.makespan for c in plan.candidates if c.request.routing == "drop" and not c.is_lower_bound]
     plain = [
         c.makespan
         for c in by_name.values()
@@ -69,7 +69,7 @@ def print_row(name: str, lost: Sequence[tuple[int, int]], straight: int, *, unit
     chosen = next((c.name for c in plan.candidates if c.request == plan.request), "textbook")
     print(
         f"| {name} | {bound(lost)} | {min(dropping, default='-')} | {plan.makespan} | {min(plain, default='-')} | "
-        f"{measured / plan.makespan:.3f} | {straight / plan.makespan:.2f} | {chosen} |",
+        f"{measured / plan.makespan:.3f} | {uniform / plan.makespan:.2f} | {chosen} |",
         flush=True,
     )
 
@@ -88,16 +88,16 @@ def plan_without(lost: Sequence[tuple[int, int]]) -> Plan:
     request = PlanRequest(
         replicas=replicas_without(lost),
         num_micro_batches=MICRO_BATCHES,
-        rule="1f1b",
+        schedule="1f1b",
         costs=StageCosts.equal(STAGES),
         slots=SLOTS,
     )
-    return finish_candidates(choose_plan(request, may_split=True, max_extra_in_flight=2))
+    return complete_candidates(choose_plan(request, may_split=True, max_extra_in_flight=2))
 
 
 def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
     """Seconds of one iteration, every replica a thread with its own sockets."""
-    full = Grid.straight(tp_size=1, pp_size=STAGES, dp_size=WIDTH)
+    full = Grid.uniform(tp_size=1, pp_size=STAGES, dp_size=WIDTH)
     grid, _ = full.without(full.stages[p][d][0] for p, d in lost)
     listeners = {rank: open_listener("127.0.0.1") for rank in grid.ranks}
     addresses = {rank: listener.getsockname() for rank, listener in listeners.items()}
@@ -105,11 +105,13 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
     batch = BatchPlan(seed=0, iteration=1, num_micro_batches=MICRO_BATCHES, micro_batch_size=1, sequence_length=4)
 
     def work(rank: int) -> None:
-        place = grid.coordinates(rank)
-        stage = SleepingStage("weight", is_first=place.pp == 0, is_last=place.pp == STAGES - 1, seconds=unit_s)
+        coordinates = grid.coordinates(rank)
+        stage = SleepingStage(
+            "weight", is_first=coordinates.pp == 0, is_last=coordinates.pp == STAGES - 1, seconds=unit_s
+        )
         links = SocketLinks(
             rank=rank,
-            epoch=0,
+            generation=0,
             listener=listeners[rank],
             address_of=lambda peer: addresses[peer],
             slots=SLOTS,
@@ -120,7 +122,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
             chunks=[stage],
             grid=grid,
             rank=rank,
-            epoch=0,
+            generation=0,
             links=links,
             tp=solo_region(),
             hidden_size=HIDDEN,
@@ -130,7 +132,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
         )
         tokens = torch.zeros(4, dtype=torch.int64)
         ready.wait(60.0)
-        executor.run(plan.lists[place.replica], batch, lambda micro: Loaded(tokens, tokens))
+        executor.run(plan.lists[coordinates.replica], batch, lambda micro: LoadedMicroBatch(tokens, tokens))
         ends.append(time.perf_counter())
         links.close()
 

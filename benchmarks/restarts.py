@@ -70,9 +70,9 @@ def train(directory: Path, *overrides: str) -> Path:
 
 def describe(lines: list[dict[str, Any]], restart: dict[str, Any]) -> dict[str, Any]:
     """`back_s`: from the end of the start before until the next one has measured its groups."""
-    place = lines.index(restart)
-    ended = next(line for line in reversed(lines[:place]) if line.get("event") == "ended")
-    back = next(line for line in lines[place:] if str(line.get("text", "")).startswith("timeouts:"))
+    index = lines.index(restart)
+    ended = next(line for line in reversed(lines[:index]) if line.get("event") == "ended")
+    back = next(line for line in lines[index:] if str(line.get("text", "")).startswith("timeouts:"))
     return {
         "exit_code": ended["exit_code"],
         "lost_steps": restart["lost_steps"],

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding
 
 HIDDEN = 8
 
@@ -50,8 +50,8 @@ class _Sleep(Function):
         def add() -> None:
             time.sleep(seconds)
             weight.grad_buffer().add_(1.0)
-            weight.grad_added()
+            weight.register_grad_ready()
 
         time.sleep(seconds)
-        weight.weight_grads.run(add)
+        weight.weight_grad_store.run(add)
         return grad, None, None

@@ -60,7 +60,7 @@ CONFIG: dict[str, Any] = {
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
     },
-    "schedule": {"kind": "cosine", "warmup_steps": WARMUP_STEPS, "decay_tokens": TOKENS, "min_ratio": 1 / 15},
+    "lr_schedule": {"kind": "cosine", "warmup_steps": WARMUP_STEPS, "decay_tokens": TOKENS, "min_ratio": 1 / 15},
     "data": {"tokenizer": {"kind": "bytes"}},
     "checkpoint": {"save_at_end": False},
     "monitor": {"divergence": "warn"},

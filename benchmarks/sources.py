@@ -21,13 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.comm.abort import AbortToken  # noqa: E402
 from parallel3d.config.data import TokenizerConfig  # noqa: E402
 from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
 from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
 from parallel3d.data.prepare import prepare  # noqa: E402
 from parallel3d.data.sources import TRAIN_TOKENS, find_files  # noqa: E402
 from parallel3d.data.token_file import TokenWriter, open_token_file  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
 
 KINDS = ("text", "jsonl", "arrow", "parquet", "tokens")
 SUFFIXES = {"text": ".txt", "tokens": ""}
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
                 write_tokens(path, options.size_mb * MB, options.prepare_mb * MB)
             else:
                 write(kind, path, options.size_mb * MB)
-            report(kind, measure_aside(path, f"--seconds={options.seconds}"))
+            report(kind, measure_in_process(path, f"--seconds={options.seconds}"))
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
@@ -77,7 +77,7 @@ def write_tokens(folder: Path, num_bytes: int, prepare_bytes: int) -> None:
     """A folder as launch/prepare.py makes it, its documents again and again."""
     source, part = folder.with_name("for-tokens.parquet"), folder.with_name("part")
     write("parquet", source, prepare_bytes)
-    print(f"prepare, one process: {measure_aside(source, f'--prepare-into={part}')}", file=sys.stderr)
+    print(f"prepare, one process: {measure_in_process(source, f'--prepare-into={part}')}", file=sys.stderr)
     source.unlink()
     tokens = open_token_file(part / TRAIN_TOKENS)
     ids = tokens.read(0, tokens.num_tokens)
@@ -125,7 +125,7 @@ def report(kind: str, found: dict[str, float]) -> None:
     )
 
 
-def measure_aside(path: Path, *options: str) -> dict[str, float]:
+def measure_in_process(path: Path, *options: str) -> dict[str, float]:
     """In a process of its own, whose peak is that of its work alone."""
     command = [sys.executable, __file__, f"--measure={path}", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -187,7 +187,7 @@ def open_source(sources: list[str], cache: Path) -> Corpus:
         tokenizer=TokenizerConfig(vocab_size=4096),
         cache_directory=cache,
         token=AbortToken(),
-        notice=lambda text: None,
+        log=lambda text: None,
     )
 
 

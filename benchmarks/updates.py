@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow  # noqa: E402
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused  # noqa: E402
 from parallel3d.random_keys import bits, key_of  # noqa: E402
 
 STEP, SETTINGS = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5), AdamWSettings()
@@ -35,10 +35,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    contestants = make_contestants(options.elements)
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    variants = make_variants(options.elements)
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds + 1):
-        for name, update in contestants.items():
+        for name, update in variants.items():
             started = time.perf_counter()
             update()
             times[name].append(1e9 * (time.perf_counter() - started) / options.elements)
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"| {name} | {statistics.median(each[1:]):.2f} | {min(each[1:]):.2f} |")
 
 
-def make_contestants(num_elements: int) -> dict[str, Callable[[], None]]:
+def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
     """Each with tensors of its own."""
     key = key_of("update", 1, 2, "w")
 
@@ -69,8 +69,8 @@ def make_contestants(num_elements: int) -> dict[str, Callable[[], None]]:
     return {
         "fp32, fused": lambda: adamw_fused(*wide, STEP, SETTINGS, weight_decay=0.1),
         "bf16 with fp32 master weights, fused": update_mixed,
-        "bf16_pure": lambda: adamw_narrow(*near, STEP, SETTINGS, weight_decay=0.1, noise=None),
-        "bf16_sr": lambda: adamw_narrow(*stochastic, STEP, SETTINGS, weight_decay=0.1, noise=noise),
+        "bf16_pure": lambda: adamw_bf16(*near, STEP, SETTINGS, weight_decay=0.1, noise=None),
+        "bf16_sr": lambda: adamw_bf16(*stochastic, STEP, SETTINGS, weight_decay=0.1, noise=noise),
     }
 
 

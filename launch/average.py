@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel3d.checkpoint.average import average  # noqa: E402
-from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
+from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 
 
@@ -55,12 +55,12 @@ def choose_checkpoints(options: argparse.Namespace) -> list[Path]:
         if len(set(folders)) < len(folders):
             raise UserError(f"the same checkpoint twice: {', '.join(map(str, options.named))}")
         return folders
-    catalogue = Catalogue(options.checkpoints)
-    steps = catalogue.steps()
+    checkpoint_dir = CheckpointDirectory(options.checkpoints)
+    steps = checkpoint_dir.steps()
     if len(steps) < options.last:
-        there = ", ".join(catalogue.path_of(step).name for step in steps) or "none"
+        there = ", ".join(checkpoint_dir.path_of(step).name for step in steps) or "none"
         raise UserError(f"{options.checkpoints} holds fewer than {options.last} checkpoints: {there}")
-    return [catalogue.path_of(step).resolve() for step in steps[-options.last :]]
+    return [checkpoint_dir.path_of(step).resolve() for step in steps[-options.last :]]
 
 
 if __name__ == "__main__":

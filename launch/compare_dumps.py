@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.debug.compare import SECTIONS, Comparison, assemble, compare, mean_loss  # noqa: E402
+from parallel3d.debug.compare_dumps import SECTIONS, TensorComparison, assemble_tensors, compare_tensors, mean_loss  # noqa: E402
 from parallel3d.debug.dump import read_step  # noqa: E402
 
 
@@ -47,10 +47,15 @@ def steps_in(folder: Path) -> dict[int, Path]:
 def compare_step(step: int, ours: Path, theirs: Path, options: argparse.Namespace) -> bool:
     """Prints what differs in one step; whether that is nothing."""
     dumps = read_step(ours), read_step(theirs)
-    wholes = assemble(dumps[0]), assemble(dumps[1])
-    found = list(compare(*wholes))
-    print(f"step {step}: {len(found)} tensors in both dumps; loss {' and '.join(map(told, map(mean_loss, dumps)))}")
-    for names, folder in ((wholes[0].keys() - wholes[1].keys(), ours), (wholes[1].keys() - wholes[0].keys(), theirs)):
+    global_tensors = assemble_tensors(dumps[0]), assemble_tensors(dumps[1])
+    found = list(compare_tensors(*global_tensors))
+    print(
+        f"step {step}: {len(found)} tensors in both dumps; loss {' and '.join(map(format_loss, map(mean_loss, dumps)))}"
+    )
+    for names, folder in (
+        (global_tensors[0].keys() - global_tensors[1].keys(), ours),
+        (global_tensors[1].keys() - global_tensors[0].keys(), theirs),
+    ):
         if names:
             print(
                 f"  only in {folder}: {', '.join(sorted(names)[: options.rows])}" + " ..." * (len(names) > options.rows)
@@ -65,7 +70,7 @@ def compare_step(step: int, ours: Path, theirs: Path, options: argparse.Namespac
 
 
 def print_section(
-    section: str, found: Sequence[Comparison], options: argparse.Namespace, *, sequence_length: int
+    section: str, found: Sequence[TensorComparison], options: argparse.Namespace, *, sequence_length: int
 ) -> None:
     different = [each for each in found if not each.is_same(options.tolerance)]
     if not found:
@@ -76,15 +81,19 @@ def print_section(
     )
     width = max((len(each.name) for each in different), default=0)
     for each in different[: options.rows]:
-        notes = [f"at {place_of(each, sequence_length)}"] if each.where else []
-        notes += [f"copies within a dump differ by {each.spread:.1e}"] if each.spread > options.tolerance else []
+        notes = [f"at {format_position(each, sequence_length)}"] if each.where else []
+        notes += (
+            [f"copies within a dump differ by {each.copy_difference:.1e}"]
+            if each.copy_difference > options.tolerance
+            else []
+        )
         notes += [] if each.complete else ["parts are missing"]
         print(f"    {each.name:<{width}}  {each.largest:.3e}  relative {each.relative:.1e}  {'; '.join(notes)}")
     if len(different) > options.rows:
         print(f"    ... and {len(different) - options.rows} more")
 
 
-def place_of(comparison: Comparison, sequence_length: int) -> str:
+def format_position(comparison: TensorComparison, sequence_length: int) -> str:
     """Where the largest difference is: of activations the sequence slot, the position in it and the feature."""
     row, column = comparison.where or (0, 0)
     if comparison.section in ("weights", "gradients"):
@@ -92,7 +101,7 @@ def place_of(comparison: Comparison, sequence_length: int) -> str:
     return f"slot {row // sequence_length} position {row % sequence_length} feature {column}"
 
 
-def told(loss: float | None) -> str:
+def format_loss(loss: float | None) -> str:
     return "unknown" if loss is None else f"{loss:.9f}"
 
 

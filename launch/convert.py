@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.hf_export import export  # noqa: E402
-from launch.hf_import import import_folder  # noqa: E402
-from launch.initial import find_checkpoint, read_model  # noqa: E402
+from models.hf_export import export  # noqa: E402
+from models.hf_import import import_folder  # noqa: E402
+from models.initial_weights import find_checkpoint, read_model_config  # noqa: E402
 from parallel3d.checkpoint.index import Format  # noqa: E402
 from parallel3d.errors import CheckpointError, UserError  # noqa: E402
 
@@ -78,21 +78,21 @@ def run_export(options: argparse.Namespace) -> Iterator[str]:
     yield from export(
         source,
         options.target,
-        wanted=FORMATS[options.dtype],
+        weight_format=FORMATS[options.dtype],
         tokenizer=options.tokenizer,
         max_file_bytes=int(options.max_file_gb * 1e9),
     )
 
 
 def run_import(options: argparse.Namespace) -> Iterator[str]:
-    yield from import_folder(options.source, options.target, wanted=FORMATS[options.dtype])
+    yield from import_folder(options.source, options.target, weight_format=FORMATS[options.dtype])
     yield "the model, for a configuration that starts from it (run.initialize_from):"
     yield from show_model(options)
 
 
 def show_model(options: argparse.Namespace) -> Iterator[str]:
     """The section as JSON, without what is ours by default anyway."""
-    fields = read_model(find_checkpoint(options.source) or options.source).model_dump(exclude_defaults=True)
+    fields = read_model_config(find_checkpoint(options.source) or options.source).model_dump(exclude_defaults=True)
     yield json.dumps({"model": {"architecture": "llama"} | fields}, indent=2)
 
 

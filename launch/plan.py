@@ -16,18 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.options import config_parser, parse_config  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
 from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.config.paces import describe_warmup  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.config.warmup_builder import describe_warmup  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
+from parallel3d.parallel.grid import Grid  # noqa: E402
 from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan  # noqa: E402
 from parallel3d.pipeline.partition import stage_costs  # noqa: E402
-from parallel3d.pipeline.planner import Plan, finish_candidates  # noqa: E402
+from parallel3d.pipeline.planner import Plan, complete_candidates  # noqa: E402
 from parallel3d.pipeline.timeline import draw_png, draw_text  # noqa: E402
 from parallel3d.precision.policy import POLICIES  # noqa: E402
-from parallel3d.topology.grid import Grid  # noqa: E402
 from parallel3d.trainer.build import build_grid, costs_of, plan_schedule, split_layers  # noqa: E402
 
 MAX_ROUTES = 16
@@ -64,12 +64,12 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
     num_micro_batches = config.batch.num_micro_batches
     assert num_micro_batches is not None
     whole = build_grid(config)
-    grid, spares = lose_ranks(whole, lost)
+    grid, spares = remove_ranks(whole, lost)
     partition = split_layers(config)
-    plan = finish_candidates(plan_schedule(config, grid, config.parallel.schedule, num_micro_batches))
-    report = check_plan(plan, config.parallel.p2p_slots, estimate_sizes(config, partition))
+    plan = complete_candidates(plan_schedule(config, grid, config.parallel.schedule, num_micro_batches))
+    report = check_plan(plan, config.parallel.p2p_slots, estimate_message_sizes(config, partition))
     yield from describe_grid(config, grid)
-    yield from describe_losses(whole, lost, spares)
+    yield from describe_lost_ranks(whole, lost, spares)
     yield from describe_warmup(config)
     yield ""
     yield from describe_stages(config, partition, plan, report)
@@ -83,7 +83,7 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
         yield f"wrote {png}"
 
 
-def lose_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
+def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
     """The grid that is left, and the ranks that have no place in it any more."""
     if unknown := [rank for rank in lost if not whole.holds(rank)]:
         raise UserError(f"--lost {list_numbers(unknown)}: the ranks are 0 to {whole.ranks[-1]}")
@@ -111,7 +111,7 @@ def describe_grid(config: Config, grid: Grid) -> Iterator[str]:
     )
 
 
-def describe_losses(whole: Grid, lost: tuple[int, ...], spares: tuple[int, ...]) -> Iterator[str]:
+def describe_lost_ranks(whole: Grid, lost: tuple[int, ...], spares: tuple[int, ...]) -> Iterator[str]:
     """Who is gone and who has no place any more, by rank and coordinates; nothing when nobody is."""
     for what, ranks in (("lost", lost), ("spare, its replica is not whole", spares)):
         for rank in ranks:
@@ -172,7 +172,7 @@ def describe_routes(plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def estimate_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes:
+def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes:
     """Bytes of one micro-batch on one rank.
 
     A layer's weight products have inputs and results, a token: of the hidden size outside of the tensor-parallel region
@@ -199,7 +199,7 @@ def estimate_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes
         activation_bytes=token_bytes * hidden,
         targets_bytes=num_tokens * 8,
         stash_bytes=tuple(token_bytes * kept[parallel.recompute] * len(layers) for layers in partition),
-        put_off_bytes=tuple(token_bytes * kept["none"] * len(layers) for layers in partition),
+        deferred_bytes=tuple(token_bytes * kept["none"] * len(layers) for layers in partition),
     )
 
 

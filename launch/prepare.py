@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm  # noqa: E402
 
-from launch.options import config_parser, parse_config  # noqa: E402
-from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
+from parallel3d.data.build import open_run_corpus  # noqa: E402
 from parallel3d.data.corpus import Corpus  # noqa: E402
 from parallel3d.data.documents import TokenizedDocuments  # noqa: E402
-from parallel3d.data.prepare import check_new, prepare  # noqa: E402
+from parallel3d.data.prepare import prepare, refuse_existing  # noqa: E402
 from parallel3d.data.tokenizer import MODEL_FILE  # noqa: E402
 from parallel3d.errors import DataError, UserError  # noqa: E402
-from parallel3d.trainer.text import open_text  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
 
 EXIT_INTERRUPTED = 130
 MIXED = (
@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
         if config.data.blend is not None and options.out is not None:
             raise DataError(MIXED)
         if options.out is not None:
-            check_new(options.out)
-        corpus = open_text(config, AbortToken(), tell)
+            refuse_existing(options.out)
+        corpus = open_run_corpus(config, AbortToken(), log)
         if options.tokenizer_out is not None:
             keep_tokenizer(corpus, options.tokenizer_out)
         if options.out is not None:
@@ -89,7 +89,7 @@ def keep_tokenizer(corpus: Corpus, path: Path) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise DataError(f"can't write {path} ({error})") from error
-    tell(f"tokenizer of {corpus.vocab_size:,} pieces: {path} (data.tokenizer.path)")
+    log(f"tokenizer of {corpus.vocab_size:,} pieces: {path} (data.tokenizer.path)")
 
 
 def tokenise(corpus: Corpus, out: Path, num_processes: int) -> None:
@@ -110,14 +110,14 @@ def tokenise(corpus: Corpus, out: Path, num_processes: int) -> None:
 
         prepared = prepare(corpus, out, num_processes=num_processes, progress=progress)
     seconds = time.perf_counter() - started
-    tell(
+    log(
         f"{out}: {prepared.num_documents:,} documents, {prepared.num_train_tokens:,} tokens to train on, "
         f"{prepared.num_validation_tokens:,} to evaluate with, {prepared.num_bytes / 1e6:,.1f} MB, "
         f"in {seconds:.1f} s ({num_tokens / seconds:,.0f} tokens/s). Train on it with 'data.sources=[\"{out}\"]'"
     )
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.monitor.correlation import Correlation  # noqa: E402
-from parallel3d.monitor.history import History, Win, analyse, compare  # noqa: E402
-from parallel3d.monitor.pace import plan_evaluations  # noqa: E402
+from parallel3d.monitor.evaluation_interval import plan_evaluations  # noqa: E402
+from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference  # noqa: E402
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics  # noqa: E402
 
 PLANNED_SHARE = 0.05
@@ -41,26 +41,26 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.every is not None:
-            follow(options.folder, options.every)
+            redraw_until_finished(options.folder, options.every)
         history = read_history(options.folder)
         other = read_history(options.against) if options.against else None
         charts = [] if options.no_charts else draw(options.folder, history)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    win = compare(history, other) if other else None
+    win = compare_to_reference(history, other) if other else None
     if options.json:
-        print(json.dumps(facts_of(history, win), indent=2))
+        print(json.dumps(report_as_dict(history, win), indent=2))
         return 0
     lines = [*describe(history, read_json(options.folder / CONFIG)), *describe_win(win, options.against)]
     print("\n".join([*lines, *([f"drawn: {', '.join(charts)}"] if charts else [])]))
     return 0
 
 
-def read_history(folder: Path) -> History:
+def read_history(folder: Path) -> MetricsLog:
     """Raises UserError where there is no record of a run."""
     try:
-        history = History.of(read_metrics(folder / METRICS))
+        history = MetricsLog.of(read_metrics(folder / METRICS))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({error})") from None
     if not history.steps:
@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def draw(folder: Path, history: History) -> list[str]:
+def draw(folder: Path, history: MetricsLog) -> list[str]:
     from parallel3d.monitor.charts import draw_all  # matplotlib takes most of a second to import
 
     entropy = read_json(folder / SUMMARY).get("unigram_entropy")
@@ -89,14 +89,14 @@ def draw(folder: Path, history: History) -> list[str]:
         raise UserError(f"can't draw into {folder} ({error.strerror}): --no-charts leaves the charts out") from None
 
 
-def follow(folder: Path, every_s: float) -> None:
+def redraw_until_finished(folder: Path, every_s: float) -> None:
     """Draws the charts of a run that goes on, in a process of its own, until it has left its summary."""
     while not (folder / SUMMARY).exists():
         draw(folder, read_history(folder))
         time.sleep(every_s)
 
 
-def facts_of(history: History, win: Win | None) -> dict[str, Any]:
+def report_as_dict(history: MetricsLog, win: ReferenceComparison | None) -> dict[str, Any]:
     """Everything that is printed, as one object."""
     stability, best = analyse(history), history.best
     return {
@@ -112,7 +112,7 @@ def facts_of(history: History, win: Win | None) -> dict[str, Any]:
     }
 
 
-def describe(history: History, config: dict[str, Any]) -> Iterator[str]:
+def describe(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]:
     """One run, for a person."""
     stability, last = analyse(history), history.steps[-1]
     ratio, spikes = stability.loss_ratio, stability.spikes
@@ -145,7 +145,7 @@ def _describe_correlation(found: Correlation) -> str:
     return f"Pearson r {found.r:+.2f}, p {found.p:.2g} (t {found.t:.1f}, {found.num_pairs:,} steps)"
 
 
-def _describe_plan(history: History, config: dict[str, Any]) -> Iterator[str]:
+def _describe_plan(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]:
     """How often to evaluate, from the measured times."""
     run = config.get("run", {})
     seconds = [event["seconds"] for event in history.events if event.get("seconds") and event["event"] == "evaluation"]
@@ -161,7 +161,7 @@ def _describe_plan(history: History, config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def describe_win(win: Win | None, other: Path | None) -> Iterator[str]:
+def describe_win(win: ReferenceComparison | None, other: Path | None) -> Iterator[str]:
     """Both readings, for a person."""
     if other is None:
         return

@@ -13,27 +13,28 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from launch.child import run_script  # noqa: E402
-from launch.initial import check_initial, settle_initial  # noqa: E402
-from launch.options import config_parser, parse_config  # noqa: E402
-from parallel3d.checkpoint.catalogue import Catalogue  # noqa: E402
+from models.initial_weights import check_initial_weights, resolve_initial_weights  # noqa: E402
+from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
+from parallel3d.child_process import run_script  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
 from parallel3d.config.derived import save_intervals, stage_replicas, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.elastic.coordinator import ElasticSettings, Limits  # noqa: E402
-from parallel3d.elastic.launcher_env import LauncherEnv, read_launcher_env  # noqa: E402
-from parallel3d.elastic.overdue import OverdueRule  # noqa: E402
-from parallel3d.elastic.restart import RestartPolicy  # noqa: E402
-from parallel3d.elastic.run import run_workers  # noqa: E402
-from parallel3d.elastic.spawn import WorkerContext  # noqa: E402
-from parallel3d.elastic.supervisor import Launch, Supervisor  # noqa: E402
+from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts  # noqa: E402
+from parallel3d.elastic.coordinator.slow_step import SlowStepRule  # noqa: E402
+from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env  # noqa: E402
+from parallel3d.elastic.guardian.spawn import WorkerContext  # noqa: E402
+from parallel3d.elastic.launch import run_workers  # noqa: E402
+from parallel3d.elastic.protocol.restart_policy import RestartPolicy  # noqa: E402
+from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.monitor.environment import describe_environment  # noqa: E402
 from parallel3d.monitor.run_folder import LOGS, RunFolder  # noqa: E402
-from parallel3d.monitor.sinks import RunReport  # noqa: E402
-from parallel3d.topology.grid import Grid  # noqa: E402
+from parallel3d.monitor.sinks import RunReporter  # noqa: E402
+from parallel3d.parallel.grid import Grid  # noqa: E402
 
 STOP_AND_SAVE_S = 120.0
 """From a stop asked for to SIGKILL, where a checkpoint is written in between."""
@@ -52,9 +53,9 @@ def main(arguments: list[str]) -> int:
         if options.print_config:
             print(dump_config(config))
             return 0
-        if options.rehearse and (code := rehearse(options, env)):
+        if options.preflight and (code := preflight(options, env)):
             return code
-        return train(settle_initial(config), env, title=Path(options.config).stem)
+        return train(resolve_initial_weights(config), env, title=Path(options.config).stem)
     except UserError as error:
         if env is None or env.local_rank == 0:  # once a host
             print(error, file=sys.stderr)
@@ -64,52 +65,54 @@ def main(arguments: list[str]) -> int:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = config_parser("Train a model as one JSON file says.")
     parser.add_argument("--print-config", action="store_true", help="print the configuration as resolved, and leave")
-    parser.add_argument("--rehearse", action="store_true", help="first 4 steps with a save and a resume, then the run")
+    parser.add_argument("--preflight", action="store_true", help="first 4 steps with a save and a resume, then the run")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers, not by people")
     return parse_config(parser, arguments)
 
 
-def rehearse(options: argparse.Namespace, env: LauncherEnv | None) -> int:
+def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:
     """Proves saving and resuming, in processes of its own; 0 where the run may begin."""
     if env is not None:
         raise UserError(
-            "--rehearse starts workers of its own, beside those of the launcher that has started this process: rehearse"
-            " on one host first (python launch/rehearse.py --config FILE ...), then start the run without --rehearse"
+            "--preflight starts workers of its own, beside those of the launcher that has started this process: run it"
+            " on one host first (python launch/preflight.py --config FILE ...), then start the run without --preflight"
         )
-    return run_script("rehearse.py", ["--config", options.config, *options.overrides])
+    return run_script(ROOT / "launch/preflight.py", ["--config", options.config, *options.overrides])
 
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers under this process's guard; returns the run's exit code."""
     directory, restart = Path(str(config.run.directory)), config.restart
 
-    def open_folder(history_to: int) -> RunFolder:
+    def open_folder(history_until_step: int) -> RunFolder:
         environment = describe_environment(sys.orig_argv)
-        return RunFolder(directory, config=dump_config(config), environment=environment, history_to=history_to)
+        return RunFolder(
+            directory, config=dump_config(config), environment=environment, history_until_step=history_until_step
+        )
 
-    supervisor = Supervisor(
+    restart_manager = RestartManager(
         directory=directory,
         open_folder=open_folder,
         prepare=partial(prepare_initial, config),
-        make_report=partial(RunReport, title=title, tensorboard=config.monitor.tensorboard),
-        catalogue=Catalogue(Path(str(config.checkpoint.directory))),
+        make_report=partial(RunReporter, title=title, tensorboard=config.monitor.tensorboard),
+        checkpoint_dir=CheckpointDirectory(Path(str(config.checkpoint.directory))),
         resume=config.run.resume,
         policy=RestartPolicy(
             max_restarts=restart.max_restarts, backoff_s=restart.backoff_s, max_backoff_s=restart.max_backoff_s
         ),
         skip_diverging_data=restart.skip_diverging_data,
-        launch=Launch(by_launcher=True, run_id=env.run_id, attempt=env.attempt) if env else Launch(),
+        launcher=LauncherInfo(by_launcher=True, run_id=env.run_id, attempt=env.attempt) if env else LauncherInfo(),
     )
     return run_workers(
-        partial(work, config),
+        partial(run_worker_process, config),
         world_size=world_size(config),
         logs=directory / LOGS,
-        open_report=supervisor.begin,
-        reopen_report=supervisor.reopen,
-        supervision=supervisor,
+        open_report=restart_manager.begin,
+        reopen_report=restart_manager.reopen,
+        restart_handler=restart_manager,
         env=env,
         preload=("torch",),
-        limits=limits_of(config),
+        timeouts=launch_timeouts(config),
         elastic=elastic_settings(config),
     )
 
@@ -122,33 +125,37 @@ def elastic_settings(config: Config) -> ElasticSettings:
         zero_stage=parallel.zero_stage,
         zero_backups=elastic.zero_backups,
         enabled=elastic.enabled,
-        silence=elastic.silence,
-        stuck=elastic.stuck,
+        heartbeat_timeout=elastic.heartbeat_timeout,
+        watchdog_timeout=elastic.watchdog_timeout,
         witness=elastic.witness,
-        overdue=OverdueRule(factor=debug.overdue_factor, min_s=debug.overdue_min_s) if debug.overdue_factor else None,
+        slow_step=SlowStepRule(factor=debug.slow_step_factor, min_s=debug.slow_step_min_s)
+        if debug.slow_step_factor
+        else None,
     )
 
 
-def limits_of(config: Config) -> Limits:
+def launch_timeouts(config: Config) -> LaunchTimeouts:
     """A stop that saves may take longer."""
     saves = config.checkpoint.save_at_end or save_intervals(config.checkpoint)
-    return Limits(start_s=config.run.timeout_s, **({"stop_grace_s": STOP_AND_SAVE_S} if saves else {}))
+    return LaunchTimeouts(start_s=config.run.timeout_s, **({"stop_grace_s": STOP_AND_SAVE_S} if saves else {}))
 
 
-def prepare_initial(config: Config, goes_on: bool) -> list[str]:
+def prepare_initial(config: Config, is_resuming: bool) -> list[str]:
     """Looks at `run.initialize_from` where a run begins with it; what a person shall know. Raises UserError."""
     if config.run.initialize_from is None:
         return []
-    if not goes_on:
-        check_initial(config)
-    text = "is not read: the run goes on from its checkpoint" if goes_on else "gives the weights to begin with"
+    if not is_resuming:
+        check_initial_weights(config)
+    text = "is not read: the run goes on from its checkpoint" if is_resuming else "gives the weights to begin with"
     return [f"run.initialize_from {config.run.initialize_from} {text}"]
 
 
-def work(config: Config, context: WorkerContext) -> int:
-    from launch.worker import run_worker  # brings torch: a guardian under a launcher stays without it
+def run_worker_process(config: Config, context: WorkerContext) -> int:
+    from models.initial_weights import open_initial_weights  # these bring torch: a guardian does without it
+    from models.make import make_stage
+    from parallel3d.worker.main import run_worker
 
-    return run_worker(config, context)
+    return run_worker(config, context, make_stage=make_stage, open_initial_weights=open_initial_weights)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launch.options import config_parser, parse_config  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
 from parallel3d.config.derived import tokens_per_step  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.config.paces import extent  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.config.warmup import WarmupConfig  # noqa: E402
+from parallel3d.config.warmup_builder import run_length  # noqa: E402
 from parallel3d.errors import EXIT_DIVERGED, ConfigError, Problem, UserError  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
-from parallel3d.monitor.tuning import Evaluation, Fluctuation, Outcome, Probe, Search, tune  # noqa: E402
+from parallel3d.monitor.tuning import (  # noqa: E402
+    Fluctuation,
+    SearchResult,
+    SearchSpace,
+    ShortRun,
+    ShortRunEvaluation,
+    search_warmup,
+)
 
-EVALUATIONS_PER_PROBE = 25
+EVALUATIONS_PER_SHORT_RUN = 25
 
 
 def main(arguments: list[str]) -> int:
@@ -40,17 +47,17 @@ def main(arguments: list[str]) -> int:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         search = plan_search(config, options)
         out = Path(options.out or f"runs/{Path(options.config).stem}-warmup")
-        runner = ProbeRunner(config, options.config, options.overrides, search, out)
-        tell(describe(search, config, out))
-        outcome = tune(search, runner, runner.tell)
+        runner = ShortRunner(config, options.config, options.overrides, search, out)
+        report(describe(search, config, out))
+        result = search_warmup(search, runner, runner.report)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        tell("stopped; the same command goes on from here")
+        report("stopped; the same command goes on from here")
         return 130
-    tell(conclude(outcome))
-    return 0 if outcome.duration else 1
+    report(describe_outcome(result))
+    return 0 if result.duration else 1
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -87,61 +94,61 @@ def tolerance(text: str) -> float:
 # --- what is tried ----------------------------------------------------------------------------------------------------
 
 
-def plan_search(config: Config, options: argparse.Namespace) -> Search:
+def plan_search(config: Config, options: argparse.Namespace) -> SearchSpace:
     """Durations are multiples of a few learning rate warmups, which are also what a short run lasts."""
-    schedule, full = config.schedule, config.batch.sequence_length
-    warmup_steps = schedule.warmup_steps or -(-(schedule.warmup_tokens or 0) // tokens_per_step(config))
+    lr_schedule, full = config.lr_schedule, config.batch.sequence_length
+    warmup_steps = lr_schedule.warmup_steps or -(-(lr_schedule.warmup_tokens or 0) // tokens_per_step(config))
     if not warmup_steps:
         rule, fix = "the search is in multiples of the learning rate's warmup", "Give one, such as 100 updates"
-        raise ConfigError([Problem(field="schedule.warmup_steps", value=0, rule=rule, fix=fix)])
+        raise ConfigError([Problem(field="lr_schedule.warmup_steps", value=0, rule=rule, fix=fix)])
     unit = options.multiple * warmup_steps
     without = config.model_copy(update={"warmup": WarmupConfig()})
-    longest = max(unit, options.max_duration or extent(without).num_steps // 2)
+    longest = max(unit, options.max_duration or run_length(without).num_steps // 2)
     step = config.warmup.sequence_length.multiple
     starts = options.starts or [step * 2**number for number in range(full.bit_length()) if step * 2**number < full]
     if not starts:
         rule, fix = f"leaves no shorter length that is a multiple of {step}", "There is nothing to search for"
         raise ConfigError([Problem(field="batch.sequence_length", value=full, rule=rule, fix=fix)])
-    return Search(
+    return SearchSpace(
         starts=starts,
         durations=list(range(unit, longest + 1, unit)),
-        beginning_steps=warmup_steps,
-        probe_steps=unit,
+        start_run_steps=warmup_steps,
+        duration_run_steps=unit,
         tolerance=options.tolerance,
     )
 
 
-def describe(search: Search, config: Config, out: Path) -> str:
+def describe(search: SearchSpace, config: Config, out: Path) -> str:
     starts, durations = search.starts, search.durations
     return (
-        f"lengths from {starts[0]} to {starts[-1]}, of {search.beginning_steps:,} steps each, to the first calm one;\n"
+        f"lengths from {starts[0]} to {starts[-1]}, of {search.start_run_steps:,} steps each, to the first calm one;\n"
         f"then durations from {durations[0]:,} to {durations[-1]:,} steps in steps of {durations[0]:,}, of"
-        f" {search.probe_steps:,} steps each: at most {search.max_probes} short runs in {out}\n"
+        f" {search.duration_run_steps:,} steps each: at most {search.max_short_runs} short runs in {out}\n"
         f"full length {config.batch.sequence_length}; a fluctuation is a validation perplexity above"
         f" {search.tolerance:g} x the best one before"
     )
 
 
-def conclude(outcome: Outcome) -> str:
-    if outcome.duration is None:
+def describe_outcome(result: SearchResult) -> str:
+    if result.duration is None:
         advice = "take a lower learning rate or a smaller batch, or raise --tolerance"
-        return f"nothing is calm: {outcome.reason}; {advice}"
-    chosen = {"kind": "linear", "start": outcome.start, "duration": outcome.duration}
+        return f"nothing is calm: {result.reason}; {advice}"
+    chosen = {"kind": "linear", "start": result.start, "duration": result.duration}
     section = json.dumps({"warmup": {"sequence_length": chosen}}, indent=2)
-    return f"start {outcome.start}, duration {outcome.duration:,} ({outcome.reason}); for the configuration:\n{section}"
+    return f"start {result.start}, duration {result.duration:,} ({result.reason}); for the configuration:\n{section}"
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     print(text, flush=True)
 
 
 # --- short runs -------------------------------------------------------------------------------------------------------
 
 
-class ProbeRunner:
+class ShortRunner:
     """Runs probes with launch/train.py, one after the other; those that `out` has finished are read, not run."""
 
-    def __init__(self, config: Config, path: str, overrides: Sequence[str], search: Search, out: Path):
+    def __init__(self, config: Config, path: str, overrides: Sequence[str], search: SearchSpace, out: Path):
         self._config = config
         self._path = path
         self._overrides = list(overrides)
@@ -149,40 +156,41 @@ class ProbeRunner:
         self._out = out
         self._count = 0
 
-    def __call__(self, probe: Probe) -> list[Evaluation]:
+    def __call__(self, short_run: ShortRun) -> list[ShortRunEvaluation]:
         """The evaluations of a probe; UserError when its run fails otherwise than by diverging."""
-        folder = self._out / f"start{probe.start}-duration{probe.duration}-steps{probe.num_steps}"
-        settings = self._settings(probe, folder)
-        done, question = folder.with_suffix(".json"), {"settings": settings, "overrides": self._overrides}
-        if done.exists() and (answer := json.loads(done.read_text()))["question"] == question:
-            return [Evaluation(**evaluation) for evaluation in answer["evaluations"]]
-        evaluations = self._train(settings, folder, probe)
-        told = {"question": question, "evaluations": [asdict(evaluation) for evaluation in evaluations]}
-        done.write_text(json.dumps(told, indent=2) + "\n")
+        folder = self._out / f"start{short_run.start}-duration{short_run.duration}-steps{short_run.num_steps}"
+        settings = self._settings(short_run, folder)
+        done, request = folder.with_suffix(".json"), {"settings": settings, "overrides": self._overrides}
+        if done.exists() and (saved := json.loads(done.read_text()))["request"] == request:
+            return [ShortRunEvaluation(**evaluation) for evaluation in saved["evaluations"]]
+        evaluations = self._train(settings, folder, short_run)
+        record = {"request": request, "evaluations": [asdict(evaluation) for evaluation in evaluations]}
+        done.write_text(json.dumps(record, indent=2) + "\n")
         return evaluations
 
-    def tell(self, probe: Probe, fluctuation: Fluctuation | None) -> None:
+    def report(self, short_run: ShortRun, fluctuation: Fluctuation | None) -> None:
         self._count += 1
-        verdict = "calm" if fluctuation is None else str(fluctuation)
-        place = f"{self._count} (of at most {self._search.max_probes})"
-        tell(f"run {place}: start {probe.start}, duration {probe.duration:,}, {probe.num_steps:,} steps: {verdict}")
+        result = "calm" if fluctuation is None else str(fluctuation)
+        progress = f"{self._count} (of at most {self._search.max_short_runs})"
+        settings = f"start {short_run.start}, duration {short_run.duration:,}, {short_run.num_steps:,} steps"
+        report(f"run {progress}: {settings}: {result}")
 
-    def _settings(self, probe: Probe, folder: Path) -> dict[str, Any]:
+    def _settings(self, short_run: ShortRun, folder: Path) -> dict[str, Any]:
         """What a probe changes: the warmup, and its length without changing the learning rates."""
-        schedule = self._config.schedule
+        lr_schedule = self._config.lr_schedule
         return {
             "warmup.sequence_length": {
                 **self._config.warmup.sequence_length.model_dump(),
                 "kind": "linear",
                 "unit": "steps",
-                "start": probe.start,
-                "duration": probe.duration,
+                "start": short_run.start,
+                "duration": short_run.duration,
             },
-            "schedule.decay_steps": schedule.decay_steps,
-            "schedule.decay_tokens": schedule.decay_tokens,
-            "run.num_steps": probe.num_steps,
+            "lr_schedule.decay_steps": lr_schedule.decay_steps,
+            "lr_schedule.decay_tokens": lr_schedule.decay_tokens,
+            "run.num_steps": short_run.num_steps,
             "run.num_tokens": None,
-            "run.evaluate_every": max(1, probe.num_steps // EVALUATIONS_PER_PROBE),
+            "run.evaluate_every": max(1, short_run.num_steps // EVALUATIONS_PER_SHORT_RUN),
             "run.resume": "never",
             "run.directory": str(folder),
             "checkpoint.every": None,
@@ -190,7 +198,7 @@ class ProbeRunner:
             "restart.max_restarts": 0,
         }
 
-    def _train(self, settings: dict[str, Any], folder: Path, probe: Probe) -> list[Evaluation]:
+    def _train(self, settings: dict[str, Any], folder: Path, short_run: ShortRun) -> list[ShortRunEvaluation]:
         overrides = [*self._overrides, *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
         command = [sys.executable, str(ROOT / "launch/train.py"), "--config", self._path, *overrides]
         log = folder.with_suffix(".log")
@@ -205,12 +213,12 @@ class ProbeRunner:
         if code not in (0, EXIT_DIVERGED):
             raise UserError(f"the run in {folder} ended with code {code}:\n{log.read_text()[-2000:]}")
         evaluations = [
-            Evaluation(step=line["step"], loss=line["loss"])
+            ShortRunEvaluation(step=line["step"], loss=line["loss"])
             for line in read_metrics(folder / METRICS)
             if line.get("event") == "evaluation"
         ]
         if code == EXIT_DIVERGED:
-            evaluations.append(Evaluation(step=probe.num_steps, loss=None))
+            evaluations.append(ShortRunEvaluation(step=short_run.num_steps, loss=None))
         if not evaluations:
             raise UserError(
                 f"the run in {folder} was never validated: raise data.validation_fraction, or give more text"

@@ -21,18 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from launch.initial import check_initial, open_initial, settle_initial  # noqa: E402
-from launch.options import config_parser, parse_config  # noqa: E402
-from launch.plan import estimate_sizes  # noqa: E402
-from launch.worker import choose_num_threads  # noqa: E402
+from launch.plan import estimate_message_sizes  # noqa: E402
+from models.initial_weights import check_initial_weights, open_initial_weights, resolve_initial_weights  # noqa: E402
 from models.make import make_stage  # noqa: E402
-from parallel3d.comm.abort import AbortToken  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
 from parallel3d.config.derived import num_parameters, stage_replicas, world_size  # noqa: E402
-from parallel3d.config.layouts import HELP, Layout, layout_of, parse_layout, parse_layouts, usual_layouts  # noqa: E402
+from parallel3d.config.layouts import HELP, Layout, current_layout, default_layouts, parse_layout, parse_layouts  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
+from parallel3d.data.build import build_evaluation_lanes, build_reader, open_run_corpus  # noqa: E402
 from parallel3d.data.corpus import Corpus  # noqa: E402
 from parallel3d.errors import ConfigError, UserError  # noqa: E402
+from parallel3d.inprocess.compare_runs import OVERFLOW, RunComparison, compare_runs, tolerance_of  # noqa: E402
+from parallel3d.inprocess.harness import RunResult, run_in_threads  # noqa: E402
+from parallel3d.parallel.abort import AbortToken  # noqa: E402
 from parallel3d.pipeline.check import check_plan  # noqa: E402
 from parallel3d.precision.policy import policy_of  # noqa: E402
 from parallel3d.trainer.build import (  # noqa: E402
@@ -45,13 +47,11 @@ from parallel3d.trainer.build import (  # noqa: E402
     split_layers,
     start_rank,
 )
-from parallel3d.trainer.compare import OVERFLOW, Comparison, compare_runs, tolerance_of  # noqa: E402
-from parallel3d.trainer.text import build_reader, evaluation_lanes, open_text  # noqa: E402
-from parallel3d.trainer.verify import LayoutRun, run_in_threads  # noqa: E402
+from parallel3d.worker.main import choose_num_threads  # noqa: E402
 
 ONE_PROCESS = "tp1.pp1.dp1"
 MAX_USUAL_RANKS = 8
-MAX_STEPS_TOLD = 10
+MAX_LOGGED_STEPS = 10
 KINDS = ("loss", "first_gradients", "gradients", "weights")
 
 
@@ -64,11 +64,11 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LayoutOutcome:
     """How a layout did; without a comparison it could not be run, for the reason `error`."""
 
     case: Case
-    comparison: Comparison | None
+    comparison: RunComparison | None
     error: str = ""
 
     @property
@@ -87,12 +87,12 @@ def main(arguments: list[str]) -> int:
         one, cases = plan_cases(options)
         changes = list_changes(options)
         for line in describe_start(options, one, cases, changes):
-            tell(line)
+            log(line)
         check_memory([one, *cases], may_exceed=options.yes)
-        check_initial(settle_initial(one.config))
+        check_initial_weights(resolve_initial_weights(one.config))
         outcomes = verify(one, cases, options.steps)
     except UserError as error:
-        tell(str(error))
+        log(str(error))
         return error.exit_code
     print(to_json(options, one, outcomes, changes) if options.json else "\n".join(draw_table(outcomes)))
     return 0 if all(outcome.is_equal for outcome in outcomes) else 1
@@ -114,7 +114,7 @@ def positive(text: str) -> int:
     return number
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     """What goes on, for a person: standard output is for the result."""
     print(text, file=sys.stderr, flush=True)
 
@@ -143,8 +143,8 @@ def plan_cases(options: argparse.Namespace) -> tuple[Case, list[Case]]:
         return case(parse_layout(ONE_PROCESS)), [case(layout) for layout in layouts]
     own = case(Layout(name="", fields={})).config
     if world_size(own) > MAX_USUAL_RANKS:
-        tell(f"the file's own layout has {world_size(own)} ranks, more than {MAX_USUAL_RANKS}: not without --layouts")
-    cases = [case(layout) for layout in (layout_of(own), *usual_layouts(fits))]
+        log(f"the file's own layout has {world_size(own)} ranks, more than {MAX_USUAL_RANKS}: not without --layouts")
+    cases = [case(layout) for layout in (current_layout(own), *default_layouts(fits))]
     known: list[Case] = []
     for each in cases:
         if 1 < world_size(each.config) <= MAX_USUAL_RANKS and each.config not in [other.config for other in known]:
@@ -191,7 +191,7 @@ def check_memory(cases: Sequence[Case], *, may_exceed: bool) -> None:
     needed, name = max((estimate_bytes(case.config), case.name) for case in cases)
     available = available_bytes()
     have = f"{available / 2**30:.1f} GiB are free" if available else "how much is free is not known"
-    tell(f"memory: about {needed / 2**30:.1f} GiB, for {name}; {have}")
+    log(f"memory: about {needed / 2**30:.1f} GiB, for {name}; {have}")
     if available and needed > available and not may_exceed:
         raise UserError(
             f"{name} needs about {needed / 2**30:.1f} GiB, since all ranks live in this process, and {have}. Make the "
@@ -219,7 +219,7 @@ def activation_bytes(config: Config) -> int:
     """Peak of what all ranks hold for their backward passes."""
     grid = build_grid(config)
     plan = plan_schedule(config, grid, config.parallel.schedule, plan_batch(config, 0).num_micro_batches)
-    report = check_plan(plan, config.parallel.p2p_slots, estimate_sizes(config, split_layers(config)))
+    report = check_plan(plan, config.parallel.p2p_slots, estimate_message_sizes(config, split_layers(config)))
     return sum(report.peak_bytes.values()) * grid.tp_size
 
 
@@ -240,26 +240,26 @@ def available_bytes() -> int | None:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def verify(one: Case, cases: Sequence[Case], num_steps: int) -> list[Outcome]:
+def verify(one: Case, cases: Sequence[Case], num_steps: int) -> list[LayoutOutcome]:
     """Runs one process, then every case; a case that fails is an outcome like another."""
-    corpus = open_text(one.config, AbortToken(), tell)
+    corpus = open_run_corpus(one.config, AbortToken(), log)
     width = max(len(case.name) for case in cases)
     theirs = run_case(one, corpus, num_steps, title="one process".ljust(width))
     outcomes = []
     for case in cases:
         try:
             ours = run_case(case, corpus, num_steps, title=case.name.ljust(width))
-            outcome = Outcome(case=case, comparison=compare_runs(ours, theirs, tolerance_of(case.config)))
+            outcome = LayoutOutcome(case=case, comparison=compare_runs(ours, theirs, tolerance_of(case.config)))
         except UserError:
             raise
         except Exception as error:  # a layout that does not run, or whose ranks disagree, is not equal
             traceback.print_exc()
-            outcome = Outcome(case=case, comparison=None, error=f"{type(error).__name__}: {error}")
+            outcome = LayoutOutcome(case=case, comparison=None, error=f"{type(error).__name__}: {error}")
         outcomes.append(outcome)
     return outcomes
 
 
-def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> LayoutRun:
+def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> RunResult:
     """The case's first steps, every rank a thread; says how it gets on."""
     config, started = case.config, time.monotonic()
     grid = build_grid(config)
@@ -274,26 +274,26 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> Layou
             grid,
             make_stage=make_stage,
             train_lanes=reader,
-            evaluate_lanes=evaluation_lanes(config, corpus),
+            evaluate_lanes=build_evaluation_lanes(config, corpus),
             device=torch.device("cpu"),
             eos_id=corpus.train.eos_id,
-            initial=open_initial(settle_initial(config)),
+            initial=open_initial_weights(resolve_initial_weights(config)),
         )
         start_rank(runtime, grid, transports)
         return runtime
 
-    def say(step: int) -> None:
-        if step % -(-num_steps // MAX_STEPS_TOLD) == 0 or step == num_steps:
-            tell(f"{title}  step {step} of {num_steps}  {time.monotonic() - started:6.1f} s")
+    def log_step(step: int) -> None:
+        if step % -(-num_steps // MAX_LOGGED_STEPS) == 0 or step == num_steps:
+            log(f"{title}  step {step} of {num_steps}  {time.monotonic() - started:6.1f} s")
 
-    tell(f"{title}  {len(grid.ranks)} rank{'s' * (len(grid.ranks) > 1)}")
-    return run_in_threads(grid, build, num_steps, slots=config.parallel.p2p_slots, on_step=say)
+    log(f"{title}  {len(grid.ranks)} rank{'s' * (len(grid.ranks) > 1)}")
+    return run_in_threads(grid, build, num_steps, slots=config.parallel.p2p_slots, on_step=log_step)
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
 
 
-def draw_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def draw_table(outcomes: Sequence[LayoutOutcome]) -> Iterator[str]:
     """A row a layout with its largest differences, the findings below it, and what is allowed and why."""
     tolerances = list(dict.fromkeys(tolerance_of(outcome.case.config) for outcome in outcomes))
     rows = [
@@ -314,7 +314,7 @@ def draw_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield f"{len(outcomes) - len(wrong)} of {len(outcomes)} layouts train like one process"
 
 
-def describe_outcome(outcome: Outcome) -> list[str]:
+def describe_outcome(outcome: LayoutOutcome) -> list[str]:
     """The cells of a row."""
     name, ranks, comparison = outcome.case.name, str(world_size(outcome.case.config)), outcome.comparison
     if comparison is None:
@@ -324,7 +324,7 @@ def describe_outcome(outcome: Outcome) -> list[str]:
     return [name, ranks, f"{loss.value:.1e}", *cells, "ok" if comparison.is_equal else "BEYOND"]
 
 
-def to_json(options: argparse.Namespace, one: Case, outcomes: Sequence[Outcome], changes: dict[str, Any]) -> str:
+def to_json(options: argparse.Namespace, one: Case, outcomes: Sequence[LayoutOutcome], changes: dict[str, Any]) -> str:
     """Everything that the table says, as one object."""
     result = {
         "config": options.config,
@@ -337,7 +337,7 @@ def to_json(options: argparse.Namespace, one: Case, outcomes: Sequence[Outcome],
     return json.dumps(result, indent=2)
 
 
-def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
+def outcome_as_json(outcome: LayoutOutcome) -> dict[str, Any]:
     case, comparison = outcome.case, outcome.comparison
     return {
         "layout": case.name,

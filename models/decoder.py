@@ -22,7 +22,7 @@ from parallel3d.layers.dropout import dropout
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import depth_scale
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
 from parallel3d.layers.rotary import RotaryTable
 from parallel3d.recompute import Recompute, run_layer
 
@@ -35,10 +35,10 @@ class Family(ABC):
     has_output_bias = False
     """Of the attention's output projection."""
 
-    def __init__(self, config: ModelConfig, *, num_positions: int, on: Placement):
+    def __init__(self, config: ModelConfig, *, num_positions: int, context: LayerContext):
         self.config = config
         self.num_positions = num_positions
-        self.on = on
+        self.context = context
 
     def positions(self) -> nn.Module | None:
         """What adds positions to the embedded tokens: (x (tokens_local, hidden), micro_batch) -> the same shape."""
@@ -58,10 +58,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, family: Family, index: int):
         super().__init__()
-        config, on, name = family.config, family.on, f"layers.{index}"
+        config, context, name = family.config, family.context, f"layers.{index}"
         scale = depth_scale(config.initializer_depth_scaling, layer=index, num_layers=config.num_hidden_layers)
         output_init_std = config.initializer_range * scale
-        self.index, self.tp, self.drop = index, on.tp, config.hidden_dropout
+        self.index, self.tp, self.drop = index, context.tp, config.hidden_dropout
         self.attention_norm = family.norm(f"{name}.attention_norm")
         self.attention = CausalSelfAttention(
             f"{name}.attention",
@@ -73,7 +73,7 @@ class DecoderLayer(nn.Module):
             output_init_std=output_init_std,
             qkv_bias=has_qkv_bias(config),
             output_bias=family.has_output_bias,
-            on=on,
+            context=context,
         )
         self.mlp_norm = family.norm(f"{name}.mlp_norm")
         self.mlp = family.mlp(f"{name}.mlp", output_init_std=output_init_std)
@@ -95,16 +95,18 @@ class DecoderStage(nn.Module):
 
     def __init__(self, family: Family, layers: range, *, recompute: Recompute = "none"):
         super().__init__()
-        config, on = family.config, family.on
-        self.tp, self.drop, self.recompute = on.tp, config.hidden_dropout, recompute
+        config, context = family.config, family.context
+        self.tp, self.drop, self.recompute = context.tp, config.hidden_dropout, recompute
         sizes, std, tied = (config.vocab_size, config.hidden_size), config.initializer_range, config.tie_word_embeddings
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         name, head_name = "embedding.weight", "embedding.weight" if tied else "head.weight"
-        self.embedding = VocabParallelEmbedding(name, *sizes, init_std=std, on=on, tied=tied) if is_first else None
+        self.embedding = (
+            VocabParallelEmbedding(name, *sizes, init_std=std, context=context, tied=tied) if is_first else None
+        )
         self.positions = family.positions() if is_first else None
         self.layers = nn.ModuleList(DecoderLayer(family, index) for index in layers)
         self.final_norm = family.norm("final_norm") if is_last else None
-        self.head = LinearCrossEntropy(head_name, *sizes, init_std=std, on=on, tied=tied) if is_last else None
+        self.head = LinearCrossEntropy(head_name, *sizes, init_std=std, context=context, tied=tied) if is_last else None
         if tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
@@ -130,5 +132,5 @@ class DecoderStage(nn.Module):
             x = x if self.positions is None else self.positions(x, micro_batch)
             x = dropout(x, self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
         for layer in self.layers:
-            x = run_layer(layer, x, micro_batch, recompute=self.recompute, products=self.tp.products)
+            x = run_layer(layer, x, micro_batch, recompute=self.recompute, recompute_context=self.tp.recompute_context)
         return x

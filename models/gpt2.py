@@ -22,11 +22,11 @@ class Gpt2(Family):
             self.config.max_position_embeddings or self.num_positions,
             self.config.hidden_size,
             init_std=self.config.initializer_range,
-            on=self.on,
+            context=self.context,
         )
 
     def norm(self, name: str) -> nn.Module:
-        return LayerNorm(name, self.config.hidden_size, eps=self.config.layer_norm_eps, on=self.on)
+        return LayerNorm(name, self.config.hidden_size, eps=self.config.layer_norm_eps, context=self.context)
 
     def mlp(self, name: str, *, output_init_std: float) -> nn.Module:
         return GeluMlp(
@@ -36,5 +36,5 @@ class Gpt2(Family):
             activation_function=activation_function(self.config),
             init_std=self.config.initializer_range,
             output_init_std=output_init_std,
-            on=self.on,
+            context=self.context,
         )

@@ -26,7 +26,7 @@ from parallel3d.config.derived import has_qkv_bias, key_value_size, num_key_valu
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import ConfigError, Problem, UserError
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.sharding import ParamSharding, Run
+from parallel3d.parallel.sharding import IndexRun, ParamSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Overlap:
     tensor: tuple[slice, ...]
 
 
-class Stored(Protocol):
+class LazyTensor(Protocol):
     """A tensor, in memory or in a file, of which parts can be had."""
 
     @property
@@ -68,7 +68,7 @@ class Stored(Protocol):
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor: ...
 
 
-Read = Callable[[str], Stored]
+ReadTensor = Callable[[str], LazyTensor]
 """Gives a Hugging Face tensor by its name."""
 
 
@@ -87,14 +87,14 @@ def hf_tensors(model: ModelConfig, layers: range | None = None) -> tuple[HfTenso
     head = embedding if model.tie_word_embeddings else _whole("lm_head.weight", "head.weight", *sizes)
     first = (embedding, *family.first()) if is_first else ()
     last = family.last() if is_last else ()
-    ends_apart = is_last and not (is_first and model.tie_word_embeddings)
+    has_own_head = is_last and not (is_first and model.tie_word_embeddings)
     inner = (tensor for index in layers for tensor in family.layer(index))
-    return (*first, *inner, *last, *([head] if ends_apart else []))
+    return (*first, *inner, *last, *([head] if has_own_head else []))
 
 
 def overlaps(tensor: HfTensor, sharding: ParamSharding, tp_rank: int, tp_size: int) -> Iterator[Overlap]:
     """What rank `tp_rank` has of `tensor`, in pieces; padding is no part of it, copies are on several ranks."""
-    whole = Run(global_start=0, local_start=0, length=sharding.shape[0])
+    whole = IndexRun(global_start=0, local_start=0, length=sharding.shape[0])
     for run in sharding.runs(tp_rank, tp_size):
         rows = whole if sharding.dim == 1 else run
         first = max(rows.global_start, tensor.rows.start)
@@ -105,13 +105,15 @@ def overlaps(tensor: HfTensor, sharding: ParamSharding, tp_rank: int, tp_size: i
         local = [slice(first + shift, last + shift)]
         there = [slice(first - tensor.first_row, last - tensor.first_row)]
         if len(sharding.shape) > 1:
-            columns = run if sharding.dim == 1 else Run(global_start=0, local_start=0, length=sharding.shape[1])
+            columns = run if sharding.dim == 1 else IndexRun(global_start=0, local_start=0, length=sharding.shape[1])
             local.append(slice(columns.local_start, columns.local_start + columns.length))
             there.append(slice(columns.global_start, columns.global_start + columns.length))
         yield Overlap(local=tuple(local), tensor=tuple(reversed(there) if tensor.transposed else there))
 
 
-def share_of(sharding: ParamSharding, tensors: Sequence[HfTensor], read: Read, *, tp_rank: int, tp_size: int) -> Tensor:
+def read_local_shard(
+    sharding: ParamSharding, tensors: Sequence[HfTensor], read: ReadTensor, *, tp_rank: int, tp_size: int
+) -> Tensor:
     """This rank's share of a parameter, in the format of the tensors (the widest); zeros for padding.
 
     Of the tensors that make it up only the rank's parts are read. Raises UserError for a tensor of another shape than
@@ -121,37 +123,38 @@ def share_of(sharding: ParamSharding, tensors: Sequence[HfTensor], read: Read, *
     assert mine, f"no Hugging Face tensor has a part of {sharding.name}"
     values = [_checked(read(tensor.hf_name), tensor) for tensor in mine]
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
-    share = torch.zeros(sharding.local_shape(tp_size), dtype=dtype)
+    local_shard = torch.zeros(sharding.local_shape(tp_size), dtype=dtype)
     for tensor, value in zip(mine, values):
         for part in overlaps(tensor, sharding, tp_rank, tp_size):
             piece = value[part.tensor]
-            share[part.local] = piece.t() if tensor.transposed else piece
-    return share
+            local_shard[part.local] = piece.t() if tensor.transposed else piece
+    return local_shard
 
 
-def put_share(
-    share: Tensor, sharding: ParamSharding, tensor: HfTensor, out: Tensor, *, tp_rank: int, tp_size: int
+def write_local_shard(
+    local_shard: Tensor, sharding: ParamSharding, tensor: HfTensor, out: Tensor, *, tp_rank: int, tp_size: int
 ) -> None:
-    """Writes what this rank has of `tensor` to its place in `out`, the whole of it: the way back of `share_of`."""
+    """Writes what this rank has of `tensor` to its place in `out`, the whole of it: the way back of
+    `read_local_shard`."""
     for part in overlaps(tensor, sharding, tp_rank, tp_size):
-        piece = share[part.local]
+        piece = local_shard[part.local]
         out[part.tensor] = piece.t() if tensor.transposed else piece
 
 
 @torch.no_grad()
-def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: Read, *, tp_rank: int, tp_size: int) -> None:
+def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: ReadTensor, *, tp_rank: int, tp_size: int) -> None:
     """Fills the parameters of a stage, at any tensor-parallel size and with any layers, in the parameters' format.
 
     `tensors` may be those of the whole model. Raises UserError for a tensor of a wrong shape, or which ours takes for
     zeros and which is not.
     """
     for parameter in parameters_of(stage):
-        share = share_of(parameter.sharding, tensors, read, tp_rank=tp_rank, tp_size=tp_size)
-        parameter.copy_(share)
+        local_shard = read_local_shard(parameter.sharding, tensors, read, tp_rank=tp_rank, tp_size=tp_size)
+        parameter.copy_(local_shard)
     check_zeros(tensors, read)
 
 
-def check_zeros(tensors: Sequence[HfTensor], read: Read) -> None:
+def check_zeros(tensors: Sequence[HfTensor], read: ReadTensor) -> None:
     """Raises UserError for a tensor that our model takes for zeros and which is not."""
     for tensor in tensors:
         if tensor.name is None and _checked(read(tensor.hf_name), tensor)[(slice(None),)].any():
@@ -245,7 +248,7 @@ def _stacked(prefix: str, sizes: Mapping[str, int], part: str, name: str, *colum
         row += size
 
 
-def _checked(value: Stored, tensor: HfTensor) -> Stored:
+def _checked(value: LazyTensor, tensor: HfTensor) -> LazyTensor:
     if tuple(value.shape) != tensor.shape:
         raise UserError(
             f"{tensor.hf_name} has the shape {tuple(value.shape)}; the configuration's model asks for {tensor.shape}"

@@ -48,7 +48,7 @@ _TABLES = re.compile(r"(\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfStored:
+class HfLazyTensor:
     """A tensor in a file. Each read opens the file anew, so that no more of it is mapped than somebody uses."""
 
     path: Path
@@ -79,10 +79,10 @@ class HfFolder:
     config: Fields
     """Its config.json."""
     table: tuple[HfTensor, ...]
-    stored: Mapping[str, HfStored]
+    stored: Mapping[str, HfLazyTensor]
     """By the names of `table`."""
 
-    def read(self, hf_name: str) -> HfStored:
+    def read(self, hf_name: str) -> HfLazyTensor:
         """A tensor by its name in the table."""
         return self.stored[hf_name]
 
@@ -101,7 +101,7 @@ def open_hf_folder(path: Path) -> HfFolder:
     return HfFolder(path=path, model=model, config=config, table=table, stored=stored)
 
 
-def find_tensors(path: Path) -> dict[str, HfStored]:
+def find_tensors(path: Path) -> dict[str, HfLazyTensor]:
     """All tensors in a folder's files by name, from the headers alone."""
     if (path / WEIGHTS_INDEX).is_file():
         where = str(path / WEIGHTS_INDEX)
@@ -128,12 +128,12 @@ def find_tensors(path: Path) -> dict[str, HfStored]:
     raise CheckpointError(f"{path} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}")
 
 
-def _headers(path: Path) -> dict[str, HfStored]:
+def _headers(path: Path) -> dict[str, HfLazyTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
             return {
-                key: HfStored(path=path, key=key, shape=tuple(part.get_shape()), format=part.get_dtype())
+                key: HfLazyTensor(path=path, key=key, shape=tuple(part.get_shape()), format=part.get_dtype())
                 for key, part in slices.items()
             }
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _headers(path: Path) -> dict[str, HfStored]:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
-def _name_in(there: Mapping[str, HfStored], name: str, base: str) -> str | None:
+def _name_in(there: Mapping[str, HfLazyTensor], name: str, base: str) -> str | None:
     """A tensor's name in the files: with or without the base model's prefix."""
     return next((known for known in (name, name.removeprefix(base)) if known in there), None)
 
@@ -152,7 +152,7 @@ def _superfluous(there: Iterable[str], used: Iterable[str | None], model: ModelC
     return [name for name in there if name not in known and not _TABLES.search(name)]
 
 
-def _misfits(table: Sequence[HfTensor], stored: Mapping[str, HfStored]) -> Iterator[str]:
+def _misfits(table: Sequence[HfTensor], stored: Mapping[str, HfLazyTensor]) -> Iterator[str]:
     for tensor in table:
         found = stored[tensor.hf_name]
         if found.shape != tensor.shape:

@@ -8,15 +8,15 @@ from models.decoder import DecoderStage
 from models.gpt2 import Gpt2
 from models.llama import Llama
 from parallel3d.backends import choose_backend
-from parallel3d.comm.group import SoloGroup
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.layers import apex_norm
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.group import SoloGroup
+from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES, policy_of
 from parallel3d.recompute import Recompute
-from parallel3d.sharding import ParamSharding
 
 FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
@@ -25,7 +25,7 @@ def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.
     """The model's constructor as the trainer asks for it."""
     module, name = apex_norm.SYMBOL
     asked = config.model.norm_backend
-    on = Placement(
+    context = LayerContext(
         tp=tp,
         policy=policy_of(config.precision),
         device=device,
@@ -33,14 +33,14 @@ def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.
         norm_backend=choose_backend("model.norm_backend", asked, module=module, name=name, device_type=device.type),
     )
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
-    return make_decoder(config.model, layers, num_positions=num_positions, on=on, recompute=recompute)
+    return make_decoder(config.model, layers, num_positions=num_positions, context=context, recompute=recompute)
 
 
 def make_decoder(
-    config: ModelConfig, layers: range, *, num_positions: int, on: Placement, recompute: Recompute = "none"
+    config: ModelConfig, layers: range, *, num_positions: int, context: LayerContext, recompute: Recompute = "none"
 ) -> DecoderStage:
     """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
-    family = FAMILIES[config.architecture](config, num_positions=num_positions, on=on)
+    family = FAMILIES[config.architecture](config, num_positions=num_positions, context=context)
     return DecoderStage(family, layers, recompute=recompute)
 
 
@@ -49,6 +49,6 @@ def shardings_of(config: ModelConfig) -> tuple[ParamSharding, ...]:
 
     gpt2 needs max_position_embeddings resolved.
     """
-    on = Placement(tp=TensorParallel(group=SoloGroup()), policy=POLICIES["fp32"], device="meta")
-    model = make_decoder(config, range(config.num_hidden_layers), num_positions=1, on=on)
+    context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=POLICIES["fp32"], device="meta")
+    model = make_decoder(config, range(config.num_hidden_layers), num_positions=1, context=context)
     return tuple(parameter.sharding for parameter in parameters_of(model))

@@ -25,7 +25,7 @@ class Parallel3dError(Exception):
     """Root of this project's exceptions."""
 
     exit_code = 1
-    concerns_run = False
+    is_run_wide = False
     """It says something of the whole run, whichever worker raises it."""
 
 
@@ -73,8 +73,8 @@ class ScheduleError(Parallel3dError):
     """An instruction list that is wrong: out of order, unmatched, or stuck; names replica and instruction."""
 
 
-class EpochEnded(Parallel3dError):
-    """This membership epoch is over: raised out of every blocking wait once its abort token is set."""
+class GenerationEnded(Parallel3dError):
+    """This membership generation is over: raised out of every blocking wait once its abort token is set."""
 
 
 class ProtocolError(Parallel3dError):
@@ -91,7 +91,7 @@ class Diverged(Parallel3dError):
     """Training has diverged, and going on would be in vain; the message says in which step and by which sign."""
 
     exit_code = EXIT_DIVERGED
-    concerns_run = True
+    is_run_wide = True
 
 
 class RunEnded(Parallel3dError):

@@ -30,11 +30,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Shape = Literal["constant", "linear", "cosine", "1-sqrt"]
+DecayShape = Literal["constant", "linear", "cosine", "1-sqrt"]
 
-Unit = Literal["updates", "tokens"]
+LrUnit = Literal["updates", "tokens"]
 
-SHAPES: Mapping[Shape, Callable[[float], float]] = {
+DECAY_SHAPES: Mapping[DecayShape, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -43,38 +43,38 @@ SHAPES: Mapping[Shape, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp:
+class LrSchedule:
     """Linear warmup from 0 to `peak`, then one of SHAPES down to `min_ratio * peak`."""
 
     peak: float
-    kind: Shape = "constant"
+    kind: DecayShape = "constant"
     warmup: int = 0
-    warmup_unit: Unit = "updates"
+    warmup_unit: LrUnit = "updates"
     decay_begin: int = 0
     decay_end: int = 0
     """No shape but the constant holds its peak beyond this, even if it has not begun."""
-    decay_unit: Unit = "updates"
+    decay_unit: LrUnit = "updates"
     min_ratio: float = 0.0
-    form: Literal["floor", "clamp"] = "floor"
+    decay_form: Literal["floor", "clamp"] = "floor"
 
     def at(self, *, updates: float, tokens: float) -> float:
         """The value after so many updates, which trained on so many tokens: 0 before the first where a warmup begins.
 
         A trainer that wants its first update to count asks after it has counted it.
         """
-        done: Mapping[Unit, float] = {"updates": updates, "tokens": tokens}
-        return min(self._risen(done[self.warmup_unit]), self._fallen(done[self.decay_unit]))
+        done: Mapping[LrUnit, float] = {"updates": updates, "tokens": tokens}
+        return min(self._warmup_value(done[self.warmup_unit]), self._decay_value(done[self.decay_unit]))
 
-    def _risen(self, position: float) -> float:
+    def _warmup_value(self, position: float) -> float:
         return self.peak * position / self.warmup if position < self.warmup else self.peak
 
-    def _fallen(self, position: float) -> float:
-        shape = SHAPES[self.kind](self._decayed(position))
-        if self.form == "clamp":
+    def _decay_value(self, position: float) -> float:
+        shape = DECAY_SHAPES[self.kind](self._decay_progress(position))
+        if self.decay_form == "clamp":
             return self.peak * max(self.min_ratio, shape)
         return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * shape)
 
-    def _decayed(self, position: float) -> float:
+    def _decay_progress(self, position: float) -> float:
         """The part of the decay that lies behind `position`, in [0, 1]."""
         if position >= self.decay_end:
             return 1.0

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from parallel3d.comm.products import Contexts, Products, Record
+from parallel3d.parallel.recompute_context import ContextPair, RecomputeContext, SavedProducts
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -45,7 +45,7 @@ ATTENTION = frozenset(
 varlen_attn, which is an operator of another kind."""
 
 
-def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, products: Products) -> Tensor:
+def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, recompute_context: RecomputeContext) -> Tensor:
     """`layer(*args)`; of what its backward pass will need, that is kept which `recompute` says.
 
     The second run is part of the backward pass of the layer, on the thread that runs that. It repeats the forward
@@ -54,15 +54,21 @@ def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, products: Prod
     if recompute == "none" or not torch.is_grad_enabled():
         return layer(*args)
     return checkpoint(
-        layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=partial(_contexts, recompute, products)
+        layer,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(_contexts, recompute, recompute_context),
     )
 
 
-def _contexts(recompute: Recompute, products: Products) -> Contexts:
+def _contexts(recompute: Recompute, recompute_context: RecomputeContext) -> ContextPair:
     """Those of one layer and one micro-batch."""
     keeps = recompute == "selective"
-    record = Record(keeps=keeps, attention=create_selective_checkpoint_contexts(_keep_attention) if keeps else None)
-    return products.recorded(record), products.replayed(record)
+    saved = SavedProducts(
+        keeps=keeps, attention=create_selective_checkpoint_contexts(_keep_attention) if keeps else None
+    )
+    return recompute_context.first_pass(saved), recompute_context.recompute_pass(saved)
 
 
 def _keep_attention(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:

@@ -25,21 +25,19 @@ MAX_LINES = 600
 
 FLOORS: dict[str, int] = {
     "parallel3d.errors": -2,  # below all others: everybody raises them
-    "parallel3d.pacing": -1,  # the configuration builds them
-    "parallel3d.comm.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
+    "parallel3d.size_schedule": -1,  # the configuration builds them
+    "parallel3d.parallel.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
     "parallel3d.ramps": 0,
     "parallel3d.backends": 0,
-    "parallel3d.waits": 0,
+    "parallel3d.child_process": 0,
+    "parallel3d.wait_graph": 0,
     "parallel3d.random_keys": 0,
     "parallel3d.config": 0,
-    "parallel3d.topology": 1,
-    "parallel3d.sharding": 1,
-    "parallel3d.comm": 1,
+    "parallel3d.parallel": 1,
     "parallel3d.precision": 1,
     "parallel3d.layers": 2,
     "parallel3d.recompute": 2,
     "parallel3d.data": 2,
-    "parallel3d.testing": 2,
     "models": 3,
     "parallel3d.pipeline": 4,
     "parallel3d.optim": 5,
@@ -48,44 +46,53 @@ FLOORS: dict[str, int] = {
     "parallel3d.monitor": 6,
     "parallel3d.elastic": 7,
     "parallel3d.trainer": 8,
-    "launch": 9,
+    "parallel3d.worker": 9,
+    "parallel3d.inprocess": 10,
+    "models.hf_export": 10,
+    "models.hf_import": 10,
+    "models.initial_weights": 10,
+    "launch": 11,
 }
 """Floor of a module or of all modules in a package; the longest name that fits counts."""
 
 PURE: tuple[str, ...] = (
     "parallel3d.errors",
     "parallel3d.ramps",
-    "parallel3d.pacing",
+    "parallel3d.size_schedule",
     "parallel3d.backends",
-    "parallel3d.waits",
+    "parallel3d.wait_graph",
     "parallel3d.config",
-    "parallel3d.topology.grid",
-    "parallel3d.sharding",
+    *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding")),
     "parallel3d.precision.fixed_point",
     "parallel3d.precision.loss_scale",
     *(
         f"parallel3d.pipeline.{name}"
-        for name in ("instructions", "partition", "request", "routes", "simulation", "planner", "check", "timeline")
+        for name in ("instructions", "partition", "request", "routes", "simulator", "planner", "check", "timeline")
     ),
     "parallel3d.pipeline.route_map",
-    *(f"parallel3d.optim.{name}" for name in ("buckets", "cut")),
-    *(f"parallel3d.checkpoint.{name}" for name in ("pieces", "index")),
-    "parallel3d.optim.norms",
+    *(f"parallel3d.optim.{name}" for name in ("bucket_plan", "shard_map", "state_norms")),
+    *(f"parallel3d.checkpoint.{name}" for name in ("tensor_chunks", "index")),
     *(
         f"parallel3d.monitor.{name}"
-        for name in ("loss_ratio", "spikes", "divergence", "watch", "correlation", "history")
+        for name in ("loss_ratio", "spikes", "divergence", "training_monitor", "correlation", "history", "uptime")
     ),
-    *(f"parallel3d.monitor.{name}" for name in ("flops", "pace")),
-    "parallel3d.debug.replicas",
-    *(f"parallel3d.elastic.{name}" for name in ("membership", "survival", "protocol", "announce")),
-    *(f"parallel3d.elastic.{name}" for name in ("launcher_env", "slurm", "restart")),
-    "parallel3d.monitor.account",
-    "parallel3d.monitor.tuning",
-    "parallel3d.trainer.schedule",
+    *(f"parallel3d.monitor.{name}" for name in ("flops", "evaluation_interval", "tuning")),
+    "parallel3d.debug.replica_check",
+    *(
+        f"parallel3d.elastic.protocol.{name}"
+        for name in ("membership", "survivability", "state_machine", "restart_policy")
+    ),
+    "parallel3d.elastic.coordinator.recovery_log",
+    *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm")),
+    "parallel3d.trainer.learning_rate",
 )
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")
 
-MAY_READ_ENVIRONMENT: tuple[str, ...] = ("launch/", "parallel3d/elastic/launcher_env.py")
+MAY_READ_ENVIRONMENT: tuple[str, ...] = (
+    "launch/",
+    "parallel3d/elastic/guardian/launcher_env.py",
+    "parallel3d/worker/main.py",
+)
 
 Checker = Callable[[str, str], Iterator[str]]
 
@@ -185,7 +192,7 @@ CHECKERS: tuple[Checker, ...] = (
 
 
 def module_of(path: str) -> str:
-    """parallel3d/comm/abort.py -> parallel3d.comm.abort; a package's __init__ is the package."""
+    """parallel3d/parallel/abort.py -> parallel3d.parallel.abort; a package's __init__ is the package."""
     return ".".join(PurePosixPath(path).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -324,15 +331,15 @@ def test_files_are_found():
 
 # --- the checkers themselves ------------------------------------------------------------------------------------------
 
-GRID = "parallel3d/topology/grid.py"
-GUARDIAN = "parallel3d/elastic/guardian.py"
+GRID = "parallel3d/parallel/grid.py"
+GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
 
 
 @pytest.mark.parametrize(
     ("checker", "path", "source"),
     [
         (check_floors, GRID, "from parallel3d.optim.clip import clip"),
-        (check_floors, GRID, "import parallel3d.comm.p2p"),  # same floor, another folder
+        (check_floors, GRID, "import parallel3d.precision.p2p"),  # same floor, another folder
         (check_floors, GRID, "from parallel3d import sharding"),
         (check_floors, GRID, "from ..optim import clip"),
         (check_floors, GRID, "def f():\n    from parallel3d.optim import clip"),
@@ -348,7 +355,7 @@ GUARDIAN = "parallel3d/elastic/guardian.py"
         (check_kinds, GRID, "from torch import nn"),
         (check_kinds, GRID, "def f():\n    import torch.distributed as dist"),
         (check_kinds, "parallel3d/pipeline/planner.py", "from parallel3d.pipeline.stage import Stage"),
-        (check_kinds, "parallel3d/config/load.py", "from parallel3d.comm import abort"),
+        (check_kinds, "parallel3d/config/load.py", "from parallel3d.parallel import abort"),
         (check_kinds, "parallel3d/random_keys.py", "from torch import distributed"),
         (check_kinds, "parallel3d/precision/sums.py", "import torch.distributed as dist"),
         (check_globals, GRID, "def f():\n    global x\n    x = 1"),
@@ -385,20 +392,20 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
         (
             check_floors,
             "parallel3d/optim/clip.py",
-            "import torch\nfrom parallel3d.comm import group\nfrom . import adamw",
+            "import torch\nfrom parallel3d.parallel import group\nfrom . import adamw",
         ),
         (check_floors, "parallel3d/optim/clip.py", "from parallel3d.optim.adamw import AdamW"),
-        (check_floors, "parallel3d/topology/groups.py", "from parallel3d.comm.abort import AbortToken"),
+        (check_floors, "parallel3d/parallel/groups.py", "from parallel3d.parallel.abort import AbortToken"),
         (check_floors, "parallel3d/ramps.py", "from parallel3d.errors import ConfigError"),
         (check_floors, "launch/train.py", "from models.llama import Llama\nfrom parallel3d.trainer.loop import run"),
         (check_floors, "parallel3d/__init__.py", '"""What this is."""'),
-        (check_kinds, "parallel3d/topology/groups.py", "import torch.distributed"),
+        (check_kinds, "parallel3d/parallel/groups.py", "import torch.distributed"),
         (check_kinds, "parallel3d/pipeline/planner.py", "from parallel3d.pipeline.check import check\nimport heapq"),
         (check_kinds, "parallel3d/random_keys.py", "import torch"),
         (check_environment, "launch/train.py", "import os\nx = os.environ"),
-        (check_environment, "parallel3d/elastic/launcher_env.py", "import os\nx = os.environ"),
+        (check_environment, "parallel3d/elastic/guardian/launcher_env.py", "import os\nx = os.environ"),
         (check_waits, "launch/train.py", "import threading\ndef f(event):\n    event.wait()"),
-        (check_waits, "parallel3d/optim/zero1.py", "import torch\ndef f(work):\n    work.wait()"),
+        (check_waits, "parallel3d/optim/distributed_optimizer.py", "import torch\ndef f(work):\n    work.wait()"),
         (check_waits, GUARDIAN, "import fcntl\ndef f(file):\n    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
         (check_waits, GUARDIAN, "import threading\ndef f(event, token):\n    event.wait()"),
         (

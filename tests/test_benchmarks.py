@@ -25,8 +25,8 @@ from parallel3d.trainer.build import Plans, build_grid  # noqa: E402
 WORKLOAD = Workload()
 
 
-def contestants(*names: str) -> list[cpu.Contestant]:
-    return [c for c in cpu.CONTESTANTS if c.name in names]
+def variants(*names: str) -> list[cpu.Variant]:
+    return [c for c in cpu.VARIANTS if c.name in names]
 
 
 def row(table: str, name: str) -> list[str]:
@@ -41,14 +41,14 @@ def test_help_without_torch():
     assert done.returncode == 0 and "--rounds" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("module", sorted({c.module for c in cpu.CONTESTANTS if c.module}))
+@pytest.mark.parametrize("module", sorted({c.module for c in cpu.VARIANTS if c.module}))
 def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
     source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
     tree = ast.parse(source)
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
-    for contestant in cpu.CONTESTANTS:
-        if contestant.module == module:
-            assert all(f'"{argument}"' in source for argument in contestant.arguments)
+    for variant in cpu.VARIANTS:
+        if variant.module == module:
+            assert all(f'"{argument}"' in source for argument in variant.arguments)
 
 
 @pytest.mark.parametrize("name", bubble.SCHEDULES)
@@ -66,20 +66,20 @@ def test_the_workload_survives_a_command_line():
     assert read_workload(parser.parse_args(workload.arguments())) == workload
 
 
-@pytest.mark.parametrize("contestant", [c for c in cpu.CONTESTANTS if c.module is None], ids=lambda c: c.name)
-def test_our_configuration_is_valid(contestant: cpu.Contestant, tmp_path: Path):
+@pytest.mark.parametrize("variant", [c for c in cpu.VARIANTS if c.module is None], ids=lambda c: c.name)
+def test_our_configuration_is_valid(variant: cpu.Variant, tmp_path: Path):
     options = cpu.parse_arguments(["--steps", "3", "--cores", "2"])
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(cpu.our_config(contestant, WORKLOAD, tmp_path / "run", options)))
+    path.write_text(json.dumps(cpu.our_config(variant, WORKLOAD, tmp_path / "run", options)))
     config = resolve(load_config(path), config_path=path)
-    assert world_size(config) == contestant.num_processes
+    assert world_size(config) == variant.num_processes
     assert world_size(config) * config.run.threads_per_rank == 2
     assert config.run.num_steps == 3 + cpu.WARMUP_STEPS
 
 
 def test_select():
     assert [c.name for c in cpu.select("torch pp2,ours")][-2:] == ["ours pp2", "torch pp2"]
-    assert len(cpu.select(None)) == len({c.name for c in cpu.CONTESTANTS})
+    assert len(cpu.select(None)) == len({c.name for c in cpu.VARIANTS})
     with pytest.raises(SystemExit, match="nobody"):
         cpu.select("ours,nobody")
 
@@ -94,7 +94,7 @@ def test_the_table_of_speeds():
         cpu.Run(name="ours pp2", round=0, tokens_per_s=[1400.0]),
         cpu.Run(name="torch pp2", round=0, error="Error: a | b"),
     ]
-    chosen = contestants(*{run.name for run in runs})
+    chosen = variants(*{run.name for run in runs})
     table = cpu.speed_table(chosen, WORKLOAD, runs)
     assert row(table, "plain")[1:] == ["1,000", "3,000", "1.00", "0.50", "8.50"]
     assert row(table, "ours single")[1:] == ["1,700", "1,700", "1.70", "0.85 (at least 0.80)", "7.00"]
@@ -105,7 +105,7 @@ def test_the_table_of_speeds():
 
 def test_the_table_without_the_plain_loop_has_no_ratios():
     runs = [cpu.Run(name="ours dp2", round=0, tokens_per_s=[10.0])]
-    table = cpu.speed_table(contestants("ours dp2"), WORKLOAD, runs)
+    table = cpu.speed_table(variants("ours dp2"), WORKLOAD, runs)
     assert row(table, "ours dp2")[3:5] == ["-", "-"]
     assert "torchtitan" not in table
 
@@ -195,7 +195,7 @@ def test_the_account_of_restarts():
     lines = [
         {"event": "ended", "exit_code": 3, "time": 10.0},
         {"event": "restart", "lost_steps": 4, "wait_s": 1.0, "time": 10.1},
-        {"event": "notice", "text": "timeouts: silence 0.50 s", "time": 13.5},
+        {"event": "notice", "text": "timeouts: heartbeat 0.50 s", "time": 13.5},
     ]
     assert restarts.describe(lines, lines[1]) == {"exit_code": 3, "lost_steps": 4, "wait_s": 1.0, "back_s": 3.5}
     steps = [[{"loss": loss} for loss in losses] for losses in ([3.0, 2.0, 1.0], [3.0, 2.0, 1.5])]

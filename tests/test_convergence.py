@@ -1,4 +1,4 @@
-"""The convergence benchmark's table and one run of three steps; the contestants of the updates benchmark."""
+"""The convergence benchmark's table and one run of three steps; the variants of the updates benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.convergence import POLICIES, Result, run, table  # noqa: E402
-from benchmarks.updates import make_contestants  # noqa: E402
+from benchmarks.updates import make_variants  # noqa: E402
 from parallel3d.precision.policy import POLICIES as ROWS  # noqa: E402
 
 
@@ -41,5 +41,5 @@ def test_a_run_of_three_steps():
 
 
 def test_every_update_that_is_timed_is_one():
-    for update in make_contestants(1000).values():
+    for update in make_variants(1000).values():
         update()

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.catalogue import verify
+from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.disk import Disk, refuse_existing
 from parallel3d.checkpoint.index import WEIGHT, Index
-from parallel3d.checkpoint.pieces import Numbers, row_blocks
 from parallel3d.checkpoint.read import CheckpointReader
+from parallel3d.checkpoint.tensor_chunks import IntTuple, row_blocks
 from parallel3d.checkpoint.weights import write_weights
 from parallel3d.checkpoint.write import bytes_of
-from parallel3d.config.same_model import FREE_IN_MODEL
+from parallel3d.config.same_model import NON_WEIGHT_FIELDS
 from parallel3d.errors import CheckpointError
 
 BLOCK_ELEMENTS = 4 << 20
@@ -33,7 +33,7 @@ def average(folders: Sequence[Path], target: Path, *, disk: Disk | None = None) 
     Raises CheckpointError for a damaged checkpoint, and where they are of different models; OSError.
     """
     refuse_existing(target)
-    readers = [CheckpointReader(folder, verify(folder)) for folder in folders]
+    readers = [CheckpointReader(folder, verify_checkpoint(folder)) for folder in folders]
     if problem := next(_differences(readers), ""):
         raise CheckpointError(problem)
     newest = max(readers, key=lambda reader: reader.index.step)
@@ -52,7 +52,7 @@ def average(folders: Sequence[Path], target: Path, *, disk: Disk | None = None) 
 
 
 @torch.no_grad()
-def mean_of(readers: Sequence[CheckpointReader], tensor: str, start: Numbers, shape: Numbers) -> Tensor:
+def mean_of(readers: Sequence[CheckpointReader], tensor: str, start: IntTuple, shape: IntTuple) -> Tensor:
     """The mean of a rectangle, summed in fp64: fp32, of that shape."""
     total = torch.zeros(shape, dtype=torch.float64)
     for reader in readers:
@@ -65,7 +65,7 @@ def _differences(readers: Sequence[CheckpointReader]) -> Iterator[str]:
     first, *others = readers
     for other in others:
         was, now = (reader.index.facts.config.get("model", {}) for reader in (first, other))
-        for field in sorted((was.keys() | now.keys()) - set(FREE_IN_MODEL)):
+        for field in sorted((was.keys() | now.keys()) - set(NON_WEIGHT_FIELDS)):
             if was.get(field) != now.get(field):
                 here, there = (f"{side.get(field)!r}" for side in (was, now))
                 yield f"different models: model.{field} is {here} in {first.folder}, {there} in {other.folder}"

@@ -38,7 +38,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class IndexedPiece(_Record):
+class IndexedChunk(_Record):
     """A rectangle of a tensor, in a file."""
 
     file: str
@@ -51,7 +51,7 @@ class IndexedTensor(_Record):
 
     shape: tuple[int, ...]
     kinds: dict[str, Format]
-    pieces: tuple[IndexedPiece, ...]
+    pieces: tuple[IndexedChunk, ...]
 
 
 class IndexedFile(_Record):
@@ -63,7 +63,7 @@ class IndexedFile(_Record):
     """checksum.py"""
 
 
-class Part(_Record):
+class RankManifest(_Record):
     """What one rank has written."""
 
     file: IndexedFile | None
@@ -103,7 +103,7 @@ class Index(_Record):
         return sum(file.size for file in self.files)
 
     @property
-    def has_moments(self) -> bool:
+    def has_optimizer_state(self) -> bool:
         """Whether the optimizer's state is there, too: no run goes on from weights alone."""
         return all(tensor.kinds.keys() >= set(KINDS) for tensor in self.tensors.values())
 
@@ -113,7 +113,7 @@ def key_of(kind: str, tensor: str, start: Iterable[int]) -> str:
     return f"{kind}/{tensor}/{'-'.join(map(str, start))}"
 
 
-def merge_parts(parts: Iterable[Part]) -> tuple[tuple[IndexedFile, ...], dict[str, IndexedTensor]]:
+def merge_manifests(parts: Iterable[RankManifest]) -> tuple[tuple[IndexedFile, ...], dict[str, IndexedTensor]]:
     """Files and tensors of the whole; CheckpointError when the parts do not make up every tensor."""
     files: list[IndexedFile] = []
     tensors: dict[str, IndexedTensor] = {}
@@ -154,13 +154,13 @@ def decode_index(data: bytes, where: str) -> Index:
     return index
 
 
-def encode_part(part: Part) -> bytes:
+def encode_manifest(part: RankManifest) -> bytes:
     return part.model_dump_json().encode()
 
 
-def decode_part(data: bytes, where: str) -> Part:
+def decode_manifest(data: bytes, where: str) -> RankManifest:
     try:
-        return Part.model_validate_json(data)
+        return RankManifest.model_validate_json(data)
     except ValidationError as error:
         raise CheckpointError(f"{where} is damaged: {error.errors()[0]['msg']}") from None
 
@@ -172,15 +172,15 @@ def _gaps(tensors: Mapping[str, IndexedTensor], files: set[str] | None = None) -
             yield f"{file!r} is no name of a file in the checkpoint's folder"
     for name, tensor in tensors.items():
         rank = len(tensor.shape)
-        for piece in tensor.pieces:
-            inside = len(piece.start) == len(piece.shape) == rank and all(
+        for tensor_chunk in tensor.pieces:
+            inside = len(tensor_chunk.start) == len(tensor_chunk.shape) == rank and all(
                 first >= 0 and length > 0 and first + length <= size
-                for first, length, size in zip(piece.start, piece.shape, tensor.shape)
+                for first, length, size in zip(tensor_chunk.start, tensor_chunk.shape, tensor.shape)
             )
             if not inside:
-                yield f"a piece of {name} lies outside of it: {piece.start}, {piece.shape}"
-            if files is not None and piece.file not in files:
-                yield f"{name} names a file that is not listed: {piece.file}"
-        num_elements = sum(prod(piece.shape) for piece in tensor.pieces)
+                yield f"a piece of {name} lies outside of it: {tensor_chunk.start}, {tensor_chunk.shape}"
+            if files is not None and tensor_chunk.file not in files:
+                yield f"{name} names a file that is not listed: {tensor_chunk.file}"
+        num_elements = sum(prod(tensor_chunk.shape) for tensor_chunk in tensor.pieces)
         if num_elements != prod(tensor.shape):
             yield f"{name} has {num_elements} of its {prod(tensor.shape)} elements"

@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel3d.checkpoint.index import KINDS, WEIGHT, Index, key_of
-from parallel3d.checkpoint.pieces import Numbers, overlap, pieces_of, tensors_of
-from parallel3d.checkpoint.snapshot import bucket_pieces
+from parallel3d.checkpoint.snapshot import bucket_tensor_chunks
+from parallel3d.checkpoint.tensor_chunks import IntTuple, overlap, tensor_chunks_of, tensors_of
 from parallel3d.errors import CheckpointError
 from parallel3d.optim.bucket import Bucket, Shard
-from parallel3d.optim.buckets import Place
-from parallel3d.sharding import ParamSharding
+from parallel3d.optim.bucket_plan import ParamSlot
+from parallel3d.parallel.sharding import ParamSharding
 
 
 class CheckpointReader:
@@ -31,7 +31,7 @@ class CheckpointReader:
         self.index = index
         self._open: dict[str, Any] = {}
 
-    def read(self, kind: str, tensor: str, start: Numbers, shape: Numbers) -> Tensor:
+    def read(self, kind: str, tensor: str, start: IntTuple, shape: IntTuple) -> Tensor:
         """A rectangle of a tensor, in the format in which it was saved.
 
         Raises CheckpointError when the checkpoint lacks it, or a file is not what the index says.
@@ -40,11 +40,18 @@ class CheckpointReader:
         if known is None or kind not in known.kinds:
             raise CheckpointError(f"{self.folder} holds no {kind} of {tensor}")
         whole, num_found = None, 0
-        for piece in known.pieces:
-            if (common := overlap(start, shape, piece.start, piece.shape)) is None:
+        for tensor_chunk in known.pieces:
+            if (common := overlap(start, shape, tensor_chunk.start, tensor_chunk.shape)) is None:
                 continue
             first, size = common
-            values = self._slice(piece.file, key_of(kind, tensor, piece.start), piece.shape, piece.start, first, size)
+            values = self._slice(
+                tensor_chunk.file,
+                key_of(kind, tensor, tensor_chunk.start),
+                tensor_chunk.shape,
+                tensor_chunk.start,
+                first,
+                size,
+            )
             if size == shape:
                 return values
             whole = values.new_empty(shape) if whole is None else whole
@@ -61,7 +68,7 @@ class CheckpointReader:
 
     def side_files(self) -> dict[str, bytes]:
         """What goes with the weights, by file name: the tokenizer."""
-        shards = {piece.file for tensor in self.index.tensors.values() for piece in tensor.pieces}
+        shards = {tensor_chunk.file for tensor in self.index.tensors.values() for tensor_chunk in tensor.pieces}
         names = (file.name for file in self.index.files if file.name not in shards)
         return {name: (self.folder / name).read_bytes() for name in names}
 
@@ -69,7 +76,7 @@ class CheckpointReader:
         """Lets go of all files: what was read of them is no longer counted as this process' memory."""
         self._open.clear()
 
-    def _slice(self, file: str, key: str, shape: Numbers, start: Numbers, first: Numbers, size: Numbers) -> Tensor:
+    def _slice(self, file: str, key: str, shape: IntTuple, start: IntTuple, first: IntTuple, size: IntTuple) -> Tensor:
         path = self.folder / file
         try:
             if file not in self._open:
@@ -98,11 +105,14 @@ def load_shard(
     shard = bucket.empty_shard(span)
     shard.moments.zero_()
     states = (shard.master, *shard.moments)
-    for piece in bucket_pieces(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
+    for tensor_chunk in bucket_tensor_chunks(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
         for kind, state in zip(kinds, states):
-            values = reader.read(kind, piece.tensor, piece.start, piece.shape)
+            values = reader.read(kind, tensor_chunk.tensor, tensor_chunk.start, tensor_chunk.shape)
             torch.as_strided(
-                state, piece.shape, piece.strides, state.storage_offset() + piece.offset - span.start
+                state,
+                tensor_chunk.shape,
+                tensor_chunk.strides,
+                state.storage_offset() + tensor_chunk.offset - span.start,
             ).copy_(values)
     return shard
 
@@ -111,13 +121,15 @@ def load_shard(
 def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp_rank: int, tp_size: int) -> Tensor:
     """A tensor-parallel rank's share of a parameter, in the format that it has in the checkpoint; padding is zero."""
     check_shapes(reader, [sharding])
-    place = Place(name=sharding.name, offset=0, shape=sharding.local_shape(tp_size))
+    param_slot = ParamSlot(name=sharding.name, offset=0, shape=sharding.local_shape(tp_size))
     share: Tensor | None = None
-    for piece in pieces_of(sharding, place, range(place.length), tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
-        values = reader.read(WEIGHT, piece.tensor, piece.start, piece.shape)
-        share = values.new_zeros(place.shape) if share is None else share
-        torch.as_strided(share, piece.shape, piece.strides, piece.offset).copy_(values)
-    return torch.zeros(place.shape) if share is None else share
+    for tensor_chunk in tensor_chunks_of(
+        sharding, param_slot, range(param_slot.length), tp_rank=tp_rank, tp_size=tp_size, with_copies=True
+    ):
+        values = reader.read(WEIGHT, tensor_chunk.tensor, tensor_chunk.start, tensor_chunk.shape)
+        share = values.new_zeros(param_slot.shape) if share is None else share
+        torch.as_strided(share, tensor_chunk.shape, tensor_chunk.strides, tensor_chunk.offset).copy_(values)
+    return torch.zeros(param_slot.shape) if share is None else share
 
 
 def check_shapes(reader: CheckpointReader, shardings: Iterable[ParamSharding]) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from parallel3d.checkpoint.checksum import Checksum
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import Format, IndexedFile
-from parallel3d.checkpoint.pieces import Numbers
+from parallel3d.checkpoint.tensor_chunks import IntTuple
 
-CHUNK_BYTES = 8 << 20
+WRITE_BYTES = 8 << 20
 """What is written at a time."""
 MAX_BEHIND = 4
 """So many chunks the checksum may be behind what is written."""
@@ -34,7 +34,7 @@ class StoredTensor:
 
     key: str
     format: Format
-    shape: Numbers
+    shape: IntTuple
 
     @property
     def num_bytes(self) -> int:
@@ -45,7 +45,7 @@ def write_shard(
     disk: Disk,
     path: Path,
     tensors: Iterable[StoredTensor],
-    chunks: Iterable[memoryview],
+    buffers: Iterable[memoryview],
     *,
     check: Callable[[], None] = lambda: None,
 ) -> IndexedFile:
@@ -55,11 +55,11 @@ def write_shard(
     """
     checksum, size, behind = Checksum(), 0, deque[Future[None]]()
     with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as beside:
-        for chunk in chain([memoryview(encode_header(tensors))], chunks):
+        for buffer in chain([memoryview(encode_header(tensors))], buffers):
             check()
-            behind.append(beside.submit(checksum.update, chunk))
-            disk.write(file, chunk)
-            size += len(chunk)
+            behind.append(beside.submit(checksum.update, buffer))
+            disk.write(file, buffer)
+            size += len(buffer)
             if len(behind) > MAX_BEHIND:
                 behind.popleft().result()  # bounded: it computes
         disk.sync(file)
@@ -94,7 +94,7 @@ def split_into_files(tensors: Iterable[StoredTensor], max_bytes: int) -> list[li
     return files
 
 
-def write_listed(disk: Disk, path: Path, data: bytes) -> IndexedFile:
+def write_small_file(disk: Disk, path: Path, data: bytes) -> IndexedFile:
     """Writes and syncs a small file of any kind; what an index says of it. Raises OSError."""
     disk.write_file(path, data)
     checksum = Checksum()

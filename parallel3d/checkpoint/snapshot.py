@@ -14,33 +14,37 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.index import KINDS
-from parallel3d.checkpoint.pieces import Numbers, Piece, pieces_of, tensors_of, written_span
+from parallel3d.checkpoint.tensor_chunks import IntTuple, TensorChunk, tensor_chunks_of, tensors_of, written_span
 from parallel3d.optim.bucket import Bucket
-from parallel3d.optim.zero1 import ShardedOptimizer
+from parallel3d.optim.distributed_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class BucketRange:
     """A part of a bucket: its rectangles, and a copy of its elements by kind, each (elements,)."""
 
     start: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorChunk, ...]
     states: tuple[Tensor, ...]
     """In the order of `KINDS`."""
 
-    def tensors(self) -> Iterator[tuple[str, Piece, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, TensorChunk, Tensor]]:
         """(kind, piece, values) of everything, values of the piece's shape."""
         for kind, state in zip(KINDS, self.states):
-            for piece in self.pieces:
-                yield kind, piece, torch.as_strided(state, piece.shape, piece.strides, piece.offset - self.start)
+            for tensor_chunk in self.pieces:
+                yield (
+                    kind,
+                    tensor_chunk,
+                    torch.as_strided(state, tensor_chunk.shape, tensor_chunk.strides, tensor_chunk.offset - self.start),
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """What one rank writes."""
 
-    ranges: tuple[Range, ...]
-    shapes: dict[str, Numbers]
+    ranges: tuple[BucketRange, ...]
+    shapes: dict[str, IntTuple]
     """Of the tensors that it has something of."""
 
     @property
@@ -51,30 +55,32 @@ class Snapshot:
 @torch.no_grad()
 def take_snapshot(optimizer: ShardedOptimizer, *, tp_rank: int, tp_size: int) -> Snapshot:
     """Copies what this rank writes; the next step may begin as soon as this returns."""
-    ranges: list[Range] = []
-    shapes: dict[str, Numbers] = {}
+    ranges: list[BucketRange] = []
+    shapes: dict[str, IntTuple] = {}
     for bucket in optimizer.buckets:
-        span = written_span(bucket.plan, optimizer.cut_of(bucket), optimizer.rank)
-        pieces = bucket_pieces(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=False)
+        span = written_span(bucket.plan, optimizer.shard_map_of(bucket), optimizer.rank)
+        pieces = bucket_tensor_chunks(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=False)
         if not pieces:
             continue
         shard = bucket.owned
         part = slice(span.start - shard.span.start, span.stop - shard.span.start)
         states = (shard.master[part], shard.moments[0, part], shard.moments[1, part])
-        ranges.append(Range(start=span.start, pieces=pieces, states=tuple(_copy(state) for state in states)))
-        named = {piece.tensor for piece in pieces}
+        ranges.append(BucketRange(start=span.start, pieces=pieces, states=tuple(_copy(state) for state in states)))
+        named = {tensor_chunk.tensor for tensor_chunk in pieces}
         for parameter in bucket.parameters:
             shapes |= {name: shape for name, shape in tensors_of(parameter.sharding).items() if name in named}
     return Snapshot(ranges=tuple(ranges), shapes=shapes)
 
 
-def bucket_pieces(bucket: Bucket, span: range, *, tp_rank: int, tp_size: int, with_copies: bool) -> tuple[Piece, ...]:
+def bucket_tensor_chunks(
+    bucket: Bucket, span: range, *, tp_rank: int, tp_size: int, with_copies: bool
+) -> tuple[TensorChunk, ...]:
     """The rectangles of all parameters within a range of the bucket."""
     return tuple(
-        piece
-        for parameter, place in zip(bucket.parameters, bucket.plan.places)
-        for piece in pieces_of(
-            parameter.sharding, place, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=with_copies
+        tensor_chunk
+        for parameter, param_slot in zip(bucket.parameters, bucket.plan.param_slots)
+        for tensor_chunk in tensor_chunks_of(
+            parameter.sharding, param_slot, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=with_copies
         )
     )
 

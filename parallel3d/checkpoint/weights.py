@@ -14,22 +14,22 @@ from parallel3d.checkpoint.index import (
     WEIGHT,
     Format,
     Index,
-    IndexedPiece,
+    IndexedChunk,
     IndexedTensor,
     RunFacts,
     encode_index,
     key_of,
 )
-from parallel3d.checkpoint.pieces import Numbers
-from parallel3d.checkpoint.shard import StoredTensor, write_listed, write_shard
+from parallel3d.checkpoint.shard import StoredTensor, write_shard, write_small_file
+from parallel3d.checkpoint.tensor_chunks import IntTuple
 
 FILE = "weights.safetensors"
 
 
 def write_weights(
     target: Path,
-    tensors: Mapping[str, tuple[Format, Numbers]],
-    chunks: Iterable[memoryview],
+    tensors: Mapping[str, tuple[Format, IntTuple]],
+    buffers: Iterable[memoryview],
     *,
     facts: RunFacts,
     step: int,
@@ -46,8 +46,8 @@ def write_weights(
             StoredTensor(key=key_of(WEIGHT, name, (0,) * len(shape)), format=kind, shape=shape)
             for name, (kind, shape) in tensors.items()
         ]
-        listed = [write_shard(disk, folder / FILE, stored, chunks)]
-        listed += [write_listed(disk, folder / name, data) for name, data in (files or {}).items()]
+        listed = [write_shard(disk, folder / FILE, stored, buffers)]
+        listed += [write_small_file(disk, folder / name, data) for name, data in (files or {}).items()]
         index = Index(
             step=step,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -59,6 +59,6 @@ def write_weights(
     return index
 
 
-def _indexed(kind: Format, shape: Numbers) -> IndexedTensor:
-    piece = IndexedPiece(file=FILE, start=(0,) * len(shape), shape=shape)
-    return IndexedTensor(shape=shape, kinds={WEIGHT: kind}, pieces=(piece,))
+def _indexed(kind: Format, shape: IntTuple) -> IndexedTensor:
+    tensor_chunk = IndexedChunk(file=FILE, start=(0,) * len(shape), shape=shape)
+    return IndexedTensor(shape=shape, kinds={WEIGHT: kind}, pieces=(tensor_chunk,))

@@ -18,24 +18,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.catalogue import Catalogue
+from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import (
     INDEX,
     KINDS,
     Format,
     Index,
-    IndexedPiece,
+    IndexedChunk,
     IndexedTensor,
-    Part,
+    RankManifest,
     RunFacts,
-    decode_part,
+    decode_manifest,
     encode_index,
-    encode_part,
+    encode_manifest,
     key_of,
-    merge_parts,
+    merge_manifests,
 )
-from parallel3d.checkpoint.shard import CHUNK_BYTES, StoredTensor, write_listed, write_shard
+from parallel3d.checkpoint.shard import WRITE_BYTES, StoredTensor, write_shard, write_small_file
 from parallel3d.checkpoint.snapshot import Snapshot
 
 FORMATS: dict[torch.dtype, Format] = {
@@ -49,7 +49,7 @@ DTYPES = {name: dtype for dtype, name in FORMATS.items()}
 T = TypeVar("T")
 
 
-class SaveAbandoned(Exception):
+class SaveCancelled(Exception):
     """Nobody waits for this save any more."""
 
 
@@ -57,11 +57,11 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
-def part_name(rank: int) -> str:
+def manifest_name(rank: int) -> str:
     return f"rank-{rank:05}.json"
 
 
-def write_part(
+def write_rank_files(
     disk: Disk, folder: Path, rank: int, snapshot: Snapshot, *, check: Callable[[], None] = lambda: None
 ) -> None:
     """Writes a rank's shard, then what is in it; both are on disk when this returns. Raises OSError.
@@ -71,13 +71,15 @@ def write_part(
     disk.make_folder(folder)
     file = None
     if snapshot.ranges:
-        file = write_shard(disk, folder / shard_name(rank), _stored(snapshot), _chunks(snapshot), check=check)
-    disk.write_file(folder / part_name(rank), encode_part(Part(file=file, tensors=_indexed(snapshot, rank))))
+        file = write_shard(disk, folder / shard_name(rank), _stored(snapshot), _buffers(snapshot), check=check)
+    disk.write_file(
+        folder / manifest_name(rank), encode_manifest(RankManifest(file=file, tensors=_indexed(snapshot, rank)))
+    )
     disk.sync_folder(folder)
 
 
 def publish(
-    catalogue: Catalogue,
+    checkpoint_dir: CheckpointDirectory,
     partial: Path,
     step: int,
     ranks: Sequence[int],
@@ -88,14 +90,14 @@ def publish(
 
     Raises OSError, or CheckpointError when the parts do not make up the model.
     """
-    disk = catalogue.disk
-    parts = [decode_part((partial / part_name(rank)).read_bytes(), part_name(rank)) for rank in ranks]
-    shards, tensors = merge_parts(parts)
+    disk = checkpoint_dir.disk
+    parts = [decode_manifest((partial / manifest_name(rank)).read_bytes(), manifest_name(rank)) for rank in ranks]
+    shards, tensors = merge_manifests(parts)
     listed = {shard.name for shard in shards}
     for path in sorted(partial.iterdir()):  # the parts, and what an attempt that was killed has left
         if path.name not in listed:
             disk.remove_file(path)
-    others = [write_listed(disk, partial / name, data) for name, data in (files or {}).items()]
+    others = [write_small_file(disk, partial / name, data) for name, data in (files or {}).items()]
     index = Index(
         step=step,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -105,27 +107,27 @@ def publish(
     )
     disk.write_file(partial / INDEX, encode_index(index))
     disk.sync_folder(partial)
-    catalogue.publish(partial, step)
+    checkpoint_dir.publish(partial, step)
     return index
 
 
 def _stored(snapshot: Snapshot) -> Iterator[StoredTensor]:
     """All tensors of a rank's file, in order."""
     for part in snapshot.ranges:
-        for kind, piece, values in part.tensors():
-            key = key_of(kind, piece.tensor, piece.start)
-            yield StoredTensor(key=key, format=FORMATS[values.dtype], shape=piece.shape)
+        for kind, tensor_chunk, values in part.tensors():
+            key = key_of(kind, tensor_chunk.tensor, tensor_chunk.start)
+            yield StoredTensor(key=key, format=FORMATS[values.dtype], shape=tensor_chunk.shape)
 
 
-def _chunks(snapshot: Snapshot) -> Iterator[memoryview]:
+def _buffers(snapshot: Snapshot) -> Iterator[memoryview]:
     """Their bytes."""
-    return (chunk for part in snapshot.ranges for _, _, values in part.tensors() for chunk in chunks_of(values))
+    return (buffer for part in snapshot.ranges for _, _, values in part.tensors() for buffer in buffers_of(values))
 
 
-def chunks_of(values: Tensor) -> Iterator[memoryview]:
+def buffers_of(values: Tensor) -> Iterator[memoryview]:
     """A tensor's bytes, some at a time."""
     data = bytes_of(values)
-    return (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
+    return (data[start : start + WRITE_BYTES] for start in range(0, len(data), WRITE_BYTES))
 
 
 def bytes_of(values: Tensor) -> memoryview:
@@ -134,19 +136,21 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:
-    pieces: dict[str, list[IndexedPiece]] = {name: [] for name in snapshot.shapes}
+    pieces: dict[str, list[IndexedChunk]] = {name: [] for name in snapshot.shapes}
     formats: dict[str, Format] = {}
     for part in snapshot.ranges:
-        for piece in part.pieces:
-            pieces[piece.tensor].append(IndexedPiece(file=shard_name(rank), start=piece.start, shape=piece.shape))
-            formats[piece.tensor] = FORMATS[part.states[0].dtype]
+        for tensor_chunk in part.pieces:
+            pieces[tensor_chunk.tensor].append(
+                IndexedChunk(file=shard_name(rank), start=tensor_chunk.start, shape=tensor_chunk.shape)
+            )
+            formats[tensor_chunk.tensor] = FORMATS[part.states[0].dtype]
     return {
         name: IndexedTensor(shape=shape, kinds=dict.fromkeys(KINDS, formats[name]), pieces=tuple(pieces[name]))
         for name, shape in snapshot.shapes.items()
     }
 
 
-class Pace:
+class WriteThrottle:
     """Breaks, so that a thread works a `share` (0 to 1) of the time, until `hurry`.
 
     Of what was tried (docs/experiments.md) this takes least from training: a thread of low priority gets its share as
@@ -154,23 +158,23 @@ class Pace:
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic):
-        self._breaks = 1.0 / share - 1.0
+        self._pause_ratio = 1.0 / share - 1.0
         self._clock = clock
-        self._hurry = threading.Event()
-        self._resumed_s: float | None = None
+        self._unthrottled = threading.Event()
+        self._last_pause_end_s: float | None = None
 
-    def rest(self) -> None:
+    def throttle(self) -> None:
         """Sleeps as long as the work since the last call asks for, the first time not at all; `hurry` wakes it."""
-        if self._resumed_s is not None and self._breaks and not self._hurry.is_set():
-            self._hurry.wait(self._breaks * (self._clock() - self._resumed_s))
-        self._resumed_s = self._clock()
+        if self._last_pause_end_s is not None and self._pause_ratio and not self._unthrottled.is_set():
+            self._unthrottled.wait(self._pause_ratio * (self._clock() - self._last_pause_end_s))
+        self._last_pause_end_s = self._clock()
 
-    def hurry(self) -> None:
+    def stop_throttling(self) -> None:
         """From now on without a break."""
-        self._hurry.set()
+        self._unthrottled.set()
 
 
-class Backroom:
+class BackgroundExecutor:
     """Does work in order, on a thread that lives while there is any; a process may end before it has."""
 
     def __init__(self, name: str):

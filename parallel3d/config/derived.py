@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel3d.config.paces import extent, warmup_warnings
 from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
+from parallel3d.config.warmup_builder import run_length, warmup_warnings
 
 RARE_SHARE = 0.1
 """Of a blend's source that may be meant otherwise."""
@@ -127,11 +127,11 @@ def warnings(config: Config) -> list[str]:
     """What is allowed but hardly meant, one sentence each; of a resolved configuration."""
     parallel, replicas = config.parallel, stage_replicas(config)
     num_micro_batches = batch_sizes(config.batch)[2]
-    schedule, whole = config.schedule, extent(config)
-    if schedule.decay_tokens is None:
-        unit, decay_end, run_end = "steps", schedule.decay_steps or whole.num_steps, whole.num_steps
+    lr_schedule, whole = config.lr_schedule, run_length(config)
+    if lr_schedule.decay_tokens is None:
+        unit, decay_end, run_end = "steps", lr_schedule.decay_steps or whole.num_steps, whole.num_steps
     else:
-        unit, decay_end, run_end = "tokens", schedule.decay_tokens, whole.num_tokens
+        unit, decay_end, run_end = "tokens", lr_schedule.decay_tokens, whole.num_tokens
     slices = num_micro_batches / max(replicas) * parallel.virtual_stages
     bubble = (parallel.pp_size - 1) / (slices + parallel.pp_size - 1)
     uneven = sorted({count for count in replicas if num_micro_batches % count})
@@ -159,17 +159,17 @@ def warnings(config: Config) -> list[str]:
             'run.compile "elementwise" has no effect on gpt2, whose norms and activations are kernels already',
         ),
         (
-            schedule.kind != "constant" and decay_end < 0.8 * run_end,
+            lr_schedule.kind != "constant" and decay_end < 0.8 * run_end,
             f"the learning rate stays at its lowest from {decay_end:,} {unit} of {run_end:,} on"
-            f" (schedule.decay_{unit})",
+            f" (lr_schedule.decay_{unit})",
         ),
         (
-            schedule.warmup_steps >= whole.num_steps,
-            f"the run ends within its warmup of {schedule.warmup_steps:,} updates (schedule.warmup_steps)",
+            lr_schedule.warmup_steps >= whole.num_steps,
+            f"the run ends within its warmup of {lr_schedule.warmup_steps:,} updates (lr_schedule.warmup_steps)",
         ),
         (
-            (schedule.warmup_tokens or 0) >= whole.num_tokens,
-            f"the run ends within its warmup of {schedule.warmup_tokens or 0:,} tokens (schedule.warmup_tokens)",
+            (lr_schedule.warmup_tokens or 0) >= whole.num_tokens,
+            f"the run ends within its warmup of {lr_schedule.warmup_tokens or 0:,} tokens (lr_schedule.warmup_tokens)",
         ),
         (
             config.elastic.enabled and not config.elastic.zero_backups and parallel.zero_stage and max(replicas) > 1,

@@ -17,7 +17,7 @@ from parallel3d.config.derived import stage_replicas
 from parallel3d.config.schema import Config, ParallelConfig
 from parallel3d.errors import UserError
 
-WHOLE_GRID: dict[str, Any] = {
+GRID_DEFAULTS: dict[str, Any] = {
     "tp_size": 1,
     "pp_size": 1,
     "dp_size": 1,
@@ -27,7 +27,7 @@ WHOLE_GRID: dict[str, Any] = {
 """What a layout sets in section `parallel` whether it says so or not."""
 
 SCHEDULES = get_args(ParallelConfig.model_fields["schedule"].annotation)
-SWITCHES: dict[str, tuple[str, Any]] = {
+NAMED_PARTS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence_parallel", True),
     "zero0": ("zero_stage", 0),
     "zero1": ("zero_stage", 1),
@@ -35,9 +35,14 @@ SWITCHES: dict[str, tuple[str, Any]] = {
 }
 """Parts without a number: the field of section `parallel` and its value."""
 
-HELP = f"parts joined by dots: tpN ppN dpN (dpN/N where stages differ) vN (interleaved) {' '.join(SWITCHES)}"
+HELP = f"parts joined by dots: tpN ppN dpN (dpN/N where stages differ) vN (interleaved) {' '.join(NAMED_PARTS)}"
 
-USUAL = (("tp2.sp", "tp2"), ("pp2",), ("dp2",), ("tp2.pp2.dp2.sp", "tp2.pp2.dp2", "pp2.dp2", "tp2.pp2", "tp2.dp2"))
+DEFAULT_LAYOUTS = (
+    ("tp2.sp", "tp2"),
+    ("pp2",),
+    ("dp2",),
+    ("tp2.pp2.dp2.sp", "tp2.pp2.dp2", "pp2.dp2", "tp2.pp2", "tp2.dp2"),
+)
 """What is worth a look by default: of each tuple the first that fits a configuration."""
 
 
@@ -56,7 +61,7 @@ class Layout:
 
 def parse_layout(text: str) -> Layout:
     """The layout that `text` names; UserError says which part of it is none."""
-    fields = dict(WHOLE_GRID)
+    fields = dict(GRID_DEFAULTS)
     seen: set[str] = set()
     for part in text.strip().split("."):
         name, value = _parse_part(part, text)
@@ -78,7 +83,7 @@ def parse_layouts(text: str) -> tuple[Layout, ...]:
     return tuple(parse_layout(part) for part in text.split(","))
 
 
-def layout_of(config: Config) -> Layout:
+def current_layout(config: Config) -> Layout:
     """The layout that a resolved configuration has already, under its short name: nothing to override."""
     replicas = stage_replicas(config)
     widths = replicas[:1] if len(set(replicas)) == 1 else replicas
@@ -87,7 +92,7 @@ def layout_of(config: Config) -> Layout:
     return Layout(name=name, fields={})
 
 
-def other_layouts(config: Config) -> Iterator[Layout]:
+def alternative_layouts(config: Config) -> Iterator[Layout]:
     """Layouts of straight grids that could take over the run of a resolved configuration, the most fitting first.
 
     As many ranks as it has come before fewer, then: no rank holds more of the model, tensor parallelism does not grow
@@ -113,16 +118,16 @@ def _grids(num_ranks: int) -> Iterator[tuple[int, int, int]]:
         yield from ((tp, pp, num_ranks // tp // pp) for pp in divisors if num_ranks // tp % pp == 0)
 
 
-def usual_layouts(fits: Callable[[Layout], bool]) -> Iterator[Layout]:
+def default_layouts(fits: Callable[[Layout], bool]) -> Iterator[Layout]:
     """A few layouts that between them use every axis, as far as they fit."""
-    for alternatives in USUAL:
+    for alternatives in DEFAULT_LAYOUTS:
         yield from [layout for layout in map(parse_layout, alternatives) if fits(layout)][:1]
 
 
 def _parse_part(part: str, text: str) -> tuple[str, Any]:
     """The field of section `parallel` and its value."""
-    if part in SWITCHES:
-        return SWITCHES[part]
+    if part in NAMED_PARTS:
+        return NAMED_PARTS[part]
     if match := re.fullmatch(r"(tp|pp)([1-9]\d*)", part):
         return f"{match[1]}_size", int(match[2])
     if match := re.fullmatch(r"v([1-9]\d*)", part):

@@ -23,11 +23,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
-from parallel3d.config.paces import length_warmup, num_steps
 from parallel3d.config.rules import broken_rules, expand_home
 from parallel3d.config.schema import Config
 from parallel3d.config.section import Section
 from parallel3d.config.warmup import CurriculumLearning
+from parallel3d.config.warmup_builder import length_warmup, num_steps
 from parallel3d.errors import ConfigError, Problem
 
 CACHE_DIRECTORY = "~/.cache/parallel3d"
@@ -63,8 +63,8 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
     """
     check_config(config, world_size)
     raw = config.model_dump()
-    model, parallel, batch, schedule, data, run = (
-        raw[name] for name in ("model", "parallel", "batch", "schedule", "data", "run")
+    model, parallel, batch, lr_schedule, data, run = (
+        raw[name] for name in ("model", "parallel", "batch", "lr_schedule", "data", "run")
     )
     sizes = derived.batch_sizes(config.batch)
     batch["global_batch_size"], batch["micro_batch_size"], batch["num_micro_batches"] = sizes
@@ -92,9 +92,9 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
         warmup["sequence_length"] = length_warmup(config).model_dump()
         raw["curriculum_learning"] = CurriculumLearning().model_dump()
     warmup["batch_size"]["increment"] = warmup["batch_size"]["increment"] or batch["micro_batch_size"]
-    if schedule["decay_tokens"] is None:
+    if lr_schedule["decay_tokens"] is None:
         last_step = num_steps(Config.model_validate(raw))
-        schedule["decay_steps"] = schedule["decay_steps"] or max(last_step, schedule["warmup_steps"])
+        lr_schedule["decay_steps"] = lr_schedule["decay_steps"] or max(last_step, lr_schedule["warmup_steps"])
     return Config.model_validate(raw)
 
 
@@ -150,8 +150,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> Iterator[Problem]:
     for depth, section in enumerate(sections, start=1):
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            place = ".".join(sections[:depth])
-            yield Problem(field=field, value=text, rule=f"{place} has no fields", fix=f"Set {place} itself")
+            prefix = ".".join(sections[:depth])
+            yield Problem(field=field, value=text, rule=f"{prefix} has no fields", fix=f"Set {prefix} itself")
             return
     try:
         node[name] = json.loads(text)

@@ -242,29 +242,29 @@ def _check_batch(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def _check_schedule_units(config: Config, world_size: int | None) -> Iterator[Problem]:
-    for part, is_given in (("warmup", config.schedule.warmup_steps > 0), ("decay", config.schedule.decay_steps)):
-        in_tokens = _value(config, f"schedule.{part}_tokens")
+def _check_lr_schedule_units(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for part, is_given in (("warmup", config.lr_schedule.warmup_steps > 0), ("decay", config.lr_schedule.decay_steps)):
+        in_tokens = _value(config, f"lr_schedule.{part}_tokens")
         if is_given and in_tokens is not None:
             yield Problem(
-                field=f"schedule.{part}_tokens",
+                field=f"lr_schedule.{part}_tokens",
                 value=in_tokens,
-                rule=f"excludes schedule.{part}_steps = {_value(config, f'schedule.{part}_steps')}, which says the same"
-                " in updates",
+                rule=f"excludes lr_schedule.{part}_steps = {_value(config, f'lr_schedule.{part}_steps')}, which says"
+                " the same in updates",
                 fix="Leave one of them out",
             )
 
 
-def _check_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
+def _check_lr_warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
     for unit in ("steps", "tokens"):
-        warmup, end = (_value(config, f"schedule.{part}_{unit}") for part in ("warmup", "decay"))
+        warmup, end = (_value(config, f"lr_schedule.{part}_{unit}") for part in ("warmup", "decay"))
         # a short trial run may end within its warmup: that is a warning
-        if config.schedule.kind != "constant" and end is not None and warmup is not None and warmup > end:
+        if config.lr_schedule.kind != "constant" and end is not None and warmup is not None and warmup > end:
             yield Problem(
-                field=f"schedule.warmup_{unit}",
+                field=f"lr_schedule.warmup_{unit}",
                 value=warmup,
-                rule=f"is longer than the schedule, which ends at schedule.decay_{unit} = {end}",
-                fix=f"Take at most {end}, or raise schedule.decay_{unit}",
+                rule=f"is longer than the schedule, which ends at lr_schedule.decay_{unit} = {end}",
+                fix=f"Take at most {end}, or raise lr_schedule.decay_{unit}",
             )
 
 
@@ -321,13 +321,13 @@ def expand_home(path: str) -> str:
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
 _RESTART = ("restart.max_restarts", "restart.backoff_s", "restart.max_backoff_s")
 _STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
-_SCHEDULE = tuple(f"schedule.{part}_{unit}" for part in ("warmup", "decay") for unit in ("steps", "tokens"))
+_LR_SCHEDULE = tuple(f"lr_schedule.{part}_{unit}" for part in ("warmup", "decay") for unit in ("steps", "tokens"))
 _BLEND = ("data.blend.sources", "data.blend.stages", "data.blend.renormalise")
 _LAYOUT = ("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.stage_replicas")
 
 
 def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]:
-    for name in ("silence", "stuck"):
+    for name in ("heartbeat_timeout", "watchdog_timeout"):
         timeout = getattr(config.elastic, name)
         if timeout.min_s > timeout.max_s:
             rule = f"must be at most elastic.{name}.max_s = {timeout.max_s:g}"
@@ -446,8 +446,8 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_stage_replicas, _LAYOUT),
     (_check_world, _LAYOUT),
     (_check_batch, (*_BATCH_SIZES, *_LAYOUT)),
-    (_check_schedule_units, _SCHEDULE),
-    (_check_warmup, ("schedule.kind", *_SCHEDULE)),
+    (_check_lr_schedule_units, _LR_SCHEDULE),
+    (_check_lr_warmup, ("lr_schedule.kind", *_LR_SCHEDULE)),
     (check_tokenizer, ("data.tokenizer.vocab_size", "model.vocab_size")),
     (check_bytes, ("data.tokenizer", "model.vocab_size")),
     (check_sources, ("data.sources", *_BLEND)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel3d.config.schema import ModelConfig
 
-FREE_IN_MODEL = ("hidden_dropout", "initializer_range", "initializer_depth_scaling", "norm_backend")
+NON_WEIGHT_FIELDS = ("hidden_dropout", "initializer_range", "initializer_depth_scaling", "norm_backend")
 """Fields of the model that say nothing of its weights."""
 
 
@@ -16,7 +16,7 @@ def model_differences(model: ModelConfig, other: ModelConfig) -> Iterator[tuple[
 
     Rotary positions have no weights: there the longest sequence is free.
     """
-    free = (*FREE_IN_MODEL, *(["max_position_embeddings"] if model.architecture == "llama" else []))
+    free = (*NON_WEIGHT_FIELDS, *(["max_position_embeddings"] if model.architecture == "llama" else []))
     for field in ModelConfig.model_fields:
         value, other_value = getattr(model, field), getattr(other, field)
         if field not in free and value != other_value:

@@ -194,7 +194,7 @@ class OptimizerConfig(Section):
     """What runs the update: torch's fused kernel, or NVIDIA apex's FusedAdam (CUDA; precision.policy fp32, fp16 or
     bf16; never run yet). auto: apex where it is installed and fits."""
     learning_rate: PositiveFloat
-    """Peak learning rate; `schedule` says how it is reached and left."""
+    """Peak learning rate; `lr_schedule` says how it is reached and left."""
     beta1: Fraction = 0.9
     """Decay of the first moment, per update."""
     beta2: Fraction = 0.95
@@ -209,7 +209,7 @@ class OptimizerConfig(Section):
     """Gradients are scaled down to this global norm. Null: no clipping."""
 
 
-class ScheduleConfig(Section):
+class LrScheduleConfig(Section):
     """The learning rate: linear warmup, a plateau, decay; by updates or by tokens trained."""
 
     kind: Literal["constant", "linear", "cosine", "1-sqrt"] = "cosine"
@@ -244,7 +244,7 @@ class TimeoutConfig(Section):
     """Never longer, in seconds; at least min_s."""
 
 
-class SilenceConfig(TimeoutConfig):
+class HeartbeatTimeoutConfig(TimeoutConfig):
     """How long a worker may be without a sign of life."""
 
     multiplier: PositiveFloat = 100.0
@@ -255,7 +255,7 @@ class SilenceConfig(TimeoutConfig):
     """Never longer, in seconds; at least min_s."""
 
 
-class StuckConfig(TimeoutConfig):
+class WatchdogTimeoutConfig(TimeoutConfig):
     """How long a worker may be alive without getting on."""
 
     multiplier: PositiveFloat = 100_000.0
@@ -308,9 +308,9 @@ class ElasticConfig(Section):
     """Copies of every range of optimizer state on another replica of its stage, kept up by updating it there too:
     optimizer memory and update work x 2. 0: under zero_stage 1 the loss of any worker loses its range and ends the run.
     Without effect at zero_stage 0."""
-    silence: SilenceConfig = SilenceConfig()
+    heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
     """How long a worker may be without a sign of life before its guardian kills it."""
-    stuck: StuckConfig = StuckConfig()
+    watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()
     """How long a worker may be alive without getting on, while it waits for nobody, before its guardian kills it."""
     witness: str | None = None
     """A file on a folder that all hosts share: of two halves of the hosts that can't reach each other, the one that
@@ -427,10 +427,10 @@ class DebugConfig(Section):
     """What a copy that differs leads to: stop ends the run with exit code 5, warn says so at every check."""
     profile: ProfileConfig = ProfileConfig()
     """Traces by torch's profiler."""
-    overdue_factor: PositiveFloat | None = 10.0
+    slow_step_factor: PositiveFloat | None = 10.0
     """A step that takes so many times the median of the steps before is overdue: a table says where every rank is and
     whom it waits for, and each writes its stacks into its log. The run goes on. Null: never."""
-    overdue_min_s: PositiveFloat = 30.0
+    slow_step_min_s: PositiveFloat = 30.0
     """No step is overdue before so many seconds; ten times as long before the third step and while evaluating."""
 
 
@@ -451,7 +451,7 @@ class Config(Section):
     """Number formats."""
     optimizer: OptimizerConfig
     """AdamW."""
-    schedule: ScheduleConfig = ScheduleConfig()
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
     """The learning rate over the updates."""
     warmup: WarmupConfig = WarmupConfig()
     """Steps that are smaller at first: shorter sequences, or fewer."""

@@ -1,4 +1,5 @@
-"""The sections for warmups of the batch: shorter sequences first, or fewer. parallel3d/pacing.py has the formulas."""
+"""The sections for warmups of the batch: shorter sequences first, or fewer. parallel3d/size_schedule.py has the
+formulas."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class BatchSizeWarmup(Section):
 
 
 class WarmupConfig(Section):
-    """Steps that are smaller at first; the learning rate's warmup is schedule.warmup_steps."""
+    """Steps that are smaller at first; the learning rate's warmup is lr_schedule.warmup_steps."""
 
     sequence_length: SequenceLengthWarmup = SequenceLengthWarmup()
     """Shorter sequences first, of all of batch.global_batch_size; evaluations have the full length."""

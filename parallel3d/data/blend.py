@@ -27,7 +27,7 @@ import numpy as np
 
 from parallel3d.data.documents import TokenDocuments
 from parallel3d.data.lanes import Lanes
-from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """Of 2**64."""
@@ -51,7 +51,7 @@ class BlendStage:
 
 
 @dataclass(frozen=True)
-class Selection:
+class Subset:
     """Some documents of a set, in the order given."""
 
     documents: TokenDocuments
@@ -68,12 +68,12 @@ class Selection:
         return self.documents.tokens(int(self.indices[index]))
 
 
-def offset_of(seed: int) -> int:
+def seed_offset(seed: int) -> int:
     """What a run's seed adds to the numbers of all its sequences."""
     return int.from_bytes(hashlib.blake2b(f"blend {seed}".encode(), digest_size=8).digest(), "little")
 
 
-def spread(offset: int, lane: int, sequence: int) -> int:
+def low_discrepancy_number(offset: int, lane: int, sequence: int) -> int:
     """The number below 2**64 that chooses the source of a lane's sequence."""
     reversed_bits = int(f"{lane:064b}"[::-1], 2)
     return (offset + reversed_bits + sequence * GOLDEN_RATIO) % 2**64
@@ -84,7 +84,7 @@ def choose_source(bounds: Sequence[int], number: int) -> int:
     return bisect_right(bounds, number)
 
 
-class Blend(Reader):
+class BlendedReader(Reader):
     """Reads each sequence of a lane from one of several sources.
 
     A cursor is (stage, sequences read, then data epoch, document and offset in each source): 2 + 3 x sources integers.
@@ -96,22 +96,22 @@ class Blend(Reader):
         self._sources = tuple(sources)
         self._starts = [stage.from_token for stage in stages]
         self._bounds = [stage.bounds for stage in stages]
-        self._offset = offset_of(seed)
+        self._offset = seed_offset(seed)
 
     def start(self, lane: int) -> LaneCursor:
         return (0, 0, *(number for source in self._sources for number in source.start(lane)))
 
-    def at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
+    def cursor_at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
         return (bisect_right(self._starts, tokens_read) - 1, *cursor[1:])
 
     def source_of(self, lane: int, cursor: LaneCursor) -> int:
         """The number of the source that the next sequence is read from."""
         stage, num_sequences, *_ = cursor
-        return choose_source(self._bounds[stage], spread(self._offset, lane, num_sequences))
+        return choose_source(self._bounds[stage], low_discrepancy_number(self._offset, lane, num_sequences))
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
-        stage, num_sequences, *places = cursor
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
+        stage, num_sequences, *source_cursors = cursor
         source = self.source_of(lane, cursor)
         mine = slice(3 * source, 3 * source + 3)
-        tokens, places[mine] = self._sources[source].read(lane, tuple(places[mine]), num_tokens)
-        return tokens, (stage, num_sequences + 1, *places)
+        tokens, source_cursors[mine] = self._sources[source].read(lane, tuple(source_cursors[mine]), num_tokens)
+        return tokens, (stage, num_sequences + 1, *source_cursors)

@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from parallel3d.comm.abort import POLL_S, AbortToken
 from parallel3d.errors import DataError
+from parallel3d.parallel.abort import POLL_S, AbortToken
 
-PATIENCE_S = 30.0  # of waiting for another process before this one says so
+LOCK_LOG_AFTER_S = 30.0  # of waiting for another process before this one says so
 
 
-def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, notice: Callable[[str], None]) -> None:
+def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, log: Callable[[str], None]) -> None:
     """Has `build` fill an empty folder, which then becomes `folder`; does nothing where that is there.
 
-    DataError when the disk can't be written; EpochEnded once the token is aborted.
+    DataError when the disk can't be written; GenerationEnded once the token is aborted.
     """
     if folder.is_dir():
         return
-    with _lock(folder.with_suffix(".lock"), token, notice):
+    with _lock(folder.with_suffix(".lock"), token, log):
         if folder.is_dir():
             return
         scratch = folder.with_suffix(".building")
@@ -45,7 +45,7 @@ def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, n
 
 
 @contextmanager
-def _lock(path: Path, token: AbortToken, notice: Callable[[str], None]) -> Iterator[None]:
+def _lock(path: Path, token: AbortToken, log: Callable[[str], None]) -> Iterator[None]:
     """Holds the file lock at `path`; the system lets go of a dead process's."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,11 +55,11 @@ def _lock(path: Path, token: AbortToken, notice: Callable[[str], None]) -> Itera
             f"can't write the corpus cache ({error}): set data.cache_directory to a folder of yours"
         ) from error
     with file:
-        since, told = time.monotonic(), False
+        since, is_logged = time.monotonic(), False
         while not _try_lock(file.fileno()):
-            if not told and time.monotonic() - since >= PATIENCE_S:
-                notice(f"waiting for another process that builds {path.stem}")
-                told = True
+            if not is_logged and time.monotonic() - since >= LOCK_LOG_AFTER_S:
+                log(f"waiting for another process that builds {path.stem}")
+                is_logged = True
             token.sleep(POLL_S)
         yield
 

@@ -24,7 +24,7 @@ MAX_BATCH_ROWS = 65_536
 ARROW_FILE_MAGIC = b"ARROW1"
 
 
-def lies_open(path: Path, column: str) -> bool:
+def is_readable_in_place(path: Path, column: str) -> bool:
     """Whether the text of an Arrow file can be read where it is: plain strings, not compressed."""
     spans = ((chunk.buffers()[2], span) for chunk, span in _arrow_spans(path, column))
     return next((span is not None for buffer, span in spans if buffer), True)
@@ -38,7 +38,7 @@ def scan_arrow(path: Path, column: str) -> Iterator[tuple[int, int]]:
         yield from _ranges(*span)
 
 
-def unpack(path: Path, kind: str, column: str, target: BinaryIO) -> Iterator[tuple[int, int]]:
+def extract_text(path: Path, kind: str, column: str, target: BinaryIO) -> Iterator[tuple[int, int]]:
     """Writes the documents of a Parquet file (`kind` parquet) or an Arrow file end to end, and yields where each is."""
     chunks = _parquet_chunks(path, column) if kind == "parquet" else (chunk for chunk, _ in _arrow_spans(path, column))
     position = 0
@@ -74,9 +74,9 @@ def _arrow_spans(path: Path, column: str) -> Iterator[tuple[Any, Span | None]]:
             row += batch.num_rows
             buffer = chunk.buffers()[2]
             begin = buffer.address - whole.address if buffer else 0
-            is_open = 0 <= begin < whole.size and chunk.type == batch.schema.field(column).type
+            in_place = 0 <= begin < whole.size and chunk.type == batch.schema.field(column).type
             _, offsets, valid = _layout(chunk)
-            yield chunk, ((begin, offsets, valid) if is_open else None)
+            yield chunk, ((begin, offsets, valid) if in_place else None)
             seen += chunk.nbytes
             if seen >= BATCH_BYTES:  # pages that were read count as this process' memory until they are let go
                 mapped.madvise(mmap.MADV_DONTNEED)

@@ -23,18 +23,18 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.cache import build_once
+from parallel3d.data.corpus_spec import CorpusSpec, choose_document_chars
+from parallel3d.data.document_index import load_split
 from parallel3d.data.documents import TokenDocuments, TokenizedDocuments
 from parallel3d.data.formats import DocumentSet, build_formats
-from parallel3d.data.places import load_split
-from parallel3d.data.recipe import Recipe, choose_document_chars
 from parallel3d.data.sources import SourceFile, find_files
-from parallel3d.data.text_corpus import build_text
-from parallel3d.data.token_corpus import build_tokens
+from parallel3d.data.text_corpus import build_text_corpus
+from parallel3d.data.token_corpus import build_token_corpus
 from parallel3d.data.token_file import PackedDocuments, open_token_file
 from parallel3d.data.tokenizer import MODEL_FILE, Tokenizer, build_tokenizer
+from parallel3d.parallel.abort import AbortToken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Corpus:
     """Where it is kept: load_corpus opens it again, in any process of this host."""
     train: TokenDocuments
     validation: TokenDocuments
-    train_places: np.ndarray
+    train_document_index: np.ndarray
     """int64 (training documents, 3), mapped: number of the file, in the order of data.sources; offset, size."""
     tokenizer: Tokenizer | None
     """None where the text came as tokens and nobody says whose."""
@@ -75,27 +75,27 @@ def open_corpus(
     tokenizer: TokenizerConfig,
     cache_directory: Path,
     token: AbortToken,
-    notice: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Corpus:
     """Returns the corpus of `sources` (none: the built-in one), built first where the cache lacks it.
 
     Any number of processes may call this at once: one builds, the others wait. `notice` is told what takes time, by the
     builder; a process that waits is silent unless it takes very long.
-    Raises DataError for whatever is wrong with the files, EpochEnded once the token is aborted.
+    Raises DataError for whatever is wrong with the files, GenerationEnded once the token is aborted.
     """
     files = find_files(sources)
     if document_chars is None:
         total = sum(file.path.stat().st_size for file in files)
         document_chars = choose_document_chars(total, num_lanes, validation_fraction)
-    recipe = Recipe(
+    spec = CorpusSpec(
         files=files,
         text_column=text_column,
         document_chars=document_chars,
         validation_fraction=validation_fraction,
         tokenizer=tokenizer,
     )
-    folder = cache_directory.expanduser() / recipe.key()
-    build_once(folder, partial(_build, recipe, folder, token, notice), token, notice)
+    folder = cache_directory.expanduser() / spec.cache_key()
+    build_once(folder, partial(_build, spec, folder, token, log), token, log)
     return load_corpus(folder)
 
 
@@ -105,38 +105,41 @@ def load_corpus(folder: Path) -> Corpus:
     files = [SourceFile(path=folder / file["path"], format=file["format"]) for file in facts.pop("files")]
     kind = facts.pop("tokenizer")
     tokenizer = build_tokenizer(kind, (folder / MODEL_FILE).read_bytes()) if kind else None
-    places = load_split(folder)
+    document_index = load_split(folder)
     documents: dict[str, TokenDocuments]
     if "eos_id" in facts:
         opened, eos_id = [open_token_file(file.path) for file in files], facts.pop("eos_id")
-        documents = {name: PackedDocuments(files=opened, places=rows, eos_id=eos_id) for name, rows in places.items()}
+        documents = {
+            name: PackedDocuments(files=opened, document_index=rows, eos_id=eos_id)
+            for name, rows in document_index.items()
+        }
     else:
         assert tokenizer is not None
         formats = build_formats(text_column=facts.pop("text_column"), document_chars=facts["document_chars"])
         documents = {
-            name: TokenizedDocuments(DocumentSet(files=files, formats=formats, places=rows), tokenizer)
-            for name, rows in places.items()
+            name: TokenizedDocuments(DocumentSet(files=files, formats=formats, document_index=rows), tokenizer)
+            for name, rows in document_index.items()
         }
     return Corpus(
         folder=folder,
         tokenizer=tokenizer,
         train=documents["train"],
         validation=documents["validation"],
-        train_places=places["train"],
+        train_document_index=document_index["train"],
         **facts,
     )
 
 
-def _build(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable[[str], None], scratch: Path) -> None:
+def _build(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str], None], scratch: Path) -> None:
     """Fills `scratch`, which becomes `folder`."""
     started = time.perf_counter()
-    notice(f"first use of this corpus: indexing {len(recipe.files):,} files, into {folder}")
-    facts = build_tokens(recipe, scratch, token) if recipe.is_tokens else build_text(recipe, scratch, token, notice)
+    log(f"first use of this corpus: indexing {len(spec.files):,} files, into {folder}")
+    facts = build_token_corpus(spec, scratch, token) if spec.is_tokens else build_text_corpus(spec, scratch, token, log)
     (scratch / "corpus.json").write_text(json.dumps(facts, indent=1))
     train, validation = load_split(scratch).values()
     size = int(train[:, 2].sum() + validation[:, 2].sum())
-    amount = f"{size:,} tokens" if recipe.is_tokens else f"{size / 1e6:,.1f} MB"
-    notice(
+    amount = f"{size:,} tokens" if spec.is_tokens else f"{size / 1e6:,.1f} MB"
+    log(
         f"indexed {len(train) + len(validation):,} documents, {amount}, "
         f"{facts['num_train_tokens']:,} training tokens of a vocabulary of {facts['vocab_size']:,}, "
         f"in {time.perf_counter() - started:.1f} s; kept for the next run"

@@ -16,19 +16,19 @@ from pathlib import Path
 BLOCK_BYTES, NUM_BLOCKS = 2**18, 64
 
 
-def fingerprint(*, settings: object, files: Iterable[Path], places: Iterable[Path], model: bytes) -> str:
+def fingerprint(*, settings: object, files: Iterable[Path], document_index: Iterable[Path], model: bytes) -> str:
     """The hash of what decides the tokens: settings (as JSON), files, places of documents, the tokenizer's model."""
     digest = hashlib.sha256(json.dumps(settings).encode())
     for path in files:
-        digest.update(sample(path))
-    for path in places:
+        digest.update(file_digest_of(path))
+    for path in document_index:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     digest.update(model)
     return digest.hexdigest()
 
 
-def sample(path: Path) -> bytes:
+def file_digest_of(path: Path) -> bytes:
     """The hash of a file: of all of it, or of blocks of a large one."""
     size = path.stat().st_size
     last = size - BLOCK_BYTES

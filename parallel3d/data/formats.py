@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 2**20
 """Longer lines of plain text are cut: what is read at once stays small, whatever the file."""
 
 
-class Format(Protocol):
+class DocumentFormat(Protocol):
     """How documents lie in one kind of file."""
 
     def scan(self, path: Path) -> Iterator[tuple[int, int]]:
@@ -35,12 +35,12 @@ class Format(Protocol):
         ...
 
 
-def build_formats(*, text_column: str, document_chars: int) -> Mapping[str, Format]:
+def build_formats(*, text_column: str, document_chars: int) -> Mapping[str, DocumentFormat]:
     """Returns each format under its name."""
     return {
         "text": PlainText(document_chars=document_chars),
         "jsonl": JsonLines(text_column=text_column),
-        "arrow": OpenArrow(text_column=text_column),
+        "arrow": UncompressedArrow(text_column=text_column),
         "help_topics": HelpTopics(),
     }
 
@@ -59,7 +59,7 @@ class PlainText:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenArrow:
+class UncompressedArrow:
     """A column of an Arrow file, file or stream, that is not compressed: its text lies in the file as it is."""
 
     text_column: str
@@ -154,23 +154,23 @@ class DocumentSet:
     """An ordered list of documents: where each one lies, and how to read it."""
 
     files: Sequence[SourceFile]
-    formats: Mapping[str, Format]
-    places: np.ndarray
+    formats: Mapping[str, DocumentFormat]
+    document_index: np.ndarray
     """int64 (documents, 3): number of the file, offset, bytes."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.document_index)
 
     @property
     def num_bytes(self) -> np.ndarray:
         """int64 (documents,): the size of each."""
-        return self.places[:, 2]
+        return self.document_index[:, 2]
 
     def read(self, index: int) -> str:
         """Returns the text of document `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        number, offset, num_bytes = self.places[index].tolist()
+        number, offset, num_bytes = self.document_index[index].tolist()
         file = self.files[number]
         return self.formats[file.format].read(file.path, offset, num_bytes)
 

@@ -24,17 +24,17 @@ from typing import Any
 from parallel3d.data.tokenizer import MODEL_FILE, SPACE
 from parallel3d.errors import DataError
 
-Message = dict[int, Any]
+ProtoMessage = dict[int, Any]
 """A protocol buffer's fields by number."""
 
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = _OUR_KINDS = (1, 2, 3, 6)
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = _SUPPORTED_KINDS = (1, 2, 3, 6)
 """Kinds of pieces, as the file numbers them."""
 _BPE = 2
 _EOS_ID = 42
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class VocabPiece:
     """One entry of the vocabulary."""
 
     text: str
@@ -48,15 +48,15 @@ def hf_tokenizer_files(model: bytes, *, max_length: int) -> dict[str, bytes]:
     Raises DataError for a SentencePiece model that is more than BPE with byte fallback: no file here gives its ids.
     """
     try:
-        pieces, trainer, normalizer = read_model(model)
+        pieces, trainer, normalizer = parse_model(model)
     except (ValueError, IndexError, struct.error) as error:
         raise DataError(f"{MODEL_FILE} is no SentencePiece model ({error})") from None
-    if reason := _hindrance(pieces, trainer, normalizer):
+    if reason := _unsupported_feature(pieces, trainer, normalizer):
         raise DataError(f"the tokenizer {reason}, which tokenizer.json would not do alike")
     unknown = next((piece.text for piece in pieces if piece.kind == _UNKNOWN), None)
     eos_id = trainer.get(_EOS_ID, 2)
     return _files(
-        vocab={plain(piece): number for number, piece in enumerate(pieces)},
+        vocab={plain_text(piece): number for number, piece in enumerate(pieces)},
         merges=merges_of(pieces),
         unknown=unknown,
         eos=pieces[eos_id].text if eos_id < len(pieces) else None,
@@ -93,21 +93,21 @@ def _files(
         "vocab": vocab,
         "merges": merges,
     }
-    nothing: dict[str, Any] = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
+    unset: dict[str, Any] = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
     decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-    pipeline = {"version": "1.0", **nothing, "added_tokens": [], "decoder": decoder, "model": model}
-    return {"tokenizer.json": _encode(pipeline), "tokenizer_config.json": _encode(settings)}
+    pipeline = {"version": "1.0", **unset, "added_tokens": [], "decoder": decoder, "model": model}
+    return {"tokenizer.json": _to_json_bytes(pipeline), "tokenizer_config.json": _to_json_bytes(settings)}
 
 
-def merges_of(pieces: list[Piece]) -> list[tuple[str, str]]:
+def merges_of(pieces: list[VocabPiece]) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, in the order in which BPE prefers them."""
-    normal = {plain(piece): piece.score for piece in pieces if piece.kind == _NORMAL}
+    normal = {plain_text(piece): piece.score for piece in pieces if piece.kind == _NORMAL}
     ranked = sorted(normal, key=lambda text: -normal[text])  # stable: equals in the order of their ids
     cuts = ((text[:cut], text[cut:]) for text in ranked for cut in range(1, len(text)))
     return [(left, right) for left, right in cuts if left in normal and right in normal]
 
 
-def plain(piece: Piece) -> str:
+def plain_text(piece: VocabPiece) -> str:
     """A piece's text with spaces as they are."""
     return piece.text.replace(SPACE, " ") if piece.kind == _NORMAL else piece.text
 
@@ -115,18 +115,18 @@ def plain(piece: Piece) -> str:
 # --- SentencePiece's file: a protocol buffer --------------------------------------------------------------------------
 
 
-def read_model(model: bytes) -> tuple[list[Piece], Message, Message]:
+def parse_model(model: bytes) -> tuple[list[VocabPiece], ProtoMessage, ProtoMessage]:
     """The vocabulary by id, and how the model was trained and normalises."""
     entries = (dict(_fields(value)) for number, value in _fields(model) if number == 1)
     pieces = [
-        Piece(text=e[1].decode(), score=struct.unpack("<f", e[2])[0] if 2 in e else 0.0, kind=e.get(3, _NORMAL))
+        VocabPiece(text=e[1].decode(), score=struct.unpack("<f", e[2])[0] if 2 in e else 0.0, kind=e.get(3, _NORMAL))
         for e in entries
     ]
     parts = dict(_fields(model))
     return pieces, dict(_fields(parts.get(2, b""))), dict(_fields(parts.get(3, b"")))
 
 
-def _hindrance(pieces: list[Piece], trainer: Message, normalizer: Message) -> str:
+def _unsupported_feature(pieces: list[VocabPiece], trainer: ProtoMessage, normalizer: ProtoMessage) -> str:
     """What the tokenizer does beyond BPE with byte fallback; "" if nothing."""
     checks = (
         (trainer.get(3, 1) != _BPE, "is no BPE"),
@@ -136,7 +136,7 @@ def _hindrance(pieces: list[Piece], trainer: Message, normalizer: Message) -> st
         (bool(normalizer.get(3, 1)), "puts a space in front"),
         (bool(normalizer.get(4, 1)), "removes spaces"),
         (not normalizer.get(5, 1), "leaves spaces as they are"),
-        (any(piece.kind not in _OUR_KINDS for piece in pieces), "has pieces of its user's own"),
+        (any(piece.kind not in _SUPPORTED_KINDS for piece in pieces), "has pieces of its user's own"),
     )
     return next((reason for applies, reason in checks if applies), "")
 
@@ -174,5 +174,5 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             return value, position
 
 
-def _encode(content: dict[str, Any]) -> bytes:
+def _to_json_bytes(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()

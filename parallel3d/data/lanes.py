@@ -62,13 +62,13 @@ class Lanes(Reader):
         for the lane's very first.
         """
         parts: list[np.ndarray] = []
-        place, missing = Cursor(*cursor), num_tokens
+        position, missing = Cursor(*cursor), num_tokens
         while missing:
-            part, place = self._advance(lane, place, missing)
+            part, position = self._advance(lane, position, missing)
             parts.append(part)
             missing -= len(part)
-        parts.append(self._advance(lane, place, 1)[0])
-        return np.concatenate(parts), place
+        parts.append(self._advance(lane, position, 1)[0])
+        return np.concatenate(parts), position
 
     def document_sequence(self, lane: int, epoch: int) -> list[int]:
         """Returns the documents that feed `lane` in data epoch `epoch`, in order."""

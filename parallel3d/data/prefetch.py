@@ -5,7 +5,7 @@ for every lane that has been asked for; a read that was predicted takes the resu
 any other read is computed on the spot. Timing decides who computes, never what.
 
     one thread                     lanes -> thread
-    helpers (data.num_processes)   lanes 0, 2, ... -> thread -> process      each lane keeps to one of them,
+    reader_processes (data.num_processes)   lanes 0, 2, ... -> thread -> process      each lane keeps to one of them,
                                    lanes 1, 3, ... -> thread -> process      which reads it in order
 """
 
@@ -18,27 +18,27 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
-from parallel3d.comm.abort import POLL_S, AbortToken
-from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.data.reader_process import ReaderProcess
+from parallel3d.parallel.abort import POLL_S, AbortToken
 
-MakeRead = Callable[[int, LaneCursor, int], Read]
+ReadFunction = Callable[[int, LaneCursor, int], ReadResult]
 
 
 @dataclass(kw_only=True)
-class _Track:
+class _LanePredictions:
     """One lane's predicted reads, in order: the first begins at `cursor`, each other one where the last one ended."""
 
     cursor: LaneCursor
     num_tokens: int
-    ahead: deque[Future[Read]] = field(default_factory=deque)
+    ahead: deque[Future[ReadResult]] = field(default_factory=deque)
 
 
 class Prefetcher(Reader):
-    """Reads lanes ahead, for one calling thread. An aborted token ends every wait with EpochEnded."""
+    """Reads lanes ahead, for one calling thread. An aborted token ends every wait with GenerationEnded."""
 
-    def __init__(self, reader: Reader, depth: int, token: AbortToken, helpers: Sequence[ReaderProcess] = ()):
-        """`helpers` read ahead in place of `reader`, which then makes only what nobody has begun."""
+    def __init__(self, reader: Reader, depth: int, token: AbortToken, reader_processes: Sequence[ReaderProcess] = ()):
+        """`reader_processes` read ahead in place of `reader`, which then makes only what nobody has begun."""
         self.data_wait_s = 0.0
         """Seconds that the caller has spent in `read`."""
         self.num_ready = 0
@@ -50,27 +50,29 @@ class Prefetcher(Reader):
         self._reader = reader
         self._depth = depth
         self._token = token
-        self._tracks: dict[int, _Track] = {}
-        self._helpers = tuple(helpers)
-        self._ahead = [_Ahead(helper.read) for helper in self._helpers] or [_Ahead(reader.read)]
-        self._ahead_of: dict[int, _Ahead] = {}
+        self._predictions: dict[int, _LanePredictions] = {}
+        self._reader_processes = tuple(reader_processes)
+        self._workers = [_PrefetchWorker(reader_process.read) for reader_process in self._reader_processes] or [
+            _PrefetchWorker(reader.read)
+        ]
+        self._worker_of_lane: dict[int, _PrefetchWorker] = {}
 
     def start(self, lane: int) -> LaneCursor:
         return self._reader.start(lane)
 
-    def at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
-        return self._reader.at(cursor, tokens_read)
+    def cursor_at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
+        return self._reader.cursor_at(cursor, tokens_read)
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         """Returns `reader.read(lane, cursor, num_tokens)`; raises what was raised while making it."""
         started = time.perf_counter()
         try:
             self._token.check()
-            track = self._track(lane, cursor, num_tokens)
-            result = self._take(lane, track)
-            track.cursor = result[1]
-            self._predict(lane, track)
-            self._tracks[lane] = track  # after an error the lane has none, and starts afresh
+            predictions = self._take_predictions(lane, cursor, num_tokens)
+            result = self._take_result(lane, predictions)
+            predictions.cursor = result[1]
+            self._predict(lane, predictions)
+            self._predictions[lane] = predictions  # after an error the lane has none, and starts afresh
             return result
         finally:
             self.data_wait_s += time.perf_counter() - started
@@ -81,27 +83,27 @@ class Prefetcher(Reader):
         return f"reads of text: {counts}; {self.data_wait_s:.3f} s in all"
 
     def close(self) -> None:
-        """Ends threads and helpers, once they have finished the reads that they are at."""
-        for ahead in self._ahead:
+        """Ends threads and reader_processes, once they have finished the reads that they are at."""
+        for ahead in self._workers:
             ahead.thread.shutdown(wait=True, cancel_futures=True)
-        for helper in self._helpers:
-            helper.close()
+        for reader_process in self._reader_processes:
+            reader_process.close()
 
-    def _track(self, lane: int, cursor: LaneCursor, num_tokens: int) -> _Track:
+    def _take_predictions(self, lane: int, cursor: LaneCursor, num_tokens: int) -> _LanePredictions:
         """Takes out the lane's track if it predicted this read, else a new one."""
-        track = self._tracks.pop(lane, None)
-        if track is not None:
-            if (track.cursor, track.num_tokens) == (cursor, num_tokens):
-                return track
-            _cancel(track)
-        return _Track(cursor=cursor, num_tokens=num_tokens)
+        predictions = self._predictions.pop(lane, None)
+        if predictions is not None:
+            if (predictions.cursor, predictions.num_tokens) == (cursor, num_tokens):
+                return predictions
+            _cancel(predictions)
+        return _LanePredictions(cursor=cursor, num_tokens=num_tokens)
 
-    def _take(self, lane: int, track: _Track) -> Read:
-        if not track.ahead or track.ahead[0].cancel():
-            _cancel(track)  # the later ones would build on the one that was cancelled
+    def _take_result(self, lane: int, predictions: _LanePredictions) -> ReadResult:
+        if not predictions.ahead or predictions.ahead[0].cancel():
+            _cancel(predictions)  # the later ones would build on the one that was cancelled
             self.num_direct += 1
-            return self._reader.read(lane, track.cursor, track.num_tokens)
-        first = track.ahead.popleft()
+            return self._reader.read(lane, predictions.cursor, predictions.num_tokens)
+        first = predictions.ahead.popleft()
         if first.done():
             self.num_ready += 1
             return first.result()
@@ -111,31 +113,31 @@ class Prefetcher(Reader):
             wait([first], timeout=POLL_S)
         return first.result()
 
-    def _predict(self, lane: int, track: _Track) -> None:
-        turn = len(self._ahead_of) % len(self._ahead)  # a rank's lanes may all be even: deal them as they come
-        ahead = self._ahead_of.setdefault(lane, self._ahead[turn])
-        while len(track.ahead) < self._depth:
-            before = track.ahead[-1] if track.ahead else None
-            read = partial(self._read_after, before, ahead.read, lane, track.cursor, track.num_tokens)
-            track.ahead.append(ahead.thread.submit(read))
+    def _predict(self, lane: int, predictions: _LanePredictions) -> None:
+        turn = len(self._worker_of_lane) % len(self._workers)  # a rank's lanes may all be even: deal them as they come
+        ahead = self._worker_of_lane.setdefault(lane, self._workers[turn])
+        while len(predictions.ahead) < self._depth:
+            previous = predictions.ahead[-1] if predictions.ahead else None
+            read = partial(self._read_after, previous, ahead.read, lane, predictions.cursor, predictions.num_tokens)
+            predictions.ahead.append(ahead.thread.submit(read))
 
     def _read_after(
-        self, before: Future[Read] | None, read: MakeRead, lane: int, cursor: LaneCursor, num_tokens: int
-    ) -> Read:
+        self, previous: Future[ReadResult] | None, read: ReadFunction, lane: int, cursor: LaneCursor, num_tokens: int
+    ) -> ReadResult:
         """Runs in the lane's one thread, which takes reads in order: `before` is done."""
         self._token.check()
-        return read(lane, before.result()[1] if before else cursor, num_tokens)
+        return read(lane, previous.result()[1] if previous else cursor, num_tokens)
 
 
-class _Ahead:
+class _PrefetchWorker:
     """A thread that reads ahead, and what it reads with."""
 
-    def __init__(self, read: MakeRead):
+    def __init__(self, read: ReadFunction):
         self.read = read
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
 
 
-def _cancel(track: _Track) -> None:
-    for future in track.ahead:
+def _cancel(predictions: _LanePredictions) -> None:
+    for future in predictions.ahead:
         future.cancel()
-    track.ahead.clear()
+    predictions.ahead.clear()

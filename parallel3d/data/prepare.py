@@ -32,16 +32,16 @@ from parallel3d.data.token_file import TokenWriter
 from parallel3d.data.tokenizer import MODEL_FILE
 from parallel3d.errors import DataError
 
-PART_BYTES, PART_DOCUMENTS = 2**20, 1000
-PARTS_AHEAD = 3
+RANGE_BYTES, RANGE_DOCUMENTS = 2**20, 1000
+RANGES_AHEAD = 3
 """Of each process."""
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Told after each part: bytes of text, tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PrepareResult:
     """What was written."""
 
     num_documents: int
@@ -50,19 +50,19 @@ class Prepared:
     num_bytes: int
 
 
-def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress) -> Prepared:
+def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: ProgressCallback) -> PrepareResult:
     """Writes the corpus' tokens into the new folder `out`. DataError where that is there, or can't be written."""
     if corpus.tokenizer is None or not isinstance(corpus.train, TokenizedDocuments):
         raise DataError("data.sources are tokens already: they can be trained on as they are")
-    check_new(out)
+    refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
         raise DataError(f"can't write {out} ({error})") from error
     try:
-        prepared = _fill(scratch, corpus, num_processes, progress)
-        _sync(scratch)
+        prepared = _write_folder(scratch, corpus, num_processes, progress)
+        _fsync_folder(scratch)
         scratch.chmod(0o755)  # mkdtemp's is for its owner alone
         scratch.rename(out)
         return prepared
@@ -74,13 +74,13 @@ def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def check_new(out: Path) -> None:
+def refuse_existing(out: Path) -> None:
     """DataError where `out` is there: asked before a text is indexed, too, which may take long."""
     if out.exists():
         raise DataError(f"{out} is there already: remove it, or give another --out")
 
 
-def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress) -> Prepared:
+def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: ProgressCallback) -> PrepareResult:
     metadata = {
         "format": "parallel3d tokens",
         "eos_id": str(corpus.train.eos_id),
@@ -92,13 +92,13 @@ def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress)
     splits = {"train": TRAIN_TOKENS, "validation": VALIDATION_TOKENS}
     written = {}
     context = multiprocessing.get_context("spawn")  # a fork would take along locks of threads that it does not have
-    with ProcessPoolExecutor(num_processes, context, _begin) as pool:
+    with ProcessPoolExecutor(num_processes, context, _init_process) as pool:
         try:
             for split, name in splits.items():
                 with TokenWriter(scratch / name, corpus.vocab_size) as writer:
-                    for ids, part in _tokenised(pool, corpus, split, PARTS_AHEAD * num_processes):
+                    for ids, document_range in _tokenised(pool, corpus, split, RANGES_AHEAD * num_processes):
                         writer.append(ids)
-                        progress(part.num_bytes, len(ids))
+                        progress(document_range.num_bytes, len(ids))
                     num_documents = len(getattr(corpus, split))
                     writer.finish({**metadata, "split": split, "num_documents": str(num_documents)})
                 written[split] = writer.num_tokens
@@ -107,7 +107,7 @@ def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress)
             raise
     if metadata["tokenizer"] == "sentencepiece":
         shutil.copyfile(corpus.folder / MODEL_FILE, scratch / MODEL_FILE)
-    return Prepared(
+    return PrepareResult(
         num_documents=len(corpus.train) + len(corpus.validation),
         num_train_tokens=written["train"],
         num_validation_tokens=written["validation"],
@@ -116,7 +116,7 @@ def _fill(scratch: Path, corpus: Corpus, num_processes: int, progress: Progress)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DocumentRange:
     """Documents that are tokenised at once."""
 
     split: str
@@ -125,37 +125,37 @@ class Part:
     num_bytes: int
 
 
-def plan_parts(split: str, num_bytes: np.ndarray) -> Iterator[Part]:
-    """Cuts documents of these sizes into parts of about PART_BYTES, and at most PART_DOCUMENTS; pure."""
+def plan_document_ranges(split: str, num_bytes: np.ndarray) -> Iterator[DocumentRange]:
+    """Cuts documents of these sizes into parts of about RANGE_BYTES, and at most RANGE_DOCUMENTS; pure."""
     first = size = 0
     for number, document_bytes in enumerate(map(int, num_bytes)):
         size += document_bytes
-        if size >= PART_BYTES or number + 1 - first == PART_DOCUMENTS or number + 1 == len(num_bytes):
-            yield Part(split=split, first=first, end=number + 1, num_bytes=size)
+        if size >= RANGE_BYTES or number + 1 - first == RANGE_DOCUMENTS or number + 1 == len(num_bytes):
+            yield DocumentRange(split=split, first=first, end=number + 1, num_bytes=size)
             first, size = number + 1, 0
 
 
 def _tokenised(
     pool: ProcessPoolExecutor, corpus: Corpus, split: str, num_ahead: int
-) -> Iterator[tuple[np.ndarray, Part]]:
+) -> Iterator[tuple[np.ndarray, DocumentRange]]:
     """Yields the ids of each part, in order."""
-    ahead: deque[tuple[Future[np.ndarray], Part]] = deque()
-    for part in plan_parts(split, getattr(corpus, split).documents.num_bytes):
-        ahead.append((pool.submit(_tokenise, corpus.folder, part), part))
+    ahead: deque[tuple[Future[np.ndarray], DocumentRange]] = deque()
+    for document_range in plan_document_ranges(split, getattr(corpus, split).documents.num_bytes):
+        ahead.append((pool.submit(_tokenise, corpus.folder, document_range), document_range))
         if len(ahead) > num_ahead:
             future, done = ahead.popleft()
             yield future.result(), done  # bounded: a process that dies breaks the pool
-    for future, part in ahead:
-        yield future.result(), part  # bounded: a process that dies breaks the pool
+    for future, document_range in ahead:
+        yield future.result(), document_range  # bounded: a process that dies breaks the pool
 
 
 # --- in the processes that tokenise -----------------------------------------------------------------------------------
 
-_open = lru_cache(maxsize=1)(load_corpus)
+_open_corpus = lru_cache(maxsize=1)(load_corpus)
 """Once a process."""
 
 
-def _begin() -> None:
+def _init_process() -> None:
     """Leaves Ctrl-C, which reaches all processes, to the one that writes; ends with it even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -168,14 +168,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenise(folder: Path, part: Part) -> np.ndarray:
+def _tokenise(folder: Path, document_range: DocumentRange) -> np.ndarray:
     """The ids of a part's documents, each with its EOS, int32."""
-    documents = getattr(_open(folder), part.split)
+    documents = getattr(_open_corpus(folder), document_range.split)
     eos = np.array([documents.eos_id], np.int32)
-    return np.concatenate([piece for index in range(part.first, part.end) for piece in (documents.tokens(index), eos)])
+    return np.concatenate(
+        [piece for index in range(document_range.first, document_range.end) for piece in (documents.tokens(index), eos)]
+    )
 
 
-def _sync(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     """What stands in the folder stays there."""
     for path in [*folder.iterdir(), folder]:
         descriptor = os.open(path, os.O_RDONLY)

@@ -14,7 +14,7 @@ import numpy as np
 LaneCursor = tuple[int, ...]
 """A place in a lane."""
 
-Read = tuple[np.ndarray, LaneCursor]
+ReadResult = tuple[np.ndarray, LaneCursor]
 """Tokens, int32 (num_tokens + 1,): inputs are [:-1], targets [1:]; and the place num_tokens on."""
 
 
@@ -25,10 +25,10 @@ class Reader(Protocol):
         """Where the lane begins."""
         return (0, 0, 0)
 
-    def at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
+    def cursor_at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
         """The cursor for a sequence that begins `tokens_read` tokens into the run: only a blend asks how far it is."""
         return cursor
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         """The next `num_tokens` tokens, and one more: it is read again as the next sequence's first input."""
         ...

@@ -18,27 +18,27 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from parallel3d.comm.abort import POLL_S, AbortToken
-from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.errors import DataError
+from parallel3d.parallel.abort import POLL_S, AbortToken
 
 MAX_DEATHS = 3
 """Over one read: then it is the read that kills."""
-PATIENCE_S = 120.0
+READ_TIMEOUT_S = 120.0
 """Without an answer to one read: then it hangs, and is killed."""
-END_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 
 
 class ReaderProcess:
     """Reads in another process; for one calling thread. The process starts with the first read."""
 
     def __init__(
-        self, make_reader: Callable[[], Reader], token: AbortToken, notice: Callable[[str], None] = lambda text: None
+        self, make_reader: Callable[[], Reader], token: AbortToken, log: Callable[[str], None] = lambda text: None
     ):
         """`make_reader` is sent by pickle, and called there. `notice` is told of a process that has died."""
         self._make_reader = make_reader
         self._token = token
-        self._notice = notice
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -47,16 +47,16 @@ class ReaderProcess:
         """Of the process; None before the first read."""
         return self._process.pid if self._process else None
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
-        """What the reader returns, or raises, in its process; EpochEnded once the token is aborted.
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
+        """What the reader returns, or raises, in its process; GenerationEnded once the token is aborted.
 
         DataError when the process dies MAX_DEATHS times over this read.
         """
         for _ in range(MAX_DEATHS):
             try:
-                answer = self._ask((lane, cursor, num_tokens))
+                answer = self._request((lane, cursor, num_tokens))
             except (EOFError, OSError):  # a broken pipe: it is dead
-                self._notice(f"tokeniser process {self.pid} has ended ({self._end()}): another takes over")
+                self._log(f"tokeniser process {self.pid} has ended ({self._end_process()}): another takes over")
                 continue
             if isinstance(answer, Exception):
                 raise answer
@@ -66,38 +66,38 @@ class ReaderProcess:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            self._end()
+            self._end_process()
 
-    def _ask(self, request: tuple[int, LaneCursor, int]) -> Read | Exception:
+    def _request(self, request: tuple[int, LaneCursor, int]) -> ReadResult | Exception:
         self._token.check()  # the answer to a request that an abort has cut off may still come
         if self._pipe is None:
-            self._pipe = self._begin()
+            self._pipe = self._start_process()
         self._pipe.send(request)  # bounded: a few bytes, into an empty pipe
-        patient_until = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + READ_TIMEOUT_S
         while not self._pipe.poll(POLL_S):
             self._token.check()
-            if time.monotonic() > patient_until:
-                raise EOFError(f"no answer in {PATIENCE_S:g} s")
-        answer: Read | Exception = self._pipe.recv()  # bounded: the answer has begun, and ends with its process
+            if time.monotonic() > deadline:
+                raise EOFError(f"no answer in {READ_TIMEOUT_S:g} s")
+        answer: ReadResult | Exception = self._pipe.recv()  # bounded: the answer has begun, and ends with its process
         return answer
 
-    def _begin(self) -> Connection:
-        ours, theirs = Pipe()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
+    def _start_process(self) -> Connection:
+        parent_end, child_end = Pipe()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({child_end.fileno()})"
         command = [sys.executable, "-c", code]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
-        ours.send(self._make_reader)  # bounded: the process reads it at once, or ends and breaks the pipe
-        return ours
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
+        child_end.close()
+        parent_end.send(self._make_reader)  # bounded: the process reads it at once, or ends and breaks the pipe
+        return parent_end
 
-    def _end(self) -> str:
+    def _end_process(self) -> str:
         """Ends the process, if it lives; what became of it."""
         assert self._process is not None
         if self._pipe is not None:
             self._pipe.close()
         self._pipe = None
         try:
-            self._process.wait(timeout=END_S)
+            self._process.wait(timeout=EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()  # bounded: it is killed
@@ -114,10 +114,10 @@ def serve(descriptor: int) -> None:
     reader = make_reader()
     with suppress(EOFError, OSError):  # the worker has ended
         while True:
-            pipe.send(_answer(reader, pipe.recv()))  # bounded: ends with the worker, which waits for the answer
+            pipe.send(_handle_request(reader, pipe.recv()))  # bounded: ends with the worker, which waits for the answer
 
 
-def _answer(reader: Reader, request: tuple[int, LaneCursor, int]) -> Read | Exception:
+def _handle_request(reader: Reader, request: tuple[int, LaneCursor, int]) -> ReadResult | Exception:
     try:
         return reader.read(*request)
     except Exception as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parallel3d.errors import DataError
 
-FORMATS = {
+FORMAT_BY_SUFFIX = {
     ".txt": "text",
     ".jsonl": "jsonl",
     ".arrow": "arrow",
@@ -25,10 +25,10 @@ FORMATS = {
 """What a folder is searched for, and how each kind of file is read."""
 TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
 """The files of a prepared folder. A file of tokens with the second name is for evaluation, all of it."""
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz")
 # Of the standard library: installed packages, tests, tables of character sets, two large programs, and the source of
 # the help topics, which are read as text.
-NOT_BUILT_IN = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ def _files_of(source: str) -> list[SourceFile]:
     if path.is_file():
         found = [path]
     elif path.is_dir():
-        found = _sorted_below(path, [file for suffix in FORMATS for file in path.rglob(f"*{suffix}")])
+        found = _sorted_below(path, [file for suffix in FORMAT_BY_SUFFIX for file in path.rglob(f"*{suffix}")])
         if not found:
-            suffixes = ", ".join(FORMATS)
+            suffixes = ", ".join(FORMAT_BY_SUFFIX)
             raise DataError(f"data.sources: the folder {source} has no file that is read ({suffixes})")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -71,14 +71,14 @@ def _files_of(source: str) -> list[SourceFile]:
 
 
 def _format_of(name: str, suffix: str) -> str:
-    if suffix in COMPRESSED:
+    if suffix in COMPRESSED_SUFFIXES:
         raise DataError(f"data.sources: {name} is packed: unpack it first")
-    return "tokens for validation" if name == VALIDATION_TOKENS else FORMATS.get(suffix, "text")
+    return "tokens for validation" if name == VALIDATION_TOKENS else FORMAT_BY_SUFFIX.get(suffix, "text")
 
 
 def _built_in_files() -> list[SourceFile]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    sources = [file for file in library.rglob("*.py") if NOT_BUILT_IN.isdisjoint(file.relative_to(library).parts)]
+    sources = [file for file in library.rglob("*.py") if EXCLUDED_FOLDERS.isdisjoint(file.relative_to(library).parts)]
     files = [SourceFile(path=file, format="text") for file in _sorted_below(library, sources)]
     topics = library / "pydoc_data" / "topics.py"
     if topics.is_file():

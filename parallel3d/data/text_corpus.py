@@ -10,84 +10,84 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.comm.abort import AbortToken
-from parallel3d.data.columns import lies_open, unpack
+from parallel3d.data.columns import extract_text, is_readable_in_place
+from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
+from parallel3d.data.document_index import SPLITS, blocks, load_split, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.formats import DocumentSet, build_formats
-from parallel3d.data.places import SPLITS, blocks, load_split, write_split
-from parallel3d.data.recipe import FORMAT_VERSION, Recipe
 from parallel3d.data.sources import SourceFile
 from parallel3d.data.tokenizer import MODEL_FILE, SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from parallel3d.errors import DataError
+from parallel3d.parallel.abort import AbortToken
 
 CHUNK_BYTES, MAX_CHUNKS = 2048, 1536  # the tokenizer is trained on at most 3 MB, in well under a second
 EXACT_BYTES = 32 * 2**20  # tokens of smaller corpora are all counted (5 s), of larger ones on a sample of this size
-TELL_S = 15.0
+LOG_INTERVAL_S = 15.0
 
 
-def build_text(recipe: Recipe, folder: Path, token: AbortToken, notice: Callable[[str], None]) -> dict[str, Any]:
+def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str], None]) -> dict[str, Any]:
     """Fills `folder` with the corpus, and returns what is known of it."""
-    formats = build_formats(text_column=recipe.text_column, document_chars=recipe.document_chars)
-    scan = _Scan(recipe, folder, token, notice)
-    if not write_split(folder, scan.rows(), recipe.validation_fraction):
-        raise DataError(f"there is no text in data.sources ({len(recipe.files)} files, {recipe.files[0].path} first)")
-    train = DocumentSet(files=scan.files, formats=formats, places=load_split(folder)["train"])
-    model = _tokenizer_model(recipe, train, notice)
+    formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars)
+    scan = _DocumentScan(spec, folder, token, log)
+    if not write_split(folder, scan.rows(), spec.validation_fraction):
+        raise DataError(f"there is no text in data.sources ({len(spec.files)} files, {spec.files[0].path} first)")
+    train = DocumentSet(files=scan.files, formats=formats, document_index=load_split(folder)["train"])
+    model = _tokenizer_model(spec, train, log)
     (folder / MODEL_FILE).write_bytes(model)
-    tokenizer = build_tokenizer(recipe.tokenizer.kind, model)
-    _check_eos(recipe, tokenizer)
+    tokenizer = build_tokenizer(spec.tokenizer.kind, model)
+    _check_eos(spec, tokenizer)
     counts, share = count_tokens(train, tokenizer, token)
     return {
         "files": [{"path": _inside(folder, file.path), "format": file.format} for file in scan.files],
-        "text_column": recipe.text_column,
-        "document_chars": recipe.document_chars,
-        "tokenizer": recipe.tokenizer.kind,
+        "text_column": spec.text_column,
+        "document_chars": spec.document_chars,
+        "tokenizer": spec.tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "unigram_entropy": entropy(counts),
         "num_train_tokens": round(int(counts.sum()) / share),
         "counts_are_exact": share == 1,
         "fingerprint": fingerprint(
-            settings=[FORMAT_VERSION, recipe.validation_fraction, recipe.tokenizer.kind],
+            settings=[FORMAT_VERSION, spec.validation_fraction, spec.tokenizer.kind],
             files=[file.path for file in scan.files],
-            places=[folder / name for name in SPLITS.values()],
+            document_index=[folder / name for name in SPLITS.values()],
             model=model,
         ),
     }
 
 
 @dataclass
-class _Scan:
+class _DocumentScan:
     """Reads and checks every byte of the files; what can't be read at random is unpacked on the way."""
 
-    recipe: Recipe
+    spec: CorpusSpec
     folder: Path
     token: AbortToken
-    notice: Callable[[str], None]
+    log: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self.files = [self._readable(number, file) for number, file in enumerate(self.recipe.files)]
+        self.files = [self._readable(number, file) for number, file in enumerate(self.spec.files)]
 
     def rows(self) -> Iterator[np.ndarray]:
         """Yields the places of all documents, in order, some at a time; now and then says how far it is."""
-        num_found, told = 0, time.monotonic()
-        for number, (source, file) in enumerate(zip(self.recipe.files, self.files)):
+        num_found, last_log_s = 0, time.monotonic()
+        for number, (source, file) in enumerate(zip(self.spec.files, self.files)):
             for block in blocks(self._scan(source, file)):
                 self.token.check()
                 yield np.insert(block, 0, number, axis=1)
                 num_found += len(block)
-                if time.monotonic() - told >= TELL_S:
-                    told = time.monotonic()
-                    self.notice(f"indexing: {num_found:,} documents, file {number + 1:,} of {len(self.files):,}")
+                if time.monotonic() - last_log_s >= LOG_INTERVAL_S:
+                    last_log_s = time.monotonic()
+                    self.log(f"indexing: {num_found:,} documents, file {number + 1:,} of {len(self.files):,}")
 
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
         """The file that documents will be read from."""
-        column = self.recipe.text_column
-        if file.format == "parquet" or (file.format == "arrow" and not lies_open(file.path, column)):
+        column = self.spec.text_column
+        if file.format == "parquet" or (file.format == "arrow" and not is_readable_in_place(file.path, column)):
             return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
         return file
 
     def _scan(self, source: SourceFile, file: SourceFile) -> Iterator[tuple[int, int]]:
-        column, chars = self.recipe.text_column, self.recipe.document_chars
+        column, chars = self.spec.text_column, self.spec.document_chars
         if source == file:
             try:
                 yield from build_formats(text_column=column, document_chars=chars)[file.format].scan(file.path)
@@ -95,7 +95,7 @@ class _Scan:
                 raise DataError(f"{file.path}: can't be read ({error.strerror})") from error
             return
         with file.path.open("wb") as target:
-            yield from unpack(source.path, source.format, column, target)
+            yield from extract_text(source.path, source.format, column, target)
 
 
 def training_chunks(documents: DocumentSet) -> Iterator[str]:
@@ -132,14 +132,14 @@ def entropy(counts: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _tokenizer_model(recipe: Recipe, train: DocumentSet, notice: Callable[[str], None]) -> bytes:
+def _tokenizer_model(spec: CorpusSpec, train: DocumentSet, log: Callable[[str], None]) -> bytes:
     """The model's bytes: none for bytes, those of data.tokenizer.path, or those of a tokenizer trained here."""
-    path, vocab_size = recipe.tokenizer.path, recipe.tokenizer.vocab_size
-    if recipe.tokenizer.kind == "bytes":
+    path, vocab_size = spec.tokenizer.path, spec.tokenizer.vocab_size
+    if spec.tokenizer.kind == "bytes":
         return b""
     assert vocab_size is not None, "the configuration is resolved"
     if path is None:
-        notice(f"training a tokenizer of {vocab_size:,} pieces")
+        log(f"training a tokenizer of {vocab_size:,} pieces")
         return train_tokenizer(training_chunks(train), vocab_size)
     model = Path(path).expanduser().read_bytes()
     num_pieces = SentencePieceTokenizer(model, name=path).vocab_size
@@ -151,8 +151,8 @@ def _tokenizer_model(recipe: Recipe, train: DocumentSet, notice: Callable[[str],
     return model
 
 
-def _check_eos(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    asked = recipe.tokenizer.eos_id
+def _check_eos(spec: CorpusSpec, tokenizer: Tokenizer) -> None:
+    asked = spec.tokenizer.eos_id
     if asked is not None and asked != tokenizer.eos_id:
         raise DataError(
             f"data.tokenizer.eos_id is {asked}, but the tokenizer ends documents with {tokenizer.eos_id}: leave it out "

@@ -8,49 +8,51 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import TokenizerConfig
+from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
+from parallel3d.data.document_index import SPLITS, load_split, write_document_index, write_split
 from parallel3d.data.fingerprint import fingerprint
-from parallel3d.data.places import SPLITS, load_split, write_places, write_split
-from parallel3d.data.recipe import FORMAT_VERSION, Recipe
 from parallel3d.data.text_corpus import entropy
 from parallel3d.data.token_file import TokenFile, open_token_file, scan_tokens
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from parallel3d.errors import DataError
+from parallel3d.parallel.abort import AbortToken
 
 
-def build_tokens(recipe: Recipe, folder: Path, token: AbortToken) -> dict[str, Any]:
+def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dict[str, Any]:
     """Fills `folder` with the places of the documents, and returns what is known of them."""
-    files = [open_token_file(file.path) for file in recipe.files]
-    kind, model = _tokenizer(recipe, files)
-    eos_id = _eos_id(recipe.tokenizer, files, kind, model)
-    assert recipe.tokenizer.vocab_size is not None, "the configuration is resolved"
-    counts, others = np.zeros((2, recipe.tokenizer.vocab_size), np.int64)
-    kept = {number for number, file in enumerate(recipe.files) if file.format == "tokens for validation"}
-    rows = _rows(files, set(range(len(files))) - kept, eos_id, counts, token)
-    if not write_split(folder, rows, 0.0 if kept else recipe.validation_fraction):
-        raise DataError(f"there are no tokens to train on in data.sources ({recipe.files[0].path} first)")
-    if kept:
-        write_places(folder / SPLITS["validation"], _rows(files, kept, eos_id, others, token))
+    files = [open_token_file(file.path) for file in spec.files]
+    kind, model = _tokenizer(spec, files)
+    eos_id = _eos_id(spec.tokenizer, files, kind, model)
+    assert spec.tokenizer.vocab_size is not None, "the configuration is resolved"
+    counts, validation_counts = np.zeros((2, spec.tokenizer.vocab_size), np.int64)
+    validation_files = {number for number, file in enumerate(spec.files) if file.format == "tokens for validation"}
+    rows = _rows(files, set(range(len(files))) - validation_files, eos_id, counts, token)
+    if not write_split(folder, rows, 0.0 if validation_files else spec.validation_fraction):
+        raise DataError(f"there are no tokens to train on in data.sources ({spec.files[0].path} first)")
+    if validation_files:
+        write_document_index(
+            folder / SPLITS["validation"], _rows(files, validation_files, eos_id, validation_counts, token)
+        )
     (folder / MODEL_FILE).write_bytes(model)
     train = load_split(folder)["train"]
     own = {file.metadata["fingerprint"] for file in files if "fingerprint" in file.metadata}
     computed = fingerprint(
-        settings=[FORMAT_VERSION, recipe.validation_fraction, eos_id],
+        settings=[FORMAT_VERSION, spec.validation_fraction, eos_id],
         files=[file.path for file in files],
-        places=[folder / name for name in SPLITS.values()],
+        document_index=[folder / name for name in SPLITS.values()],
         model=b"",
     )
     return {
-        "files": [{"path": str(file.path), "format": file.format} for file in recipe.files],
+        "files": [{"path": str(file.path), "format": file.format} for file in spec.files],
         "eos_id": eos_id,
         "document_chars": _number(files[0], "document_chars", 0),
         "tokenizer": kind,
-        "vocab_size": _number(files[0], "vocab_size", recipe.tokenizer.vocab_size),
+        "vocab_size": _number(files[0], "vocab_size", spec.tokenizer.vocab_size),
         "unigram_entropy": entropy(counts),
         "num_train_tokens": int(train[:, 2].sum()) + len(train),
         "counts_are_exact": True,
-        "fingerprint": own.pop() if len(own) == 1 and kept else computed,
+        "fingerprint": own.pop() if len(own) == 1 and validation_files else computed,
     }
 
 
@@ -64,34 +66,34 @@ def _rows(
             yield np.insert(block, 0, number, axis=1)
 
 
-def _tokenizer(recipe: Recipe, files: Sequence[TokenFile]) -> tuple[str | None, bytes]:
+def _tokenizer(spec: CorpusSpec, files: Sequence[TokenFile]) -> tuple[str | None, bytes]:
     """Kind and model of the tokenizer that made the files, as far as they or the configuration say: else None, b""."""
-    beside = files[0].path.parent / MODEL_FILE
-    path = Path(recipe.tokenizer.path).expanduser() if recipe.tokenizer.path is not None else beside
+    default_path = files[0].path.parent / MODEL_FILE
+    path = Path(spec.tokenizer.path).expanduser() if spec.tokenizer.path is not None else default_path
     kinds = {file.metadata["tokenizer"] for file in files if "tokenizer" in file.metadata}
-    if len(kinds) > 1 or (recipe.tokenizer.kind == "bytes" and "sentencepiece" in kinds):
+    if len(kinds) > 1 or (spec.tokenizer.kind == "bytes" and "sentencepiece" in kinds):
         raise DataError(f"{files[0].path}: tokens of {' and '.join(sorted(kinds))}: see data.tokenizer.kind")
-    if recipe.tokenizer.kind == "bytes" or kinds == {"bytes"}:
+    if spec.tokenizer.kind == "bytes" or kinds == {"bytes"}:
         return "bytes", b""
     return ("sentencepiece", path.read_bytes()) if path.is_file() else (None, b"")
 
 
 def _eos_id(settings: TokenizerConfig, files: Sequence[TokenFile], kind: str | None, model: bytes) -> int:
     """The id that ends documents; DataError where nobody says it, or they say different ones."""
-    said = {str(file.path): _number(file, "eos_id", 0) for file in files if "eos_id" in file.metadata}
+    declared = {str(file.path): _number(file, "eos_id", 0) for file in files if "eos_id" in file.metadata}
     if settings.eos_id is not None:
-        said["data.tokenizer.eos_id"] = settings.eos_id
-    if not said and kind is not None:
-        said["the tokenizer"] = ByteTokenizer.eos_id if kind == "bytes" else SentencePieceTokenizer(model).eos_id
-    if len(set(said.values())) > 1:
+        declared["data.tokenizer.eos_id"] = settings.eos_id
+    if not declared and kind is not None:
+        declared["the tokenizer"] = ByteTokenizer.eos_id if kind == "bytes" else SentencePieceTokenizer(model).eos_id
+    if len(set(declared.values())) > 1:
         raise DataError(
-            "the id that ends documents differs: " + ", ".join(f"{id} in {who}" for who, id in said.items())
+            "the id that ends documents differs: " + ", ".join(f"{id} in {who}" for who, id in declared.items())
         )
-    if not said:
+    if not declared:
         raise DataError(
             f"{files[0].path} does not say which id ends a document: set data.tokenizer.eos_id (GPT-2's is 50256)"
         )
-    return next(iter(said.values()))
+    return next(iter(declared.values()))
 
 
 def _number(file: TokenFile, name: str, default: int) -> int:

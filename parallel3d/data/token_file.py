@@ -63,17 +63,17 @@ class PackedDocuments:
     """The documents of token files."""
 
     files: Sequence[TokenFile]
-    places: np.ndarray
+    document_index: np.ndarray
     """int64 (documents, 3): number of the file, first token, tokens without EOS."""
     eos_id: int
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.document_index)
 
     def tokens(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        number, start, count = self.places[index].tolist()
+        number, start, count = self.document_index[index].tolist()
         return self.files[number].read(start, count)
 
 

@@ -14,13 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
-from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.errors import DataError
 
 ALL = -1
 
 
-class TokenRow(Protocol):
+class TokenArray(Protocol):
     """Tokens in a row, such as a file of them."""
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -52,7 +52,7 @@ class TokenSlice:
         """The token with which a run that goes on begins: no token is left out, none read again."""
         return self.start + self.num_tokens
 
-    def place_of(self, sequence: int) -> int:
+    def first_token_of(self, sequence: int) -> int:
         """First token of a sequence, counted from 0 on over all passes."""
         return self.start + sequence % self.num_sequences * self.sequence_length
 
@@ -81,22 +81,22 @@ def plan_slice(
     )
 
 
-class SlicedTokens(Reader):
+class TokenSliceReader(Reader):
     """Reads a slice; a cursor is the number of the lane's next sequence."""
 
-    def __init__(self, tokens: TokenRow, part: TokenSlice):
+    def __init__(self, tokens: TokenArray, part: TokenSlice):
         self._tokens = tokens
         self._part = part
 
     def start(self, lane: int) -> LaneCursor:
         return (lane,)
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         if num_tokens != self._part.sequence_length:
             raise DataError(
                 f"data.slice is read in sequences of batch.sequence_length = {self._part.sequence_length} tokens,"
                 f" not of {num_tokens}: leave data.slice out for lengths that change"
             )
         (sequence,) = cursor
-        place = self._part.place_of(sequence)
-        return self._tokens.read(place, num_tokens + 1), (sequence + self._part.global_batch_size,)
+        first_token = self._part.first_token_of(sequence)
+        return self._tokens.read(first_token, num_tokens + 1), (sequence + self._part.global_batch_size,)

@@ -27,7 +27,7 @@ class RankDump:
 
     step: int
     rank: int
-    place: str
+    coordinates: str
     """Its coordinates, for people."""
     ranks: tuple[int, ...]
     """All ranks of the grid that made the step."""
@@ -49,7 +49,7 @@ def write_dump(directory: Path, dump: RankDump) -> Path:
     metadata = {
         "step": dump.step,
         "rank": dump.rank,
-        "place": dump.place,
+        "coordinates": dump.coordinates,
         "ranks": dump.ranks,
         "losses": {str(slot): loss for slot, loss in dump.losses.items()},
         "num_target_tokens": dump.num_target_tokens,
@@ -70,7 +70,7 @@ def read_dump(path: Path) -> RankDump:
     return RankDump(
         step=metadata["step"],
         rank=metadata["rank"],
-        place=metadata["place"],
+        coordinates=metadata["coordinates"],
         ranks=tuple(metadata["ranks"]),
         losses={int(slot): loss for slot, loss in metadata["losses"].items()},
         num_target_tokens=metadata["num_target_tokens"],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.sharding import ParamSharding, Run
+from parallel3d.parallel.sharding import IndexRun, ParamSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class Slab:
     name: str
     shape: tuple[int, int]
     local_shape: tuple[int, int]
-    rows: tuple[Run, ...]
-    columns: tuple[Run, ...]
+    rows: tuple[IndexRun, ...]
+    columns: tuple[IndexRun, ...]
     flat_start: int | None = None
     """The tensor is (elements,): those of the flattened part from here on. None: it is the whole part."""
-    adds_up: bool = False
+    is_partial_sum: bool = False
     """Elements that several ranks hold are parts of a sum: gradients of what each has used for itself alone."""
     depth: int = 0
     """Which layer it belongs to; -1 before the first."""
@@ -37,7 +37,10 @@ class Slab:
 
     def index(self, num_elements: int) -> Tensor:
         """For each of the `num_elements` elements held: its place in the flattened whole, -1 for padding; int64."""
-        rows, columns = _places(self.rows, self.local_shape[0]), _places(self.columns, self.local_shape[1])
+        rows, columns = (
+            _global_indices(self.rows, self.local_shape[0]),
+            _global_indices(self.columns, self.local_shape[1]),
+        )
         start = self.flat_start or 0
         local = torch.arange(start, start + num_elements)
         row, column = rows[local // self.local_shape[1]], columns[local % self.local_shape[1]]
@@ -48,7 +51,7 @@ class Slab:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Slab:
-        runs = {name: tuple(Run(**run) for run in data[name]) for name in ("rows", "columns")}
+        runs = {name: tuple(IndexRun(**run) for run in data[name]) for name in ("rows", "columns")}
         sizes = {name: (data[name][0], data[name][1]) for name in ("shape", "local_shape")}
         return Slab(**{**data, **runs, **sizes})
 
@@ -65,27 +68,27 @@ def parameter_slab(
         name=sharding.name + suffix,
         shape=sizes[0],
         local_shape=sizes[1],
-        rows=runs if sharding.dim == 0 else whole(shape[0]),
-        columns=runs if sharding.dim == 1 else whole(sizes[0][1]),
+        rows=runs if sharding.dim == 0 else full_dimension(shape[0]),
+        columns=runs if sharding.dim == 1 else full_dimension(sizes[0][1]),
         flat_start=flat_start,
         depth=depth,
         order=order,
     )
 
 
-def whole(size: int) -> tuple[Run, ...]:
+def full_dimension(size: int) -> tuple[IndexRun, ...]:
     """All of a dimension."""
-    return (Run(global_start=0, local_start=0, length=size),)
+    return (IndexRun(global_start=0, local_start=0, length=size),)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], shape[1] if len(shape) > 1 else 1)
 
 
-def _places(runs: Sequence[Run], size: int) -> Tensor:
+def _global_indices(runs: Sequence[IndexRun], size: int) -> Tensor:
     """The global index of each of `size` local ones, -1 for padding."""
-    places = torch.full((size,), -1, dtype=torch.int64)
+    indices = torch.full((size,), -1, dtype=torch.int64)
     for run in runs:
         stop = run.local_start + run.length
-        places[run.local_start : stop] = torch.arange(run.global_start, run.global_start + run.length)
-    return places
+        indices[run.local_start : stop] = torch.arange(run.global_start, run.global_start + run.length)
+    return indices

@@ -29,7 +29,7 @@ class _MainGrad(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
         ctx.parameter.grad_buffer().add_(grad)
-        ctx.parameter.grad_added()
+        ctx.parameter.register_grad_ready()
 
 
 def rms_norm(x: Tensor, weight: ShardedParameter, eps: float) -> Tensor:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from parallel3d.comm.staging import to_device
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
 from parallel3d.layers.rotary import HeadLayout, RotaryTable, rotated_heads, split_and_rotate, split_heads
-from parallel3d.sharding import Chunk
+from parallel3d.parallel.sharding import FusedBlock
+from parallel3d.parallel.staged_group import to_device
 
 
 class CausalSelfAttention(nn.Module):
@@ -42,31 +42,33 @@ class CausalSelfAttention(nn.Module):
         output_init_std: float,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        on: Placement,
+        context: LayerContext,
     ):
         super().__init__()
         self.table = table
         head_size = hidden_size // num_heads
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
-            num_query_heads=num_heads // on.tp.group.size,
-            num_kv_heads=max(1, num_kv_heads // on.tp.group.size),
+            num_query_heads=num_heads // context.tp.group.size,
+            num_kv_heads=max(1, num_kv_heads // context.tp.group.size),
             head_size=head_size,
         )
-        self.rotate = on.kernel(rotated_heads) if on.compiles else split_and_rotate
-        chunks = (
-            Chunk(name="q", size=hidden_size),
-            Chunk(name="k", size=kv_size, max_parts=num_kv_heads),
-            Chunk(name="v", size=kv_size, max_parts=num_kv_heads),
+        self.rotate = context.kernel(rotated_heads) if context.compiles else split_and_rotate
+        fused_blocks = (
+            FusedBlock(name="q", size=hidden_size),
+            FusedBlock(name="k", size=kv_size, max_parts=num_kv_heads),
+            FusedBlock(name="v", size=kv_size, max_parts=num_kv_heads),
         )
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", hidden_size, chunks, init_std=init_std, bias=qkv_bias, on=on)
+        self.qkv = ColumnParallelLinear(
+            f"{name}.qkv", hidden_size, fused_blocks, init_std=init_std, bias=qkv_bias, context=context
+        )
         self.output = RowParallelLinear(
             f"{name}.output",
             hidden_size,
             hidden_size,
             init_std=output_init_std,
             bias=output_bias,
-            on=on,
+            context=context,
         )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -77,9 +79,9 @@ class CausalSelfAttention(nn.Module):
             q, k, v = self.rotate(qkv, self.table, self.heads, batch_size)
         if q.dtype is torch.float16 and q.device.type == "cpu":  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
-        with self.qkv.tp.products.attention():
+        with self.qkv.tp.recompute_context.attention():
             documents = micro_batch.documents
-            mixed = attend(q, k, v) if documents is None else attend_within(documents, q, k, v)
+            mixed = attend(q, k, v) if documents is None else attend_per_document(documents, q, k, v)
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
 
 
@@ -91,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]).transpose(1, 2)
 
 
-def attend_within(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_per_document(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same for each of the documents, whose lengths add up to batch * seq: -> (1, batch * seq, query heads, size).
 
     Splits once and concatenates once: slices would each give a gradient of the whole, to be added up.

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.embedding import VocabParallel
 from parallel3d.layers.gemm import add_matmul, matmul
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import TensorParallel
 
-CHUNK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a CPU's last-level cache
-DEVICE_CHUNK_BYTES = 512 << 20  # on a GPU: products large enough to fill it
+TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a CPU's last-level cache
+DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU: products large enough to fill it
 
 
 class _LinearCrossEntropy(Function):
@@ -36,7 +36,7 @@ class _LinearCrossEntropy(Function):
         tp: TensorParallel,
         first: int,
         num_valid: int,
-        sensitive: torch.dtype,
+        keep_fp32_dtype: torch.dtype,
         grad_factor: float | None,
     ) -> Tensor:
         whole = tp.gather(hidden)
@@ -44,17 +44,17 @@ class _LinearCrossEntropy(Function):
         grad_buffer = weight.grad_buffer()[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        chunk_bytes = DEVICE_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
-        rows = max(1, chunk_bytes // (max(1, num_valid) * sensitive.itemsize))
+        token_block_bytes = DEVICE_TOKEN_BLOCK_BYTES if hidden.is_cuda else TOKEN_BLOCK_BYTES
+        rows = max(1, token_block_bytes // (max(1, num_valid) * keep_fp32_dtype.itemsize))
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]
-            logits = matmul(x, valid.t()).to(sensitive)
+            logits = matmul(x, valid.t()).to(keep_fp32_dtype)
             loss += _loss_and_grad(logits, targets[part] - first, tp).sum(dtype=torch.float64)
             if grad_factor and hidden_grad is not None and grad_buffer is not None:
                 logits_grad = (logits if grad_factor == 1.0 else logits.mul_(grad_factor)).to(x.dtype)
                 hidden_grad[part] = matmul(logits_grad, valid)
-                add_matmul(grad_buffer, logits_grad.t(), x, wide=weight.wide_products)
+                add_matmul(grad_buffer, logits_grad.t(), x, wide=weight.accumulate_in_grad_dtype)
         ctx.weight = weight
         if hidden_grad is not None:
             ctx.save_for_backward(tp.sum(hidden_grad))
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (hidden_grad,) = ctx.saved_tensors
-        ctx.weight.grad_added()
+        ctx.weight.register_grad_ready()
         return hidden_grad, None, None, None, None, None, None, None
 
 
@@ -74,10 +74,17 @@ class LinearCrossEntropy(VocabParallel):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, *, init_std: float, on: Placement, tied: bool = False
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        init_std: float,
+        context: LayerContext,
+        tied: bool = False,
     ):
-        super().__init__(name, vocab_size, hidden_size, init_std=init_std, on=on, tied=tied)
-        self.sensitive = on.policy.sensitive
+        super().__init__(name, vocab_size, hidden_size, init_std=init_std, context=context, tied=tied)
+        self.keep_fp32_dtype = context.policy.keep_fp32_dtype
 
     def forward(self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0) -> Tensor:
         return _LinearCrossEntropy.apply(
@@ -87,14 +94,14 @@ class LinearCrossEntropy(VocabParallel):
             self.tp,
             self.first,
             self.num_valid,
-            self.sensitive,
+            self.keep_fp32_dtype,
             loss_factor if torch.is_grad_enabled() else None,
         )
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """(tokens_local, hidden) -> (tokens, vocab) in the sensitive format, on every rank; no gradients."""
-        local = matmul(self.tp.gather(hidden), self.weight.detach().t()).to(self.sensitive)
+        local = matmul(self.tp.gather(hidden), self.weight.detach().t()).to(self.keep_fp32_dtype)
         parts = local.new_empty((self.tp.group.size, *local.shape))
         self.tp.group.all_gather(parts.flatten(0, 1), local)
         return parts.transpose(0, 1).flatten(1)[:, : self.weight.sharding.shape[0]]

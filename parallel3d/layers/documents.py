@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel3d.comm.staging import to_device
+from parallel3d.parallel.staged_group import to_device
 
 
 def document_lengths(tokens: np.ndarray, eos_id: int) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def num_rows(num_tokens: int, hidden_size: int) -> int:
     return -(-num_tokens // hidden_size)
 
 
-def with_documents(x: Tensor, documents: tuple[int, ...]) -> Tensor:
+def append_document_marks(x: Tensor, documents: tuple[int, ...]) -> Tensor:
     """Activations (tokens_local, hidden) with the marks of all the micro-batch's documents behind them."""
     hidden_size = x.shape[1]
     marks = torch.zeros(num_rows(sum(documents), hidden_size) * hidden_size, dtype=x.dtype)
@@ -43,8 +43,8 @@ def with_documents(x: Tensor, documents: tuple[int, ...]) -> Tensor:
     return torch.cat([x, to_device(marks.view(-1, hidden_size), x.device)])
 
 
-def split_documents(received: Tensor, num_tokens: int) -> tuple[Tensor, tuple[int, ...]]:
-    """What `with_documents` was given, from what it gave; in the host's memory."""
+def split_document_marks(received: Tensor, num_tokens: int) -> tuple[Tensor, tuple[int, ...]]:
+    """What `append_document_marks` was given, from what it gave; in the host's memory."""
     num_local = received.shape[0] - num_rows(num_tokens, received.shape[1])
     marks = received[num_local:].view(-1)[:num_tokens]
     begins = [*marks.nonzero().view(-1).tolist(), num_tokens]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.random_keys import keep_mask, key_of
 
 
@@ -45,8 +45,8 @@ def _mask(x: Tensor, probability: float, micro_batch: MicroBatch, layer: int, si
     num_local, hidden = x.shape
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     columns = torch.arange(hidden, device=x.device)
-    for piece in micro_batch.pieces(tp.first_local_token(num_local), num_local):
-        rows = torch.arange(piece.positions.start, piece.positions.stop, device=x.device)
-        key = key_of("dropout", micro_batch.seed, micro_batch.iteration, piece.slot, layer, site)
-        keep[piece.rows] = keep_mask(key, rows[:, None] * hidden + columns, probability)
+    for token_span in micro_batch.token_spans(tp.first_local_token(num_local), num_local):
+        rows = torch.arange(token_span.positions.start, token_span.positions.stop, device=x.device)
+        key = key_of("dropout", micro_batch.seed, micro_batch.iteration, token_span.slot, layer, site)
+        keep[token_span.rows] = keep_mask(key, rows[:, None] * hidden + columns, probability)
     return keep

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.comm.tensor_parallel import TensorParallel, leave_region
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.layers.placement import Placement
-from parallel3d.sharding import ParamSharding
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.tensor_parallel import TensorParallel, reduce_from_tp_region
 
 
 class _LookUp(Function):
@@ -38,7 +38,7 @@ class _LookUp(Function):
             buffer.index_put_((local,), rows, accumulate=True)
         else:
             buffer.index_add_(0, local, rows)
-        ctx.weight.grad_added()
+        ctx.weight.register_grad_ready()
         return None, None, None, None
 
 
@@ -55,22 +55,22 @@ class VocabParallel(nn.Module):
         hidden_size: int,
         *,
         init_std: float,
-        on: Placement,
+        context: LayerContext,
         tied: bool = False,
     ):
         super().__init__()
-        self.tp = on.tp
+        self.tp = context.tp
         shape = (vocab_size, hidden_size)
         sharding = ParamSharding(name=name, shape=shape, dim=0, padded=True, init_std=init_std, tied=tied)
-        self.weight = on.parameter(sharding)
-        self.first, self.num_valid = vocab_range(sharding, on.tp)
+        self.weight = context.parameter(sharding)
+        self.first, self.num_valid = vocab_range(sharding, context.tp)
 
 
 class VocabParallelEmbedding(VocabParallel):
     """Token ids (tokens,) int64 -> (tokens_local, hidden)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return leave_region(_LookUp.apply(self.weight, tokens, self.first, self.num_valid), self.tp)
+        return reduce_from_tp_region(_LookUp.apply(self.weight, tokens, self.first, self.num_valid), self.tp)
 
 
 def vocab_range(sharding: ParamSharding, tp: TensorParallel) -> tuple[int, int]:

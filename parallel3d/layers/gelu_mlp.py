@@ -10,8 +10,8 @@ from torch.nn.functional import gelu
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.placement import Placement
-from parallel3d.sharding import Chunk
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import FusedBlock
 
 APPROXIMATION = {"gelu_new": "tanh", "gelu": "none"}
 """torch's name for each activation function."""
@@ -29,19 +29,21 @@ class GeluMlp(nn.Module):
         activation_function: str,
         init_std: float,
         output_init_std: float,
-        on: Placement,
+        context: LayerContext,
     ):
         super().__init__()
-        chunks = (Chunk(name="up", size=intermediate_size),)
+        fused_blocks = (FusedBlock(name="up", size=intermediate_size),)
         self.approximation = APPROXIMATION[activation_function]
-        self.up = ColumnParallelLinear(f"{name}.up", hidden_size, chunks, init_std=init_std, bias=True, on=on)
+        self.up = ColumnParallelLinear(
+            f"{name}.up", hidden_size, fused_blocks, init_std=init_std, bias=True, context=context
+        )
         self.down = RowParallelLinear(
             f"{name}.down",
             intermediate_size,
             hidden_size,
             init_std=output_init_std,
             bias=True,
-            on=on,
+            context=context,
         )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from parallel3d.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding
 
 _PADDING = -(1 << 62)
 

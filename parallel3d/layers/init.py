@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from parallel3d.layers.global_index import global_index
+from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.random_keys import key_of, normal
-from parallel3d.sharding import ParamSharding
 
 
-class Initial(Protocol):
+class InitMethod(Protocol):
     """Gives a tensor-parallel rank's share of a parameter as a run begins with it, in any floating-point format."""
 
     def __call__(self, sharding: ParamSharding, *, tp_rank: int, tp_size: int) -> Tensor: ...

@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.gemm import matmul
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.output_rounding import Product, product_of
+from parallel3d.layers.output_rounding import MatmulFn, matmul_for
 from parallel3d.layers.parameter import ShardedParameter, add_matrix_grad
-from parallel3d.layers.placement import Placement
-from parallel3d.sharding import Chunk, ParamSharding
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding
+from parallel3d.parallel.tensor_parallel import TensorParallel
 
 
 class _ColumnParallel(Function):
@@ -35,7 +35,7 @@ class _ColumnParallel(Function):
         weight: ShardedParameter,
         bias: ShardedParameter | None,
         tp: TensorParallel,
-        multiply: Product,
+        multiply: MatmulFn,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
@@ -44,7 +44,7 @@ class _ColumnParallel(Function):
             result = multiply(tp.gather(x), weight)
             return result if bias is None else result.add_(bias)
 
-        return tp.products.run(product)
+        return tp.recompute_context.run(product)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
@@ -63,10 +63,10 @@ class _RowParallel(Function):
     """GEMM, all-reduce (or reduce-scatter) forward; nothing (or all-gather), GEMM backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel, multiply: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel, multiply: MatmulFn) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp = weight, tp
-        return tp.products.run(lambda: tp.sum(multiply(x, weight)))
+        return tp.recompute_context.run(lambda: tp.sum(multiply(x, weight)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -98,25 +98,29 @@ class ColumnParallelLinear(nn.Module):
         self,
         name: str,
         in_features: int,
-        chunks: tuple[Chunk, ...],
+        fused_blocks: tuple[FusedBlock, ...],
         *,
         init_std: float,
         bias: bool = False,
-        on: Placement,
+        context: LayerContext,
     ):
         super().__init__()
-        self.tp, self.policy = on.tp, on.policy
-        out_features = sum(chunk.size for chunk in chunks)
+        self.tp, self.policy = context.tp, context.policy
+        out_features = sum(chunk.size for chunk in fused_blocks)
         weight = ParamSharding(
-            name=f"{name}.weight", shape=(out_features, in_features), dim=0, chunks=chunks, init_std=init_std
+            name=f"{name}.weight",
+            shape=(out_features, in_features),
+            dim=0,
+            fused_blocks=fused_blocks,
+            init_std=init_std,
         )
-        self.weight = on.parameter(weight)
+        self.weight = context.parameter(weight)
         self.bias: ShardedParameter | None = None
         if bias:
-            self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, dim=0, chunks=chunks))
+            self.bias = context.parameter(bias_sharding(f"{name}.bias", out_features, dim=0, fused_blocks=fused_blocks))
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        multiply = product_of(self.weight, micro_batch, tp=self.tp, policy=self.policy)
+        multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
         return _ColumnParallel.apply(x, self.weight, self.bias, self.tp, multiply)
 
 
@@ -131,31 +135,38 @@ class RowParallelLinear(nn.Module):
         *,
         init_std: float,
         bias: bool = False,
-        on: Placement,
+        context: LayerContext,
     ):
         super().__init__()
-        self.tp, self.policy = on.tp, on.policy
+        self.tp, self.policy = context.tp, context.policy
         weight = ParamSharding(name=f"{name}.weight", shape=(out_features, in_features), dim=1, init_std=init_std)
-        self.weight = on.parameter(weight)
+        self.weight = context.parameter(weight)
         self.bias: ShardedParameter | None = None
         if bias:
-            self.bias = on.parameter(bias_sharding(f"{name}.bias", out_features, partial_grad=on.tp.cuts_tokens))
+            self.bias = context.parameter(
+                bias_sharding(f"{name}.bias", out_features, partial_grad=context.tp.is_token_sharded)
+            )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        multiply = product_of(self.weight, micro_batch, tp=self.tp, policy=self.policy)
+        multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
         product = _RowParallel.apply(x, self.weight, self.tp, multiply)
         return product if self.bias is None else _AddBias.apply(product, self.bias)
 
 
 def bias_sharding(
-    name: str, size: int, *, dim: int | None = None, chunks: tuple[Chunk, ...] = (), partial_grad: bool = False
+    name: str,
+    size: int,
+    *,
+    dim: int | None = None,
+    fused_blocks: tuple[FusedBlock, ...] = (),
+    partial_grad: bool = False,
 ) -> ParamSharding:
     """A bias (size,): zeros at first."""
     return ParamSharding(
         name=name,
         shape=(size,),
         dim=dim,
-        chunks=chunks,
+        fused_blocks=fused_blocks,
         partial_grad=partial_grad,
         init_std=0.0,
         is_norm_or_bias=True,
@@ -166,4 +177,4 @@ def add_bias_grad(bias: ShardedParameter, grad: Tensor) -> None:
     """bias.main_grad += sum over tokens of grad (tokens, out)."""
     buffer = bias.grad_buffer()
     buffer.add_(grad.sum(0, dtype=buffer.dtype))
-    bias.grad_added()
+    bias.register_grad_ready()

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Site = Literal["forward", "backward"]
+GradPass = Literal["forward", "backward"]
 """The pass that gives a gradient: the head's comes in the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TokenSpan:
     """Consecutive tokens of one sequence or document, as far as a rank has them."""
 
     slot: int
@@ -43,20 +43,24 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return len(self.slots) * self.sequence_length
 
-    def pieces(self, begin: int, num_local: int) -> Iterator[Piece]:
+    def token_spans(self, begin: int, num_local: int) -> Iterator[TokenSpan]:
         """Tokens `begin` to `begin + num_local - 1` of the micro-batch, sequence by sequence."""
-        return self._cut((self.sequence_length,) * self.batch_size, begin, num_local)
+        return self._split((self.sequence_length,) * self.batch_size, begin, num_local)
 
-    def document_pieces(self, begin: int, num_local: int) -> Iterator[Piece]:
+    def document_spans(self, begin: int, num_local: int) -> Iterator[TokenSpan]:
         """The same document by document, where they are kept apart: positions are then those in the document."""
-        return self.pieces(begin, num_local) if self.documents is None else self._cut(self.documents, begin, num_local)
+        return (
+            self.token_spans(begin, num_local)
+            if self.documents is None
+            else self._split(self.documents, begin, num_local)
+        )
 
-    def _cut(self, lengths: Iterable[int], begin: int, num_local: int) -> Iterator[Piece]:
+    def _split(self, lengths: Iterable[int], begin: int, num_local: int) -> Iterator[TokenSpan]:
         start = 0
         for length in lengths:
             first, last = max(begin, start), min(begin + num_local, start + length)
             if first < last:
-                yield Piece(
+                yield TokenSpan(
                     slot=self.slots[start // self.sequence_length],
                     positions=range(first - start, last - start),
                     rows=slice(first - begin, last - begin),

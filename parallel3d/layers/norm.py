@@ -16,13 +16,13 @@ from torch.autograd import Function
 
 from parallel3d.layers import apex_norm
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.layers.placement import Placement
-from parallel3d.sharding import ParamSharding
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import ParamSharding
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, sensitive: torch.dtype) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, keep_fp32_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """y in x's format, and 1/rms (tokens, 1)."""
-    wide = x.to(sensitive)
+    wide = x.to(keep_fp32_dtype)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).to(x.dtype), scale
@@ -52,9 +52,9 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, eps: float, sensitive: torch.dtype, kernels: _RmsKernels
+        ctx: Any, x: Tensor, weight: ShardedParameter, eps: float, keep_fp32_dtype: torch.dtype, kernels: _RmsKernels
     ) -> Tensor:
-        y, scale = kernels.forward(x, weight.detach(), eps, sensitive)
+        y, scale = kernels.forward(x, weight.detach(), eps, keep_fp32_dtype)
         ctx.save_for_backward(x, scale)
         ctx.weight, ctx.kernels = weight, kernels
         return y
@@ -64,7 +64,7 @@ class _RmsNorm(Function):
         x, scale = ctx.saved_tensors
         input_grad, weight_grad = ctx.kernels.backward(grad, x, scale, ctx.weight.detach())
         ctx.weight.grad_buffer().add_(weight_grad)
-        ctx.weight.grad_added()
+        ctx.weight.register_grad_ready()
         return input_grad, None, None, None, None
 
 
@@ -73,10 +73,10 @@ class _LayerNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter, eps: float, sensitive: torch.dtype
+        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter, eps: float, keep_fp32_dtype: torch.dtype
     ) -> Tensor:
-        wide_weight, wide_bias = weight.detach().to(sensitive), bias.detach().to(sensitive)
-        y, mean, scale = torch.native_layer_norm(x.to(sensitive), x.shape[-1:], wide_weight, wide_bias, eps)
+        wide_weight, wide_bias = weight.detach().to(keep_fp32_dtype), bias.detach().to(keep_fp32_dtype)
+        y, mean, scale = torch.native_layer_norm(x.to(keep_fp32_dtype), x.shape[-1:], wide_weight, wide_bias, eps)
         ctx.save_for_backward(x, mean, scale)
         ctx.weight, ctx.bias = weight, bias
         return y.to(x.dtype)
@@ -90,7 +90,7 @@ class _LayerNorm(Function):
         )
         for parameter, parameter_grad in ((ctx.weight, weight_grad), (ctx.bias, bias_grad)):
             parameter.grad_buffer().add_(parameter_grad)
-            parameter.grad_added()
+            parameter.register_grad_ready()
         return input_grad.to(x.dtype), None, None, None, None
 
 
@@ -103,45 +103,49 @@ class RMSNorm(nn.Module):
         hidden_size: int,
         *,
         eps: float,
-        on: Placement,
+        context: LayerContext,
     ):
         super().__init__()
         self.eps = eps
-        self.sensitive = on.policy.sensitive
-        self.kernels = _RmsKernels(on.kernel(rms_norm), on.kernel(rms_norm_grads))
-        self.backend = on.norm_backend
+        self.keep_fp32_dtype = context.policy.keep_fp32_dtype
+        self.kernels = _RmsKernels(context.kernel(rms_norm), context.kernel(rms_norm_grads))
+        self.backend = context.norm_backend
         sharding = ParamSharding(
-            name=name, shape=(hidden_size,), partial_grad=on.tp.cuts_tokens, init_std=None, is_norm_or_bias=True
+            name=name,
+            shape=(hidden_size,),
+            partial_grad=context.tp.is_token_sharded,
+            init_std=None,
+            is_norm_or_bias=True,
         )
-        self.weight = on.parameter(sharding)
+        self.weight = context.parameter(sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "apex":
             return apex_norm.rms_norm(x, self.weight, self.eps)
-        return _RmsNorm.apply(x, self.weight, self.eps, self.sensitive, self.kernels)
+        return _RmsNorm.apply(x, self.weight, self.eps, self.keep_fp32_dtype, self.kernels)
 
 
 class LayerNorm(nn.Module):
     """(tokens_local, hidden) -> the same. Every tensor-parallel rank holds all of weight and bias."""
 
-    def __init__(self, name: str, hidden_size: int, *, eps: float, on: Placement):
+    def __init__(self, name: str, hidden_size: int, *, eps: float, context: LayerContext):
         super().__init__()
         self.eps = eps
-        self.sensitive = on.policy.sensitive
-        self.backend = on.norm_backend
+        self.keep_fp32_dtype = context.policy.keep_fp32_dtype
+        self.backend = context.norm_backend
         weight, bias = (
             ParamSharding(
                 name=f"{name}.{part}",
                 shape=(hidden_size,),
-                partial_grad=on.tp.cuts_tokens,
+                partial_grad=context.tp.is_token_sharded,
                 init_std=init_std,
                 is_norm_or_bias=True,
             )
             for part, init_std in (("weight", None), ("bias", 0.0))
         )
-        self.weight, self.bias = on.parameter(weight), on.parameter(bias)
+        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "apex":
             return apex_norm.layer_norm(x, self.weight, self.bias, self.eps)
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.sensitive)
+        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.keep_fp32_dtype)

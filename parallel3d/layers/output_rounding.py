@@ -14,20 +14,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.gemm import matmul
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.parallel.sharding import IndexRun
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import Policy
 from parallel3d.precision.stochastic_rounding import noise_of, round_to_bf16
 from parallel3d.random_keys import bits, key_of
-from parallel3d.sharding import Run
 
-Product = Callable[[Tensor, Tensor], Tensor]
+MatmulFn = Callable[[Tensor, Tensor], Tensor]
 """x (tokens, in), weight (out, in) -> x W^T (tokens, out)."""
 
 
-def product_of(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorParallel, policy: Policy) -> Product:
+def matmul_for(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorParallel, policy: Policy) -> MatmulFn:
     """How `weight` is multiplied with all tokens of a micro-batch; evaluations round to the nearest."""
     if not (policy.rounds_outputs and micro_batch.training):
         return _nearest
@@ -39,17 +39,17 @@ def _nearest(x: Tensor, weight: Tensor) -> Tensor:
     return matmul(x, weight.t())
 
 
-def _round(wide: Tensor, weight: ShardedParameter, runs: tuple[Run, ...], micro_batch: MicroBatch) -> Tensor:
+def _round(wide: Tensor, weight: ShardedParameter, runs: tuple[IndexRun, ...], micro_batch: MicroBatch) -> Tensor:
     """(tokens, out_local) fp32 -> bf16."""
-    num_outputs, is_cut_along_outputs = weight.sharding.shape[0], weight.sharding.dim == 0
-    first_input = 0 if is_cut_along_outputs else runs[0].global_start
-    spans = [(run.global_start, run.length) for run in runs] if is_cut_along_outputs else [(0, num_outputs)]
+    num_outputs, is_output_sharded = weight.sharding.shape[0], weight.sharding.dim == 0
+    first_input = 0 if is_output_sharded else runs[0].global_start
+    spans = [(run.global_start, run.length) for run in runs] if is_output_sharded else [(0, num_outputs)]
     columns = torch.cat([torch.arange(start, start + length, device=wide.device) for start, length in spans])
     result = torch.empty(wide.shape, dtype=torch.bfloat16, device=wide.device)
-    for piece in micro_batch.pieces(0, len(wide)):
-        when = (micro_batch.seed, micro_batch.iteration, piece.slot)
+    for token_span in micro_batch.token_spans(0, len(wide)):
+        when = (micro_batch.seed, micro_batch.iteration, token_span.slot)
         key = key_of("output", *when, weight.sharding.name, first_input)
-        rows = torch.arange(piece.positions.start, piece.positions.stop, device=wide.device)
+        rows = torch.arange(token_span.positions.start, token_span.positions.stop, device=wide.device)
         words = bits(key, rows.unsqueeze(1) * num_outputs + columns)
-        result[piece.rows] = round_to_bf16(wide[piece.rows], noise_of(words, 0))
+        result[token_span.rows] = round_to_bf16(wide[token_span.rows], noise_of(words, 0))
     return result

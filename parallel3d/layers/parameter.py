@@ -1,12 +1,12 @@
 """A parameter that knows its global identity and where its gradient is added up.
 
 `main_grad` is a view into a flat bucket of the optimizer's format (fp32 or wider). Layers add their weight gradients
-straight into it (for a matrix: one GEMM with beta = 1, no temporary of the weight's size) and then call `grad_added`,
-which tells the bucket. A parameter without a bucket gets its `main_grad` on first use.
+straight into it (for a matrix: one GEMM with beta = 1, no temporary of the weight's size) and then call
+`register_grad_ready`, which tells the bucket. A parameter without a bucket gets its `main_grad` on first use.
 
 A split backward pass puts the products for the weights off (Qi et al. 2023, "Zero bubble pipeline parallelism"):
-layers hand them to their parameter's `weight_grads`, which runs them at once or keeps them. It is the same product of
-the same tensors either way.
+layers hand them to their parameter's `weight_grad_store`, which runs them at once or keeps them. It is the same product
+of the same tensors either way.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.gemm import add_matmul
-from parallel3d.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding
 
-WeightWork = Callable[[], None]
+WeightGradTask = Callable[[], None]
 """Adds one micro-batch's gradient to one weight's main gradient."""
 
 
-class WeightGrads:
+class WeightGradStore:
     """Runs the products for weights at once, or keeps them for later; shared by the parameters of one rank's stage."""
 
     def __init__(self) -> None:
-        self._keeper: deque[WeightWork] | None = None
+        self._queue: deque[WeightGradTask] | None = None
 
-    def run(self, work: WeightWork) -> None:
+    def run(self, work: WeightGradTask) -> None:
         """Now, or when whoever keeps it sees fit."""
-        if self._keeper is None:
+        if self._queue is None:
             work()
         else:
-            self._keeper.append(work)
+            self._queue.append(work)
 
     @contextmanager
-    def kept(self) -> Iterator[deque[WeightWork]]:
+    def deferred(self) -> Iterator[deque[WeightGradTask]]:
         """What comes up within goes, in order, into the queue that this gives."""
-        assert self._keeper is None
-        queue: deque[WeightWork] = deque()
-        self._keeper = queue
+        assert self._queue is None
+        queue: deque[WeightGradTask] = deque()
+        self._queue = queue
         try:
             yield queue
         finally:
-            self._keeper = None
+            self._queue = None
 
 
 @torch.no_grad()
-def run_kept(work: deque[WeightWork]) -> None:
+def run_deferred(work: deque[WeightGradTask]) -> None:
     """Runs what was kept, in order; the tensors of each product are let go before the next."""
     while work:
         work.popleft()()
@@ -63,8 +63,8 @@ class ShardedParameter(nn.Parameter):
     sharding: ParamSharding
     main_grad: Tensor | None
     on_grad: Callable[[], None] | None
-    weight_grads: WeightGrads
-    wide_products: bool
+    weight_grad_store: WeightGradStore
+    accumulate_in_grad_dtype: bool
     """Whether products are added to the main gradient in its own format, not rounded to that of their factors first."""
 
     def __new__(
@@ -75,8 +75,8 @@ class ShardedParameter(nn.Parameter):
         self.sharding = sharding
         self.main_grad = None
         self.on_grad = None
-        self.weight_grads = WeightGrads()
-        self.wide_products = False
+        self.weight_grad_store = WeightGradStore()
+        self.accumulate_in_grad_dtype = False
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -89,7 +89,7 @@ class ShardedParameter(nn.Parameter):
             self.main_grad = torch.zeros(self.shape, dtype=wide, device=self.device)
         return self.main_grad
 
-    def grad_added(self) -> None:
+    def register_grad_ready(self) -> None:
         """To be called once for each micro-batch, after this parameter's gradient of it was added.
 
         Where several modules use the parameter, each adds its part and calls.
@@ -102,10 +102,10 @@ def add_matrix_grad(weight: ShardedParameter, grad: Tensor, x: Tensor) -> None:
     """weight.main_grad += grad.T @ x for grad (tokens, out), x (tokens, in): now, or with a split backward later."""
 
     def add() -> None:
-        add_matmul(weight.grad_buffer(), grad.t(), x, wide=weight.wide_products)
-        weight.grad_added()
+        add_matmul(weight.grad_buffer(), grad.t(), x, wide=weight.accumulate_in_grad_dtype)
+        weight.register_grad_ready()
 
-    weight.weight_grads.run(add)
+    weight.weight_grad_store.run(add)
 
 
 def parameters_of(module: nn.Module) -> list[ShardedParameter]:

@@ -10,17 +10,17 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from parallel3d.backends import Backend
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import Policy
-from parallel3d.sharding import ParamSharding
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class LayerContext:
     """The tensor-parallel region, the precision policy and the device of one replica's part of one stage."""
 
     tp: TensorParallel

@@ -10,44 +10,44 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.layers.micro_batch import MicroBatch, Piece
+from parallel3d.layers.micro_batch import MicroBatch, TokenSpan
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.layers.placement import Placement
-from parallel3d.sharding import ParamSharding
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import ParamSharding
 
 
 class _AddPositions(Function):
     """x + the positions' rows; backward adds, piece by piece, into those rows' main gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: tuple[Piece, ...]) -> Tensor:
-        ctx.weight, ctx.pieces = weight, pieces
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, token_spans: tuple[TokenSpan, ...]) -> Tensor:
+        ctx.weight, ctx.token_spans = weight, token_spans
         result = x.clone()
-        for piece in pieces:
-            result[piece.rows] += weight.detach()[piece.positions.start : piece.positions.stop]
+        for token_span in token_spans:
+            result[token_span.rows] += weight.detach()[token_span.positions.start : token_span.positions.stop]
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         buffer = ctx.weight.grad_buffer()
-        for piece in ctx.pieces:
-            buffer[piece.positions.start : piece.positions.stop] += grad[piece.rows]
-        ctx.weight.grad_added()
+        for token_span in ctx.token_spans:
+            buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]
+        ctx.weight.register_grad_ready()
         return grad, None, None
 
 
 class LearnedPositions(nn.Module):
     """(tokens_local, hidden) -> the same. Every tensor-parallel rank holds all (positions, hidden) rows."""
 
-    def __init__(self, name: str, num_positions: int, hidden_size: int, *, init_std: float, on: Placement):
+    def __init__(self, name: str, num_positions: int, hidden_size: int, *, init_std: float, context: LayerContext):
         super().__init__()
-        self.tp = on.tp
+        self.tp = context.tp
         sharding = ParamSharding(
-            name=name, shape=(num_positions, hidden_size), partial_grad=on.tp.cuts_tokens, init_std=init_std
+            name=name, shape=(num_positions, hidden_size), partial_grad=context.tp.is_token_sharded, init_std=init_std
         )
-        self.weight = on.parameter(sharding)
+        self.weight = context.parameter(sharding)
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         num_local = x.shape[0]
-        pieces = tuple(micro_batch.document_pieces(self.tp.first_local_token(num_local), num_local))
-        return _AddPositions.apply(x, self.weight, pieces)
+        token_spans = tuple(micro_batch.document_spans(self.tp.first_local_token(num_local), num_local))
+        return _AddPositions.apply(x, self.weight, token_spans)

@@ -14,8 +14,8 @@ from torch.nn.functional import silu
 
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.placement import Placement
-from parallel3d.sharding import Chunk
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import FusedBlock
 
 
 class _SiluTimes(Function):
@@ -56,18 +56,20 @@ class SwiGLU(nn.Module):
         intermediate_size: int,
         init_std: float,
         output_init_std: float,
-        on: Placement,
+        context: LayerContext,
     ):
         super().__init__()
-        self.activation = on.kernel(silu_times) if on.compiles else _SiluTimes.apply
-        chunks = (Chunk(name="gate", size=intermediate_size), Chunk(name="up", size=intermediate_size))
-        self.gate_up = ColumnParallelLinear(f"{name}.gate_up", hidden_size, chunks, init_std=init_std, on=on)
+        self.activation = context.kernel(silu_times) if context.compiles else _SiluTimes.apply
+        fused_blocks = (FusedBlock(name="gate", size=intermediate_size), FusedBlock(name="up", size=intermediate_size))
+        self.gate_up = ColumnParallelLinear(
+            f"{name}.gate_up", hidden_size, fused_blocks, init_std=init_std, context=context
+        )
         self.down = RowParallelLinear(
             f"{name}.down",
             intermediate_size,
             hidden_size,
             init_std=output_init_std,
-            on=on,
+            context=context,
         )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:

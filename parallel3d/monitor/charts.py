@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from parallel3d.monitor.history import History, ratios_of
+from parallel3d.monitor.history import MetricsLog, ratios_of
 from parallel3d.monitor.run_folder import CHARTS
 
 LOSS, COURSE, INSTABILITY = CHARTS
@@ -31,13 +31,15 @@ NUM_BANDS = 100
 """Windows of steps whose lowest and highest value make the band."""
 MIN_BAND_STEPS = 6
 """Shorter windows make no band: single steps are drawn."""
-LARGEST_SHOWN = 1e6
+MAX_DRAWN = 1e6
 """Infinite norms are drawn here."""
 
 Points = Sequence[tuple[float, float]]
 
 
-def draw_all(folder: Path, history: History, *, title: str, config: dict[str, Any], entropy: float | None) -> list[str]:
+def draw_all(
+    folder: Path, history: MetricsLog, *, title: str, config: dict[str, Any], entropy: float | None
+) -> list[str]:
     """Writes every chart that there is something for; their names. `config` is the run's, `entropy` the unigrams'."""
     if len(history.points("loss")) < 2:
         return []
@@ -48,7 +50,7 @@ def draw_all(folder: Path, history: History, *, title: str, config: dict[str, An
     return [LOSS, COURSE, INSTABILITY]
 
 
-def draw_loss(path: Path, *, title: str, history: History, unigram_entropy: float | None = None) -> None:
+def draw_loss(path: Path, *, title: str, history: MetricsLog, unigram_entropy: float | None = None) -> None:
     """The training loss (nats a token) by step, with evaluations and a line at the unigram entropy: the loss of a model
     that knows only how frequent each token is."""
     figure = _figure(height=4.8)
@@ -59,7 +61,7 @@ def draw_loss(path: Path, *, title: str, history: History, unigram_entropy: floa
     figure.savefig(path)
 
 
-def draw_course(path: Path, *, title: str, history: History, max_grad_norm: float | None = None) -> None:
+def draw_course(path: Path, *, title: str, history: MetricsLog, max_grad_norm: float | None = None) -> None:
     """All that a run's lines hold, one panel below the other; `max_grad_norm` is where gradients are clipped."""
     lengths = {value for _, value in history.points("sequence_length")}
     left_out = {"sequence_length"} if len(lengths) < 2 else set()
@@ -74,7 +76,7 @@ def draw_course(path: Path, *, title: str, history: History, max_grad_norm: floa
     figure.savefig(path)
 
 
-def draw_instability(path: Path, *, title: str, history: History) -> None:
+def draw_instability(path: Path, *, title: str, history: MetricsLog) -> None:
     """Loss, loss ratio and sqrt(v), each divided by its maximum."""
     ratios = sorted(ratios_of(history).items())
     series: list[tuple[str, Points, str]] = [
@@ -122,13 +124,11 @@ _PANELS = {
 }
 
 
-def _draw_panel(axes: Axes, name: str, history: History, max_grad_norm: float | None) -> None:
+def _draw_panel(axes: Axes, name: str, history: MetricsLog, max_grad_norm: float | None) -> None:
     if name == "loss":
         _draw_loss(axes, history, None)
         return
-    points = [
-        (step, min(value, LARGEST_SHOWN) if name == "grad_norm" else value) for step, value in history.points(name)
-    ]
+    points = [(step, min(value, MAX_DRAWN) if name == "grad_norm" else value) for step, value in history.points(name)]
     if name == "grad_norm":
         _draw_band(axes, points, label="gradient norm")
         if max_grad_norm is not None:
@@ -147,7 +147,7 @@ def _draw_panel(axes: Axes, name: str, history: History, max_grad_norm: float | 
     _mark_changes(axes, history, with_label=False)
 
 
-def _draw_loss(axes: Axes, history: History, unigram_entropy: float | None) -> None:
+def _draw_loss(axes: Axes, history: MetricsLog, unigram_entropy: float | None) -> None:
     _draw_band(axes, history.points("loss"), label="training loss")
     evaluations, best = [each for each in history.evaluations if math.isfinite(each.loss)], history.best
     if evaluations:
@@ -175,7 +175,7 @@ def _draw_band(axes: Axes, points: Points, *, label: str) -> None:
         axes.plot(steps, smooth(values), color=SMOOTH, linewidth=1.8, label=f"{label}, smoothed")
 
 
-def _mark_changes(axes: Axes, history: History, *, with_label: bool = True) -> None:
+def _mark_changes(axes: Axes, history: MetricsLog, *, with_label: bool = True) -> None:
     for number, step in enumerate(history.changes):
         label = "change of membership" if with_label and number == 0 else None
         axes.axvline(step, color=CHANGED, linewidth=1, zorder=1, label=label)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import copysign, exp, fsum, inf, isfinite, lgamma, log, log1p, sqrt
 
 _TINY = 1e-300
-_ENOUGH = 1e-15
+_CONVERGED = 1e-15
 _MAX_TERMS = 10_000
 
 
@@ -69,21 +69,21 @@ def incomplete_beta(a: float, b: float, z: float) -> float:
 
 def _continued_fraction(a: float, b: float, z: float) -> float:
     """1 + d1 / (1 + d2 / (1 + ...)), whose inverse belongs to the incomplete beta function."""
-    value = ahead = 1.0  # Lentz: the quotients of successive numerators, and of denominators
-    behind = 0.0
+    value = numerator_ratio = 1.0  # Lentz: the quotients of successive numerators, and of denominators
+    denominator_ratio = 0.0
     for number in range(1, _MAX_TERMS):
         m, is_odd = divmod(number, 2)
         if is_odd:
             d = -(a + m) * (a + b + m) * z / ((a + 2 * m) * (a + 2 * m + 1))
         else:
             d = m * (b - m) * z / ((a + 2 * m - 1) * (a + 2 * m))
-        behind = 1.0 / _off_zero(1.0 + d * behind)
-        ahead = _off_zero(1.0 + d / ahead)
-        value *= ahead * behind
-        if abs(ahead * behind - 1.0) < _ENOUGH:
+        denominator_ratio = 1.0 / _away_from_zero(1.0 + d * denominator_ratio)
+        numerator_ratio = _away_from_zero(1.0 + d / numerator_ratio)
+        value *= numerator_ratio * denominator_ratio
+        if abs(numerator_ratio * denominator_ratio - 1.0) < _CONVERGED:
             break
     return value
 
 
-def _off_zero(value: float) -> float:
+def _away_from_zero(value: float) -> float:
     return value if abs(value) > _TINY else _TINY

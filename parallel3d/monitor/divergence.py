@@ -34,7 +34,7 @@ class DivergenceRules:
 
     beta2: float = 0.95
     max_loss_ratio: float | None = None
-    stops: bool = True
+    ends_run: bool = True
     """Whether divergence ends the run; else it is only told."""
 
     @property
@@ -45,7 +45,7 @@ class DivergenceRules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class FlatStreak:
     """Updates in a row with a high loss, clipped gradients and a flat line."""
 
     num_updates: int = 0
@@ -57,7 +57,7 @@ class Row:
     """Sums of their losses."""
 
 
-NO_ROW = Row()
+NO_STREAK = FlatStreak()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Divergence:
     """Exponential, over SMOOTHING_STEPS."""
     lowest_mean: float = inf
     """Since there are so many."""
-    row: Row = NO_ROW
+    row: FlatStreak = NO_STREAK
     reason: str = ""
     """Why the newest step is one of a run that has diverged; empty: it is not."""
 
@@ -79,16 +79,16 @@ class Divergence:
     ) -> Divergence:
         """The fold with one more step; `variance_max` None where it was not measured."""
         if not isfinite(loss):
-            return replace(self, row=NO_ROW, reason="")
+            return replace(self, row=NO_STREAK, reason="")
         seen = self._with_loss(loss)
         limit = self.rules.max_loss_ratio
         if limit is not None and loss_ratio is not None and loss_ratio > limit:
             reason = f"the loss is {loss_ratio:.2f} times the lowest before, monitor.max_loss_ratio is {limit:g}"
-            return replace(seen, row=NO_ROW, reason=reason)
+            return replace(seen, row=NO_STREAK, reason=reason)
         if not is_clipped or min(loss, seen.mean_loss) <= UNSTABLE_RATIO * seen.lowest_mean:
-            return replace(seen, row=NO_ROW)
+            return replace(seen, row=NO_STREAK)
         row = _with_variance(self.row, variance_max)
-        return seen._judge(_with_loss(row, loss, self.rules.num_flat // 2))
+        return seen._check_streak(_with_loss(row, loss, self.rules.num_flat // 2))
 
     def _with_loss(self, loss: float) -> Divergence:
         """The mean with one more loss; without a reason."""
@@ -97,31 +97,31 @@ class Divergence:
         lowest = min(self.lowest_mean, mean) if count == SMOOTHING_STEPS else inf
         return replace(self, num_steps=self.num_steps + 1, mean_loss=mean, lowest_mean=lowest, reason="")
 
-    def _judge(self, row: Row) -> Divergence:
+    def _check_streak(self, row: FlatStreak) -> Divergence:
         """Decides on a row that is long enough, and lets go of it."""
         half = self.rules.num_flat // 2
         if row.num_updates < self.rules.num_flat or row.highest == 0.0:
             return replace(self, row=row)
         if row.second_half / (row.num_updates - half) < row.first_half / half:
-            return replace(self, row=NO_ROW)  # it recovers
+            return replace(self, row=NO_STREAK)  # it recovers
         reason = (
             f"for {row.num_updates} updates the loss was more than {UNSTABLE_RATIO:g} times its lowest mean, all"
             f" gradients were clipped, and Adam's largest sqrt(v) was flat ({row.lowest:.3g} to {row.highest:.3g})"
         )
-        return replace(self, row=NO_ROW, reason=reason)
+        return replace(self, row=NO_STREAK, reason=reason)
 
 
-def _with_variance(row: Row, value: float | None) -> Row:
+def _with_variance(row: FlatStreak, value: float | None) -> FlatStreak:
     """The row with one more point of the line; begun anew where that is not flat."""
     if value is None:
         return row
     lowest, highest = min(row.lowest, value), max(row.highest, value)
     if highest <= FLAT * lowest and isfinite(highest):
         return replace(row, lowest=lowest, highest=highest)
-    return Row(lowest=value, highest=value) if isfinite(value) else NO_ROW
+    return FlatStreak(lowest=value, highest=value) if isfinite(value) else NO_STREAK
 
 
-def _with_loss(row: Row, loss: float, half: int) -> Row:
+def _with_loss(row: FlatStreak, loss: float, half: int) -> FlatStreak:
     """The row with one more update; `half` of them are its first half."""
     if row.num_updates < half:
         return replace(row, num_updates=row.num_updates + 1, first_half=row.first_half + loss)

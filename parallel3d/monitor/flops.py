@@ -39,7 +39,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 """TFLOP/s of dense products by words of the device's name, the first that fit; vendors' data sheets. fp32 without
 TF32, bf16 and fp16 with sums in fp32, without sparsity."""
 
-Source = Literal["configuration", "data sheet", "measured"]
+PeakSource = Literal["configuration", "data sheet", "measured"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class Peak:
     """What one rank's device can do, in FLOP/s, and where the figure is from."""
 
     flops_per_s: float
-    source: Source
+    source: PeakSource
 
 
-def listed_peak(device_name: str, number_format: str) -> Peak | None:
+def data_sheet_peak(device_name: str, number_format: str) -> Peak | None:
     """The data sheet's, for a device that torch names so and a format "fp32", "bf16", ...; None where there is none."""
     for part, peaks in _PEAKS:
         if re.search(rf"\b{part}\b", device_name):

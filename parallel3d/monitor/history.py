@@ -37,14 +37,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class MetricsLog:
     """What a metrics.jsonl holds."""
 
     steps: tuple[Json, ...]
     events: tuple[Json, ...] = ()
 
     @staticmethod
-    def of(lines: Iterable[Json]) -> History:
+    def of(lines: Iterable[Json]) -> MetricsLog:
         """From the lines; of a step that stands there twice the last counts."""
         steps: dict[int, Json] = {}
         events = []
@@ -53,7 +53,7 @@ class History:
                 events.append(line)
             elif "step" in line:
                 steps[line["step"]] = line
-        return History(steps=tuple(steps[step] for step in sorted(steps)), events=tuple(events))
+        return MetricsLog(steps=tuple(steps[step] for step in sorted(steps)), events=tuple(events))
 
     def points(self, name: str) -> Points:
         """(step, value) of a figure, where it is known."""
@@ -95,7 +95,7 @@ class History:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class MembershipChange:
     """A change of membership: the loss ratio of its step, and whether a spike of the gradient norm lasted."""
 
     step: int
@@ -113,10 +113,10 @@ class Stability:
     spikes: Spikes
     with_variance_norm: Correlation | None
     with_variance_max: Correlation | None
-    changes: tuple[Change, ...]
+    changes: tuple[MembershipChange, ...]
 
 
-def ratios_of(history: History) -> dict[int, float]:
+def ratios_of(history: MetricsLog) -> dict[int, float]:
     """The loss ratio by step, where there is one."""
     seen, ratios = LossRatio(), {}
     for line, loss in zip(history.steps, history.losses):
@@ -126,7 +126,7 @@ def ratios_of(history: History) -> dict[int, float]:
     return ratios
 
 
-def analyse(history: History) -> Stability:
+def analyse(history: MetricsLog) -> Stability:
     """Everything about one run."""
     seen, spikes, in_spike = LossRatio(), Spikes(), set()
     for line, loss in zip(history.steps, history.losses):
@@ -142,19 +142,20 @@ def analyse(history: History) -> Stability:
         with_variance_norm=_correlate_with(history, ratios, "variance_norm"),
         with_variance_max=_correlate_with(history, ratios, "variance_max"),
         changes=tuple(
-            Change(step=step, loss_ratio=ratios.get(step), is_spike=step in in_spike) for step in history.changes
+            MembershipChange(step=step, loss_ratio=ratios.get(step), is_spike=step in in_spike)
+            for step in history.changes
         ),
     )
 
 
-def _correlate_with(history: History, ratios: dict[int, float], name: str) -> Correlation | None:
+def _correlate_with(history: MetricsLog, ratios: dict[int, float], name: str) -> Correlation | None:
     after = {int(step) - 1: value for step, value in history.points(name)}
     steps = sorted(ratios.keys() & after.keys())
     return correlate([ratios[step] for step in steps], [after[step] for step in steps])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Win:
+class ReferenceComparison:
     """One run against a reference, read in both ways."""
 
     reference: Evaluation
@@ -178,13 +179,13 @@ class Win:
         return 1.0 - self.reached.seconds / self.reference.seconds if self.reached and self.reference.seconds else None
 
 
-def compare(run: History, reference: History) -> Win | None:
+def compare_to_reference(run: MetricsLog, reference: MetricsLog) -> ReferenceComparison | None:
     """Both readings of a win; None where one of the two has no evaluation."""
     ours, theirs, best = run.evaluations, reference.evaluations, reference.best
     if not ours or best is None:
         return None
     equal = min(ours[-1].tokens, theirs[-1].tokens)
-    return Win(
+    return ReferenceComparison(
         reference=best,
         reached=next((each for each in ours if each.loss <= best.loss), None),
         equal_tokens=equal,

@@ -12,7 +12,7 @@ import torch
 _STATM = Path("/proc/self/statm")
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """From now on `used_bytes` is of what comes: not of the start, when initial weights are held besides."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

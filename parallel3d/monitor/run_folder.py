@@ -26,7 +26,7 @@ from typing import Any
 from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
-CHARTS, LOGS, LOCK, LOST = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
+CHARTS, LOGS, LOCK, LOST_STEPS = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
 DUMPS, TRACES, TENSORBOARD = "dumps", "profile", "tensorboard"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
@@ -35,20 +35,20 @@ LOCK_RETRY_S = 0.05
 class RunFolder:
     """An open run folder. Made before any worker starts; raises UserError where it can't be written."""
 
-    def __init__(self, path: Path, *, config: str, environment: dict[str, Any], history_to: int = 0):
+    def __init__(self, path: Path, *, config: str, environment: dict[str, Any], history_until_step: int = 0):
         """`config`: the text of config.json. Files of an earlier run are moved into `moved_to`; where this run goes on
-        with it, its lines up to step `history_to` are taken over."""
+        with it, its lines up to step `history_until_step` are taken over."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.moved_to = _move_aside(path)
+            self.moved_to = _archive_previous_run(path)
             (path / LOGS).mkdir()
             (path / CONFIG).write_text(config.rstrip() + "\n")
             (path / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
-            if self.moved_to and history_to:
-                _copy_history(self.moved_to / METRICS, path / METRICS, history_to)
+            if self.moved_to and history_until_step:
+                _copy_history(self.moved_to / METRICS, path / METRICS, history_until_step)
             self._metrics = (path / METRICS).open("ab", buffering=0)
         except BlockingIOError:
             raise UserError(
@@ -72,7 +72,7 @@ class RunFolder:
         """The run goes on after that step: lines of later ones, evaluations included, go to lost-steps.jsonl."""
         path, temporary = self.path / METRICS, self.path / f".{METRICS}"
         lines = read_metrics(path)
-        with (self.path / LOST).open("a") as lost, temporary.open("w") as kept:
+        with (self.path / LOST_STEPS).open("a") as lost, temporary.open("w") as kept:
             for line in lines:
                 is_lost = line.get("event", "evaluation") == "evaluation" and line.get("step", 0) > last_step
                 (lost if is_lost else kept).write(json.dumps(line) + "\n")
@@ -90,7 +90,7 @@ class RunFolder:
         self._lock.close()
 
 
-class ContinuedFolder(RunFolder):
+class ContinuedRunFolder(RunFolder):
     """The folder of a run that another process has begun and this one goes on with.
 
     Where it can't be opened, each attempt to write raises the OSError that says why.
@@ -98,7 +98,7 @@ class ContinuedFolder(RunFolder):
 
     def __init__(self, path: Path):
         self.path, self.moved_to = path, None
-        self._refusal: OSError | None = None
+        self._open_error: OSError | None = None
         deadline = time.monotonic() + LOCK_WAIT_S
         while not self._open() and time.monotonic() < deadline:
             time.sleep(LOCK_RETRY_S)
@@ -116,7 +116,7 @@ class ContinuedFolder(RunFolder):
         super().write_summary(summary)
 
     def close(self) -> None:
-        if self._refusal is None:
+        if self._open_error is None:
             super().close()
 
     def _open(self) -> bool:
@@ -124,16 +124,16 @@ class ContinuedFolder(RunFolder):
         try:
             self._lock = (self.path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _drop_cut_line(self.path / METRICS)
+            _drop_partial_line(self.path / METRICS)
             self._metrics = (self.path / METRICS).open("ab", buffering=0)
-            self._refusal = None
+            self._open_error = None
         except OSError as error:
-            self._refusal = error
-        return not isinstance(self._refusal, BlockingIOError)
+            self._open_error = error
+        return not isinstance(self._open_error, BlockingIOError)
 
     def _check(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
+        if self._open_error is not None:
+            raise self._open_error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def _drop_cut_line(path: Path) -> None:
+def _drop_partial_line(path: Path) -> None:
     """Takes away a last line that a crash has cut, so that another can follow."""
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -159,11 +159,11 @@ def _copy_history(source: Path, target: Path, last_step: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _move_aside(path: Path) -> Path | None:
+def _archive_previous_run(path: Path) -> Path | None:
     """Moves an earlier run's files into the next free previous-N; None when there are none."""
     old = [
         path / name
-        for name in (CONFIG, ENVIRONMENT, METRICS, LOST, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
+        for name in (CONFIG, ENVIRONMENT, METRICS, LOST_STEPS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
         if (path / name).exists()
     ]
     if not old:

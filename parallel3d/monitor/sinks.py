@@ -23,8 +23,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
-from parallel3d.monitor.account import Account
-from parallel3d.monitor.history import History
+from parallel3d.monitor.history import MetricsLog
 from parallel3d.monitor.run_folder import (
     CHARTS,
     CONFIG,
@@ -37,6 +36,7 @@ from parallel3d.monitor.run_folder import (
     read_metrics,
 )
 from parallel3d.monitor.tensorboard import TensorBoardFile
+from parallel3d.monitor.uptime import RunHistory
 
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
@@ -74,17 +74,17 @@ OF_RESTARTS = ("restarts", "lost_steps", "productive_s", "wall_s", "uptime")
 """Figures that are shown where there were any."""
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """The one line that says how far the run is."""
 
     def show(self, step: int, total: int | None, text: str, step_s: float) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def log(self, text: str) -> None: ...
 
     def close(self) -> None: ...
 
 
-class BarProgress:
+class BarDisplay:
     """A bar on a terminal."""
 
     def __init__(self, stream: TextIO):
@@ -99,7 +99,7 @@ class BarProgress:
         self._bar.n = step
         self._bar.set_description_str(f"{text}{_eta(step, total, step_s)}")
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         tqdm.write(text, file=self._stream)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class BarProgress:
             self._bar.close()
 
 
-class PlainProgress:
+class PlainDisplay:
     """A line now and then where there is no terminal: about every 10 s or 5 % of the steps, first and last included."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
@@ -121,16 +121,16 @@ class PlainProgress:
         far = total is not None and step - self._last_step >= max(1.0, PLAIN_EVERY_SHARE * total)
         if far or step == total or now - self._last_time >= PLAIN_EVERY_S:
             self._last_step, self._last_time = step, now
-            self.note(f"step {step}/{total or '?'}  {text}{_eta(step, total, step_s)}")
+            self.log(f"step {step}/{total or '?'}  {text}{_eta(step, total, step_s)}")
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         return
 
 
-class RunReport:
+class RunReporter:
     """Takes records from any thread and writes them on its own, so that a slow disk holds nobody up."""
 
     def __init__(
@@ -145,17 +145,17 @@ class RunReport:
         self._folder = folder
         self._title = title
         self._tensorboard = tensorboard
-        self._curves: TensorBoardFile | None = None
+        self._tensorboard_file: TensorBoardFile | None = None
         self._out, self._err = out, err
-        self._progress: Progress = BarProgress(out) if out.isatty() else PlainProgress(out)
+        self._display: ProgressDisplay = BarDisplay(out) if out.isatty() else PlainDisplay(out)
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._total: int | None = None
-        self._whole: dict[str, int] = {}
+        self._full_sizes: dict[str, int] = {}
         """The sizes of a whole batch."""
         self._workers = ""
         """Who is left, once somebody is lost."""
-        self.account = Account(self._told_before())
+        self.run_history = RunHistory(self._read_existing_lines())
         """What its lines come to: up to date while it is paused."""
         self._summary: dict[str, Any] = {}
         self._disk_works = True
@@ -163,14 +163,14 @@ class RunReport:
     @property
     def last_step(self) -> int:
         """The last step of which this run has been told; 0 before the first."""
-        return self.account.last_step
+        return self.run_history.last_step
 
     def start(self) -> None:
         """Starts its thread, for the first time or after a pause; call it after the forks."""
         if self._thread is None:
-            self._progress.note(f"{self._title}: run folder {self._folder.path}")
+            self._display.log(f"{self._title}: run folder {self._folder.path}")
             if self._folder.moved_to:
-                self._progress.note(f"an earlier run's files are now in {self._folder.moved_to}")
+                self._display.log(f"an earlier run's files are now in {self._folder.moved_to}")
         self._thread = threading.Thread(target=self._write_all, name="run-report", daemon=True)
         self._thread.start()
 
@@ -189,19 +189,19 @@ class RunReport:
         self.pause()
         self._records.put(None)
         self._write_all()  # what has come since a pause
-        self._progress.close()
-        newest = self.account.newest
+        self._display.close()
+        newest = self.run_history.newest
         last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
-        self._summary |= self.account.figures(time.time())
+        self._summary |= self.run_history.figures(time.time())
         summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
-        self._keep(self._folder.write_summary, summary)
-        self._keep(self._draw_charts)
-        self._keep(self._folder.close)
-        if self._curves is not None:
-            self._keep(self._curves.close)
+        self._try_write(self._folder.write_summary, summary)
+        self._try_write(self._draw_charts)
+        self._try_write(self._folder.close)
+        if self._tensorboard_file is not None:
+            self._try_write(self._tensorboard_file.close)
         if message:
             print(message, file=self._err, flush=True)
-        print(self._closing_words(), file=self._out, flush=True)
+        print(self._format_summary(), file=self._out, flush=True)
 
     def _write_all(self) -> None:
         while (record := self._records.get()) is not None:  # bounded: close() ends it
@@ -214,54 +214,54 @@ class RunReport:
                 self._append(fields)
                 step_s = record.get("step_s", 0.0)
                 text = "  ".join(part for part in (_step_text(record), self._shape_text(record), self._workers) if part)
-                self._progress.show(record["step"], self._total, text, step_s)
+                self._display.show(record["step"], self._total, text, step_s)
             case "evaluation":
-                self._progress.note(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
-                self._keep_event("evaluation", fields)
+                self._display.log(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
+                self._append_event("evaluation", fields)
             case "notice":
-                self._progress.note(record["text"])
-                self._keep_event("notice", fields)
+                self._display.log(record["text"])
+                self._append_event("notice", fields)
             case "membership":
-                self._progress.note(record["text"])
+                self._display.log(record["text"])
                 self._workers = _workers_text(record)
             case "diverged":
-                self._keep_event("diverged", fields)
+                self._append_event("diverged", fields)
             case "restart":
-                self._progress.note(record["text"])
+                self._display.log(record["text"])
                 self._workers = ""
-                self._keep(self._folder.rewind, record["step"])
-                self._keep_event("restart", fields)
+                self._try_write(self._folder.rewind, record["step"])
+                self._append_event("restart", fields)
             case "total":
                 self._total = record["num_steps"]
-                self._whole = {name: record[name] for name in SIZES if name in record}
+                self._full_sizes = {name: record[name] for name in SIZES if name in record}
             case "summary":
                 self._summary = fields
             case None:
-                self._keep_event(record["event"], fields)
+                self._append_event(record["event"], fields)
 
     def _shape_text(self, record: dict[str, Any]) -> str:
         """What is still smaller than it will be."""
-        sizes = [(word, record.get(name), self._whole.get(name)) for name, word in SIZES.items()]
+        sizes = [(word, record.get(name), self._full_sizes.get(name)) for name, word in SIZES.items()]
         return "  ".join(f"{word} {now:,}/{whole:,}" for word, now, whole in sizes if now and whole and now < whole)
 
-    def _keep_event(self, event: str, fields: dict[str, Any]) -> None:
+    def _append_event(self, event: str, fields: dict[str, Any]) -> None:
         self._append({"event": event, **fields, "time": round(time.time(), 3)})
 
     def _append(self, line: dict[str, Any]) -> None:
         """To the account, metrics.jsonl, and TensorBoard's file."""
-        self.account.note(line)
-        if self._tensorboard and self._curves is None:
-            self._keep(self._open_curves)
-        self._keep(self._folder.append_metrics, line)
-        if self._curves is not None:
-            self._keep(self._curves.add, line, time.time())
+        self.run_history.log(line)
+        if self._tensorboard and self._tensorboard_file is None:
+            self._try_write(self._open_tensorboard_file)
+        self._try_write(self._folder.append_metrics, line)
+        if self._tensorboard_file is not None:
+            self._try_write(self._tensorboard_file.add, line, time.time())
 
-    def _open_curves(self) -> None:
+    def _open_tensorboard_file(self) -> None:
         """They begin with what metrics.jsonl holds already."""
-        path, told = self._folder.path, read_metrics(self._folder.path / METRICS)
-        self._curves = TensorBoardFile(path / TENSORBOARD, started_at=time.time(), history=told)
+        path, lines = self._folder.path, read_metrics(self._folder.path / METRICS)
+        self._tensorboard_file = TensorBoardFile(path / TENSORBOARD, started_at=time.time(), history=lines)
 
-    def _keep(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _try_write(self, write: Callable[..., None], *arguments: Any) -> None:
         """Calls `write`. A full disk must not end the training: it is said once."""
         try:
             write(*arguments)
@@ -271,7 +271,7 @@ class RunReport:
                 print(f"can't write into {self._folder.path} any more ({error.strerror})", file=self._err, flush=True)
 
     def _draw_charts(self) -> None:
-        history = History.of(read_metrics(self._folder.path / METRICS))
+        history = MetricsLog.of(read_metrics(self._folder.path / METRICS))
         if len(history.steps) > 1:
             from parallel3d.monitor.charts import draw_all  # matplotlib takes most of a second to import
 
@@ -279,7 +279,7 @@ class RunReport:
             entropy = self._summary.get("unigram_entropy")
             draw_all(self._folder.path, history, title=self._title, config=config, entropy=entropy)
 
-    def _closing_words(self) -> str:
+    def _format_summary(self) -> str:
         figures = dict(self._summary)
         if not figures.get("restarts"):
             figures = {key: value for key, value in figures.items() if key not in OF_RESTARTS}
@@ -292,7 +292,7 @@ class RunReport:
         files = [name for name in (METRICS, SUMMARY, *CHARTS, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
-    def _told_before(self) -> list[dict[str, Any]]:
+    def _read_existing_lines(self) -> list[dict[str, Any]]:
         """What is in the folder: there is something when this report goes on with another process' run."""
         try:
             return read_metrics(self._folder.path / METRICS)

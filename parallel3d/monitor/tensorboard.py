@@ -22,7 +22,7 @@ _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 _MASK = 0xA282EAD8
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-UNDRAWN = ("step", "num_updates")
+SKIPPED_FIELDS = ("step", "num_updates")
 """Figures of a step that say nothing as a curve."""
 
 
@@ -34,7 +34,7 @@ class TensorBoardFile:
         already, so that there is one curve."""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"events.out.tfevents.{started_at:.0f}.parallel3d").open("wb")
-        self._file.write(record(event(started_at, version=VERSION)))
+        self._file.write(encode_record(encode_event(started_at, version=VERSION)))
         for line in history:
             self.add(line, started_at)
 
@@ -42,7 +42,7 @@ class TensorBoardFile:
         """A line of metrics.jsonl: a step's figures, or an evaluation's; other events are left out."""
         values = dict(scalars(line))
         if values:
-            self._file.write(record(event(wall_time, step=line["step"], values=values)))
+            self._file.write(encode_record(encode_event(wall_time, step=line["step"], values=values)))
             self._file.flush()
 
     def close(self) -> None:
@@ -56,11 +56,11 @@ def scalars(line: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         return
     for name, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and name not in UNDRAWN and not (kind == "evaluation" and name == "time"):
+        if is_number and name not in SKIPPED_FIELDS and not (kind == "evaluation" and name == "time"):
             yield f"{kind}/{name}", float(value)
 
 
-def event(
+def encode_event(
     wall_time: float, *, step: int = 0, version: str | None = None, values: Mapping[str, float] | None = None
 ) -> bytes:
     """An encoded `Event`."""
@@ -72,7 +72,7 @@ def event(
     return b"".join(parts)
 
 
-def record(message: bytes) -> bytes:
+def encode_record(message: bytes) -> bytes:
     """A message framed with its length and checksums."""
     length = struct.pack("<Q", len(message))
     return length + _masked_crc(length) + message + _masked_crc(message)

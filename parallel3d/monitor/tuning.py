@@ -16,7 +16,7 @@ from math import exp, inf, isfinite, log
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class ShortRun:
     """A short run: a linear warmup from `start` over `duration` steps, of which `num_steps` are run."""
 
     start: int
@@ -25,7 +25,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class ShortRunEvaluation:
     """A validation loss, in nats; None: not finite, or the run diverged before it."""
 
     step: int
@@ -45,7 +45,7 @@ class Fluctuation:
         return f"fluctuates at step {self.step}: perplexity {size}"
 
 
-def first_fluctuation(evaluations: Sequence[Evaluation], tolerance: float) -> Fluctuation | None:
+def first_fluctuation(evaluations: Sequence[ShortRunEvaluation], tolerance: float) -> Fluctuation | None:
     """Where a perplexity is more than `tolerance` times the best one before; None: nowhere."""
     best = inf
     for evaluation in evaluations:
@@ -57,26 +57,26 @@ def first_fluctuation(evaluations: Sequence[Evaluation], tolerance: float) -> Fl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SearchSpace:
     """What is tried, and what counts as calm."""
 
     starts: Sequence[int]
     """First lengths, rising."""
     durations: Sequence[int]
     """Rising; the first of them is that of step 1."""
-    beginning_steps: int
+    start_run_steps: int
     """Steps of a run that tries a first length."""
-    probe_steps: int
+    duration_run_steps: int
     """Steps of a run that tries a duration."""
     tolerance: float = 1.3
 
     @property
-    def max_probes(self) -> int:
+    def max_short_runs(self) -> int:
         return len(self.starts) + len(self.durations).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SearchResult:
     """The warmup that was found, or None and why."""
 
     start: int | None
@@ -84,35 +84,37 @@ class Outcome:
     reason: str
 
 
-Run = Callable[[Probe], Sequence[Evaluation]]
+TrainShortRun = Callable[[ShortRun], Sequence[ShortRunEvaluation]]
 """Trains, and returns the validations in their order."""
 
-Tell = Callable[[Probe, Fluctuation | None], None]
+ReportShortRun = Callable[[ShortRun, Fluctuation | None], None]
 
 
-def tune(search: Search, run: Run, tell: Tell = lambda probe, fluctuation: None) -> Outcome:
-    """The longest calm duration of the smallest calm first length; at most `search.max_probes` runs."""
+def search_warmup(
+    search: SearchSpace, train: TrainShortRun, report: ReportShortRun = lambda short_run, fluctuation: None
+) -> SearchResult:
+    """The longest calm duration of the smallest calm first length; at most `search.max_short_runs` runs."""
 
-    def is_calm(probe: Probe) -> bool:
-        fluctuation = first_fluctuation(run(probe), search.tolerance)
-        tell(probe, fluctuation)
+    def is_stable(short_run: ShortRun) -> bool:
+        fluctuation = first_fluctuation(train(short_run), search.tolerance)
+        report(short_run, fluctuation)
         return fluctuation is None
 
-    def starts_calmly(start: int) -> bool:
-        return is_calm(Probe(start=start, duration=search.durations[0], num_steps=search.beginning_steps))
+    def is_stable_start(start: int) -> bool:
+        return is_stable(ShortRun(start=start, duration=search.durations[0], num_steps=search.start_run_steps))
 
-    start = next(filter(starts_calmly, search.starts), None)
+    start = next(filter(is_stable_start, search.starts), None)
     if start is None:
-        return Outcome(start=None, duration=None, reason="every first length fluctuates at the very beginning")
-    calm, wild = 0, len(search.durations) + 1  # numbers of durations, from 1: calm is the longest known to be
-    while wild - calm > 1:
-        middle = (calm + wild) // 2
-        if is_calm(Probe(start=start, duration=search.durations[middle - 1], num_steps=search.probe_steps)):
-            calm = middle
+        return SearchResult(start=None, duration=None, reason="every first length fluctuates at the very beginning")
+    stable, unstable = 0, len(search.durations) + 1  # numbers of durations, from 1: calm is the longest known to be
+    while unstable - stable > 1:
+        middle = (stable + unstable) // 2
+        if is_stable(ShortRun(start=start, duration=search.durations[middle - 1], num_steps=search.duration_run_steps)):
+            stable = middle
         else:
-            wild = middle
-    if calm == 0:
-        return Outcome(start=start, duration=None, reason="even the shortest duration fluctuates")
-    is_last = calm == len(search.durations)
-    reason = "the longest that was to be tried" if is_last else f"{search.durations[calm]} fluctuates"
-    return Outcome(start=start, duration=search.durations[calm - 1], reason=reason)
+            unstable = middle
+    if stable == 0:
+        return SearchResult(start=start, duration=None, reason="even the shortest duration fluctuates")
+    is_last = stable == len(search.durations)
+    reason = "the longest that was to be tried" if is_last else f"{search.durations[stable]} fluctuates"
+    return SearchResult(start=start, duration=search.durations[stable - 1], reason=reason)

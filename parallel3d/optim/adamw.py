@@ -1,6 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on flat ranges of weights.
 
-Two forms. `adamw_fused` is torch's own kernel, for weights, moments and gradients of one format. `adamw_narrow` is for
+Two forms. `adamw_fused` is torch's own kernel, for weights, moments and gradients of one format. `adamw_bf16` is for
 weights and moments in bf16: it widens a block to fp32, updates it there and rounds the three results, each with noise
 of its own or to the nearest. It goes by single adds, multiplications, divisions and roots, which IEEE 754 defines to
 the last bit, so that a result depends neither on the block's size nor on where in it an element stands.
@@ -66,7 +66,7 @@ def adamw_fused(
     )
 
 
-def adamw_narrow(
+def adamw_bf16(
     weights: Tensor,
     moments: Tensor,
     grads: Tensor,

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from parallel3d.comm.group import Group
-from parallel3d.comm.staging import HostCopy
-from parallel3d.layers.micro_batch import MicroBatch, Site
+from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
 from parallel3d.optim.apex_adamw import adamw_apex
-from parallel3d.optim.buckets import BucketPlan
+from parallel3d.optim.bucket_plan import BucketPlan
 from parallel3d.optim.measure import measure_state
-from parallel3d.optim.norms import StateNorms
 from parallel3d.optim.parameter_noise import ParameterNoise
+from parallel3d.optim.state_norms import StateNorms
+from parallel3d.parallel.group import Group
+from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
@@ -110,13 +110,13 @@ class Bucket:
             total_format = policy.grad if fixed is None else torch.int64
             self._totals = torch.zeros(capacity, dtype=total_format, device=device)
         for parameter in parameters:
-            parameter.wide_products = policy.rounds_accumulation
-        for parameter, place in zip(parameters, plan.places):
-            initial_state[place.offset : place.offset + place.length] = initial(parameter).reshape(-1)
+            parameter.accumulate_in_grad_dtype = policy.rounds_accumulation
+        for parameter, param_slot in zip(parameters, plan.param_slots):
+            initial_state[param_slot.offset : param_slot.offset + param_slot.length] = initial(parameter).reshape(-1)
         self._weights.copy_(initial_state)
         self._initial: Tensor | None = initial_state
         self._num_ranges = 1
-        self._show_buffers()
+        self._bind_buffers()
 
     @property
     def has_master(self) -> bool:
@@ -143,14 +143,14 @@ class Bucket:
         if self._totals is not self._grads:
             self._totals.zero_()
 
-    def close_term(self, micro_batch: MicroBatch, site: Site) -> bool:
+    def finalize_micro_batch_grads(self, micro_batch: MicroBatch, grad_pass: GradPass) -> bool:
         """Where the gradients hold one term alone, adds it to the totals. Whether it was finite, as far as these can't
         say."""
         if self._totals is self._grads:
             return True
         _scale(self.grads, self._unscale)
         if self._policy.rounds_accumulation:
-            when = (micro_batch.iteration, micro_batch.slots[0], site)
+            when = (micro_batch.iteration, micro_batch.slots[0], grad_pass)
             noise = self._noise.of_range(self.plan, self.parameters, 0, "accumulation", *when)
             if self.fixed is None:
                 add_rounded(self.totals, self.grads, noise)
@@ -159,7 +159,7 @@ class Bucket:
         assert self.fixed is not None
         return add_and_clear(self.totals, self.grads, self.fixed)
 
-    def take_reduced(self) -> None:
+    def finalize_reduced_grads(self) -> None:
         """Makes the owned gradients from what the reduction has left."""
         if self.fixed is not None:
             write_floats(self.owned.grads, self.owned.sums, self.fixed)
@@ -213,10 +213,10 @@ class Bucket:
             noise = None
             if self._policy.update_rounding == "stochastic":
                 noise = self._noise.of_range(self.plan, self.parameters, shard.span.start, "update", iteration)
-            adamw_narrow(*tensors, step, self._settings, weight_decay=weight_decay, noise=noise)
-        self.publish_masters()
+            adamw_bf16(*tensors, step, self._settings, weight_decay=weight_decay, noise=noise)
+        self.copy_master_to_weights()
 
-    def publish_masters(self) -> None:
+    def copy_master_to_weights(self) -> None:
         """Puts the master weights of the ranges held into the weights, where they are copies."""
         for shard in self.shards:
             if self._policy.has_master:
@@ -224,7 +224,7 @@ class Bucket:
 
     # --- cuts -----------------------------------------------------------------------------------------------------
 
-    def first_shard(self, span: range) -> Shard:
+    def initial_shard(self, span: range) -> Shard:
         """A range as the run starts with it."""
         assert self._initial is not None, "the initial weights are gone"
         shard = self.empty_shard(span)
@@ -246,30 +246,30 @@ class Bucket:
         sums = grads if self.fixed is None else part.new_zeros(len(span), dtype=torch.int64)
         return Shard(span, master=master, moments=moments, grads=grads, sums=sums)
 
-    def adopt(self, shards: list[Shard], num_ranges: int) -> None:
+    def install_shards(self, shards: list[Shard], num_ranges: int) -> None:
         """Puts a cut in force; no shards: this rank holds nothing from now on."""
         self.shards = shards
         self._initial = None
         self._num_ranges = num_ranges
-        self._show_buffers()
-        self.publish_masters()
+        self._bind_buffers()
+        self.copy_master_to_weights()
 
-    def renew_buffers(self) -> None:
+    def reallocate_buffers(self) -> None:
         """Goes on with copies of weights and gradients: an abandoned collective may still write into the old ones."""
         self._weights = self._weights.clone()
         is_exact = self._totals is not self._grads
         self._grads = torch.zeros_like(self._grads)
         self._totals = torch.zeros_like(self._totals) if is_exact else self._grads
-        self._show_buffers()
+        self._bind_buffers()
 
-    def _show_buffers(self) -> None:
+    def _bind_buffers(self) -> None:
         """Makes everything that looks into the buffers look at those that there are, cut to length."""
         length = self.plan.length(self._num_ranges)
         self.weights, self.grads, self.totals = self._weights[:length], self._grads[:length], self._totals[:length]
-        for parameter, place in zip(self.parameters, self.plan.places):
-            span = slice(place.offset, place.offset + place.length)
-            parameter.data = self._weights[span].view(place.shape)
-            parameter.main_grad = self._grads[span].view(place.shape)
+        for parameter, param_slot in zip(self.parameters, self.plan.param_slots):
+            span = slice(param_slot.offset, param_slot.offset + param_slot.length)
+            parameter.data = self._weights[span].view(param_slot.shape)
+            parameter.main_grad = self._grads[span].view(param_slot.shape)
         for shard in self.shards:
             if not self._policy.has_master:
                 shard.master = self._weights[shard.span]

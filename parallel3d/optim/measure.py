@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from parallel3d.comm.staging import HostCopy
-from parallel3d.optim.norms import StateNorms
+from parallel3d.optim.state_norms import StateNorms
+from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum
 
 _BLOCK = 1 << 16

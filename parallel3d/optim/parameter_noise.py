@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel3d.layers.global_index import global_index
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.optim.buckets import BucketPlan
+from parallel3d.optim.bucket_plan import BucketPlan
 from parallel3d.precision.stochastic_rounding import Noise
 from parallel3d.random_keys import Key, bits, key_of
 
@@ -48,16 +48,16 @@ class ParameterNoise:
         self, plan: BucketPlan, parameters: Sequence[ShardedParameter], span: range, purpose: str, *when: int | str
     ) -> Tensor:
         words = torch.zeros(len(span), dtype=torch.int64, device=parameters[0].device)
-        for parameter, place in zip(parameters, plan.places):
-            start, stop = max(place.offset, span.start), min(place.offset + place.length, span.stop)
+        for parameter, param_slot in zip(parameters, plan.param_slots):
+            start, stop = max(param_slot.offset, span.start), min(param_slot.offset + param_slot.length, span.stop)
             if start < stop:
                 index = global_index(
                     parameter.sharding,
-                    range(start - place.offset, stop - place.offset),
+                    range(start - param_slot.offset, stop - param_slot.offset),
                     tp_rank=self.tp_rank,
                     tp_size=self.tp_size,
                     device=words.device,
                 )
-                key = self.key(purpose, *when, name=place.name)
+                key = self.key(purpose, *when, name=param_slot.name)
                 words[start - span.start : stop - span.start] = bits(key, index)
         return words

@@ -23,12 +23,12 @@ from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.planner import Plan, costs_by_op
 
-_Slice = tuple[int, int]
+_VirtualMicroBatch = tuple[int, int]
 """(micro-batch, chunk)"""
 _Pair = tuple[ReplicaId, ReplicaId]
 _Received = tuple[Op, int, int]
 """(receive, micro-batch, virtual stage that reads it)"""
-_ENDS_STASH = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_FREES_STASH = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
 
 
@@ -41,7 +41,7 @@ class MessageSizes:
     targets_bytes: int
     stash_bytes: tuple[int, ...]
     """What each virtual stage keeps from forward to backward."""
-    put_off_bytes: tuple[int, ...]
+    deferred_bytes: tuple[int, ...]
     """What each virtual stage keeps between the halves of a split backward: the inputs of all products and their
     results' gradients."""
 
@@ -62,11 +62,11 @@ def check_plan(plan: Plan, slots: int, sizes: MessageSizes | None = None) -> Che
     """Raises ScheduleError, naming replica and instruction, unless the plan is right and ends with these slots."""
     _check_steps(plan)
     _check_pairs(plan)
-    run = _Run(plan, slots)
+    execution = _Execution(plan, slots)
     return CheckReport(
-        makespan=max(run.clock.values()),
+        makespan=max(execution.clock.values()),
         peak_in_flight={replica: _peak_in_flight(steps) for replica, steps in plan.lists.items()},
-        peak_bytes=_peak_bytes(plan, run, sizes) if sizes else {},
+        peak_bytes=_peak_bytes(plan, execution, sizes) if sizes else {},
     )
 
 
@@ -74,7 +74,7 @@ def _check_steps(plan: Plan) -> None:
     live = {(stage, replica) for stage, ids in enumerate(plan.request.replicas) for replica in ids}
     if odd := live ^ set(plan.lists):
         raise ScheduleError(f"the plan's lists and the live replicas differ in {sorted(odd)}")
-    expected: dict[ReplicaId, dict[_Slice, tuple[Instruction, ...]]] = {replica: {} for replica in live}
+    expected: dict[ReplicaId, dict[_VirtualMicroBatch, tuple[Instruction, ...]]] = {replica: {} for replica in live}
     request = plan.request
     for micro_batch, route in enumerate(plan.routes):
         for (stage, replica), chunk in product(enumerate(route), range(request.virtual_stages)):
@@ -84,15 +84,15 @@ def _check_steps(plan: Plan) -> None:
                 stage,
                 chunk,
                 virtual_stages=request.virtual_stages,
-                backward=request.trains,
+                backward=request.has_backward,
                 split=request.splits,
             )
-    for place, wanted in expected.items():
-        found: dict[_Slice, list[Instruction]] = defaultdict(list)
-        for step in plan.lists[place]:
+    for replica_id, wanted in expected.items():
+        found: dict[_VirtualMicroBatch, list[Instruction]] = defaultdict(list)
+        for step in plan.lists[replica_id]:
             found[step.micro_batch, step.chunk].append(step)
         for key in sorted(wanted.keys() | found.keys()):
-            _compare_steps(place, key[0], wanted.get(key, ()), found[key])
+            _compare_steps(replica_id, key[0], wanted.get(key, ()), found[key])
 
 
 def _compare_steps(
@@ -116,28 +116,28 @@ def _check_pairs(plan: Plan) -> None:
         for step in steps:
             if step.peer is None:
                 continue
-            read_at = step.read_at(replica[0], num_stages)
+            reader_stage = step.reader_stage(replica[0], num_stages)
             if step.op in RECEIVE_OF:
-                sent[replica, step.peer].append((RECEIVE_OF[step.op], step.micro_batch, read_at))
+                sent[replica, step.peer].append((RECEIVE_OF[step.op], step.micro_batch, reader_stage))
             else:
-                received[step.peer, replica].append((step.op, step.micro_batch, read_at))
+                received[step.peer, replica].append((step.op, step.micro_batch, reader_stage))
     for pair in sorted(sent.keys() | received.keys()):
         for number, (has, wants) in enumerate(zip_longest(sent[pair], received[pair])):
             if has != wants:
-                sends = f"'{_SEND_OF[has[0]].value} {_name(has, num_stages)}'" if has else "nothing"
-                takes = f"'{wants[0].value} {_name(wants, num_stages)}'" if wants else "no receive"
+                sends = f"'{_SEND_OF[has[0]].value} {_message_name(has, num_stages)}'" if has else "nothing"
+                takes = f"'{wants[0].value} {_message_name(wants, num_stages)}'" if wants else "no receive"
                 raise ScheduleError(
                     f"message {number} from {pair[0]} to {pair[1]}: {pair[0]} has {sends} where {pair[1]} has {takes}"
                 )
 
 
-def _name(message: _Received, num_stages: int) -> str:
-    _, micro_batch, read_at = message
-    chunk = read_at // num_stages
+def _message_name(message: _Received, num_stages: int) -> str:
+    _, micro_batch, reader_stage = message
+    chunk = reader_stage // num_stages
     return f"{micro_batch} for chunk {chunk}" if chunk else str(micro_batch)
 
 
-class _Run:
+class _Execution:
     """Runs the lists as soon as possible; `clock` is when each replica ends; messages and stashes have times."""
 
     def __init__(self, plan: Plan, slots: int):
@@ -145,32 +145,32 @@ class _Run:
         self.costs = costs_by_op(plan.request)
         self.clock = dict.fromkeys(plan.lists, 0)
         self.next_step = dict.fromkeys(plan.lists, 0)
-        self.made_at: dict[_Pair, list[int]] = defaultdict(list)
+        self.computed_at: dict[_Pair, list[int]] = defaultdict(list)
         self.sent_at: dict[_Pair, list[int]] = defaultdict(list)
         self.read_at: dict[_Pair, list[int]] = defaultdict(list)
         self.ops_sent: dict[_Pair, list[Op]] = defaultdict(list)
         self.used_at: dict[_Pair, list[int]] = defaultdict(list)
         """When what was read goes into a compute: at once, or later."""
-        self.in_hand: dict[tuple[ReplicaId, _Slice], list[tuple[_Pair, int]]] = defaultdict(list)
+        self.read_unused: dict[tuple[ReplicaId, _VirtualMicroBatch], list[tuple[_Pair, int]]] = defaultdict(list)
         """Messages read and not used yet, by who needs them: (pair, place in its order)."""
         self.stashes: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)  # (time, virtual stage, +1 or -1)
-        self.put_off: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)
+        self.deferred: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)
         todo = list(plan.lists)
         while todo:
             todo += self._advance(todo.pop())
-        self._raise_if_stuck()
+        self._raise_if_deadlocked()
 
     def _advance(self, replica: ReplicaId) -> set[ReplicaId]:
         """Runs one replica until it has to wait; the peers that may now go on."""
-        steps, woken = self.lists[replica], set()
-        while self.next_step[replica] < len(steps) and self._try(replica, steps[self.next_step[replica]]):
+        steps, unblocked = self.lists[replica], set()
+        while self.next_step[replica] < len(steps) and self._try_step(replica, steps[self.next_step[replica]]):
             peer = steps[self.next_step[replica]].peer
             if peer is not None:
-                woken.add(peer)
+                unblocked.add(peer)
             self.next_step[replica] += 1
-        return woken
+        return unblocked
 
-    def _try(self, replica: ReplicaId, step: Instruction) -> bool:
+    def _try_step(self, replica: ReplicaId, step: Instruction) -> bool:
         """Whether the step could be done; then it is."""
         if step.peer is None:
             self._compute(replica, step)
@@ -182,10 +182,10 @@ class _Run:
         if awaited >= len(others[pair]):
             return False
         if is_send:
-            self.made_at[pair].append(self.clock[replica])
+            self.computed_at[pair].append(self.clock[replica])
             self.ops_sent[pair].append(step.op)
         else:
-            self.in_hand[replica, (step.micro_batch, step.chunk)].append((pair, len(done[pair])))
+            self.read_unused[replica, (step.micro_batch, step.chunk)].append((pair, len(done[pair])))
             self.used_at[pair].append(-1)
         if awaited >= 0:
             self.clock[replica] = max(self.clock[replica], others[pair][awaited])
@@ -194,7 +194,7 @@ class _Run:
 
     def _compute(self, replica: ReplicaId, step: Instruction) -> None:
         virtual_stage = step.chunk * self.num_stages + replica[0]
-        for pair, number in self.in_hand.pop((replica, (step.micro_batch, step.chunk)), ()):
+        for pair, number in self.read_unused.pop((replica, (step.micro_batch, step.chunk)), ()):
             self.used_at[pair][number] = self.clock[replica]
         if step.op is Op.FORWARD:
             self.stashes[replica].append((self.clock[replica], virtual_stage, +1))
@@ -204,45 +204,50 @@ class _Run:
             self.stashes[replica].append((self.clock[replica], virtual_stage, -1))
         if step.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
             sign = +1 if step.op is Op.BACKWARD_INPUT else -1
-            self.put_off[replica].append((self.clock[replica], virtual_stage, sign))
+            self.deferred[replica].append((self.clock[replica], virtual_stage, sign))
 
-    def _raise_if_stuck(self) -> None:
-        stuck = []
+    def _raise_if_deadlocked(self) -> None:
+        blocked = []
         for replica, number in self.next_step.items():
             if number < len(self.lists[replica]):
                 step = self.lists[replica][number]
                 why = "to read" if step.op in RECEIVE_OF else "to send"
-                stuck.append(f"  {replica} at instruction {number}, '{step}': waits for {step.peer} {why}")
-        if stuck:
+                blocked.append(f"  {replica} at instruction {number}, '{step}': waits for {step.peer} {why}")
+        if blocked:
             plural = "s" if self.slots > 1 else ""
-            raise ScheduleError(f"the lists never end with {self.slots} slot{plural} a pair:\n" + "\n".join(stuck))
+            raise ScheduleError(f"the lists never end with {self.slots} slot{plural} a pair:\n" + "\n".join(blocked))
 
 
 def _peak_in_flight(steps: tuple[Instruction, ...]) -> int:
-    changes = {Op.FORWARD: 1} | dict.fromkeys(_ENDS_STASH, -1)
+    changes = {Op.FORWARD: 1} | dict.fromkeys(_FREES_STASH, -1)
     return max(accumulate((changes.get(step.op, 0) for step in steps), initial=0))
 
 
-def _peak_bytes(plan: Plan, run: _Run, sizes: MessageSizes) -> dict[ReplicaId, int]:
+def _peak_bytes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> dict[ReplicaId, int]:
     """Of each replica, the largest sum of bytes alive at one moment; what ends at a moment is gone at that moment."""
     changes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
-    for replica, time, change in _byte_changes(plan, run, sizes):
+    for replica, time, change in _byte_changes(plan, execution, sizes):
         changes[replica].append((time, change))
     return {replica: max(accumulate((c for _, c in sorted(changes[replica])), initial=0)) for replica in plan.lists}
 
 
-def _byte_changes(plan: Plan, run: _Run, sizes: MessageSizes) -> Iterator[tuple[ReplicaId, int, int]]:
+def _byte_changes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> Iterator[tuple[ReplicaId, int, int]]:
     """(replica, time, bytes more or less)"""
-    if plan.request.trains:
-        for changes, by_stage in ((run.stashes, sizes.stash_bytes), (run.put_off, sizes.put_off_bytes)):
+    if plan.request.has_backward:
+        for changes, by_stage in ((execution.stashes, sizes.stash_bytes), (execution.deferred, sizes.deferred_bytes)):
             for replica, times in changes.items():
                 for time, virtual_stage, sign in times:
                     yield replica, time, sign * by_stage[virtual_stage]
-    for pair, ops in run.ops_sent.items():
-        moments = (run.made_at[pair], run.sent_at[pair], run.read_at[pair], run.used_at[pair])
-        for op, made, sent, read, used in zip(ops, *moments):
+    for pair, ops in execution.ops_sent.items():
+        event_times = (
+            execution.computed_at[pair],
+            execution.sent_at[pair],
+            execution.read_at[pair],
+            execution.used_at[pair],
+        )
+        for op, computed, sent, read, used in zip(ops, *event_times):
             num_bytes = sizes.targets_bytes if op is Op.SEND_TARGETS else sizes.activation_bytes
-            yield pair[0], made, num_bytes
+            yield pair[0], computed, num_bytes
             yield pair[0], read, -num_bytes
             yield pair[1], sent, num_bytes
             yield pair[1], used, -num_bytes

@@ -19,19 +19,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.abort import AbortToken
-from parallel3d.comm.messages import Header, Kind, Links
-from parallel3d.comm.staging import HostCopy, to_device
-from parallel3d.comm.tensor_parallel import TensorParallel
-from parallel3d.errors import EpochEnded
-from parallel3d.layers.documents import num_rows, split_documents, with_documents
-from parallel3d.layers.micro_batch import BatchPlan, MicroBatch, Site
-from parallel3d.layers.parameter import WeightGrads, WeightWork, parameters_of, run_kept
+from parallel3d.errors import GenerationEnded
+from parallel3d.layers.documents import append_document_marks, num_rows, split_document_marks
+from parallel3d.layers.micro_batch import BatchPlan, GradPass, MicroBatch
+from parallel3d.layers.parameter import WeightGradStore, WeightGradTask, parameters_of, run_deferred
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Coordinates, Grid
+from parallel3d.parallel.p2p_messages import Header, Kind, Links
+from parallel3d.parallel.staged_group import HostCopy, to_device
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
-from parallel3d.topology.grid import Coordinates, Grid
 
 
-class Observer(Protocol):
+class InstructionHook(Protocol):
     """Told of every instruction before it runs: progress for heartbeats, injected faults, reports of a hang."""
 
     def __call__(self, instruction: Instruction) -> None: ...
@@ -43,7 +43,7 @@ Label = Callable[[Instruction], AbstractContextManager[object]]
 NO_LABEL: AbstractContextManager[object] = nullcontext()
 
 
-class Loaded(NamedTuple):
+class LoadedMicroBatch(NamedTuple):
     """What a first stage reads for a micro-batch."""
 
     inputs: Tensor
@@ -54,9 +54,9 @@ class Loaded(NamedTuple):
     """Their lengths, where attention keeps documents apart."""
 
 
-Loader = Callable[[MicroBatch], Loaded]
+Loader = Callable[[MicroBatch], LoadedMicroBatch]
 
-Slice = tuple[int, int]
+VirtualMicroBatch = tuple[int, int]
 """(micro-batch, chunk)"""
 
 
@@ -67,8 +67,8 @@ class StageResult:
     losses: dict[int, float] = field(default_factory=dict)
     """Of the micro-batches that ended here: the sum of the token losses of each, in nats."""
     num_target_tokens: int = 0
-    forwarded: Counter[Slice] = field(default_factory=Counter)
-    backwarded: Counter[Slice] = field(default_factory=Counter)
+    forwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
+    backwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
     busy_s: float = 0.0
     """Seconds of computing."""
     run_s: float = 0.0
@@ -77,7 +77,7 @@ class StageResult:
 
 @dataclass(kw_only=True)
 class Executor:
-    """Runs instruction lists for the rank `rank` of `grid`, in one membership epoch.
+    """Runs instruction lists for the rank `rank` of `grid`, in one membership generation.
 
     `chunks[c](x, micro_batch, targets)` is chunk c of this rank's part of the model; `hidden_size` and `dtype` describe
     what stages send each other.
@@ -86,38 +86,39 @@ class Executor:
     chunks: Sequence[nn.Module]
     grid: Grid
     rank: int
-    epoch: int
+    generation: int
     links: Links
     tp: TensorParallel
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
     token: AbortToken
-    observe: Observer = lambda instruction: None
+    on_instruction: InstructionHook = lambda instruction: None
     label: Label = lambda instruction: NO_LABEL
-    after_compute: Callable[[MicroBatch, Site], None] = lambda micro_batch, site: None
+    after_compute: Callable[[MicroBatch, GradPass], None] = lambda micro_batch, grad_pass: None
     """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
-    _weight_grads: WeightGrads = field(default_factory=WeightGrads, init=False)
+    _weight_grads: WeightGradStore = field(default_factory=WeightGradStore, init=False)
 
     def __post_init__(self) -> None:
         for parameter in chain.from_iterable(map(parameters_of, self.chunks)):
-            parameter.weight_grads = self._weight_grads
+            parameter.weight_grad_store = self._weight_grads
 
     def run(self, instructions: Sequence[Instruction], batch: BatchPlan, load: Loader) -> StageResult:
-        """Runs the list. Every parameter's `grad_added` is called once for each micro-batch that is backwarded.
+        """Runs the list. Every parameter's `register_grad_ready` is called once for each micro-batch that is
+        backwarded.
 
-        Raises EpochEnded when a peer is lost, with the instruction at which this rank stood.
+        Raises GenerationEnded when a peer is lost, with the instruction at which this rank stood.
         """
         scratch = _Scratch(batch, load)
         started = time.perf_counter()
         for instruction in instructions:
             self.token.check()
-            self.observe(instruction)
+            self.on_instruction(instruction)
             try:
                 with self.label(instruction):
                     _ACTIONS[instruction.op](self, scratch, instruction)
-            except EpochEnded as error:
-                raise EpochEnded(f"{error} (at: {instruction})") from None
+            except GenerationEnded as error:
+                raise GenerationEnded(f"{error} (at: {instruction})") from None
         if scratch.losses:
             copy = HostCopy(torch.stack(list(scratch.losses.values())))
             with self.token.waiting():  # the one wait for a device, which may itself wait for peers
@@ -131,18 +132,18 @@ class Executor:
 
     def _load(self, scratch: _Scratch, step: Instruction) -> None:
         loaded = scratch.load(scratch.batch.micro_batch(step.micro_batch))
-        scratch.inputs[_slice(step)] = loaded.inputs
+        scratch.inputs[_key(step)] = loaded.inputs
         scratch.targets[step.micro_batch] = loaded.targets
         scratch.documents[step.micro_batch] = loaded.documents
 
     def _forward(self, scratch: _Scratch, step: Instruction) -> None:
-        key = _slice(step)
+        key = _key(step)
         micro_batch = replace(
             scratch.batch.micro_batch(step.micro_batch), documents=scratch.documents.get(step.micro_batch)
         )
         started = time.perf_counter()
         inputs = scratch.inputs.pop(key)
-        is_last = self._place.pp == self.grid.pp_size - 1 and step.chunk == len(self.chunks) - 1
+        is_last = self._coordinates.pp == self.grid.pp_size - 1 and step.chunk == len(self.chunks) - 1
         targets = scratch.targets.pop(step.micro_batch) if is_last else None
         output = self.chunks[step.chunk](inputs, micro_batch, targets)
         if is_last:
@@ -151,7 +152,7 @@ class Executor:
         else:
             scratch.outgoing[key] = output.detach()
         if scratch.batch.training:
-            scratch.live[key] = (inputs, output)
+            scratch.saved_for_backward[key] = (inputs, output)
         scratch.result.forwarded[key] += 1
         scratch.result.busy_s += time.perf_counter() - started
         if is_last and scratch.batch.training:  # the head's gradients
@@ -159,30 +160,30 @@ class Executor:
 
     def _backward(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
-        self._differentiate(scratch, _slice(step))
-        scratch.result.backwarded[_slice(step)] += 1
+        self._differentiate(scratch, _key(step))
+        scratch.result.backwarded[_key(step)] += 1
         scratch.result.busy_s += time.perf_counter() - started
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
-        with self._weight_grads.kept() as work:
-            self._differentiate(scratch, _slice(step))
-        scratch.weight_work[_slice(step)] = work
+        with self._weight_grads.deferred() as work:
+            self._differentiate(scratch, _key(step))
+        scratch.weight_work[_key(step)] = work
         scratch.result.busy_s += time.perf_counter() - started
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_weight(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
-        run_kept(scratch.weight_work.pop(_slice(step)))
-        scratch.result.backwarded[_slice(step)] += 1
+        run_deferred(scratch.weight_work.pop(_key(step)))
+        scratch.result.backwarded[_key(step)] += 1
         scratch.result.busy_s += time.perf_counter() - started
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     @staticmethod
-    def _differentiate(scratch: _Scratch, key: Slice) -> None:
+    def _differentiate(scratch: _Scratch, key: VirtualMicroBatch) -> None:
         """Runs the autograd graph of a slice; the gradient of its input is what is sent next."""
-        inputs, output = scratch.live.pop(key)
+        inputs, output = scratch.saved_for_backward.pop(key)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, for a GPU too: who waits is known
             torch.autograd.backward(output, scratch.gradients.pop(key, None))
         if inputs.grad is not None:
@@ -192,12 +193,12 @@ class Executor:
         self._send(scratch, step, Kind.TARGETS, scratch.targets.pop(step.micro_batch))
 
     def _send_activation(self, scratch: _Scratch, step: Instruction) -> None:
-        activation, documents = scratch.outgoing.pop(_slice(step)), scratch.documents.get(step.micro_batch)
-        tensor = activation if documents is None else with_documents(activation, documents)
+        activation, documents = scratch.outgoing.pop(_key(step)), scratch.documents.get(step.micro_batch)
+        tensor = activation if documents is None else append_document_marks(activation, documents)
         self._send(scratch, step, Kind.ACTIVATION, tensor)
 
     def _send_gradient(self, scratch: _Scratch, step: Instruction) -> None:
-        self._send(scratch, step, Kind.GRADIENT, scratch.outgoing.pop(_slice(step)))
+        self._send(scratch, step, Kind.GRADIENT, scratch.outgoing.pop(_key(step)))
 
     def _receive_targets(self, scratch: _Scratch, step: Instruction) -> None:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
@@ -211,12 +212,12 @@ class Executor:
         shape = (num_local + num_rows(num_tokens, hidden_size) * has_documents, hidden_size)
         received = self._receive(scratch, step, Kind.ACTIVATION, shape, self.dtype)
         if has_documents:
-            received, scratch.documents[step.micro_batch] = split_documents(received, num_tokens)
-        scratch.inputs[_slice(step)] = to_device(received, self.device).requires_grad_(scratch.batch.training)
+            received, scratch.documents[step.micro_batch] = split_document_marks(received, num_tokens)
+        scratch.inputs[_key(step)] = to_device(received, self.device).requires_grad_(scratch.batch.training)
 
     def _receive_gradient(self, scratch: _Scratch, step: Instruction) -> None:
         received = self._receive(scratch, step, Kind.GRADIENT, self._hidden_shape(scratch, step), self.dtype)
-        scratch.gradients[_slice(step)] = to_device(received, self.device)
+        scratch.gradients[_key(step)] = to_device(received, self.device)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -235,11 +236,11 @@ class Executor:
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Header:
         return Header(
-            epoch=self.epoch,
+            generation=self.generation,
             iteration=scratch.batch.iteration,
             kind=kind,
             micro_batch=step.micro_batch,
-            stage=step.read_at(self._place.pp, self.grid.pp_size),
+            stage=step.reader_stage(self._coordinates.pp, self.grid.pp_size),
             shape=shape,
             dtype=dtype,
         )
@@ -248,14 +249,14 @@ class Executor:
         """The rank of the peer replica that stands at this rank's tensor-parallel position."""
         replica: ReplicaId | None = step.peer
         assert replica is not None, step
-        return self.grid.tp_ranks(replica)[self._place.tp]
+        return self.grid.tp_ranks(replica)[self._coordinates.tp]
 
     def _hidden_shape(self, scratch: _Scratch, step: Instruction) -> tuple[int, int]:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
         return (self.tp.num_local_tokens(num_tokens), self.hidden_size)
 
     @property
-    def _place(self) -> Coordinates:
+    def _coordinates(self) -> Coordinates:
         return self.grid.coordinates(self.rank)
 
 
@@ -265,18 +266,18 @@ class _Scratch:
 
     batch: BatchPlan
     load: Loader
-    inputs: dict[Slice, Tensor] = field(default_factory=dict)
+    inputs: dict[VirtualMicroBatch, Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
     documents: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
-    live: dict[Slice, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    outgoing: dict[Slice, Tensor] = field(default_factory=dict)
-    gradients: dict[Slice, Tensor] = field(default_factory=dict)
-    weight_work: dict[Slice, deque[WeightWork]] = field(default_factory=dict)
+    saved_for_backward: dict[VirtualMicroBatch, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    outgoing: dict[VirtualMicroBatch, Tensor] = field(default_factory=dict)
+    gradients: dict[VirtualMicroBatch, Tensor] = field(default_factory=dict)
+    weight_work: dict[VirtualMicroBatch, deque[WeightGradTask]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     result: StageResult = field(default_factory=StageResult)
 
 
-def _slice(step: Instruction) -> Slice:
+def _key(step: Instruction) -> VirtualMicroBatch:
     return step.micro_batch, step.chunk
 
 

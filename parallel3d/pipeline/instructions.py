@@ -69,7 +69,7 @@ class Instruction(NamedTuple):
         arrow = "->" if self.op in RECEIVE_OF else "<-"
         return f"{self.op.value} {self.micro_batch}{chunk} {arrow} {self.peer}"
 
-    def read_at(self, stage: int, num_stages: int) -> int:
+    def reader_stage(self, stage: int, num_stages: int) -> int:
         """The virtual stage that reads what this instruction of a replica of `stage` sends or receives."""
         virtual_stage = self.chunk * num_stages + stage
         if self.op is Op.SEND_TARGETS:
@@ -93,17 +93,17 @@ def instructions_for(
     """
     last = len(route) - 1
     is_first, is_last = stage == chunk == 0, stage == last and chunk == virtual_stages - 1
-    before, behind = (stage - 1) % len(route), (stage + 1) % len(route)
+    previous_stage, next_stage = (stage - 1) % len(route), (stage + 1) % len(route)
     steps: list[tuple[Op, int | None]] = []
     steps += [(Op.LOAD, None)] if is_first else []
     steps += [(Op.RECV_TARGETS, 0)] if is_last and last else []
-    steps += [] if is_first else [(Op.RECV_ACTIVATION, before)]
+    steps += [] if is_first else [(Op.RECV_ACTIVATION, previous_stage)]
     steps += [(Op.SEND_TARGETS, last)] if stage == 0 and chunk == virtual_stages - 1 and last else []
     steps += [(Op.FORWARD, None)]
-    steps += [] if is_last else [(Op.SEND_ACTIVATION, behind)]
+    steps += [] if is_last else [(Op.SEND_ACTIVATION, next_stage)]
     if backward:
-        steps += [] if is_last else [(Op.RECV_GRADIENT, behind)]
+        steps += [] if is_last else [(Op.RECV_GRADIENT, next_stage)]
         steps += [(Op.BACKWARD_INPUT if split else Op.BACKWARD, None)]
-        steps += [] if is_first else [(Op.SEND_GRADIENT, before)]
+        steps += [] if is_first else [(Op.SEND_GRADIENT, previous_stage)]
         steps += [(Op.BACKWARD_WEIGHT, None)] if split else []
     return tuple(Instruction(op, micro_batch, None if at is None else (at, route[at]), chunk) for op, at in steps)

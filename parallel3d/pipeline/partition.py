@@ -27,7 +27,7 @@ class ModelCosts:
     attention: int
     """The part of a layer that has no weights: its backward pass has no weight gradients, but twice its own cost."""
     head: int
-    last_product: int = 0
+    last_matmul: int = 0
     """The part of a layer that is not repeated where layers are recomputed."""
 
 
@@ -90,7 +90,7 @@ def model_costs(
         layer=2 * (attention_weights + mlp_weights) + 4 * sequence_length * hidden_size,
         attention=4 * sequence_length * hidden_size,
         head=2 * hidden_size * vocab_size,
-        last_product=2 * hidden_size * intermediate_size,
+        last_matmul=2 * hidden_size * intermediate_size,
     )
 
 
@@ -105,12 +105,12 @@ def partition_layers(
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigError([_too_many_stages(num_stages, num_layers)])
-    costs = _StageCosts(layer_costs, num_stages, embedding_cost, head_cost)
+    costs = _PartitionCosts(layer_costs, num_stages, embedding_cost, head_cost)
     counts = _most_even_counts(costs, _least_bottleneck(costs))
     return _ranges(counts)
 
 
-def partition_by_hand(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
+def partition_from_counts(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
     """The layers of each stage, from the numbers that the user gave."""
     if not layers_per_stage or min(layers_per_stage) < 1:
         rule, fix = "every stage holds at least one layer", "Give counts of at least 1."
@@ -129,14 +129,14 @@ def stage_costs(
     return tuple(costs)
 
 
-def schedule_costs(partition: Sequence[range], costs: ModelCosts, *, recomputes: bool = False) -> StageCosts:
+def pass_costs(partition: Sequence[range], costs: ModelCosts, *, recomputes: bool = False) -> StageCosts:
     """What each stage's passes cost, in small integers: the planner's measure of time.
 
     The head computes its gradients in the forward pass, so that all three products of it count there. A layer's
     backward costs its products once for the inputs and once for the weights, its attention twice for the inputs.
     A layer that is recomputed, all but its last product, is so before its inputs' gradients.
     """
-    recomputed = costs.layer - costs.last_product if recomputes else 0
+    recomputed = costs.layer - costs.last_matmul if recomputes else 0
     num_layers = [len(layers) for layers in partition]
     heads = [0] * (len(partition) - 1) + [costs.head]
     embeddings = [costs.embedding] + [0] * (len(partition) - 1)
@@ -164,7 +164,7 @@ def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
 
-class _StageCosts:
+class _PartitionCosts:
     """Cost of layers begin..end-1 when they are the given stage."""
 
     def __init__(self, layer_costs: Sequence[int], num_stages: int, embedding_cost: int, head_cost: int):
@@ -186,7 +186,7 @@ class _StageCosts:
         return range(stage, self.num_layers - (self.num_stages - 1 - stage)) if stage else range(1)
 
 
-def _least_bottleneck(costs: _StageCosts) -> int:
+def _least_bottleneck(costs: _PartitionCosts) -> int:
     """Dynamic programme from the last stage back: best[begin] = least largest cost of this and all later stages."""
     best = {costs.num_layers: 0}
     for stage in reversed(range(costs.num_stages)):
@@ -197,7 +197,7 @@ def _least_bottleneck(costs: _StageCosts) -> int:
     return best[0]
 
 
-def _most_even_counts(costs: _StageCosts, bottleneck: int) -> tuple[int, ...]:
+def _most_even_counts(costs: _PartitionCosts, bottleneck: int) -> tuple[int, ...]:
     """Of the cuts with no stage above the bottleneck: the least sum of squared counts, then the smallest ones first."""
     best: dict[int, tuple[int, tuple[int, ...]]] = {costs.num_layers: (0, ())}
     for stage in reversed(range(costs.num_stages)):

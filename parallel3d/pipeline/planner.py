@@ -7,7 +7,7 @@ for what it did. On a straight grid the lists are the textbook's.
 
     {reroute, drop}     micro-batches leave home only where that is lost; or pipelines that lost a replica get no work
   x {whole, split}      the backward pass in one piece, or the gradients of inputs and of weights apart
-  x {+0, +1, ...}       micro-batches held above the rule's own limit
+  x {+0, +1, ...}       micro-batches held above the schedule's own limit
 
 and takes the least makespan; of equals the fewest extra in flight, then whole, then reroute. What can't win any more is
 not simulated to its end. All of it is a function of the request and the limits: every rank chooses the same.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
 from parallel3d.pipeline.routes import Component, plan_routes, split_components
-from parallel3d.pipeline.simulation import Run, Slice, Step, least_makespan, simulate
+from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, VirtualMicroBatch, least_makespan, simulate
 
 
 class Event(NamedTuple):
@@ -45,7 +45,7 @@ class Candidate:
 
     request: PlanRequest
     makespan: int
-    is_bound: bool = False
+    is_lower_bound: bool = False
     """It was given up: it takes at least this long."""
 
     @property
@@ -55,7 +55,7 @@ class Candidate:
         return f"{self.request.routing}{backward}{extra}"
 
     def __str__(self) -> str:
-        return f"{self.name}: {'at least ' * self.is_bound}{self.makespan}"
+        return f"{self.name}: {'at least ' * self.is_lower_bound}{self.makespan}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Plan:
     routes: Routes
     lists: Mapping[ReplicaId, tuple[Instruction, ...]]
     """One list for each live replica; empty where no micro-batch comes by."""
-    runs: list[tuple[Component, Run]]
+    runs: list[tuple[Component, SimulatedRun]]
     """The simulation of each part of the grid that shares micro-batches."""
     makespan: int
     candidates: tuple[Candidate, ...] = ()
@@ -75,9 +75,9 @@ class Plan:
     @cached_property
     def busy(self) -> dict[ReplicaId, int]:
         """Time units spent computing."""
-        work = self.request.work
+        compute_time = self.request.compute_time
         counts = Counter(replica for route in self.routes for replica in enumerate(route))
-        return {replica: counts[replica] * work[replica[0]] for replica in self.lists}
+        return {replica: counts[replica] * compute_time[replica[0]] for replica in self.lists}
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -85,18 +85,18 @@ class Plan:
         cost_of, num_stages = costs_by_op(self.request), self.request.num_stages
         events = [
             Event(
-                place,
+                replica_id,
                 op,
                 component.micro_batches[micro_batch],
                 start,
-                start + cost_of[op][chunk * num_stages + place[0]],
+                start + cost_of[op][chunk * num_stages + replica_id[0]],
                 chunk,
             )
             for component, run in self.runs
-            for place, steps in zip(component.replicas, run.steps)
+            for replica_id, steps in zip(component.replicas, run.steps)
             for op, number, start in steps
             if op in cost_of
-            for micro_batch, chunk in [run.slices[number]]
+            for micro_batch, chunk in [run.virtual_micro_batches[number]]
         ]
         return tuple(sorted(events, key=lambda event: (event.start, event.replica)))
 
@@ -124,11 +124,12 @@ class Plan:
         grid = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
         rerouted = sum(len(set(route)) > 1 for route in self.routes)
         busiest = max(self.busy, key=lambda replica: self.busy[replica])
-        work = self.busy[busiest]
+        compute_time = self.busy[busiest]
         chunks = f" of {request.virtual_stages} chunks" if request.virtual_stages > 1 else ""
         what = (
-            f"{request.rule} on {len(counts)} stages{chunks} x {grid} replicas, {len(self.routes)} micro-batches, "
-            f"{rerouted} rerouted: {self.makespan} units, of which {work} are work of the busiest replica {busiest}"
+            f"{request.schedule} on {len(counts)} stages{chunks} x {grid} replicas, {len(self.routes)} micro-batches, "
+            f"{rerouted} rerouted: "
+            f"{self.makespan} units, of which {compute_time} are work of the busiest replica {busiest}"
         )
         return f"{what}; {self._choice()}" if self.candidates else what
 
@@ -138,8 +139,8 @@ class Plan:
         what = f"chosen of {len(self.candidates)}: {chosen.name}"
         if not others:
             return what
-        best = min(others, key=lambda candidate: (candidate.makespan, candidate.is_bound))
-        return f"{what}; the best to {best.request.routing} takes {'at least ' * best.is_bound}{best.makespan}"
+        best = min(others, key=lambda candidate: (candidate.makespan, candidate.is_lower_bound))
+        return f"{what}; the best to {best.request.routing} takes {'at least ' * best.is_lower_bound}{best.makespan}"
 
 
 def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int) -> Plan:
@@ -151,21 +152,23 @@ def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: i
         return plan_pipeline(request.with_equal_costs())
     chosen: _Simulated | None = None
     table: list[Candidate] = []
-    ways: dict[Routing, _Way] = {}
+    routed_grids: dict[Routing, _RoutedGrid] = {}
     for candidate in _promising_first(_candidates(request, may_split, max_extra_in_flight)):
-        way = ways.get(candidate.routing) or ways.setdefault(candidate.routing, _find_way(candidate))
+        routed = routed_grids.get(candidate.routing) or routed_grids.setdefault(
+            candidate.routing, _route_grid(candidate)
+        )
         limit = chosen.makespan - (_rank(candidate) > _rank(chosen.request)) if chosen else None
-        result = _simulate(candidate, way, limit)
+        result = _simulate(candidate, routed, limit)
         if isinstance(result, int):
-            table.append(Candidate(request=candidate, makespan=result, is_bound=True))
+            table.append(Candidate(request=candidate, makespan=result, is_lower_bound=True))
         else:
             table.append(Candidate(request=candidate, makespan=result.makespan))
             chosen = result
     assert chosen is not None
-    return replace(_name(chosen), candidates=tuple(sorted(table, key=lambda entry: _rank(entry.request))))
+    return replace(_build_plan(chosen), candidates=tuple(sorted(table, key=lambda entry: _rank(entry.request))))
 
 
-def finish_candidates(plan: Plan) -> Plan:
+def complete_candidates(plan: Plan) -> Plan:
     """The same plan, its candidates simulated to their ends: for a person to compare."""
     finished = [Candidate(request=c.request, makespan=plan_pipeline(c.request).makespan) for c in plan.candidates]
     return replace(plan, candidates=tuple(finished))
@@ -173,9 +176,9 @@ def finish_candidates(plan: Plan) -> Plan:
 
 def plan_pipeline(request: PlanRequest) -> Plan:
     """Routes, lists and simulated times of one iteration; the same request gives the same plan on every machine."""
-    result = _simulate(request, _find_way(request))
+    result = _simulate(request, _route_grid(request))
     assert not isinstance(result, int)
-    return _name(result)
+    return _build_plan(result)
 
 
 def costs_by_op(request: PlanRequest) -> dict[Op, tuple[int, ...]]:
@@ -193,7 +196,7 @@ def costs_by_op(request: PlanRequest) -> dict[Op, tuple[int, ...]]:
 
 
 def _candidates(request: PlanRequest, may_split: bool, max_extra_in_flight: int) -> list[PlanRequest]:
-    splits = [False, True] if may_split and request.trains and request.rule != "zb-h1" else [False]
+    splits = [False, True] if may_split and request.has_backward and request.schedule != "zb-h1" else [False]
     extras = range(max_extra_in_flight + 1 if request.limits_in_flight else 1)
     rerouted = [replace(request, split_backward=split, extra_in_flight=extra) for extra in extras for split in splits]
     dropped = [replace(candidate, routing="drop") for candidate in rerouted] if request.whole_pipelines else []
@@ -213,7 +216,7 @@ def _promising_first(candidates: list[PlanRequest]) -> list[PlanRequest]:
 # --- one simulation ---------------------------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
+class _RoutedGrid(NamedTuple):
     """What a request has in common with all that route alike."""
 
     routes: Routes
@@ -227,66 +230,66 @@ class _Simulated(NamedTuple):
 
     request: PlanRequest
     routes: Routes
-    runs: list[tuple[Component, Run]]
+    runs: list[tuple[Component, SimulatedRun]]
     makespan: int
 
 
-def _find_way(request: PlanRequest) -> _Way:
+def _route_grid(request: PlanRequest) -> _RoutedGrid:
     routes = plan_routes(request)
     loads = {(stage, load) for stage, column in enumerate(zip(*routes)) for load in Counter(column).values()}
-    return _Way(routes, split_components(routes), loads)
+    return _RoutedGrid(routes, split_components(routes), loads)
 
 
-def _simulate(request: PlanRequest, way: _Way, limit: int | None = None) -> _Simulated | int:
+def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None = None) -> _Simulated | int:
     """All components, each shape once; or, if the request can't end by the limit, a time before which it can't."""
-    if limit is not None and (bound := least_makespan(request, way.loads)) > limit:
+    if limit is not None and (bound := least_makespan(request, routed.loads)) > limit:
         return bound
-    runs: dict[Routes, Run] = {}
-    for component in way.components:
+    runs: dict[Routes, SimulatedRun] = {}
+    for component in routed.components:
         if component.shape not in runs:
             run = simulate(request, component.shape, limit)
             if isinstance(run, int):
                 return run
             runs[component.shape] = run
-    named = [(component, runs[component.shape]) for component in way.components]
-    return _Simulated(request, way.routes, named, max(run.makespan for run in runs.values()))
+    named = [(component, runs[component.shape]) for component in routed.components]
+    return _Simulated(request, routed.routes, named, max(run.makespan for run in runs.values()))
 
 
 # --- names and messages -----------------------------------------------------------------------------------------------
 
 
-def _name(simulated: _Simulated) -> Plan:
+def _build_plan(simulated: _Simulated) -> Plan:
     """The plan of a simulation: names instead of positions, messages around the computes."""
     request = simulated.request
     return Plan(
         request=request,
         routes=simulated.routes,
-        lists=_Lists(request, simulated.runs),
+        lists=_InstructionLists(request, simulated.runs),
         runs=simulated.runs,
         makespan=simulated.makespan,
     )
 
 
-class _Lists(Mapping[ReplicaId, tuple[Instruction, ...]]):
+class _InstructionLists(Mapping[ReplicaId, tuple[Instruction, ...]]):
     """Each replica's list, made when it is asked for: a rank needs no more than its own."""
 
-    def __init__(self, request: PlanRequest, runs: list[tuple[Component, Run]]):
+    def __init__(self, request: PlanRequest, runs: list[tuple[Component, SimulatedRun]]):
         self._made: dict[ReplicaId, tuple[Instruction, ...]] = {}
         self._live = [(stage, replica) for stage, ids in enumerate(request.replicas) for replica in sorted(ids)]
         self._request = request
         self._steps = {
-            place: (component, run.slices, steps)
+            replica_id: (component, run.virtual_micro_batches, steps)
             for component, run in runs
-            for place, steps in zip(component.replicas, run.steps)
+            for replica_id, steps in zip(component.replicas, run.steps)
         }
 
-    def __getitem__(self, place: ReplicaId) -> tuple[Instruction, ...]:
-        if place not in self._made:
-            if place in self._steps:
-                self._made[place] = tuple(_with_messages(self._request, place[0], *self._steps[place]))
-            elif place in self._live:
-                self._made[place] = ()
-        return self._made[place]
+    def __getitem__(self, replica_id: ReplicaId) -> tuple[Instruction, ...]:
+        if replica_id not in self._made:
+            if replica_id in self._steps:
+                self._made[replica_id] = tuple(_with_messages(self._request, replica_id[0], *self._steps[replica_id]))
+            elif replica_id in self._live:
+                self._made[replica_id] = ()
+        return self._made[replica_id]
 
     def __iter__(self) -> Iterator[ReplicaId]:
         return iter(self._live)
@@ -296,20 +299,24 @@ class _Lists(Mapping[ReplicaId, tuple[Instruction, ...]]):
 
 
 def _with_messages(
-    request: PlanRequest, stage: int, component: Component, slices: list[Slice], steps: list[Step]
+    request: PlanRequest,
+    stage: int,
+    component: Component,
+    virtual_micro_batches: list[VirtualMicroBatch],
+    steps: list[SimulatedStep],
 ) -> Iterator[Instruction]:
     """One replica's list: each compute between the receives that it needs and the send of its result."""
     last, last_chunk = request.num_stages - 1, request.virtual_stages - 1
     source = {Op.RECV_TARGETS: 0, Op.RECV_ACTIVATION: stage - 1, Op.RECV_GRADIENT: (stage + 1) % request.num_stages}
-    in_hand: set[tuple[Op, int]] = set()
+    read_unused: set[tuple[Op, int]] = set()
     for op, number, _ in steps:
-        position, chunk = slices[number]
+        position, chunk = virtual_micro_batches[number]
         micro_batch = component.micro_batches[position]
-        way = [component.replicas[replica] for replica in component.shape[position]]
+        route = [component.replicas[replica] for replica in component.shape[position]]
         is_first, is_last = stage == chunk == 0, stage == last and chunk == last_chunk
         if op in source:
-            in_hand.add((op, number))
-            yield Instruction(op, micro_batch, way[source[op]], chunk)
+            read_unused.add((op, number))
+            yield Instruction(op, micro_batch, route[source[op]], chunk)
             continue
         needed = []
         if op is Op.FORWARD:
@@ -317,14 +324,14 @@ def _with_messages(
         elif op is not Op.BACKWARD_WEIGHT:
             needed = [Op.RECV_GRADIENT] * (not is_last)
         for receive in needed:
-            if (receive, number) not in in_hand:
-                yield Instruction(receive, micro_batch, way[source[receive]], chunk)
+            if (receive, number) not in read_unused:
+                yield Instruction(receive, micro_batch, route[source[receive]], chunk)
         if op is Op.FORWARD and is_first:
             yield Instruction(Op.LOAD, micro_batch)
         if op is Op.FORWARD and stage == 0 and chunk == last_chunk and last:
-            yield Instruction(Op.SEND_TARGETS, micro_batch, way[last], chunk)
+            yield Instruction(Op.SEND_TARGETS, micro_batch, route[last], chunk)
         yield Instruction(op, micro_batch, None, chunk)
         if op is Op.FORWARD and not is_last:
-            yield Instruction(Op.SEND_ACTIVATION, micro_batch, way[(stage + 1) % len(way)], chunk)
+            yield Instruction(Op.SEND_ACTIVATION, micro_batch, route[(stage + 1) % len(route)], chunk)
         elif op in (Op.BACKWARD, Op.BACKWARD_INPUT) and not is_first:
-            yield Instruction(Op.SEND_GRADIENT, micro_batch, way[stage - 1], chunk)
+            yield Instruction(Op.SEND_GRADIENT, micro_batch, route[stage - 1], chunk)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.partition import StageCosts
 
-Rule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "forward"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "forward"]
 """forward: no backward passes, for evaluation."""
 Routing = Literal["reroute", "drop"]
 Routes = tuple[tuple[int, ...], ...]
@@ -22,7 +22,7 @@ class PlanRequest:
     replicas: tuple[tuple[int, ...], ...]
     """For each stage the ids of its live replicas, in any order and with gaps."""
     num_micro_batches: int
-    rule: Rule
+    schedule: PipelineSchedule
     costs: StageCosts
     """Of each virtual stage."""
     virtual_stages: int = 1
@@ -34,9 +34,9 @@ class PlanRequest:
     """reroute: a micro-batch leaves its home replica only where that is lost; drop: replica ids that are not alive at
     every stage get no work."""
     split_backward: bool = False
-    """Compute the gradients of inputs and of weights apart; rule zb-h1 always does."""
+    """Compute the gradients of inputs and of weights apart; schedule zb-h1 always does."""
     extra_in_flight: int = 0
-    """Micro-batches (of one chunk) that a replica may hold above the rule's own limit."""
+    """Micro-batches (of one chunk) that a replica may hold above the schedule's own limit."""
 
     def __post_init__(self) -> None:
         num_stages, has_chunks = len(self.replicas), self.virtual_stages > 1
@@ -46,15 +46,18 @@ class PlanRequest:
             (not all(self.replicas), f"a stage has no replica: {self.replicas}"),
             (any(len(set(ids)) < len(ids) for ids in self.replicas), f"a replica id stands twice: {self.replicas}"),
             (self.num_micro_batches < 1, f"{self.num_micro_batches} micro-batches"),
-            (self.rule not in get_args(Rule), f"unknown rule {self.rule!r}"),
+            (self.schedule not in get_args(PipelineSchedule), f"unknown schedule {self.schedule!r}"),
             (self.virtual_stages < 1, f"{self.virtual_stages} virtual stages"),
-            (has_chunks and self.rule not in ("interleaved", "forward"), f"rule {self.rule!r} has one chunk a stage"),
-            (not has_chunks and self.rule == "interleaved", "rule 'interleaved' needs several chunks a stage"),
+            (
+                has_chunks and self.schedule not in ("interleaved", "forward"),
+                f"schedule {self.schedule!r} has one chunk a stage",
+            ),
+            (not has_chunks and self.schedule == "interleaved", "schedule 'interleaved' needs several chunks a stage"),
             (has_chunks and num_stages < 2, "several chunks need several stages"),
             (self.costs.num_stages != num_costs, f"costs of {self.costs.num_stages} stages, {num_costs} stages"),
             (self.slots < 1, f"{self.slots} slots"),
             (self.routing == "drop" and not self.whole_pipelines, f"no id is alive at every stage: {self.replicas}"),
-            (self.split_backward and not self.trains, f"rule {self.rule!r} has no backward to split"),
+            (self.split_backward and not self.has_backward, f"schedule {self.schedule!r} has no backward to split"),
             (self.extra_in_flight < 0, f"extra_in_flight {self.extra_in_flight}"),
         ]
         if reasons := [reason for is_broken, reason in broken if is_broken]:
@@ -65,22 +68,22 @@ class PlanRequest:
         return len(self.replicas)
 
     @property
-    def trains(self) -> bool:
-        return self.rule != "forward"
+    def has_backward(self) -> bool:
+        return self.schedule != "forward"
 
     @property
     def splits(self) -> bool:
-        return self.split_backward or self.rule == "zb-h1"
+        return self.split_backward or self.schedule == "zb-h1"
 
     @property
     def limits_in_flight(self) -> bool:
         """Whether extra_in_flight means anything."""
-        return self.rule in ("1f1b", "interleaved", "zb-h1")
+        return self.schedule in ("1f1b", "interleaved", "zb-h1")
 
     @property
-    def work(self) -> tuple[int, ...]:
+    def compute_time(self) -> tuple[int, ...]:
         """Time that each stage takes for one micro-batch, all of its chunks together."""
-        costs = self.costs.total if self.trains else self.costs.forward
+        costs = self.costs.total if self.has_backward else self.costs.forward
         return tuple(sum(costs[stage :: self.num_stages]) for stage in range(self.num_stages))
 
     @property

@@ -42,20 +42,20 @@ def split_components(routes: Routes) -> list[Component]:
     by_route: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for micro_batch, route in enumerate(routes):
         by_route[route].append(micro_batch)
-    leader: dict[ReplicaId, ReplicaId] = {}
+    parent: dict[ReplicaId, ReplicaId] = {}
 
     def find(replica: ReplicaId) -> ReplicaId:
-        while leader.setdefault(replica, replica) != replica:
-            replica = leader[replica]
+        while parent.setdefault(replica, replica) != replica:
+            replica = parent[replica]
         return replica
 
     for route in by_route:
         for replica in enumerate(route):
-            leader[find(replica)] = find((0, route[0]))
+            parent[find(replica)] = find((0, route[0]))
     groups: dict[ReplicaId, list[tuple[int, ...]]] = defaultdict(list)
     for route in by_route:
         groups[find((0, route[0]))].append(route)
-    return [_name_component({route: by_route[route] for route in group}) for group in groups.values()]
+    return [_build_component({route: by_route[route] for route in group}) for group in groups.values()]
 
 
 def _route_stage(ids: tuple[int, ...], home_of: list[int]) -> list[int]:
@@ -72,7 +72,7 @@ def _route_stage(ids: tuple[int, ...], home_of: list[int]) -> list[int]:
     return column
 
 
-def _name_component(by_route: dict[tuple[int, ...], list[int]]) -> Component:
+def _build_component(by_route: dict[tuple[int, ...], list[int]]) -> Component:
     replicas = sorted({replica for route in by_route for replica in enumerate(route)})
     position = {replica: i for i, replica in enumerate(replicas)}
     in_positions = {

@@ -46,7 +46,7 @@ def draw_text(plan: Plan, *, width: int = 120, max_rows: int = 32) -> str:
     unit = _column_unit(plan)
     num_columns = -(-plan.makespan // unit)
     cell = len(str(len(plan.routes) - 1)) + 2 + (plan.request.virtual_stages > 1)
-    labels = {replica: f"{_name(plan, replica)} " for replica in plan.lists}
+    labels = {replica: f"{_row_name(plan, replica)} " for replica in plan.lists}
     label_width = max(map(len, labels.values()))
     shown = max(1, min(num_columns, (width - label_width) // cell))
     rows = _rows(plan)
@@ -77,7 +77,7 @@ def draw_png(plan: Plan, path: Path, *, max_rows: int = 64) -> None:
         _draw_row(axes, row, plan, rows[replica], points_per_unit)
     cut = f" (first {len(replicas)} of {len(plan.lists)} replicas)" if len(replicas) < len(plan.lists) else ""
     figure.suptitle(f"{_headline(plan)}{cut}", fontsize=12, x=0.01, ha="left")
-    _dress(axes, plan, replicas)
+    _decorate(axes, plan, replicas)
     figure.savefig(path, dpi=130)
 
 
@@ -85,9 +85,9 @@ def _headline(plan: Plan) -> str:
     counts = [len(ids) for ids in plan.request.replicas]
     grid = f"{counts[0]}" if len(set(counts)) == 1 else " / ".join(map(str, counts))
     chunks = f", {plan.request.virtual_stages} chunks a stage" if plan.request.virtual_stages > 1 else ""
-    rule = plan.request.rule + chunks + ", split backward" * plan.request.split_backward
+    schedule = plan.request.schedule + chunks + ", split backward" * plan.request.split_backward
     return (
-        f"{rule}: {len(counts)} stages x {grid} replicas, {len(plan.routes)} micro-batches, "
+        f"{schedule}: {len(counts)} stages x {grid} replicas, {len(plan.routes)} micro-batches, "
         f"makespan {plan.makespan:,}, bubble {plan.bubble:.1%}"
     )
 
@@ -107,13 +107,13 @@ def _draw_row(axes: Axes, row: int, plan: Plan, events: list[Event], points_per_
             axes.text(center, row, text, ha="center", va="center", fontsize=size, color=color)
 
 
-def _dress(axes: Axes, plan: Plan, replicas: list[ReplicaId]) -> None:
+def _decorate(axes: Axes, plan: Plan, replicas: list[ReplicaId]) -> None:
     """Ticks, limits, a thin line between stages, the legend."""
     from matplotlib.patches import Patch
 
     axes.set_xlim(0, plan.makespan)
     axes.set_ylim(len(replicas) - 0.45, -0.55)
-    axes.set_yticks(range(len(replicas)), [_name(plan, replica) for replica in replicas], fontsize=8)
+    axes.set_yticks(range(len(replicas)), [_row_name(plan, replica) for replica in replicas], fontsize=8)
     axes.set_xlabel("time units")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(length=0)
@@ -135,7 +135,7 @@ def _rows(plan: Plan) -> dict[ReplicaId, list[Event]]:
     return rows
 
 
-def _name(plan: Plan, replica: ReplicaId) -> str:
+def _row_name(plan: Plan, replica: ReplicaId) -> str:
     stage, number = replica
     single = all(len(ids) == 1 for ids in plan.request.replicas)
     return f"stage {stage}" if single else f"stage {stage} replica {number}"

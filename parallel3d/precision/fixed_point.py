@@ -27,11 +27,11 @@ LARGEST_GRADIENT_LOG2 = 10
 UNIT_LOG2 = -104
 """Scalars count units of 2**-104: squares of gradients, whose own unit is never below 2**-52, need no rounding."""
 
-NUM_SLOTS = 9
+NUM_FLOATS = 9
 """float64 slots of one scalar: eight digits, and one for what is no number of units."""
 
 _DIGIT_BITS = 32
-_NUM_DIGITS = NUM_SLOTS - 1
+_NUM_DIGITS = NUM_FLOATS - 1
 _LARGEST = 2.0**100
 
 
@@ -75,8 +75,8 @@ class ExactSum:
         """The float64 nearest to the sum."""
         return self.rest + self.units / 2**-UNIT_LOG2
 
-    def to_slots(self) -> list[float]:
-        """NUM_SLOTS numbers that may be added to other sums' slots, of up to 2**20 ranks, without error."""
+    def to_floats(self) -> list[float]:
+        """NUM_FLOATS numbers that may be added to other sums' slots, of up to 2**20 ranks, without error."""
         digits, above = [], self.units
         for _ in range(_NUM_DIGITS - 1):
             digits.append(float(above & (2**_DIGIT_BITS - 1)))
@@ -85,7 +85,7 @@ class ExactSum:
         return [*digits, float(above), self.rest]
 
     @staticmethod
-    def from_slots(slots: Sequence[float]) -> ExactSum:
+    def from_floats(slots: Sequence[float]) -> ExactSum:
         """The sum of all whose slots were added up in `slots`."""
         *digits, rest = slots
         assert len(digits) == _NUM_DIGITS, slots

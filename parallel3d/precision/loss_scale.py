@@ -33,7 +33,7 @@ class LossScale:
     """The loss is divided by so many tokens."""
     num_finite: int = 0
     """Finite iterations since the scale has moved."""
-    num_in_vain: int = 0
+    num_skipped_at_min_scale: int = 0
     """Iterations in a row that were not finite although the scale was the smallest already."""
 
     @property
@@ -51,11 +51,11 @@ class LossScale:
             return self
         if not finite:
             scale = max(self.min_scale, self.scale * self.backoff_factor)
-            in_vain = self.num_in_vain + 1 if self.scale <= self.min_scale else 0
-            return replace(self, scale=scale, num_finite=0, num_in_vain=in_vain)
+            in_vain = self.num_skipped_at_min_scale + 1 if self.scale <= self.min_scale else 0
+            return replace(self, scale=scale, num_finite=0, num_skipped_at_min_scale=in_vain)
         if self.num_finite + 1 == self.growth_interval:
-            return replace(self, scale=self.scale * self.growth_factor, num_finite=0, num_in_vain=0)
-        return replace(self, num_finite=self.num_finite + 1, num_in_vain=0)
+            return replace(self, scale=self.scale * self.growth_factor, num_finite=0, num_skipped_at_min_scale=0)
+        return replace(self, num_finite=self.num_finite + 1, num_skipped_at_min_scale=0)
 
 
 UNSCALED = LossScale()

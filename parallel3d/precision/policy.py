@@ -34,7 +34,7 @@ class Policy:
     compute: torch.dtype  # weights as the layers see them, activations, messages between stages
     grad: torch.dtype  # main gradients: accumulation over micro-batches and reduction over replicas
     state: torch.dtype  # optimizer moments, and the master weights where there are any
-    sensitive: torch.dtype  # norms, softmax, loss, rotary tables
+    keep_fp32_dtype: torch.dtype  # norms, softmax, loss, rotary tables
     has_master: bool = False
     """Whether the optimizer updates a copy of the weights; without one `state` is `compute`."""
     update_rounding: Literal["none", "nearest", "stochastic"] = "none"
@@ -48,13 +48,13 @@ class Policy:
 
 
 def _uniform(name: str, dtype: torch.dtype) -> Policy:
-    return Policy(name=name, compute=dtype, grad=dtype, state=dtype, sensitive=dtype)
+    return Policy(name=name, compute=dtype, grad=dtype, state=dtype, keep_fp32_dtype=dtype)
 
 
 def _mixed(name: str, dtype: torch.dtype, *, scales_loss: bool = False) -> Policy:
     wide = torch.float32
     return Policy(
-        name=name, compute=dtype, grad=wide, state=wide, sensitive=wide, has_master=True, scales_loss=scales_loss
+        name=name, compute=dtype, grad=wide, state=wide, keep_fp32_dtype=wide, has_master=True, scales_loss=scales_loss
     )
 
 
@@ -64,7 +64,7 @@ def _narrow(name: str, update_rounding: Literal["nearest", "stochastic"]) -> Pol
         compute=torch.bfloat16,
         grad=torch.bfloat16,
         state=torch.bfloat16,
-        sensitive=torch.float32,
+        keep_fp32_dtype=torch.float32,
         update_rounding=update_rounding,
     )
 
@@ -84,9 +84,9 @@ POLICIES = {
 
 def policy_of(precision: PrecisionConfig) -> Policy:
     """The row that the configuration names, with what it rounds stochastically on request."""
-    places = precision.stochastic_rounding
+    targets = precision.stochastic_rounding
     return replace(
         POLICIES[precision.policy],
-        rounds_accumulation="accumulation" in places,
-        rounds_outputs="outputs" in places,
+        rounds_accumulation="accumulation" in targets,
+        rounds_outputs="outputs" in targets,
     )

@@ -1,5 +1,5 @@
 """Wires one rank: from the configuration and its place in the grid to what it keeps, and, with the transports of a
-membership epoch, to something that can step.
+membership generation, to something that can step.
 
 The only place that wires. It is given what differs between worlds (groups, links, the model's constructor, the lanes),
 so that threads of one process, gloo processes and a single process are built by the same lines.
@@ -15,44 +15,44 @@ import torch
 from torch import nn
 
 from parallel3d.backends import Backend, choose_backend
-from parallel3d.comm.abort import AbortToken
-from parallel3d.comm.group import AbsentGroup, Group
-from parallel3d.comm.messages import Links
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
-from parallel3d.config.paces import pacing_of
 from parallel3d.config.schema import Config
+from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
-from parallel3d.layers.init import Initial
+from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.flops import Peak
-from parallel3d.monitor.watch import Watch
+from parallel3d.monitor.training_monitor import TrainingMonitor
 from parallel3d.optim import apex_adamw
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
-from parallel3d.optim.cut import Cuts, plan_cuts
-from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
-from parallel3d.pacing import BatchShape
-from parallel3d.pipeline.executor import NO_LABEL, Executor, Label, Observer
+from parallel3d.optim.distributed_optimizer import PhaseHook, ReshardPlan, ShardedOptimizer
+from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Coordinates, Grid
+from parallel3d.parallel.group import AbsentGroup, Group
+from parallel3d.parallel.groups import Groups, build_groups
+from parallel3d.parallel.p2p_messages import Links
+from parallel3d.parallel.tensor_parallel import TensorParallel
+from parallel3d.pipeline.executor import NO_LABEL, Executor, InstructionHook, Label
 from parallel3d.pipeline.partition import (
     ModelCosts,
     model_costs,
-    partition_by_hand,
+    partition_from_counts,
     partition_layers,
-    schedule_costs,
+    pass_costs,
 )
 from parallel3d.pipeline.planner import Plan, choose_plan
-from parallel3d.pipeline.request import PlanRequest, Rule
+from parallel3d.pipeline.request import PipelineSchedule, PlanRequest
 from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
 from parallel3d.precision.policy import policy_of
-from parallel3d.ramps import Ramp
-from parallel3d.topology.grid import Coordinates, Grid
-from parallel3d.topology.groups import Groups, build_groups
+from parallel3d.ramps import LrSchedule
+from parallel3d.size_schedule import BatchShape
 from parallel3d.trainer.entry import EntryLayout, TrainState
+from parallel3d.trainer.learning_rate import build_lr_schedule
 from parallel3d.trainer.loader import EvaluationSequences, LaneLoader
-from parallel3d.trainer.schedule import build_learning_rate
 
 MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
 """The model's constructor: configuration, layers of this stage, tensor-parallel region, device."""
@@ -60,7 +60,7 @@ MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
 
 @dataclass(frozen=True, kw_only=True)
 class Transports:
-    """How a rank reaches the others in one membership epoch."""
+    """How a rank reaches the others in one membership generation."""
 
     make_group: Callable[[str, tuple[int, ...]], Group]
     links: Links
@@ -79,8 +79,8 @@ class Plans:
     def train(self, num_micro_batches: int) -> Plan:
         """For a step of so many micro-batches."""
         if num_micro_batches not in self._train:
-            rule = self.config.parallel.schedule
-            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, rule, num_micro_batches)
+            schedule = self.config.parallel.schedule
+            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, schedule, num_micro_batches)
         return self._train[num_micro_batches]
 
     @cached_property
@@ -90,10 +90,10 @@ class Plans:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochParts:
-    """What a rank has for one membership epoch, and lets go of with it."""
+class GenerationParts:
+    """What a rank has for one membership generation, and lets go of with it."""
 
-    epoch: int
+    generation: int
     grid: Grid
     groups: Groups[Group]
     links: Links
@@ -104,11 +104,11 @@ class EpochParts:
 
 @dataclass(kw_only=True)
 class RankRuntime:
-    """One rank: what it keeps for the whole run, and, while it has a place in an epoch, that epoch's parts."""
+    """One rank: what it keeps for the whole run, and, while it has a place in a generation, that generation's parts."""
 
     config: Config
     rank: int
-    place: Coordinates
+    coordinates: Coordinates
     """Stage and replica keep their numbers for the whole run."""
     first_grid: Grid
     """The run's, before anybody was lost."""
@@ -120,17 +120,17 @@ class RankRuntime:
     evaluate_loader: LaneLoader | None
     layout: EntryLayout
     """Of an entry of a whole batch."""
-    learning_rate: Ramp
+    learning_rate: LrSchedule
     device: torch.device
     state: TrainState
-    observe: Observer
-    probe: Probe
+    on_instruction: InstructionHook
+    phase_hook: PhaseHook
     label: Label = lambda instruction: NO_LABEL
     peak: Peak | None = None
     """What a rank's device can do, once that is known: the mean over the ranks."""
     resumed_from: int = 0
     """The iteration of the checkpoint with which this run has begun; 0: from the start."""
-    parts: EpochParts | None = None
+    parts: GenerationParts | None = None
 
     @property
     def grid(self) -> Grid:
@@ -142,7 +142,7 @@ class RankRuntime:
 
     @property
     def token(self) -> AbortToken:
-        """Aborted when the epoch is over."""
+        """Aborted when the generation is over."""
         return self._parts.token
 
     @property
@@ -165,7 +165,7 @@ class RankRuntime:
     @property
     def num_micro_batches(self) -> int:
         """How many micro-batches of the iteration that follows the state's this rank's replica handles."""
-        return sum(route[self.place.pp] == self.place.dp for route in self.train_plan.routes)
+        return sum(route[self.coordinates.pp] == self.coordinates.dp for route in self.train_plan.routes)
 
     @property
     def is_leader(self) -> bool:
@@ -186,14 +186,14 @@ class RankRuntime:
         """That of the newest update."""
         return self.learning_rate.at(updates=self.state.num_updates, tokens=self.state.tokens_trained)
 
-    def cuts_on(self, grid: Grid, hosts: Mapping[int, str]) -> Cuts:
+    def shard_maps_on(self, grid: Grid, hosts: Mapping[int, str]) -> ShardMaps:
         """Who holds which range of this rank's buckets."""
-        return cuts_of(self.config, self.place, grid, hosts)
+        return shard_maps_of(self.config, self.coordinates, grid, hosts)
 
-    def build_groups(self, grid: Grid, epoch: int, transports: Transports) -> Groups[Group]:
-        """This rank's groups in an epoch in whose grid it has a place."""
+    def build_groups(self, grid: Grid, generation: int, transports: Transports) -> Groups[Group]:
+        """This rank's groups in a generation in whose grid it has a place."""
         tied = self.config.model.tie_word_embeddings
-        return build_groups(grid, self.rank, epoch, transports.make_group, tied=tied)
+        return build_groups(grid, self.rank, generation, transports.make_group, tied=tied)
 
     def update_step(self) -> UpdateStep | None:
         """The update that the newest entry asks for; None when its gradient is not finite."""
@@ -206,28 +206,28 @@ class RankRuntime:
             grad_scale=entry.grad_scale(self.config.optimizer.max_grad_norm),
         )
 
-    def join(self, epoch: int, groups: Groups[Group], plans: Plans, transports: Transports) -> None:
-        """Takes up an epoch in whose grid this rank has a place."""
+    def join(self, generation: int, groups: Groups[Group], plans: Plans, transports: Transports) -> None:
+        """Takes up a generation in whose grid this rank has a place."""
         grid = plans.grid
         self.tp.group = groups.tp
-        self.optimizer.join(epoch, groups, transports.links)
+        self.optimizer.join(generation, groups, transports.links)
         executor = Executor(
             chunks=list(self.chunks),
             grid=grid,
             rank=self.rank,
-            epoch=epoch,
+            generation=generation,
             links=transports.links,
             tp=self.tp,
             hidden_size=self.config.model.hidden_size,
             dtype=policy_of(self.config.precision).compute,
             device=self.device,
             token=transports.token,
-            observe=self.observe,
+            on_instruction=self.on_instruction,
             label=self.label,
-            after_compute=self.optimizer.close_term,
+            after_compute=self.optimizer.finalize_micro_batch_grads,
         )
-        self.parts = EpochParts(
-            epoch=epoch,
+        self.parts = GenerationParts(
+            generation=generation,
             grid=grid,
             groups=groups,
             links=transports.links,
@@ -237,7 +237,7 @@ class RankRuntime:
         )
 
     def leave(self) -> Groups[Group] | None:
-        """Lets go of the epoch; the groups come back, in which something may still be under way."""
+        """Lets go of the generation; the groups come back, in which something may still be under way."""
         parts, self.parts = self.parts, None
         self.optimizer.leave()
         self.tp.group = AbsentGroup(name="none", rank=self.tp.group.rank, ranks=self.tp.group.ranks)
@@ -248,8 +248,8 @@ class RankRuntime:
         self._parts.groups.close()
 
     @property
-    def _parts(self) -> EpochParts:
-        assert self.parts is not None, f"rank {self.rank} has no place in an epoch"
+    def _parts(self) -> GenerationParts:
+        assert self.parts is not None, f"rank {self.rank} has no place in a generation"
         return self.parts
 
 
@@ -258,12 +258,12 @@ def build_grid(config: Config) -> Grid:
     return Grid.of_replicas(stage_replicas(config), tp_size=config.parallel.tp_size, order=config.parallel.order)
 
 
-def cuts_of(config: Config, place: Coordinates, grid: Grid, hosts: Mapping[int, str]) -> Cuts:
+def shard_maps_of(config: Config, coordinates: Coordinates, grid: Grid, hosts: Mapping[int, str]) -> ShardMaps:
     """Who holds which range of optimizer state, of all that stand at this stage and tensor-parallel position."""
-    return plan_cuts(
+    return plan_shard_maps(
         grid,
-        place.pp,
-        place.tp,
+        coordinates.pp,
+        coordinates.tp,
         zero_stage=config.parallel.zero_stage,
         zero_backups=config.elastic.zero_backups,
         hosts=hosts,
@@ -284,13 +284,13 @@ def plan_batch(config: Config, iteration: int, shape: BatchShape | None = None) 
     )
 
 
-def plan_schedule(config: Config, grid: Grid, rule: Rule, num_micro_batches: int) -> Plan:
+def plan_schedule(config: Config, grid: Grid, schedule: PipelineSchedule, num_micro_batches: int) -> Plan:
     """The instruction lists for the replicas that are there; where some are lost, the best of the ways round them."""
     request = PlanRequest(
         replicas=grid.replicas,
         num_micro_batches=num_micro_batches,
-        rule=rule,
-        costs=schedule_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
+        schedule=schedule,
+        costs=pass_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
         virtual_stages=config.parallel.virtual_stages,
         slots=config.parallel.p2p_slots,
     )
@@ -304,7 +304,7 @@ def plan_schedule(config: Config, grid: Grid, rule: Rule, num_micro_batches: int
 def split_layers(config: Config) -> tuple[range, ...]:
     """The layers of each virtual stage: by hand, or balanced by cost with the embedding and the head weighed in."""
     if config.parallel.layers_per_stage is not None:
-        return partition_by_hand(config.parallel.layers_per_stage)
+        return partition_from_counts(config.parallel.layers_per_stage)
     costs = costs_of(config)
     layers = [costs.layer] * config.model.num_hidden_layers
     num_stages = config.parallel.pp_size * config.parallel.virtual_stages
@@ -335,9 +335,9 @@ def prepare_rank(
     evaluate_lanes: Lanes | None,
     device: torch.device,
     eos_id: int | None = None,
-    initial: Initial | None = None,
-    observe: Observer = lambda instruction: None,
-    probe: Probe = lambda phase: None,
+    initial: InitMethod | None = None,
+    on_instruction: InstructionHook = lambda instruction: None,
+    phase_hook: PhaseHook = lambda phase: None,
     label: Label = lambda instruction: NO_LABEL,
 ) -> RankRuntime:
     """What a rank of the run's first grid keeps for its life: layers with their initial weights, buckets, loaders.
@@ -346,23 +346,24 @@ def prepare_rank(
     says, or as the seed does.
     """
     assert eos_id is not None or not config.data.document_mask, "who keeps documents apart must know where they end"
-    parallel, place, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
-    batch, pacing = plan_batch(config, 0), pacing_of(config)
+    parallel, coordinates, policy = config.parallel, grid.coordinates(rank), policy_of(config.precision)
+    batch, shape_schedule = plan_batch(config, 0), build_shape_schedule(config)
     starts = tuple(train_lanes.start(slot) for slot in range(batch.num_slots))
-    tp_ranks = grid.tp_ranks(place.replica)
+    tp_ranks = grid.tp_ranks(coordinates.replica)
     tp = TensorParallel(
-        group=AbsentGroup(name="none", rank=place.tp, ranks=tp_ranks), sequence_parallel=parallel.sequence_parallel
+        group=AbsentGroup(name="none", rank=coordinates.tp, ranks=tp_ranks),
+        sequence_parallel=parallel.sequence_parallel,
     )
     border = eos_id if config.data.document_mask else None
-    mine = split_layers(config)[place.pp :: parallel.pp_size]
+    mine = split_layers(config)[coordinates.pp :: parallel.pp_size]
     chunks = nn.ModuleList(make_stage(config, layers, tp, device) for layers in mine)
     optimizer = ShardedOptimizer(
         chunks,
         rank=rank,
         seed=config.run.seed,
-        tp_rank=place.tp,
+        tp_rank=coordinates.tp,
         tp_size=len(tp_ranks),
-        first_cuts=cuts_of(config, place, grid, hosts={}),
+        first_shard_maps=shard_maps_of(config, coordinates, grid, hosts={}),
         zero_stage=parallel.zero_stage,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         decay_norms_and_biases=config.optimizer.decay_norms_and_biases,
@@ -379,17 +380,17 @@ def prepare_rank(
         overlap_gather=parallel.overlap_param_gather,
         fixed=exact_format(config, batch, len(tp_ranks)),
         device=device,
-        probe=probe,
+        phase_hook=phase_hook,
     )
     return RankRuntime(
         config=config,
         rank=rank,
-        place=place,
+        coordinates=coordinates,
         first_grid=grid,
         tp=tp,
         chunks=chunks,
         optimizer=optimizer,
-        train_loader=LaneLoader(train_lanes, device, border, read_length=pacing.read_length),
+        train_loader=LaneLoader(train_lanes, device, border, read_length=shape_schedule.read_length),
         evaluate_loader=LaneLoader(EvaluationSequences(evaluate_lanes), device, border) if evaluate_lanes else None,
         layout=EntryLayout(
             num_stages=grid.pp_size * parallel.virtual_stages,
@@ -398,11 +399,11 @@ def prepare_rank(
             num_ranks=len(grid.ranks) if config.monitor.norms_every is not None else 0,
             cursor_size=len(starts[0]),
         ),
-        learning_rate=build_learning_rate(config),
+        learning_rate=build_lr_schedule(config),
         device=device,
-        state=TrainState.start(starts, build_loss_scale(config, batch), build_watch(config), pacing),
-        observe=observe,
-        probe=probe,
+        state=TrainState.start(starts, build_loss_scale(config, batch), build_training_monitor(config), shape_schedule),
+        on_instruction=on_instruction,
+        phase_hook=phase_hook,
         label=label,
     )
 
@@ -443,22 +444,24 @@ def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
     )
 
 
-def build_watch(config: Config) -> Watch:
+def build_training_monitor(config: Config) -> TrainingMonitor:
     """The monitors' rules, and nothing seen yet."""
     rules = DivergenceRules(
         beta2=config.optimizer.beta2,
         max_loss_ratio=config.monitor.max_loss_ratio,
-        stops=config.monitor.divergence == "stop",
+        ends_run=config.monitor.divergence == "stop",
     )
-    return Watch(max_grad_norm=config.optimizer.max_grad_norm, divergence=Divergence(rules=rules))
+    return TrainingMonitor(max_grad_norm=config.optimizer.max_grad_norm, divergence=Divergence(rules=rules))
 
 
-def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, epoch: int = 0) -> None:
+def start_rank(rank: RankRuntime, grid: Grid, transports: Transports, *, generation: int = 0) -> None:
     """Begins the run in a world whose membership never changes: no coordinator, no record."""
-    cuts = rank.cuts_on(grid, hosts={})
-    rank.optimizer.recut(CutChange(epoch=epoch, old=None, new=cuts, live=grid.ranks), transports.links)
+    shard_maps = rank.shard_maps_on(grid, hosts={})
+    rank.optimizer.reshard(
+        ReshardPlan(generation=generation, old=None, new=shard_maps, live=grid.ranks), transports.links
+    )
     rank.optimizer.commit()
-    groups = rank.build_groups(grid, epoch, transports)
-    rank.join(epoch, groups, Plans(rank.config, grid), transports)
-    if not rank.optimizer.is_whole:  # it has begun from a checkpoint
+    groups = rank.build_groups(grid, generation, transports)
+    rank.join(generation, groups, Plans(rank.config, grid), transports)
+    if not rank.optimizer.is_gathered:  # it has begun from a checkpoint
         rank.optimizer.gather()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.debug.dump import RankDump, write_dump
-from parallel3d.debug.record import Recorder, name_modules, recording
+from parallel3d.debug.recorder import Recorder, name_modules, recording_hooks
 from parallel3d.debug.slab import Slab, parameter_slab
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.run_folder import DUMPS
@@ -19,18 +19,18 @@ from parallel3d.trainer.entry import Entry
 
 
 @contextmanager
-def record(rank: RankRuntime, batch: BatchPlan) -> Iterator[Recorder | None]:
+def record_tensors(rank: RankRuntime, batch: BatchPlan) -> Iterator[Recorder | None]:
     """Records what runs within, if this step is to be dumped."""
     asked = rank.config.debug.dump_tensors
     if batch.iteration not in asked.steps:
         yield None
         return
     recorder = Recorder(batch=batch, tp=rank.tp, names=asked.names)
-    with recording(rank.chunks, recorder):
+    with recording_hooks(rank.chunks, recorder):
         yield recorder
 
 
-def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
+def write_step_dump(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
     """Writes this rank's file; call it before the update, which changes the weights."""
     scale = entry.grad_scale(None)
     of_activations = scale / recorder.batch.loss_factor  # those of parameters are without it once they are reduced
@@ -42,7 +42,7 @@ def write(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
     dump = RankDump(
         step=entry.iteration,
         rank=rank.rank,
-        place=str(rank.place),
+        coordinates=str(rank.coordinates),
         ranks=rank.grid.ranks,
         losses=recorder.losses,
         num_target_tokens=entry.num_target_tokens,
@@ -63,21 +63,21 @@ def _parameters(rank: RankRuntime, scale: float) -> Iterator[tuple[Slab, Tensor]
     for bucket in rank.optimizer.buckets:
         shardings = {parameter.sharding.name: parameter.sharding for parameter in bucket.parameters}
         span = bucket.owned.span
-        for place in bucket.plan.places:
-            start, stop = max(place.offset, span.start), min(place.offset + place.length, span.stop)
+        for param_slot in bucket.plan.param_slots:
+            start, stop = max(param_slot.offset, span.start), min(param_slot.offset + param_slot.length, span.stop)
             if start >= stop:
                 continue
-            number, depth = depths[place.name]
+            number, depth = depths[param_slot.name]
             for suffix, values in (
                 ("", bucket.weights[start:stop].detach().cpu().clone()),
                 (".grad", _times(bucket.owned.grads[start - span.start : stop - span.start].cpu(), scale)),
             ):
                 slab = parameter_slab(
-                    shardings[place.name],
+                    shardings[param_slot.name],
                     suffix=suffix,
                     tp_rank=rank.tp.group.rank,
                     tp_size=rank.tp.group.size,
-                    flat_start=start - place.offset,
+                    flat_start=start - param_slot.offset,
                     depth=depth,
                     order=number - len(depths),
                 )

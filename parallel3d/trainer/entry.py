@@ -26,13 +26,13 @@ from math import isfinite, sqrt
 from typing import Any
 
 from parallel3d.data.reader import LaneCursor
-from parallel3d.debug.replicas import NUM_WORDS, differ
+from parallel3d.debug.replica_check import NUM_CHECKSUMS, has_difference
 from parallel3d.errors import ProtocolError
-from parallel3d.monitor.watch import NOTHING_SEEN, StepFacts, Watch
-from parallel3d.optim.norms import StateNorms, larger
-from parallel3d.pacing import STEADY, BatchShape, Pacing
-from parallel3d.precision.fixed_point import NUM_SLOTS, ExactSum
+from parallel3d.monitor.training_monitor import NEW_MONITOR, StepMetrics, TrainingMonitor
+from parallel3d.optim.state_norms import StateNorms, larger
+from parallel3d.precision.fixed_point import NUM_FLOATS, ExactSum
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
+from parallel3d.size_schedule import CONSTANT_SHAPE, BatchShape, BatchShapeSchedule
 
 Json = dict[str, Any]
 
@@ -41,14 +41,14 @@ _SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "nu
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveWord:
+class SaveStatus:
     """What one rank says of its part of the save under way; neither: still at it, or there is none."""
 
     is_on_disk: bool = False
     has_failed: bool = False
 
 
-NO_WORD = SaveWord()
+NO_SAVE_STATUS = SaveStatus()
 
 
 @dataclass(kw_only=True)
@@ -62,14 +62,14 @@ class Contribution:
     stop: bool = False
     leave: bool = False
     evaluate: bool = False
-    saved: SaveWord = NO_WORD
+    save_status: SaveStatus = NO_SAVE_STATUS
     cursors: Mapping[int, LaneCursor] = field(default_factory=dict)
-    audit: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    backward_counts: Mapping[tuple[int, int], int] = field(default_factory=dict)
     norms: StateNorms | None = None
     """None where they are not measured, on all ranks alike."""
     rank: int = 0
     """Whose part it is: its number in the run's first grid."""
-    check: Mapping[int, Sequence[int]] | None = None
+    replica_check: Mapping[int, Sequence[int]] | None = None
     """Words of the replica check by stage; None where none is due, on all ranks alike."""
 
 
@@ -113,9 +113,9 @@ class Entry:
         return sqrt(self.squared_norm) / self.num_target_tokens
 
     @property
-    def facts(self) -> StepFacts:
+    def metrics(self) -> StepMetrics:
         """What the monitors are told."""
-        return StepFacts(
+        return StepMetrics(
             loss=self.loss,
             grad_norm=self.grad_norm if self.finite else None,
             param_norm=self.param_norm,
@@ -177,52 +177,52 @@ class EntryLayout:
     @property
     def size(self) -> int:
         """Without the replica check, which is not in every vector."""
-        return self._largest + self.num_ranks if self.num_ranks else self._norms
+        return self._maxima_offset + self.num_ranks if self.num_ranks else self._norms_offset
 
     def pack(self, part: Contribution) -> list[float]:
         """One rank's vector. A norm or loss that is not finite travels as a flag."""
         finite = part.is_finite and isfinite(part.squared_norm.value) and isfinite(part.loss_sum.value)
         vector = [0.0] * self.size
-        vector[: self._cursor(0)] = [
-            *(part.squared_norm if finite else ExactSum(units=part.squared_norm.units)).to_slots(),
-            *part.loss_sum.to_slots(),
+        vector[: self._cursor_offset(0)] = [
+            *(part.squared_norm if finite else ExactSum(units=part.squared_norm.units)).to_floats(),
+            *part.loss_sum.to_floats(),
             0.0 if finite else 1.0,
             float(part.num_target_tokens),
             float(part.stop),
             float(part.leave),
-            float(part.saved.is_on_disk),
-            float(part.saved.has_failed),
+            float(part.save_status.is_on_disk),
+            float(part.save_status.has_failed),
             float(part.evaluate),
         ]
         for slot, cursor in part.cursors.items():
-            start = self._cursor(slot)
+            start = self._cursor_offset(slot)
             vector[start : start + self.cursor_size] = map(float, cursor)
-        for (stage, micro_batch), count in part.audit.items():
-            vector[self._audit(stage, micro_batch)] = float(count)
+        for (stage, micro_batch), count in part.backward_counts.items():
+            vector[self._backward_count_offset(stage, micro_batch)] = float(count)
         if part.norms is not None:
-            sums = (1.0, *part.norms.squared_weights.to_slots(), *part.norms.variance.to_slots())
-            vector[self._norms : self._norms + len(sums)] = sums
-            vector[self._largest + part.rank] = part.norms.variance_max
-        if part.check is not None:
-            none = (0,) * NUM_WORDS
-            vector += [float(word) for stage in range(self.num_stages) for word in part.check.get(stage, none)]
+            sums = (1.0, *part.norms.squared_weights.to_floats(), *part.norms.variance.to_floats())
+            vector[self._norms_offset : self._norms_offset + len(sums)] = sums
+            vector[self._maxima_offset + part.rank] = part.norms.variance_max
+        if part.replica_check is not None:
+            none = (0,) * NUM_CHECKSUMS
+            vector += [float(word) for stage in range(self.num_stages) for word in part.replica_check.get(stage, none)]
         return vector
 
     def unpack(self, iteration: int, total: list[float]) -> Entry:
         """The entry from the sum of all vectors; ProtocolError when the audit fails."""
         for stage in range(self.num_stages):
             for micro_batch in range(self.num_micro_batches):
-                count = total[self._audit(stage, micro_batch)]
+                count = total[self._backward_count_offset(stage, micro_batch)]
                 if count != 1.0:
                     raise ProtocolError(
                         f"iteration {iteration}: micro-batch {micro_batch} counted {count:g} times at stage {stage}"
                     )
         squared_norm, loss_sum = (
-            ExactSum.from_slots(total[number * NUM_SLOTS : (number + 1) * NUM_SLOTS]).value
+            ExactSum.from_floats(total[number * NUM_FLOATS : (number + 1) * NUM_FLOATS]).value
             for number in range(len(_SUMS))
         )
         non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved, evaluate = total[
-            len(_SUMS) * NUM_SLOTS : self._cursor(0)
+            len(_SUMS) * NUM_FLOATS : self._cursor_offset(0)
         ]
         return Entry(
             iteration=iteration,
@@ -237,44 +237,48 @@ class EntryLayout:
             evaluate=evaluate > 0,
             **self._unpack_norms(total),
             cursors=tuple(
-                tuple(int(number) for number in total[self._cursor(slot) : self._cursor(slot + 1)])
+                tuple(int(number) for number in total[self._cursor_offset(slot) : self._cursor_offset(slot + 1)])
                 for slot in range(self.num_slots)
             ),
-            differing_stages=tuple(stage for stage, words in enumerate(self._checks(total)) if differ(words)),
+            differing_stages=tuple(
+                stage for stage, words in enumerate(self._checksums_by_stage(total)) if has_difference(words)
+            ),
         )
 
     def _unpack_norms(self, total: list[float]) -> dict[str, float]:
         """The entry's norms, if they were measured."""
-        if not self.num_ranks or total[self._norms] == 0.0:
+        if not self.num_ranks or total[self._norms_offset] == 0.0:
             return {}
-        sums = total[self._norms + 1 : self._largest]
-        squared_weights, variance = (ExactSum.from_slots(sums[start : start + NUM_SLOTS]) for start in (0, NUM_SLOTS))
+        sums = total[self._norms_offset + 1 : self._maxima_offset]
+        squared_weights, variance = (
+            ExactSum.from_floats(sums[start : start + NUM_FLOATS]) for start in (0, NUM_FLOATS)
+        )
         return {
             "param_norm": sqrt(squared_weights.value),
             "variance_norm": variance.value,
-            "variance_max": reduce(larger, total[self._largest : self.size]),
+            "variance_max": reduce(larger, total[self._maxima_offset : self.size]),
         }
 
-    def _checks(self, total: list[float]) -> list[list[float]]:
+    def _checksums_by_stage(self, total: list[float]) -> list[list[float]]:
         """The words of the replica check by stage, if one was due."""
         words = total[self.size :]
-        return [words[start : start + NUM_WORDS] for start in range(0, len(words), NUM_WORDS)]
+        return [words[start : start + NUM_CHECKSUMS] for start in range(0, len(words), NUM_CHECKSUMS)]
 
-    def _cursor(self, slot: int) -> int:
-        return len(_SUMS) * NUM_SLOTS + len(_SCALARS) + slot * self.cursor_size
+    def _cursor_offset(self, slot: int) -> int:
+        return len(_SUMS) * NUM_FLOATS + len(_SCALARS) + slot * self.cursor_size
 
-    def _audit(self, stage: int, micro_batch: int) -> int:
-        return self._cursor(self.num_slots) + stage * self.num_micro_batches + micro_batch
+    def _backward_count_offset(self, stage: int, micro_batch: int) -> int:
+        return self._cursor_offset(self.num_slots) + stage * self.num_micro_batches + micro_batch
 
     @property
-    def _norms(self) -> int:
+    def _norms_offset(self) -> int:
         """How many ranks have measured, and their sums."""
-        return self._audit(self.num_stages, 0)
+        return self._backward_count_offset(self.num_stages, 0)
 
     @property
-    def _largest(self) -> int:
+    def _maxima_offset(self) -> int:
         """What each rank has found the largest."""
-        return self._norms + 1 + 2 * NUM_SLOTS
+        return self._norms_offset + 1 + 2 * NUM_FLOATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,24 +302,24 @@ class TrainState:
     """The last one, if any."""
     loss_scale: LossScale = UNSCALED
     """Of the next iteration."""
-    watch: Watch = NOTHING_SEEN
+    monitor: TrainingMonitor = NEW_MONITOR
     """What the monitors know of the run's course."""
-    pacing: Pacing = STEADY
+    shape_schedule: BatchShapeSchedule = CONSTANT_SHAPE
     """What makes the shape of each iteration's batch."""
 
     @staticmethod
     def start(
         cursors: tuple[LaneCursor, ...],
         loss_scale: LossScale = UNSCALED,
-        watch: Watch = NOTHING_SEEN,
-        pacing: Pacing = STEADY,
+        monitor: TrainingMonitor = NEW_MONITOR,
+        shape_schedule: BatchShapeSchedule = CONSTANT_SHAPE,
     ) -> TrainState:
-        return TrainState(cursors=cursors, loss_scale=loss_scale, watch=watch, pacing=pacing)
+        return TrainState(cursors=cursors, loss_scale=loss_scale, monitor=monitor, shape_schedule=shape_schedule)
 
     @property
     def shape(self) -> BatchShape:
         """Of the next iteration's batch."""
-        return self.pacing.shape(self.iteration, self.tokens_seen)
+        return self.shape_schedule.shape(self.iteration, self.tokens_seen)
 
     @property
     def tokens_seen(self) -> int:
@@ -332,13 +336,13 @@ class TrainState:
         """The entries that a rank which is one behind lacks."""
         return (*self.entries[-1:], *(self.evaluations if self.is_evaluated else ()))
 
-    def fold(self, entry: Entry | EvaluationEntry) -> TrainState:
+    def apply(self, entry: Entry | EvaluationEntry) -> TrainState:
         """The state after `entry`; the same state when it has been folded already."""
         if isinstance(entry, EvaluationEntry):
             assert entry.iteration <= self.iteration, f"evaluation {entry.iteration} after entry {self.iteration}"
             if entry.iteration < self.iteration or self.is_evaluated:
                 return self
-            return replace(self, evaluations=(entry,), pacing=self.pacing.after_evaluation(entry.loss))
+            return replace(self, evaluations=(entry,), shape_schedule=self.shape_schedule.after_evaluation(entry.loss))
         if entry.iteration <= self.iteration:
             return self
         assert entry.iteration == self.iteration + 1, f"entry {entry.iteration} after {self.iteration}"
@@ -352,5 +356,5 @@ class TrainState:
             cursors=(*entry.cursors, *self.cursors[len(entry.cursors) :]),
             entries=(*self.entries, entry)[-2:],
             loss_scale=self.loss_scale.after(finite=entry.finite),
-            watch=self.watch.after(entry.facts),
+            monitor=self.monitor.after(entry.metrics),
         )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from parallel3d.comm.staging import to_device
 from parallel3d.data.lanes import Lanes
-from parallel3d.data.reader import LaneCursor, Read, Reader
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.layers.documents import document_lengths
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.pipeline.executor import Loaded
+from parallel3d.parallel.staged_group import to_device
+from parallel3d.pipeline.executor import LoadedMicroBatch
 
 
 class LaneLoader:
@@ -33,25 +33,25 @@ class LaneLoader:
         self._eos_id = eos_id
         self._cursors: tuple[LaneCursor, ...] = ()
         self._tokens_read = 0
-        self.advanced: dict[int, LaneCursor] = {}
+        self.next_cursors: dict[int, LaneCursor] = {}
 
     def begin(self, cursors: tuple[LaneCursor, ...], tokens_read: int) -> None:
         """Sets where the lanes stand before this iteration, and how many tokens of all lanes lie behind."""
         self._cursors = cursors
         self._tokens_read = tokens_read
-        self.advanced = {}
+        self.next_cursors = {}
 
-    def load(self, micro_batch: MicroBatch) -> Loaded:
+    def load(self, micro_batch: MicroBatch) -> LoadedMicroBatch:
         rows, length = [], micro_batch.sequence_length
         for slot in micro_batch.slots:
             moves_by = self._read_length or length
-            cursor = self._reader.at(self._cursors[slot], self._tokens_read + slot * moves_by)
-            row, self.advanced[slot] = self._reader.read(slot, cursor, moves_by)
+            cursor = self._reader.cursor_at(self._cursors[slot], self._tokens_read + slot * moves_by)
+            row, self.next_cursors[slot] = self._reader.read(slot, cursor, moves_by)
             rows.append(row[: length + 1])
         tokens = np.stack(rows).astype(np.int64)
         documents = None if self._eos_id is None else document_lengths(tokens[:, :-1], self._eos_id)
         whole = to_device(torch.from_numpy(tokens), self._device)
-        return Loaded(whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1), documents)
+        return LoadedMicroBatch(whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1), documents)
 
 
 class EvaluationSequences(Reader):
@@ -62,12 +62,12 @@ class EvaluationSequences(Reader):
         self._ends: dict[tuple[int, int], list[LaneCursor]] = {}
         self._kept: dict[tuple[int, int], np.ndarray] = {}
 
-    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> Read:
+    def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
         """Sequence number `lane`, int32 (num_tokens + 1,); the cursor comes back as it was."""
         if (lane, num_tokens) not in self._kept:
-            place, row = lane % self._lanes.num_lanes, lane // self._lanes.num_lanes
-            ends = self._ends.setdefault((place, num_tokens), [self._lanes.start(place)])
+            base_lane, row = lane % self._lanes.num_lanes, lane // self._lanes.num_lanes
+            ends = self._ends.setdefault((base_lane, num_tokens), [self._lanes.start(base_lane)])
             while len(ends) <= row:
-                ends.append(self._lanes.read(place, ends[-1], num_tokens)[1])
-            self._kept[lane, num_tokens] = self._lanes.read(place, ends[row], num_tokens)[0]
+                ends.append(self._lanes.read(base_lane, ends[-1], num_tokens)[1])
+            self._kept[lane, num_tokens] = self._lanes.read(base_lane, ends[row], num_tokens)[0]
         return self._kept[lane, num_tokens], cursor

@@ -1,8 +1,8 @@
 """The trainer: a small state machine around the step.
 
-    RECOVER --a place in an epoch--> STEP --where due--> EVALUATE --where due--> SAVE --> STEP ... --> STOP
-    STEP --a request to stop--> SAVE --> STOP    STEP --somebody departs--> RECOVER    any --the epoch ends--> RECOVER
-    STEP --training has diverged--> DIVERGED: what is being saved is finished, then all end
+    RECOVER --a place in a generation--> STEP --where due--> EVALUATE --where due--> SAVE --> STEP ... --> STOP
+    STEP --a request to stop--> SAVE --> STOP    STEP --somebody departs--> RECOVER    any --the generation ends-->
+    RECOVER STEP --training has diverged--> DIVERGED: what is being saved is finished, then all end
 
 What comes next follows from the state alone, so that after a loss everybody goes on at the same place. It talks through
 `publish`: records, one a step from the leader, for whoever writes files and draws bars.
@@ -18,23 +18,23 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
-from parallel3d.comm.abort import POLL_S
 from parallel3d.config.derived import flops_per_token
 from parallel3d.config.schema import RunConfig
-from parallel3d.elastic.membership import EpochRecord
-from parallel3d.errors import Diverged, EpochEnded
-from parallel3d.monitor.watch import perplexity
+from parallel3d.data.build import describe_begun_stages
+from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.errors import Diverged, GenerationEnded
+from parallel3d.monitor.training_monitor import perplexity
+from parallel3d.parallel.abort import POLL_S
+from parallel3d.parallel.grid import Grid
 from parallel3d.pipeline.route_map import draw_route_map
-from parallel3d.topology.grid import Grid
 from parallel3d.trainer.build import RankRuntime
-from parallel3d.trainer.divergence import sign_of_divergence
+from parallel3d.trainer.checkpointing import CheckpointSaver, NoSaver
+from parallel3d.trainer.divergence_check import find_divergence
 from parallel3d.trainer.entry import Entry, TrainState
-from parallel3d.trainer.progress import Progress
-from parallel3d.trainer.recover import Member
-from parallel3d.trainer.resume import data_to_json
-from parallel3d.trainer.saving import NoSaving, Saving
+from parallel3d.trainer.recovery import RecoveryManager
+from parallel3d.trainer.resume import data_position_to_json
+from parallel3d.trainer.speed import ThroughputMeter
 from parallel3d.trainer.step import StepReport, evaluate, train_step
-from parallel3d.trainer.text import stages_begun
 
 FINAL_STEPS = 10
 
@@ -55,13 +55,13 @@ class Trainer:
     """Takes `rank` from the start to the last step, or to a request to stop, through all changes of membership."""
 
     rank: RankRuntime
-    member: Member
+    recovery: RecoveryManager
     publish: Callable[[dict[str, Any]], None]
     stop_requested: Callable[[], bool]
-    leave_requested: Callable[[], bool] = lambda: False
-    saving: Saving = field(default_factory=NoSaving)
-    on_epoch: Callable[[EpochRecord], None] = lambda record: None
-    """Called on every rank of the grid once an epoch is in force; may use its groups."""
+    drain_requested: Callable[[], bool] = lambda: False
+    saver: CheckpointSaver = field(default_factory=NoSaver)
+    on_generation: Callable[[GenerationRecord], None] = lambda record: None
+    """Called on every rank of the grid once a generation is in force; may use its groups."""
     on_phase: Callable[[Phase, int], None] = lambda phase, step: None
     """Called before a step, and before an evaluation with the number of the step that it follows."""
     data_wait_s: Callable[[], float] = lambda: 0.0
@@ -69,47 +69,47 @@ class Trainer:
     """What the summary says beyond the trainer's own figures."""
 
     def __post_init__(self) -> None:
-        self._progress = Progress(self.rank.config)
+        self._throughput = ThroughputMeter(self.rank.config)
         self._losses: dict[int, float] = {}
         self._training_s = 0.0
         self._timed_tokens = 0
         self._timed_flops = 0
-        self._joined_at = 0
+        self._join_step = 0
         self._planned_bubble: float | None = None
         self._bubbles: list[float] = []
-        """Of the steps of this epoch: another grid has another plan."""
+        """Of the steps of this generation: another grid has another plan."""
 
     def run(self) -> bool:
         """Trains to the end; False when this rank has left before it, or had no place at it. Raises Diverged."""
         suspicion = ""
-        while self.member.enter_epoch(suspicion):
+        while self.recovery.enter_generation(suspicion):
             suspicion = "a worker departs"
             try:
-                self._begin_epoch()
+                self._begin_generation()
                 if self._train() is Phase.STOP:
                     return True
-            except EpochEnded as error:
+            except GenerationEnded as error:
                 suspicion = str(error)
-            self.member.leave_epoch(suspicion)
+            self.recovery.leave_generation(suspicion)
         return False
 
-    def _begin_epoch(self) -> None:
-        record = self.member.record
+    def _begin_generation(self) -> None:
+        record = self.recovery.record
         assert record is not None
-        self._joined_at = self.rank.state.iteration
+        self._join_step = self.rank.state.iteration
         self._bubbles = []
-        self._say(self.saving.begin_epoch())
-        self.on_epoch(record)
+        self._publish_notices(self.saver.begin_generation())
+        self.on_generation(record)
         if self.rank.is_leader:
             self.publish({"kind": "training"})
         if self.rank.is_leader and self.rank.config.run.show_routes:
-            self._tell_routes()
+            self._publish_routes()
         for entry in self.rank.state.entries:
             self._losses[entry.iteration] = entry.loss
             # whoever led before may have died with the news
-            if entry.iteration > max(record.last_told, self.rank.resumed_from):
-                self._tell(entry)
-        self._tell_evaluation()
+            if entry.iteration > max(record.last_reported_step, self.rank.resumed_from):
+                self._publish_step(entry)
+        self._publish_evaluation()
 
     def _train(self) -> Phase:
         actions = {
@@ -124,22 +124,22 @@ class Trainer:
             self.rank.optimizer.finish_gather()
             if self.rank.is_leader:
                 self.publish({"kind": "summary", **self._summary(), **self.describe()})
-            self.member.finish()
+            self.recovery.finish()
         return phase
 
     def _next_phase(self) -> Phase:
         """A function of the state alone: the same on every rank, before and after a loss."""
         state, run, is_over = self.rank.state, self.rank.config.run, self._is_over
         last = state.entries[-1] if state.entries else None
-        if sign_of_divergence(state, since=self.rank.resumed_from):
+        if find_divergence(state, since=self.rank.resumed_from):
             return Phase.DIVERGED
         if last is not None and last.stop:
-            return Phase.SAVE if self.saving.is_due(state.iteration, ends=True, early=True) else Phase.STOP
-        if last is not None and last.leave and last.iteration > self._joined_at:
+            return Phase.SAVE if self.saver.is_due(state.iteration, is_last=True, is_stopped=True) else Phase.STOP
+        if last is not None and last.leave and last.iteration > self._join_step:
             return Phase.RECOVER
         if evaluation_is_due(state, run, is_over=is_over) and not state.is_evaluated:
             return Phase.EVALUATE
-        if self.saving.is_due(state.iteration, ends=is_over):
+        if self.saver.is_due(state.iteration, is_last=is_over):
             return Phase.SAVE
         return Phase.STOP if is_over else Phase.STEP
 
@@ -154,31 +154,31 @@ class Trainer:
         step, config = self.rank.state.iteration + 1, self.rank.config
         self.on_phase(Phase.STEP, step)
         waited, since = self.data_wait_s(), self.rank.state.tokens_read
-        saved = self.saving.word()
+        save_status = self.saver.status()
         report = train_step(
             self.rank,
             stop=self.stop_requested(),
-            leave=self.leave_requested(),
-            evaluate=self.rank.is_leader and self._progress.wants_evaluation,
-            saved=saved,
+            leave=self.drain_requested(),
+            evaluate=self.rank.is_leader and self._throughput.wants_evaluation,
+            save_status=save_status,
         )
-        self._say(self.saving.note(report.entry))
-        self._progress.note_step(report, len(self.rank.grid.ranks))
+        self._publish_notices(self.saver.on_entry(report.entry))
+        self._throughput.record_step(report, len(self.rank.grid.ranks))
         self._training_s += report.step_s
         self._timed_tokens += report.batch.num_tokens
         self._timed_flops += report.batch.num_tokens * flops_per_token(config.model, report.batch.sequence_length)
         self._losses[step] = report.entry.loss
         self._bubbles.append(report.telemetry.bubble)
         self._planned_bubble = report.planned_bubble
-        self._tell_aids(report)
-        self._tell_blend(step, range(since, self.rank.state.tokens_read))
-        self._tell(report.entry, report, self.data_wait_s() - waited)
+        self._publish_warnings(report)
+        self._publish_blend_stages(step, range(since, self.rank.state.tokens_read))
+        self._publish_step(report.entry, report, self.data_wait_s() - waited)
 
-    def _tell_aids(self, report: StepReport) -> None:
+    def _publish_warnings(self, report: StepReport) -> None:
         """What the debug aids and the monitors have to say of a step."""
-        watch = self.rank.state.watch
-        if watch.diverged and not watch.must_stop and self.rank.is_leader:
-            text = f"warning: step {report.entry.iteration}: this looks like divergence: {watch.diverged}"
+        monitor = self.rank.state.monitor
+        if monitor.divergence_reason and not monitor.stop_reason and self.rank.is_leader:
+            text = f"warning: step {report.entry.iteration}: this looks like divergence: {monitor.divergence_reason}"
             self.publish({"kind": "notice", "text": text})
         if report.warning and self.rank.is_leader:
             self.publish({"kind": "notice", "text": f"warning: {report.warning}"})
@@ -186,11 +186,11 @@ class Trainer:
             text = f"step {report.entry.iteration}: the tensors asked for are in {report.dump.parent}"
             self.publish({"kind": "notice", "text": text})
 
-    def _tell_blend(self, step: int, tokens: range) -> None:
+    def _publish_blend_stages(self, step: int, tokens: range) -> None:
         """What begins among the tokens of a step."""
         blend = self.rank.config.data.blend
         if self.rank.is_leader and blend is not None:
-            self._say(stages_begun(blend, step, tokens))
+            self._publish_notices(describe_begun_stages(blend, step, tokens))
 
     def _evaluate(self) -> None:
         self.on_phase(Phase.EVALUATE, self.rank.state.iteration)
@@ -198,33 +198,33 @@ class Trainer:
             self.publish({"kind": "evaluating", "step": self.rank.state.iteration})
         started = time.perf_counter()
         evaluate(self.rank)
-        self._progress.note_evaluation(time.perf_counter() - started)
-        self._tell_evaluation(time.perf_counter() - started)
+        self._throughput.record_evaluation(time.perf_counter() - started)
+        self._publish_evaluation(time.perf_counter() - started)
 
     def _save(self) -> None:
         """Between two steps a save begins; at the run's end it is finished."""
         state = self.rank.state
         self.on_phase(Phase.SAVE, state.iteration)
-        losses = [loss for step, loss in self._losses.items() if step > self.saving.last_step]
+        losses = [loss for step, loss in self._losses.items() if step > self.saver.last_step]
         loss = sum(losses) / len(losses) if losses else None
         if state.entries[-1].stop or self._is_over:
-            self._save_for_good(loss)
+            self._save_final(loss)
         else:
-            self._say(self.saving.begin(loss))
+            self._publish_notices(self.saver.begin(loss))
 
-    def _save_for_good(self, training_loss: float | None) -> None:
+    def _save_final(self, training_loss: float | None) -> None:
         """No step follows: what is not on disk now is lost."""
         step = self.rank.state.iteration
-        self._say(self.saving.save_now(training_loss))
+        self._publish_notices(self.saver.save_now(training_loss))
         for wait_s in self.rank.config.checkpoint.retry_s:
-            if not self.saving.has_failed:
+            if not self.saver.has_failed:
                 return
             if self.rank.is_leader:
-                self._say([f"step {step}, the last, is not on disk: trying again in {wait_s:g} s"])
+                self._publish_notices([f"step {step}, the last, is not on disk: trying again in {wait_s:g} s"])
             self._wait_unless_stopped(wait_s)
-            self._say(self.saving.save_now(training_loss))
-        if self.saving.has_failed and self.rank.is_leader:
-            self._say([f"warning: there is no checkpoint of step {step}, the last"])
+            self._publish_notices(self.saver.save_now(training_loss))
+        if self.saver.has_failed and self.rank.is_leader:
+            self._publish_notices([f"warning: there is no checkpoint of step {step}, the last"])
 
     def _wait_unless_stopped(self, seconds: float) -> None:
         """Ranks hear of a stop at different times: whoever leaves early waits for the others in the next collective."""
@@ -236,24 +236,24 @@ class Trainer:
     def _end_diverged(self) -> None:
         """Nothing of this state is saved; a save of an earlier one that is under way is finished first."""
         state = self.rank.state
-        sign = sign_of_divergence(state, since=self.rank.resumed_from)
+        reason = find_divergence(state, since=self.rank.resumed_from)
         self.on_phase(Phase.DIVERGED, state.iteration)
-        self._say(self.saving.finish())
+        self._publish_notices(self.saver.finish())
         if self.rank.is_leader:
-            data = data_to_json(state)
-            self.publish({"kind": "diverged", "step": state.iteration, "sign": sign, "data": data})
-        raise Diverged(f"training has diverged in step {state.iteration}: {sign}")
+            data = data_position_to_json(state)
+            self.publish({"kind": "diverged", "step": state.iteration, "reason": reason, "data": data})
+        raise Diverged(f"training has diverged in step {state.iteration}: {reason}")
 
-    def _say(self, texts: Iterable[str]) -> None:
+    def _publish_notices(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.publish({"kind": "notice", "text": text})
 
-    def _tell_routes(self) -> None:
+    def _publish_routes(self) -> None:
         rank = self.rank
         table = draw_route_map(rank.train_plan.routes, rank.grid.replicas, rank.first_grid.replicas)
         self.publish({"kind": "notice", "text": table or "the routes of this grid do not fit on a screen"})
 
-    def _tell_evaluation(self, seconds: float | None = None) -> None:
+    def _publish_evaluation(self, seconds: float | None = None) -> None:
         """The leader's record of an evaluation; without its time where another rank led it."""
         state, since = self.rank.state, self.rank.resumed_from
         is_new = state.is_evaluated and (state.iteration > since or since == 0)
@@ -262,7 +262,7 @@ class Trainer:
             times = {} if seconds is None else {"seconds": seconds}
             self.publish({"kind": "evaluation", "step": state.iteration, **figures, **times})
 
-    def _tell(self, entry: Entry, report: StepReport | None = None, data_wait_s: float = 0.0) -> None:
+    def _publish_step(self, entry: Entry, report: StepReport | None = None, data_wait_s: float = 0.0) -> None:
         """The leader's record of a step; without figures of time for one that it did not time itself."""
         if not self.rank.is_leader:
             return
@@ -283,14 +283,14 @@ class Trainer:
                 "lr": self.rank.learning_rate_now,
                 "num_updates": self.rank.state.num_updates,
                 **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
-                **(self.rank.state.watch.figures() if entry.iteration == self.rank.state.iteration else {}),
+                **(self.rank.state.monitor.figures() if entry.iteration == self.rank.state.iteration else {}),
                 **(self._times(report, data_wait_s) if report is not None else {}),
             }
         )
 
     def _times(self, report: StepReport, data_wait_s: float) -> dict[str, Any]:
         num_ranks = len(self.rank.grid.ranks)
-        return self._progress.figures(report, data_wait_s=data_wait_s, num_ranks=num_ranks, peak=self.rank.peak)
+        return self._throughput.figures(report, data_wait_s=data_wait_s, num_ranks=num_ranks, peak=self.rank.peak)
 
     def _summary(self) -> dict[str, Any]:
         last_steps = sorted(self._losses)[-FINAL_STEPS:]
@@ -307,8 +307,8 @@ class Trainer:
             **(self._bubble() if self.rank.grid.pp_size > 1 else {}),
             "flops_per_s": self._timed_flops / training_s,
             "stopped_early": bool(state.entries and state.entries[-1].stop),
-            **state.watch.summary(),
-            **self._progress.summary(self.rank.peak),
+            **state.monitor.summary(),
+            **self._throughput.summary(self.rank.peak),
         }
 
     def _bubble(self) -> dict[str, float | None]:

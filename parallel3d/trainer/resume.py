@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.catalogue import read_index
+from parallel3d.checkpoint.directory import read_index
 from parallel3d.checkpoint.index import Index
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
-from parallel3d.config.same_model import FREE_IN_MODEL
+from parallel3d.config.same_model import NON_WEIGHT_FIELDS
 from parallel3d.config.schema import Config
 from parallel3d.errors import CheckpointError
 from parallel3d.precision.loss_scale import LossScale
@@ -27,8 +27,8 @@ from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
 
 Json = dict[str, Any]
 
-SAME = ("run.seed", "batch.global_batch_size")
-UNTOLD = ("description", "source", "run.directory", "run.resume", "run.timeout_s", "data.cache_directory")
+FIXED_FIELDS = ("run.seed", "batch.global_batch_size")
+UNREPORTED_FIELDS = ("description", "source", "run.directory", "run.resume", "run.timeout_s", "data.cache_directory")
 """Fields whose change is nobody's concern."""
 
 
@@ -46,8 +46,8 @@ def state_to_json(state: TrainState) -> Json:
         ],
         "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
         "loss_scale": _loss_scale_to_json(state.loss_scale),
-        "watch": state.watch.to_json(),
-        "pacing": state.pacing.to_json(),
+        "watch": state.monitor.to_json(),
+        "pacing": state.shape_schedule.to_json(),
     }
 
 
@@ -64,18 +64,18 @@ def state_from_json(data: Json, fresh: TrainState) -> TrainState:
         entries=tuple(Entry.from_json(entry) for entry in data["entries"]),
         evaluations=tuple(EvaluationEntry.from_json(evaluation) for evaluation in data["evaluations"]),
         loss_scale=_loss_scale(data["loss_scale"], fresh.loss_scale),
-        watch=fresh.watch.from_json(data["watch"]) if "watch" in data else fresh.watch,  # older ones have none
-        pacing=fresh.pacing.resumed(data.get("pacing")),
+        monitor=fresh.monitor.from_json(data["watch"]) if "watch" in data else fresh.monitor,  # older ones have none
+        shape_schedule=fresh.shape_schedule.resumed(data.get("pacing")),
     )
 
 
-def data_to_json(state: TrainState) -> Json:
+def data_position_to_json(state: TrainState) -> Json:
     """Where a run stands in its data, and nothing else of it."""
     return {"tokens_read": state.tokens_read, "cursors": [list(cursor) for cursor in state.cursors]}
 
 
-def read_on_from(state: TrainState, data: Json) -> TrainState:
-    """`state` with the place in its data that `data_to_json` told of another state of the same run.
+def skip_data_to(state: TrainState, data: Json) -> TrainState:
+    """`state` with the place in its data that `data_position_to_json` told of another state of the same run.
 
     What lies in between is dropped: it counts neither for the run's length nor for a warmup by tokens.
     """
@@ -93,7 +93,7 @@ def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
     Raises CheckpointError for one of another run.
     """
     index = read_index(folder)
-    if not index.has_moments:
+    if not index.has_optimizer_state:
         raise CheckpointError(
             f"{folder} holds weights alone: no run goes on from it, but one can start from it (run.initialize_from)"
         )
@@ -111,19 +111,21 @@ def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
         )
     rank.state = state
     rank.resumed_from = rank.state.iteration
-    load = partial(load_shard, CheckpointReader(folder, index), tp_rank=rank.place.tp, tp_size=rank.first_grid.tp_size)
+    load = partial(
+        load_shard, CheckpointReader(folder, index), tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size
+    )
     rank.optimizer.start_from(rank.state.iteration, load)
     changed = ", ".join(_changes(index.facts.config, rank.config.model_dump()))
-    told = f"going on from {folder}, after step {rank.state.iteration}"
-    return [told, *([f"changed since then: {changed}"] if changed else [])]
+    message = f"going on from {folder}, after step {rank.state.iteration}"
+    return [message, *([f"changed since then: {changed}"] if changed else [])]
 
 
 def _conflicts(index: Index, config: Config, text: Json) -> Iterator[str]:
     """What keeps a run of `config` from going on where the checkpoint's stood, in sentences."""
     was, now = _flat(index.facts.config), _flat(config.model_dump())
     for field in sorted(was.keys() | now.keys()):
-        is_model = field.startswith("model.") and field.removeprefix("model.") not in FREE_IN_MODEL
-        if (is_model or field in SAME) and was.get(field) != now.get(field):
+        is_model = field.startswith("model.") and field.removeprefix("model.") not in NON_WEIGHT_FIELDS
+        if (is_model or field in FIXED_FIELDS) and was.get(field) != now.get(field):
             yield f"{field} was {was.get(field)!r}, it is {now.get(field)!r}"
     before = index.facts.text
     if before.get("fingerprint") != text.get("fingerprint"):
@@ -138,7 +140,7 @@ def _conflicts(index: Index, config: Config, text: Json) -> Iterator[str]:
 def _changes(before: Json, now: Json) -> Iterator[str]:
     was, is_now = _flat(before), _flat(now)
     for field in is_now:
-        if field in was and was[field] != is_now[field] and not field.startswith(UNTOLD):
+        if field in was and was[field] != is_now[field] and not field.startswith(UNREPORTED_FIELDS):
             yield f"{field} {was[field]} -> {is_now[field]}"
 
 

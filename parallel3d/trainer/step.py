@@ -16,11 +16,11 @@ from parallel3d.monitor.memory import used_bytes
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.build import RankRuntime, plan_batch
-from parallel3d.trainer.dumps import record, write
-from parallel3d.trainer.entry import NO_WORD, Contribution, Entry, EvaluationEntry, SaveWord
-from parallel3d.trainer.replicas import is_due, replica_words, settle
+from parallel3d.trainer.dumps import record_tensors, write_step_dump
+from parallel3d.trainer.entry import NO_SAVE_STATUS, Contribution, Entry, EvaluationEntry, SaveStatus
+from parallel3d.trainer.replica_copies import is_check_due, replica_checksums, report_differences
 
-NUM_TOLD = 3
+NUM_TELEMETRY = 3
 """Numbers that a rank tells beside its part of the entry: seconds busy, seconds of the run, bytes held."""
 
 
@@ -51,7 +51,12 @@ class StepReport:
 
 
 def train_step(
-    rank: RankRuntime, *, stop: bool = False, leave: bool = False, evaluate: bool = False, saved: SaveWord = NO_WORD
+    rank: RankRuntime,
+    *,
+    stop: bool = False,
+    leave: bool = False,
+    evaluate: bool = False,
+    save_status: SaveStatus = NO_SAVE_STATUS,
 ) -> StepReport:
     """Runs one iteration: lists, reduction, the one all-reduce, fold, update. `rank.state` moves on with the fold.
 
@@ -63,14 +68,14 @@ def train_step(
     batch, plan = rank.train_batch(rank.state.iteration + 1), rank.train_plan
     rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches, batch.loss_factor)
     rank.train_loader.begin(rank.state.cursors, rank.state.tokens_read)
-    with record(rank, batch) as recorder:
-        result = rank.executor.run(plan.lists.get(rank.place.replica, ()), batch, rank.train_loader.load)
+    with record_tensors(rank, batch) as recorder:
+        result = rank.executor.run(plan.lists.get(rank.coordinates.replica, ()), batch, rank.train_loader.load)
     rank.optimizer.finish_reduction()
-    part = contribution(rank, result, stop=stop, leave=leave, evaluate=evaluate, saved=saved)
-    entry, telemetry = agree(rank, batch, part, result)
-    dump = None if recorder is None else write(rank, entry, recorder)
-    warning = settle(rank, batch.iteration) if entry.differing_stages else ""
-    rank.state = rank.state.fold(entry)  # from here on this rank holds the entry, whatever happens to the update
+    part = build_contribution(rank, result, stop=stop, leave=leave, evaluate=evaluate, save_status=save_status)
+    entry, telemetry = all_reduce_entry(rank, batch, part, result)
+    dump = None if recorder is None else write_step_dump(rank, entry, recorder)
+    warning = report_differences(rank, batch.iteration) if entry.differing_stages else ""
+    rank.state = rank.state.apply(entry)  # from here on this rank holds the entry, whatever happens to the update
     rank.optimizer.update(rank.state.iteration, rank.update_step())
     return StepReport(
         entry=entry,
@@ -84,8 +89,8 @@ def train_step(
     )
 
 
-def contribution(
-    rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, saved: SaveWord
+def build_contribution(
+    rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, save_status: SaveStatus
 ) -> Contribution:
     """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
     optimizer = rank.optimizer
@@ -97,37 +102,45 @@ def contribution(
         stop=stop,
         leave=leave,
         evaluate=evaluate,
-        saved=saved,
+        save_status=save_status,
         norms=optimizer.state_norms() if measures_norms(rank.config, rank.state.iteration + 1) else None,
         rank=rank.rank,
     )
-    if rank.place.tp == 0:
+    if rank.coordinates.tp == 0:
         part.loss_sum = ExactSum.of(result.losses.values())
         part.num_target_tokens = result.num_target_tokens
-        part.cursors = rank.train_loader.advanced
+        part.cursors = rank.train_loader.next_cursors
         num_stages = rank.grid.pp_size
-        part.audit = {(c * num_stages + rank.place.pp, m): count for (m, c), count in result.backwarded.items()}
-    if is_due(rank, rank.state.iteration + 1):
-        part.check = replica_words(rank, rank.state.iteration + 1)
+        part.backward_counts = {
+            (c * num_stages + rank.coordinates.pp, m): count for (m, c), count in result.backwarded.items()
+        }
+    if is_check_due(rank, rank.state.iteration + 1):
+        part.replica_check = replica_checksums(rank, rank.state.iteration + 1)
     return part
 
 
-def agree(rank: RankRuntime, batch: BatchPlan, part: Contribution, result: StageResult) -> tuple[Entry, Telemetry]:
+def all_reduce_entry(
+    rank: RankRuntime, batch: BatchPlan, part: Contribution, result: StageResult
+) -> tuple[Entry, Telemetry]:
     """The one all-reduce over all ranks of the grid: the entry, and what else they tell each other.
 
     Every rank's seconds and bytes ride behind what the entry is made of. They are never part of it: a replay is the
     same entry.
     """
     layout = rank.layout_of(batch)
-    words, told = layout.pack(part), [0.0] * (NUM_TOLD * len(rank.grid.ranks))
-    place = NUM_TOLD * rank.grid.ranks.index(rank.rank)
-    told[place : place + NUM_TOLD] = result.busy_s, result.run_s, float(used_bytes(rank.device))
-    vector = torch.tensor(words + told, dtype=torch.float64)
+    words, own_telemetry = layout.pack(part), [0.0] * (NUM_TELEMETRY * len(rank.grid.ranks))
+    coordinates = NUM_TELEMETRY * rank.grid.ranks.index(rank.rank)
+    own_telemetry[coordinates : coordinates + NUM_TELEMETRY] = (
+        result.busy_s,
+        result.run_s,
+        float(used_bytes(rank.device)),
+    )
+    vector = torch.tensor(words + own_telemetry, dtype=torch.float64)
     work = rank.groups.world.all_reduce_async(vector)
-    rank.probe("all_reduce")
+    rank.phase_hook("all_reduce")
     work.wait()
     total = vector.tolist()
-    busy_s, run_s, num_bytes = (total[len(words) + number :: NUM_TOLD] for number in range(NUM_TOLD))
+    busy_s, run_s, num_bytes = (total[len(words) + number :: NUM_TELEMETRY] for number in range(NUM_TELEMETRY))
     return layout.unpack(batch.iteration, total[: len(words)]), Telemetry(
         bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes))
     )
@@ -157,7 +170,7 @@ def evaluate(rank: RankRuntime) -> EvaluationEntry:
     The entry is folded into `rank.state`; its loss is None when there is no validation text.
     """
     entry = EvaluationEntry(iteration=rank.state.iteration, loss=_evaluation_loss(rank))
-    rank.state = rank.state.fold(entry)
+    rank.state = rank.state.apply(entry)
     return entry
 
 
@@ -169,11 +182,11 @@ def _evaluation_loss(rank: RankRuntime) -> float | None:
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin(((),) * batch.num_slots, 0)
-    steps = rank.evaluate_plan.lists.get(rank.place.replica, ())
+    steps = rank.evaluate_plan.lists.get(rank.coordinates.replica, ())
     result = rank.executor.run(steps, batch, rank.evaluate_loader.load)
-    speaks = rank.place.tp == 0
+    speaks = rank.coordinates.tp == 0
     loss_sum = ExactSum.of(result.losses.values() if speaks else ())
-    sums = torch.tensor([*loss_sum.to_slots(), result.num_target_tokens * speaks], dtype=torch.float64)
-    rank.probe("evaluate")
+    sums = torch.tensor([*loss_sum.to_floats(), result.num_target_tokens * speaks], dtype=torch.float64)
+    rank.phase_hook("evaluate")
     *slots, num_tokens = rank.groups.world.all_reduce(sums).tolist()
-    return ExactSum.from_slots(slots).value / num_tokens
+    return ExactSum.from_floats(slots).value / num_tokens

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from parallel3d.checkpoint.catalogue import Catalogue, Found, verify
+from parallel3d.checkpoint.directory import CheckpointDirectory, NewestCheckpoint, verify_checkpoint
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import Index, RunFacts
-from parallel3d.checkpoint.pieces import Piece
 from parallel3d.checkpoint.read import CheckpointReader
-from parallel3d.checkpoint.snapshot import Range, Snapshot
-from parallel3d.checkpoint.write import publish, write_part
+from parallel3d.checkpoint.snapshot import BucketRange, Snapshot
+from parallel3d.checkpoint.tensor_chunks import TensorChunk
+from parallel3d.checkpoint.write import publish, write_rank_files
 
 RANKS = (0, 1)
 FILES = {"tokenizer.model": b"pieces"}
@@ -22,12 +22,12 @@ SHAPES = {"a.weight": (6, 5), "b.bias": (7,)}
 
 def snapshot(rank: int, step: int) -> Snapshot:
     """Rank 0 has the upper rows of a; rank 1 the lower ones, and b."""
-    pieces = [Piece(tensor="a.weight", start=(3 * rank, 0), shape=(3, 5), offset=10, strides=(5, 1))]
+    pieces = [TensorChunk(tensor="a.weight", start=(3 * rank, 0), shape=(3, 5), offset=10, strides=(5, 1))]
     if rank == 1:
-        pieces.append(Piece(tensor="b.bias", start=(0,), shape=(7,), offset=25, strides=(1,)))
+        pieces.append(TensorChunk(tensor="b.bias", start=(0,), shape=(7,), offset=25, strides=(1,)))
     states = tuple(torch.arange(25.0) + 1000 * step + 100 * kind + 50 * rank for kind in range(3))
-    shapes = {piece.tensor: SHAPES[piece.tensor] for piece in pieces}
-    return Snapshot(ranges=(Range(start=10, pieces=tuple(pieces), states=states),), shapes=shapes)
+    shapes = {tensor_chunk.tensor: SHAPES[tensor_chunk.tensor] for tensor_chunk in pieces}
+    return Snapshot(ranges=(BucketRange(start=10, pieces=tuple(pieces), states=states),), shapes=shapes)
 
 
 def save(
@@ -38,25 +38,25 @@ def save(
     keep_last: int = 2,
     keep_every: int | None = None,
     weights_only: bool = False,
-    epoch: int = 0,
+    generation: int = 0,
     change: Callable[[Snapshot], None] = lambda snapshot: None,
     **facts,
 ) -> Path:
     """What the ranks of a run do between them, one after the other."""
-    catalogue = Catalogue(directory, disk)
-    partial = catalogue.partial_path(step, epoch)
-    catalogue.remove_leftovers(keep=partial)
+    checkpoint_dir = CheckpointDirectory(directory, disk)
+    partial = checkpoint_dir.partial_path(step, generation)
+    checkpoint_dir.remove_leftovers(keep=partial)
     for rank in RANKS:
         taken = snapshot(rank, step)
         change(taken)
-        write_part(catalogue.disk, partial, rank, taken)
+        write_rank_files(checkpoint_dir.disk, partial, rank, taken)
     everything = RunFacts(state={"iteration": step}, config={}, **facts)
-    publish(catalogue, partial, step, RANKS, everything, FILES)
-    catalogue.tidy(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
-    return catalogue.path_of(step)
+    publish(checkpoint_dir, partial, step, RANKS, everything, FILES)
+    checkpoint_dir.prune(keep_last=keep_last, keep_every=keep_every, weights_only=weights_only)
+    return checkpoint_dir.path_of(step)
 
 
-def assert_is(found: Found, step: int) -> None:
+def assert_is(found: NewestCheckpoint, step: int) -> None:
     """The checkpoint is the one of `step`, to the last value."""
     assert found.path is not None and found.index is not None and found.index.step == step
     assert_holds(found.path, found.index, ("weight", "moment1", "moment2"))
@@ -64,7 +64,7 @@ def assert_is(found: Found, step: int) -> None:
 
 def assert_weights(folder: Path, step: int) -> Index:
     """Every byte is as it was written, the weights are those of `step`; the index."""
-    index = verify(folder)
+    index = verify_checkpoint(folder)
     assert index.step == step
     assert_holds(folder, index, ("weight",))
     return index

@@ -6,7 +6,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from parallel3d.checkpoint.write import Backroom
+from parallel3d.checkpoint.write import BackgroundExecutor
 
 
 def is_there(name: str) -> bool:
@@ -15,12 +15,12 @@ def is_there(name: str) -> bool:
 
 def test_work_is_done_in_order_whoever_gives_it():
     done: list[tuple[int, int]] = []
-    room = Backroom("orderly")
+    executor = BackgroundExecutor("orderly")
     futures = []
 
     def give(giver: int) -> None:
         for number in range(50):
-            futures.append(room.submit(lambda number=number: done.append((giver, number))))
+            futures.append(executor.submit(lambda number=number: done.append((giver, number))))
 
     givers = [threading.Thread(target=give, args=(giver,)) for giver in range(4)]
     for giver in givers:
@@ -32,17 +32,17 @@ def test_work_is_done_in_order_whoever_gives_it():
 
 
 def test_what_work_raises_comes_with_its_future_and_the_next_is_done():
-    room = Backroom("brave")
-    bad, good = room.submit(lambda: 1 // 0), room.submit(lambda: 7)
+    executor = BackgroundExecutor("brave")
+    bad, good = executor.submit(lambda: 1 // 0), executor.submit(lambda: 7)
     assert good.result(10) == 7
     with pytest.raises(ZeroDivisionError):
         bad.result(10)
 
 
 def test_no_thread_is_left_when_there_is_no_work_and_a_new_one_comes_for_more():
-    room = Backroom("modest")
+    executor = BackgroundExecutor("modest")
     for _ in range(3):
-        assert room.submit(lambda: is_there("modest")).result(10)
+        assert executor.submit(lambda: is_there("modest")).result(10)
         deadline = time.monotonic() + 10
         while is_there("modest"):
             assert time.monotonic() < deadline

@@ -6,8 +6,8 @@ import pytest
 import torch
 from small import save
 
-from parallel3d.checkpoint import compare
-from parallel3d.checkpoint.compare import compare_checkpoints
+from parallel3d.checkpoint import compare_checkpoints as module
+from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints
 
 
 def apart(tmp_path, change, noise=0.0, before=lambda snapshot: None):
@@ -33,7 +33,7 @@ def test_equal_ones_are_not_apart(tmp_path):
 @pytest.mark.parametrize("block_elements", [1, 7, 10**6])
 @pytest.mark.parametrize("kind, name", list(enumerate(("weight", "moment1", "moment2"))))
 def test_one_element_is_found_with_its_distance(tmp_path, monkeypatch, kind, name, block_elements):
-    monkeypatch.setattr(compare, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
 
     def change(snapshot):
         if is_second(snapshot):
@@ -75,5 +75,5 @@ def test_what_is_not_finite_is_never_near(tmp_path, noise, kind):
 
 def test_a_keys_bias_is_judged_beside_the_querys():
     names = [f"layers.3.attention.{part}.bias" for part in "qkv"]
-    assert {compare._parameter_of(name) for name in names} == {".layers.3.attention.qkv.bias"}
-    assert compare._parameter_of("layers.3.mlp.gate.weight") == ".layers.3.mlp.gate.weight"
+    assert {module._parameter_of(name) for name in names} == {".layers.3.attention.qkv.bias"}
+    assert module._parameter_of("layers.3.mlp.gate.weight") == ".layers.3.mlp.gate.weight"

@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 from small import assert_is, assert_weights, save
 
-from parallel3d.checkpoint import strip
-from parallel3d.checkpoint.catalogue import Catalogue, verify, verify_whole
+from parallel3d.checkpoint import drop_optimizer_state
+from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint, verify_resumable
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.errors import CheckpointError
 
@@ -87,14 +87,14 @@ def test_killed_at_any_operation(tmp_path, last):
         save(tmp_path, 3, disk=FailingDisk(last, Killed()), evaluation_loss=0.5)
     except Killed:
         killed = True
-    catalogue = Catalogue(tmp_path)
-    found = catalogue.find_newest_good()
+    checkpoint_dir = CheckpointDirectory(tmp_path)
+    found = checkpoint_dir.find_newest_valid()
     assert not found.damaged  # a name that can be seen is that of a whole checkpoint
-    assert_is(found, 3 if catalogue.path_of(3).exists() else 2)
-    assert catalogue.path_of(3).exists() or killed
+    assert_is(found, 3 if checkpoint_dir.path_of(3).exists() else 2)
+    assert checkpoint_dir.path_of(3).exists() or killed
     assert (tmp_path / "latest" / "index.json").exists()
     save(tmp_path, 4, evaluation_loss=0.7)
-    assert_is(catalogue.find_newest_good(), 4)
+    assert_is(checkpoint_dir.find_newest_valid(), 4)
     names = sorted(os.listdir(tmp_path))
     assert [name for name in names if "." in name] == []
     assert os.readlink(tmp_path / "latest") == "step-00000004"
@@ -110,10 +110,10 @@ def test_killed_while_a_step_is_saved_again(tmp_path, last):
     history(tmp_path)
     save(tmp_path, 3)
     with suppress(Killed):
-        save(tmp_path, 3, epoch=1, disk=FailingDisk(last, Killed()))
-    found = Catalogue(tmp_path).find_newest_good()
+        save(tmp_path, 3, generation=1, disk=FailingDisk(last, Killed()))
+    found = CheckpointDirectory(tmp_path).find_newest_valid()
     assert not found.damaged
-    assert_is(found, 3 if Catalogue(tmp_path).path_of(3).exists() else 2)
+    assert_is(found, 3 if CheckpointDirectory(tmp_path).path_of(3).exists() else 2)
     save(tmp_path, 4)
     assert [name for name in sorted(os.listdir(tmp_path)) if "." in name] == []
 
@@ -124,10 +124,10 @@ def test_a_failing_disk_leaves_the_checkpoint_before(tmp_path, last, number):
     history(tmp_path)
     with suppress(OSError):
         save(tmp_path, 3, disk=FailingDisk(last, OSError(number, os.strerror(number))))
-    found = Catalogue(tmp_path).find_newest_good()
+    found = CheckpointDirectory(tmp_path).find_newest_valid()
     assert not found.damaged and found.index.step in (2, 3)
     save(tmp_path, 4)
-    assert_is(Catalogue(tmp_path).find_newest_good(), 4)
+    assert_is(CheckpointDirectory(tmp_path).find_newest_valid(), 4)
 
 
 def test_a_folder_that_has_vanished_comes_back(tmp_path):
@@ -135,7 +135,7 @@ def test_a_folder_that_has_vanished_comes_back(tmp_path):
     save(directory, 1)
     shutil.rmtree(directory)
     save(directory, 2)
-    assert_is(Catalogue(directory).find_newest_good(), 2)
+    assert_is(CheckpointDirectory(directory).find_newest_valid(), 2)
 
 
 # --- weights alone ----------------------------------------------------------------------------------------------------
@@ -156,17 +156,17 @@ def test_killed_while_moments_are_dropped(tmp_path, last):
     """The checkpoint is whole or of weights alone, and good in any case; the next save finishes what was begun."""
     with suppress(Killed):
         longer_history(tmp_path, FailingDisk(last, Killed()))
-    catalogue = Catalogue(tmp_path)
-    for step in catalogue.steps():
-        assert_weights(catalogue.path_of(step), step)
-    assert catalogue.steps()[:2] == [1, 2]
+    checkpoint_dir = CheckpointDirectory(tmp_path)
+    for step in checkpoint_dir.steps():
+        assert_weights(checkpoint_dir.path_of(step), step)
+    assert checkpoint_dir.steps()[:2] == [1, 2]
     save(tmp_path, 4, evaluation_loss=0.7, keep_every=1, weights_only=True)
-    steps = catalogue.steps()
+    steps = checkpoint_dir.steps()
     for step in steps:
-        index = assert_weights(catalogue.path_of(step), step)
-        assert index.has_moments == (step in steps[-2:])
+        index = assert_weights(checkpoint_dir.path_of(step), step)
+        assert index.has_optimizer_state == (step in steps[-2:])
         listed = {"index.json", *(file.name for file in index.files)}
-        assert {path.name for path in catalogue.path_of(step).iterdir()} == listed
+        assert {path.name for path in checkpoint_dir.path_of(step).iterdir()} == listed
 
 
 def test_all_operations_of_dropping_moments_were_among_these(tmp_path):
@@ -178,15 +178,15 @@ def test_all_operations_of_dropping_moments_were_among_these(tmp_path):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64])
 def test_weights_that_lie_across_chunks(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(strip, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(drop_optimizer_state, "WRITE_BYTES", chunk_bytes)
     longer_history(tmp_path)
-    assert not assert_weights(tmp_path / "step-00000001", 1).has_moments
+    assert not assert_weights(tmp_path / "step-00000001", 1).has_optimizer_state
 
 
 def sizes(directory):
     """Bytes of the checkpoints, beside those of the newest."""
-    catalogue = Catalogue(directory)
-    found = [verify(catalogue.path_of(step)).num_bytes for step in catalogue.steps()]
+    checkpoint_dir = CheckpointDirectory(directory)
+    found = [verify_checkpoint(checkpoint_dir.path_of(step)).num_bytes for step in checkpoint_dir.steps()]
     return [size / found[-1] for size in found]
 
 
@@ -199,15 +199,15 @@ def test_a_damaged_one_keeps_its_moments_and_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="rank-00001.safetensors is damaged"):
         save(tmp_path, 3, keep_every=1, weights_only=True)
     shard.write_bytes(data)
-    assert verify(tmp_path / "step-00000001").has_moments
-    assert_is(Catalogue(tmp_path).find_newest_good(), 3)
+    assert verify_checkpoint(tmp_path / "step-00000001").has_optimizer_state
+    assert_is(CheckpointDirectory(tmp_path).find_newest_valid(), 3)
 
 
 def test_no_run_goes_on_from_weights_alone(tmp_path):
     longer_history(tmp_path)
     for step in (2, 3):
         os.remove(tmp_path / f"step-0000000{step}" / "rank-00000.safetensors")
-    found = Catalogue(tmp_path).find_newest_good()
+    found = CheckpointDirectory(tmp_path).find_newest_valid()
     assert found.path is None and "step-00000001 holds weights alone" in found.damaged[-1]
     with pytest.raises(CheckpointError, match="step-00000001 holds weights alone"):
-        verify_whole(tmp_path / "step-00000001")
+        verify_resumable(tmp_path / "step-00000001")

@@ -8,20 +8,20 @@ import pytest
 
 from parallel3d.checkpoint.index import (
     Index,
+    IndexedChunk,
     IndexedFile,
-    IndexedPiece,
     IndexedTensor,
-    Part,
+    RankManifest,
     RunFacts,
     decode_index,
     encode_index,
-    merge_parts,
+    merge_manifests,
 )
 from parallel3d.errors import CheckpointError
 
 
 def tensor(*rows, file="rank-00000.safetensors"):
-    pieces = tuple(IndexedPiece(file=file, start=(a, 0), shape=(b - a, 3)) for a, b in rows)
+    pieces = tuple(IndexedChunk(file=file, start=(a, 0), shape=(b - a, 3)) for a, b in rows)
     return IndexedTensor(shape=(4, 3), kinds={"weight": "F32"}, pieces=pieces)
 
 
@@ -49,11 +49,11 @@ def test_there_and_back():
 
 
 def test_parts_make_the_whole():
-    parts = [Part(file=file(n), tensors={"a": tensor(rows)}) for n, rows in enumerate([(0, 1), (1, 4)])]
-    files, tensors = merge_parts(parts)
-    assert len(files) == 2 and [piece.shape for piece in tensors["a"].pieces] == [(1, 3), (3, 3)]
+    parts = [RankManifest(file=file(n), tensors={"a": tensor(rows)}) for n, rows in enumerate([(0, 1), (1, 4)])]
+    files, tensors = merge_manifests(parts)
+    assert len(files) == 2 and [tensor_chunk.shape for tensor_chunk in tensors["a"].pieces] == [(1, 3), (3, 3)]
     with pytest.raises(CheckpointError, match="a has 3 of its 12 elements"):
-        merge_parts(parts[:1])
+        merge_manifests(parts[:1])
 
 
 @pytest.mark.parametrize(

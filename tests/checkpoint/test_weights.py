@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from test_crashes import FailingDisk, Killed
 
-from parallel3d.checkpoint.catalogue import verify
+from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.shard import StoredTensor, split_into_files
 from parallel3d.checkpoint.weights import write_weights
@@ -31,7 +31,7 @@ def test_ended_at_any_operation(tmp_path, last, error):
         write(target, FailingDisk(last, error))
     if not target.exists():
         write(target)
-    assert [file.name for file in verify(target).files] == ["weights.safetensors", "tokenizer.model"]
+    assert [file.name for file in verify_checkpoint(target).files] == ["weights.safetensors", "tokenizer.model"]
     assert os.listdir(tmp_path) == ["weights"]
 
 

@@ -93,10 +93,10 @@ def test_batch_sizes(given: dict[str, int], expected: tuple[int, int, int]):
 
 
 def test_layout_and_tokens():
-    straight = config(parallel={"tp_size": 2, "pp_size": 2, "dp_size": 3})
-    assert derived.stage_replicas(straight) == (3, 3)
-    assert derived.world_size(straight) == 12
-    assert derived.tokens_per_step(straight) == 8 * 16
+    uniform = config(parallel={"tp_size": 2, "pp_size": 2, "dp_size": 3})
+    assert derived.stage_replicas(uniform) == (3, 3)
+    assert derived.world_size(uniform) == 12
+    assert derived.tokens_per_step(uniform) == 8 * 16
     uneven = config(parallel={"tp_size": 2, "pp_size": 3, "stage_replicas": [1, 3, 2]})
     assert derived.stage_replicas(uneven) == (1, 3, 2)
     assert derived.world_size(uneven) == 12
@@ -113,10 +113,10 @@ def test_layout_and_tokens():
         ),
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"model": {"architecture": "gpt2"}, "run": {"compile": "elementwise"}}, "no effect on gpt2"),
-        ({"schedule": {"decay_steps": 50}}, "from 50 steps of 100"),
-        ({"schedule": {"decay_tokens": 10_000}}, "from 10,000 tokens of 12,800"),
-        ({"schedule": {"warmup_steps": 100}}, "within its warmup"),
-        ({"schedule": {"warmup_tokens": 12_800}}, "within its warmup of 12,800 tokens"),
+        ({"lr_schedule": {"decay_steps": 50}}, "from 50 steps of 100"),
+        ({"lr_schedule": {"decay_tokens": 10_000}}, "from 10,000 tokens of 12,800"),
+        ({"lr_schedule": {"warmup_steps": 100}}, "within its warmup"),
+        ({"lr_schedule": {"warmup_tokens": 12_800}}, "within its warmup of 12,800 tokens"),
         ({"run": {"initialize_from": ".", "num_steps": 100}}, "set data.tokenizer.path to the tokenizer.model that"),
         ({"precision": {"loss_scale": {"initial": 2.0}}}, "no effect on policy fp32"),
         ({"precision": {"policy": "bf16_sr"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.99}}, "beta2 0.99"),

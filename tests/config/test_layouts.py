@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.config.layouts import SCHEDULES, layout_of, parse_layout, parse_layouts, usual_layouts
+from parallel3d.config.layouts import SCHEDULES, current_layout, default_layouts, parse_layout, parse_layouts
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import UserError
 
@@ -73,8 +73,8 @@ def test_overrides_lead_to_the_layout():
     layout = parse_layout("pp2.dp2/1.gpipe")
     config = resolve(load_config(QUICKSTART, layout.overrides), config_path=QUICKSTART)
     assert config.parallel.stage_replicas == [2, 1] and config.parallel.schedule == "gpipe"
-    assert layout_of(config).name == "tp1.pp2.dp2/1" and not layout_of(config).overrides
-    assert layout_of(resolve(load_config(QUICKSTART), config_path=QUICKSTART)).name == "tp1.pp2.dp2"
+    assert current_layout(config).name == "tp1.pp2.dp2/1" and not current_layout(config).overrides
+    assert current_layout(resolve(load_config(QUICKSTART), config_path=QUICKSTART)).name == "tp1.pp2.dp2"
 
 
 def test_the_one_process_of_a_run_with_virtual_stages_has_none():
@@ -85,8 +85,13 @@ def test_the_one_process_of_a_run_with_virtual_stages_has_none():
 
 
 def test_usual_layouts_are_the_first_that_fit():
-    assert [layout.name for layout in usual_layouts(lambda layout: True)] == ["tp2.sp", "pp2", "dp2", "tp2.pp2.dp2.sp"]
-    odd = [layout.name for layout in usual_layouts(lambda layout: not layout.fields.get("sequence_parallel"))]
+    assert [layout.name for layout in default_layouts(lambda layout: True)] == [
+        "tp2.sp",
+        "pp2",
+        "dp2",
+        "tp2.pp2.dp2.sp",
+    ]
+    odd = [layout.name for layout in default_layouts(lambda layout: not layout.fields.get("sequence_parallel"))]
     assert odd == ["tp2", "pp2", "dp2", "tp2.pp2.dp2"]
-    no_tp = [layout.name for layout in usual_layouts(lambda layout: layout.fields["tp_size"] == 1)]
+    no_tp = [layout.name for layout in default_layouts(lambda layout: layout.fields["tp_size"] == 1)]
     assert no_tp == ["pp2", "dp2", "pp2.dp2"]

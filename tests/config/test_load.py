@@ -171,10 +171,10 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
         (["batch.micro_batch_size=16"], {"batch.global_batch_size"}),
         (["parallel.dp_size=5"], {"batch.num_micro_batches"}),
         (["parallel.pp_size=2", "parallel.stage_replicas=[1,5]"], {"batch.num_micro_batches"}),
-        (["schedule.warmup_steps=6", "schedule.decay_steps=5"], {"schedule.warmup_steps"}),
-        (["schedule.warmup_tokens=6", "schedule.decay_tokens=5"], {"schedule.warmup_tokens"}),
-        (["schedule.warmup_steps=6", "schedule.warmup_tokens=6"], {"schedule.warmup_tokens"}),
-        (["schedule.decay_steps=6", "schedule.decay_tokens=6"], {"schedule.decay_tokens"}),
+        (["lr_schedule.warmup_steps=6", "lr_schedule.decay_steps=5"], {"lr_schedule.warmup_steps"}),
+        (["lr_schedule.warmup_tokens=6", "lr_schedule.decay_tokens=5"], {"lr_schedule.warmup_tokens"}),
+        (["lr_schedule.warmup_steps=6", "lr_schedule.warmup_tokens=6"], {"lr_schedule.warmup_tokens"}),
+        (["lr_schedule.decay_steps=6", "lr_schedule.decay_tokens=6"], {"lr_schedule.decay_tokens"}),
         (["data.tokenizer.vocab_size=65"], {"data.tokenizer.vocab_size"}),
         (["data.tokenizer.kind=bytes"], {"model.vocab_size"}),
         (
@@ -228,9 +228,9 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
             "precision.loss_scale.min=0.25",
             "precision.loss_scale.growth_interval=null",
         ],
-        ["schedule.kind=constant", "schedule.warmup_steps=11"],
-        ["schedule.warmup_steps=11", "schedule.decay_steps=11"],
-        ["schedule.warmup_steps=11", "schedule.decay_tokens=5"],  # of two units: neither is known to be longer
+        ["lr_schedule.kind=constant", "lr_schedule.warmup_steps=11"],
+        ["lr_schedule.warmup_steps=11", "lr_schedule.decay_steps=11"],
+        ["lr_schedule.warmup_steps=11", "lr_schedule.decay_tokens=5"],  # of two units: neither is known to be longer
         ["run.num_steps=null", "run.num_tokens=1000", "debug.profile.steps=[3,11]"],
         ["run.num_tokens=1000"],
     ],
@@ -303,15 +303,15 @@ def test_resolve_fills_what_can_be_derived(tiny: Path, monkeypatch: pytest.Monke
     assert (config.batch.num_micro_batches, config.model.num_key_value_heads) == (4, 4)
     assert (config.parallel.dp_size, derived.world_size(config)) == (1, 1)
     assert (config.model.qkv_bias, config.model.max_position_embeddings) == (False, 16)
-    assert (config.schedule.decay_steps, config.schedule.decay_tokens) == (10, None)
+    assert (config.lr_schedule.decay_steps, config.lr_schedule.decay_tokens) == (10, None)
     assert config.data.tokenizer.vocab_size == 64
     assert config.run.directory == "runs/tiny"
     assert config.data.cache_directory == "/home/somebody/.cache/parallel3d"
 
 
 def test_a_decay_by_tokens_leaves_no_decay_by_steps(tiny: Path):
-    schedule = resolve(load_config(tiny, ["schedule.decay_tokens=100"]), config_path=tiny).schedule
-    assert (schedule.decay_steps, schedule.decay_tokens) == (None, 100)
+    lr_schedule = resolve(load_config(tiny, ["lr_schedule.decay_tokens=100"]), config_path=tiny).lr_schedule
+    assert (lr_schedule.decay_steps, lr_schedule.decay_tokens) == (None, 100)
 
 
 def test_resolve_knows_the_architecture(tiny: Path):
@@ -404,5 +404,5 @@ def test_faults_that_can_not_be(tiny: Path, override: object, field: str, rule: 
 
 
 def test_timeouts_are_between_their_bounds(tiny: Path):
-    (problem,) = problems(tiny, "elastic.silence.min_s=9").values()
-    assert problem.rule == "must be at most elastic.silence.max_s = 5"
+    (problem,) = problems(tiny, "elastic.heartbeat_timeout.min_s=9").values()
+    assert problem.rule == "must be at most elastic.heartbeat_timeout.max_s = 5"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.config import derived
 from parallel3d.config.load import load_config, resolve
-from parallel3d.config.paces import extent
 from parallel3d.config.schema import Config, json_schema
-from parallel3d.layers.placement import Placement
+from parallel3d.config.warmup_builder import run_length
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,9 +37,9 @@ def test_loads_and_says_what_it_is(path: Path):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_builds_with_as_many_parameters_as_it_says(path: Path):
     config = shipped(path.name)
-    on = Placement(tp=solo_region(), policy=POLICIES[config.precision.policy], device="meta")
+    context = LayerContext(tp=solo_region(), policy=POLICIES[config.precision.policy], device="meta")
     layers = range(config.model.num_hidden_layers)
-    stage = make_decoder(config.model, layers, num_positions=8, on=on)
+    stage = make_decoder(config.model, layers, num_positions=8, context=context)
     assert sum(p.numel() for p in stage.parameters()) == derived.num_parameters(config.model)
 
 
@@ -75,8 +75,8 @@ def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tupl
     assert config.batch.num_micro_batches // max(derived.stage_replicas(config)) == {1: 4, 8: 32}[layout[1]]
     assert (config.optimizer.learning_rate, config.optimizer.beta2) == (learning_rate, 0.95)
     assert (config.optimizer.weight_decay, config.optimizer.decay_norms_and_biases) == (0.1, True)
-    assert (config.schedule.warmup_steps, config.schedule.decay_steps) == (2000, 500_000)
-    assert (config.schedule.min_ratio, config.schedule.decay_form) == (0.1, "clamp")
+    assert (config.lr_schedule.warmup_steps, config.lr_schedule.decay_steps) == (2000, 500_000)
+    assert (config.lr_schedule.min_ratio, config.lr_schedule.decay_form) == (0.1, "clamp")
     assert config.precision.policy == {1: "bf16_sr", 8: "bf16"}[layout[1]]  # section III-D
     assert (config.model.initializer_range, config.model.initializer_depth_scaling) == (0.02, "num_layers")
 
@@ -110,15 +110,19 @@ def test_sequence_length_warmup_gpt2(
 ):
     """Tables 1 and 2 of "Sequence Length Warmup", section 3 for the rest."""
     config = shipped(name)
-    model, schedule, pace = config.model, config.schedule, config.warmup.sequence_length
+    model, lr_schedule, warmup = config.model, config.lr_schedule, config.warmup.sequence_length
     assert derived.num_parameters(model) == num_parameters
     assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads) in [(12, 768, 12), (48, 1600, 25)]
     assert (config.batch.global_batch_size, config.batch.sequence_length) == (batch, 1024)
-    assert (pace.kind, pace.start, pace.duration) == ("linear", start, duration)
-    assert extent(config).num_steps == num_steps
-    assert config.run.num_tokens == schedule.decay_tokens == 300_000 * 512 * 1024
-    assert (config.optimizer.learning_rate, schedule.warmup_steps, schedule.kind) == (learning_rate, 3000, "cosine")
-    assert schedule.min_ratio * learning_rate == pytest.approx(1e-5, rel=1e-12)
+    assert (warmup.kind, warmup.start, warmup.duration) == ("linear", start, duration)
+    assert run_length(config).num_steps == num_steps
+    assert config.run.num_tokens == lr_schedule.decay_tokens == 300_000 * 512 * 1024
+    assert (config.optimizer.learning_rate, lr_schedule.warmup_steps, lr_schedule.kind) == (
+        learning_rate,
+        3000,
+        "cosine",
+    )
+    assert lr_schedule.min_ratio * learning_rate == pytest.approx(1e-5, rel=1e-12)
     assert adam_of(config) == (0.9, 0.999, 1e-8, 0.01, 1.0)
     assert config.precision.policy == "fp16"
     assert derived.world_size(config) == 128
@@ -149,8 +153,8 @@ def test_gpt3(
     assert derived.num_parameters(config.model) == 125_226_240  # GPT-2's with 2048 positions
     assert (config.batch.global_batch_size, config.batch.sequence_length) == (batch, 2048)
     assert config.optimizer.learning_rate == pytest.approx(learning_rate)
-    assert config.schedule.min_ratio * learning_rate == pytest.approx(min_rate)
-    assert (config.schedule.warmup_tokens, config.schedule.decay_tokens) == (375_000_000, decay_tokens)
+    assert config.lr_schedule.min_ratio * learning_rate == pytest.approx(min_rate)
+    assert (config.lr_schedule.warmup_tokens, config.lr_schedule.decay_tokens) == (375_000_000, decay_tokens)
     assert config.run.num_tokens == num_tokens
     assert adam_of(config) == (0.9, 0.95, 1e-8, 0.1, 1.0)
     assert derived.world_size(config) == world_size
@@ -163,4 +167,4 @@ def test_gpt3_warmups():
     assert (size.start, size.duration, size.unit) == (16, 4_000_000_000, "tokens")
     assert (length.kind, length.start, length.duration) == ("linear", 72, 11_500)
     assert original.sequence_length.kind == "none" and aggressive.batch_size.start is None
-    assert extent(shipped("gpt3_125m_aggressive.json")).num_steps == 12_723
+    assert run_length(shipped("gpt3_125m_aggressive.json")).num_steps == 12_723

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from letters import Texts, corpora, flat, lanes_of, seeds
 
-from parallel3d.comm.abort import AbortToken
-from parallel3d.data.blend import Blend, BlendStage, choose_source, offset_of, spread
+from parallel3d.data.blend import BlendedReader, BlendStage, choose_source, low_discrepancy_number, seed_offset
 from parallel3d.data.prefetch import Prefetcher
+from parallel3d.parallel.abort import AbortToken
 
 HLAT_LAST_STAGE = (90 / 253.7, 104.7 / 253.7, 59 / 253.7)
 weights = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any).map(tuple)
@@ -35,9 +35,12 @@ def read_on(blend, lane, cursor, lengths):
 
 def sources_of(shares, *, seed=1234, num_lanes=16, steps=200):
     """(steps, lanes): the source of each sequence."""
-    bounds, offset = stage(*shares).bounds, offset_of(seed)
+    bounds, offset = stage(*shares).bounds, seed_offset(seed)
     return np.array(
-        [[choose_source(bounds, spread(offset, lane, step)) for lane in range(num_lanes)] for step in range(steps)]
+        [
+            [choose_source(bounds, low_discrepancy_number(offset, lane, step)) for lane in range(num_lanes)]
+            for step in range(steps)
+        ]
     )
 
 
@@ -80,7 +83,7 @@ def test_shares_lie_far_within_three_sigma_of_draws():
 def test_the_choice_is_pinned():
     """The order of the data is part of every run: it must not change with a version."""
     assert sources_of((0.7, 0.3), num_lanes=6, steps=4).tolist() == PINNED
-    assert offset_of(1234) != offset_of(1235)
+    assert seed_offset(1234) != seed_offset(1235)
 
 
 PINNED = [[0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
@@ -97,11 +100,11 @@ def test_bounds_are_the_cumulative_weights(shares):
 def test_weights_change_exactly_at_their_token():
     """HLAT-70B: 1,024 x 4,096 tokens a step; the last 400 of 1,800 billion have other weights."""
     first, batch, length = 1_400_000_000_000, 1024, 4096
-    blend = Blend([lanes_of("ab", 0, 1)] * 3, [stage(1, 0, 0), stage(*HLAT_LAST_STAGE, from_token=first)], 0)
+    blend = BlendedReader([lanes_of("ab", 0, 1)] * 3, [stage(1, 0, 0), stage(*HLAT_LAST_STAGE, from_token=first)], 0)
     cursor = blend.start(0)
-    assert blend.at(cursor, first - 1)[0] == 0 and blend.at(cursor, first)[0] == 1
+    assert blend.cursor_at(cursor, first - 1)[0] == 0 and blend.cursor_at(cursor, first)[0] == 1
     step, slot = divmod(-(-first // length), batch)
-    stages = [blend.at(cursor, step * batch * length + number * length)[0] for number in range(batch)]
+    stages = [blend.cursor_at(cursor, step * batch * length + number * length)[0] for number in range(batch)]
     assert stages == [0] * slot + [1] * (batch - slot) and 0 < slot < batch
 
 
@@ -117,7 +120,7 @@ def blends(draw):
     other = draw(st.permutations(shares))
     stages = [stage(*shares), stage(*other, from_token=draw(st.integers(1, 100)))]
     seed = draw(seeds)
-    return Blend([lanes_of(each, seed, num_lanes) for each in texts], stages, seed), texts, num_lanes, seed
+    return BlendedReader([lanes_of(each, seed, num_lanes) for each in texts], stages, seed), texts, num_lanes, seed
 
 
 @given(blends(), st.lists(st.integers(1, 9), min_size=1, max_size=12))
@@ -147,14 +150,14 @@ def test_who_reads_and_from_when_on_changes_nothing(made, length, data):
     for _ in range(steps):
         for lane in range(num_lanes):
             hand = data.draw(st.sampled_from(hands))
-            cursor = hand.at(tuple(json.loads(json.dumps(cursors[lane]))), tokens_read + lane * length)
+            cursor = hand.cursor_at(tuple(json.loads(json.dumps(cursors[lane]))), tokens_read + lane * length)
             tokens, cursors[lane] = hand.read(lane, cursor, length)
             seen.append(tokens.tobytes())
         tokens_read += num_lanes * length
     for lane in range(num_lanes):
         cursor = blend.start(lane)
         for step in range(steps):
-            tokens, cursor = blend.read(lane, blend.at(cursor, (step * num_lanes + lane) * length), length)
+            tokens, cursor = blend.read(lane, blend.cursor_at(cursor, (step * num_lanes + lane) * length), length)
             alone[lane].append(tokens.tobytes())
     for hand in hands[1:]:
         hand.close()
@@ -164,21 +167,21 @@ def test_who_reads_and_from_when_on_changes_nothing(made, length, data):
 @given(corpora, seeds, st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_one_source_is_its_lanes(texts, seed, lengths):
     lanes = lanes_of(texts, seed, 1)
-    blend = Blend([lanes], [stage(1.0)], seed)
-    reads, (_, num_sequences, *place) = read_on(blend, 0, blend.start(0), lengths)
+    blend = BlendedReader([lanes], [stage(1.0)], seed)
+    reads, (_, num_sequences, *source_cursors) = read_on(blend, 0, blend.start(0), lengths)
     whole, end = lanes.read(0, lanes.start(0), sum(lengths))
     assert np.array_equal(np.concatenate([tokens[:-1] for _, tokens in reads]), whole[:-1])
-    assert tuple(place) == end and num_sequences == len(lengths)
+    assert tuple(source_cursors) == end and num_sequences == len(lengths)
 
 
 def test_a_small_source_passes_data_epochs_while_a_large_one_is_at_its_first():
     small, large = Texts(["ab"] * 4), Texts(["abcdefgh"] * 400)
-    blend = Blend([lanes_of(small, 1, 2), lanes_of(large, 1, 2)], [stage(0.5, 0.5)], 1)
-    _, (_, _, *places) = read_on(blend, 0, blend.start(0), [8] * 40)
-    epochs = places[::3]
+    blend = BlendedReader([lanes_of(small, 1, 2), lanes_of(large, 1, 2)], [stage(0.5, 0.5)], 1)
+    _, (_, _, *source_cursors) = read_on(blend, 0, blend.start(0), [8] * 40)
+    epochs = source_cursors[::3]
     assert epochs[0] > 10 and epochs[1] == 0
 
 
 def test_a_wrong_first_stage_is_our_own_mistake():
     with pytest.raises(AssertionError, match="run's start"):
-        Blend([lanes_of("ab", 0, 1)], [stage(1.0, from_token=5)], 0)
+        BlendedReader([lanes_of("ab", 0, 1)], [stage(1.0, from_token=5)], 0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.data import columns
-from parallel3d.data.columns import lies_open, scan_arrow, unpack
+from parallel3d.data.columns import extract_text, is_readable_in_place, scan_arrow
 from parallel3d.errors import DataError
 
 TEXTS = ["one\n", "", None, "zwei 😀 größe", "three\n\n", "x" * 3000, None, "end"]
@@ -35,14 +35,14 @@ def write_table(path, texts, kind, *, type=TEXT, batch_rows=3):
 
 def documents(path, tmp_path, column="text"):
     """Texts as training would read them."""
-    if path.suffix == ".arrow" and lies_open(path, column):
-        where, places = path, list(scan_arrow(path, column))
+    if path.suffix == ".arrow" and is_readable_in_place(path, column):
+        where, spans = path, list(scan_arrow(path, column))
     else:
         where = tmp_path / "unpacked.text"
         with where.open("wb") as target:
-            places = list(unpack(path, path.suffix[1:], column, target))
+            spans = list(extract_text(path, path.suffix[1:], column, target))
     data = where.read_bytes()
-    return [data[offset : offset + size].decode() for offset, size in places]
+    return [data[offset : offset + size].decode() for offset, size in spans]
 
 
 def path_of(tmp_path, kind):
@@ -57,7 +57,7 @@ def test_every_kind_of_file_has_the_same_documents(tmp_path, kind, type):
     path = write_table(path_of(tmp_path, kind), TEXTS, kind, type=type)
     assert documents(path, tmp_path) == [text for text in TEXTS if text]
     is_plain = type in (pa.string(), pa.large_string())
-    assert kind.startswith("parquet") or lies_open(path, "text") == (is_plain and kind != "compressed")
+    assert kind.startswith("parquet") or is_readable_in_place(path, "text") == (is_plain and kind != "compressed")
 
 
 @given(

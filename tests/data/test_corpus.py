@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from words import open_words, write_words
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import TokenizerConfig
-from parallel3d.data import cache, formats, places, text_corpus
+from parallel3d.data import cache, document_index, formats, text_corpus
 from parallel3d.data.corpus import load_corpus
+from parallel3d.data.corpus_spec import choose_document_chars
+from parallel3d.data.document_index import split
 from parallel3d.data.lanes import Cursor, Lanes
-from parallel3d.data.places import split
-from parallel3d.data.recipe import choose_document_chars
 from parallel3d.data.text_corpus import entropy, train_tokenizer, training_chunks
 from parallel3d.data.tokenizer import ByteTokenizer
-from parallel3d.errors import DataError, EpochEnded
+from parallel3d.errors import DataError, GenerationEnded
+from parallel3d.parallel.abort import AbortToken
 
 
 @pytest.fixture
@@ -44,14 +44,14 @@ def test_documents_tokenizer_and_counts(source, tmp_path):
 
 
 def test_the_second_opening_builds_nothing_and_needs_no_lock(source, tmp_path):
-    told = []
-    first = open_words(source, tmp_path / "cache", notice=told.append)
-    assert any("first use" in text for text in told) and " s; kept" in told[-1]
-    told.clear()
+    logged = []
+    first = open_words(source, tmp_path / "cache", log=logged.append)
+    assert any("first use" in text for text in logged) and " s; kept" in logged[-1]
+    logged.clear()
     (lock,) = (tmp_path / "cache").glob("*.lock")
-    with cache._lock(lock, AbortToken(), told.append):
-        second = open_words(source, tmp_path / "cache", notice=told.append, token=_aborted())
-    assert told == []
+    with cache._lock(lock, AbortToken(), logged.append):
+        second = open_words(source, tmp_path / "cache", log=logged.append, token=_aborted())
+    assert logged == []
     assert (second.fingerprint, second.unigram_entropy) == (first.fingerprint, first.unigram_entropy)
     assert second.train.documents.read(5) == first.train.documents.read(5)
     assert np.array_equal(load_corpus(first.folder).train.tokens(5), first.train.tokens(5))
@@ -97,8 +97,8 @@ def test_the_tokenizer_learns_from_all_of_the_corpus(source, tmp_path, monkeypat
     monkeypatch.setattr(text_corpus, "MAX_CHUNKS", 5)
     monkeypatch.setattr(text_corpus, "CHUNK_BYTES", 300)
     chunks = list(training_chunks(corpus.train.documents))
-    places = [source.read_text().index(chunk) / source.stat().st_size for chunk in chunks]
-    assert len(chunks) in (4, 5) and np.allclose(np.diff(places), 1 / len(chunks), atol=0.05)
+    positions = [source.read_text().index(chunk) / source.stat().st_size for chunk in chunks]
+    assert len(chunks) in (4, 5) and np.allclose(np.diff(positions), 1 / len(chunks), atol=0.05)
 
 
 def test_a_given_tokenizer_is_used_and_must_fit_the_model(source, tmp_path):
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_and_left_as_it_was(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(places, "write_places", full)
+    monkeypatch.setattr(document_index, "write_document_index", full)
     with pytest.raises(DataError, match="can't write the corpus cache .*No space left.*data.cache_directory"):
         open_words(source, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -142,10 +142,10 @@ def test_a_source_that_cannot_be_read_is_told(source, tmp_path, monkeypatch):
 
 
 def test_a_long_search_for_documents_says_how_far_it_is(source, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(text_corpus, "TELL_S", 0.0)
-    open_words(source, tmp_path / "cache", notice=told.append, document_chars=1000)
-    assert "indexing: 46 documents, file 1 of 1" in told
+    logged = []
+    monkeypatch.setattr(text_corpus, "LOG_INTERVAL_S", 0.0)
+    open_words(source, tmp_path / "cache", log=logged.append, document_chars=1000)
+    assert "indexing: 46 documents, file 1 of 1" in logged
 
 
 def test_no_text_at_all_is_told(source, tmp_path):
@@ -191,37 +191,41 @@ def test_entropy():
 
 
 def test_a_waiting_process_is_silent_for_half_a_minute(source, tmp_path, monkeypatch):
-    told, now = [], [0.0]
+    logged, now = [], [0.0]
     monkeypatch.setattr(cache.time, "monotonic", lambda: now[0])
     lock = tmp_path / "corpus.lock"
 
     class Token(AbortToken):
         def sleep(self, seconds):
             now[0] += seconds
-            assert told == [] or now[0] > cache.PATIENCE_S
-            if now[0] > 2 * cache.PATIENCE_S:
+            assert logged == [] or now[0] > cache.LOCK_LOG_AFTER_S
+            if now[0] > 2 * cache.LOCK_LOG_AFTER_S:
                 self.abort("long enough")
             self.check()
 
-    with cache._lock(lock, AbortToken(), print), pytest.raises(EpochEnded), cache._lock(lock, Token(), told.append):
+    with (
+        cache._lock(lock, AbortToken(), print),
+        pytest.raises(GenerationEnded),
+        cache._lock(lock, Token(), logged.append),
+    ):
         pass
-    assert told == ["waiting for another process that builds corpus"]
+    assert logged == ["waiting for another process that builds corpus"]
 
 
 def test_a_waiting_process_obeys_the_token(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
-    token, told = AbortToken(), []
+    monkeypatch.setattr(cache, "LOCK_LOG_AFTER_S", 0.0)
+    token, logged = AbortToken(), []
     open_words(source, tmp_path / "cache")
     (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     folder.rename(tmp_path / "away")
 
-    def told_to_wait(text):
-        told.append(text)
+    def on_log(text):
+        logged.append(text)
         token.abort("replica (1, 0) died")
 
-    with cache._lock(folder.with_suffix(".lock"), AbortToken(), print), pytest.raises(EpochEnded, match="replica"):
-        open_words(source, tmp_path / "cache", token=token, notice=told_to_wait)
-    assert ["waiting for another process" in text for text in told] == [True]
+    with cache._lock(folder.with_suffix(".lock"), AbortToken(), print), pytest.raises(GenerationEnded, match="replica"):
+        open_words(source, tmp_path / "cache", token=token, log=on_log)
+    assert ["waiting for another process" in text for text in logged] == [True]
 
 
 def test_what_a_dead_builder_left_is_thrown_away(source, tmp_path, monkeypatch):
@@ -254,7 +258,7 @@ def _die(*_):
 
 @pytest.mark.slow
 def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cache, "LOCK_LOG_AFTER_S", 0.0)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     first = context.Process(target=_build_and_hang, args=(source, tmp_path / "cache", results))
@@ -275,24 +279,24 @@ def test_of_several_processes_one_builds_and_one_that_is_killed_is_replaced(sour
 
 
 def _build_and_hang(source, cache, results):
-    def notice(text):
+    def log(text):
         if "training a tokenizer" in text:
             results.put("building")
             time.sleep(60)
 
-    open_words(source, cache, notice=notice)
+    open_words(source, cache, log=log)
 
 
 def _build(source, cache, results):
-    told = []
+    logged = []
 
-    def notice(text):
-        told.append(text)
+    def log(text):
+        logged.append(text)
         if "waiting" in text:
             results.put("waiting")
 
-    corpus = open_words(source, cache, notice=notice)
-    results.put((any("first use" in text for text in told), corpus.fingerprint))
+    corpus = open_words(source, cache, log=log)
+    results.put((any("first use" in text for text in logged), corpus.fingerprint))
 
 
 def test_the_built_in_corpus(tmp_path):

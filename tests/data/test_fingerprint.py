@@ -3,7 +3,7 @@
 import pytest
 
 from parallel3d.data import fingerprint as module
-from parallel3d.data.fingerprint import sample
+from parallel3d.data.fingerprint import file_digest_of
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def small_blocks(monkeypatch):
 def hash_of(tmp_path, content, name="a"):
     path = tmp_path / name
     path.write_bytes(content)
-    return sample(path)
+    return file_digest_of(path)
 
 
 @pytest.mark.parametrize("size", [0, 1, 32])

@@ -8,7 +8,7 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files, merges_of, read_model
+from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files, merges_of, parse_model
 from parallel3d.data.tokenizer import UNK_ID, ByteTokenizer, SentencePieceTokenizer, train_tokenizer
 from parallel3d.errors import DataError
 
@@ -69,7 +69,7 @@ def test_the_special_ones_and_the_length(pair):
 
 def test_merges_are_all_pairs_best_piece_first():
     model = train_tokenizer(SAMPLES["runs"], 300)
-    pieces, _, _ = read_model(model)
+    pieces, _, _ = parse_model(model)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     assert [piece.text for piece in pieces] == [processor.id_to_piece(i) for i in range(len(pieces))]
     assert [piece.score for piece in pieces] == [processor.get_score(i) for i in range(len(pieces))]

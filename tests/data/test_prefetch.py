@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.data.lanes import Cursor
 from parallel3d.data.prefetch import Prefetcher
 from parallel3d.data.reader import Reader
-from parallel3d.errors import DataError, EpochEnded
+from parallel3d.errors import DataError, GenerationEnded
+from parallel3d.parallel.abort import AbortToken
 
 
 class Counted(Reader):
@@ -54,7 +54,7 @@ def at(offset):
 
 def settle(prefetcher):
     """Waits until the thread has nothing left to do."""
-    prefetcher._ahead[0].thread.submit(lambda: None).result(timeout=10)
+    prefetcher._workers[0].thread.submit(lambda: None).result(timeout=10)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -116,7 +116,7 @@ def test_a_read_that_has_not_begun_is_computed_by_the_caller(make):
     prefetcher.read(0, at(0), 8)
     settle(prefetcher)
     busy = threading.Event()
-    prefetcher._ahead[0].thread.submit(busy.wait, 10)  # something else holds the thread
+    prefetcher._workers[0].thread.submit(busy.wait, 10)  # something else holds the thread
     for step in range(1, 5):
         tokens, _ = prefetcher.read(0, at(8 * step), 8)
         assert tokens[0] == 8 * step
@@ -151,8 +151,8 @@ def test_an_abort_ends_the_wait(make):
     while len(lanes.threads) < 4:
         time.sleep(0.001)
     threading.Timer(0.05, token.abort, ["replica (0, 1) died"]).start()
-    with pytest.raises(EpochEnded, match="replica"):
+    with pytest.raises(GenerationEnded, match="replica"):
         prefetcher.read(0, at(24), 8)
     lanes.gate.set()
-    with pytest.raises(EpochEnded):
+    with pytest.raises(GenerationEnded):
         prefetcher.read(1, at(0), 8)

@@ -23,7 +23,7 @@ from parallel3d.data import prepare as module
 from parallel3d.data import tokenizer as tokenizer_module
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Cursor, Lanes
-from parallel3d.data.prepare import plan_parts, prepare
+from parallel3d.data.prepare import plan_document_ranges, prepare
 from parallel3d.data.token_file import PackedDocuments
 from parallel3d.errors import DataError
 
@@ -68,8 +68,10 @@ def model(tmp_path_factory):
 def test_prepared_tokens_give_the_batches_of_the_text(tmp_path, model, kind):
     tokenizer = TokenizerConfig(vocab_size=320, path=str(model))
     text = open_words(write_source(tmp_path / "source", kind), tmp_path / "cache", tokenizer=tokenizer)
-    told = []
-    done = prepare(text, tmp_path / "out", num_processes=2, progress=lambda size, tokens: told.append((size, tokens)))
+    reported = []
+    done = prepare(
+        text, tmp_path / "out", num_processes=2, progress=lambda size, tokens: reported.append((size, tokens))
+    )
     tokens = open_words(tmp_path / "out", tmp_path / "cache")
     assert isinstance(text.train, TokenizedDocuments) and isinstance(tokens.train, PackedDocuments)
     assert hash_of_stream(tokens.train) == hash_of_stream(text.train)
@@ -79,8 +81,8 @@ def test_prepared_tokens_give_the_batches_of_the_text(tmp_path, model, kind):
     same = ("fingerprint", "num_train_tokens", "vocab_size", "document_chars", "unigram_entropy")
     assert all(getattr(tokens, name) == getattr(text, name) for name in same)
     assert tokens.tokenizer.decode(tokens.train.tokens(0)) == text.train.documents.read(0)
-    assert sum(tokens for _, tokens in told) == done.num_train_tokens + done.num_validation_tokens
-    assert sum(size for size, _ in told) == sum(
+    assert sum(tokens for _, tokens in reported) == done.num_train_tokens + done.num_validation_tokens
+    assert sum(size for size, _ in reported) == sum(
         each.documents.num_bytes.sum() for each in (text.train, text.validation)
     )
 
@@ -144,7 +146,7 @@ def test_what_was_prepared_is_not_prepared_again(tmp_path):
 def test_an_error_halfway_leaves_nothing(tmp_path, monkeypatch, when):
     source = write_words(tmp_path / "source" / "words.txt")
     text = open_words(source, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes"))
-    monkeypatch.setattr(module, "PART_BYTES", 1000)
+    monkeypatch.setattr(module, "RANGE_BYTES", 1000)
     folder = tmp_path / "target"
 
     def progress(size, tokens):
@@ -152,8 +154,8 @@ def test_an_error_halfway_leaves_nothing(tmp_path, monkeypatch, when):
             raise OSError("no space left on device")
         source.write_bytes(b"")
 
-    told = "no space left.*nothing was written" if when == "writing" else "words.txt: shorter than when"
-    with pytest.raises(DataError, match=told):
+    reported = "no space left.*nothing was written" if when == "writing" else "words.txt: shorter than when"
+    with pytest.raises(DataError, match=reported):
         prepare(text, folder / "out", num_processes=1, progress=progress)
     assert list(folder.iterdir()) == []
 
@@ -161,7 +163,7 @@ def test_an_error_halfway_leaves_nothing(tmp_path, monkeypatch, when):
 # --- files of tokens by others ----------------------------------------------------------------------------------------
 
 
-def write_alien(path, num_documents=50, **extra):
+def write_foreign_tokens(path, num_documents=50, **extra):
     """GPT-2's tokens without a word on what ends a document."""
     path.parent.mkdir(exist_ok=True)
     ids = np.concatenate([[*range(number + 1), 50256] for number in range(num_documents)])
@@ -170,7 +172,7 @@ def write_alien(path, num_documents=50, **extra):
 
 
 def test_tokens_of_others_need_the_id_that_ends_documents(tmp_path):
-    path, cache = write_alien(tmp_path / "alien" / "train.safetensors"), tmp_path / "cache"
+    path, cache = write_foreign_tokens(tmp_path / "alien" / "train.safetensors"), tmp_path / "cache"
     with pytest.raises(DataError, match=r"train\.safetensors does not say which id.*GPT-2's is 50256"):
         open_words(path, cache, tokenizer=TokenizerConfig(vocab_size=50257))
     tokenizer = TokenizerConfig(vocab_size=50257, eos_id=50256)
@@ -179,7 +181,7 @@ def test_tokens_of_others_need_the_id_that_ends_documents(tmp_path):
     assert (corpus.tokenizer, corpus.train.eos_id) == (None, 50256)
     assert corpus.train.tokens(2).tolist() == [0, 1, 2]
     assert corpus.num_train_tokens == sum(len(corpus.train.tokens(index)) + 1 for index in range(45))
-    write_alien(path.with_name("validation.safetensors"), num_documents=9)
+    write_foreign_tokens(path.with_name("validation.safetensors"), num_documents=9)
     corpus = open_words(path.parent, cache, tokenizer=tokenizer, validation_fraction=0.1)
     assert (len(corpus.train), len(corpus.validation)) == (50, 9)
     with pytest.raises(DataError, match="no tokens to train on"):
@@ -187,15 +189,15 @@ def test_tokens_of_others_need_the_id_that_ends_documents(tmp_path):
 
 
 def test_who_says_what_ends_a_document_has_to_agree(tmp_path):
-    path = write_alien(tmp_path / "alien" / "a.safetensors", metadata={"eos_id": "50256"})
+    path = write_foreign_tokens(tmp_path / "alien" / "a.safetensors", metadata={"eos_id": "50256"})
     tokenizer = TokenizerConfig(vocab_size=50257)
     assert len(open_words(path, tmp_path / "cache", tokenizer=tokenizer, validation_fraction=0.0).train) == 50
     with pytest.raises(DataError, match=r"differs: 50256 in .*a\.safetensors, 3 in data.tokenizer.eos_id"):
         open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=50257, eos_id=3))
-    write_alien(path, metadata={"eos_id": "0", "tokenizer": "sentencepiece"})
+    write_foreign_tokens(path, metadata={"eos_id": "0", "tokenizer": "sentencepiece"})
     with pytest.raises(DataError, match=r"a\.safetensors: tokens of sentencepiece: see data.tokenizer.kind"):
         open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes", vocab_size=50257))
-    write_alien(path, metadata={"eos_id": "end"})
+    write_foreign_tokens(path, metadata={"eos_id": "end"})
     with pytest.raises(DataError, match=r"a\.safetensors: its metadata say eos_id = 'end', no number"):
         open_words(path, tmp_path / "cache", tokenizer=tokenizer)
     with pytest.raises(DataError, match="data.tokenizer.eos_id is 3, but the tokenizer ends documents with 256"):
@@ -205,10 +207,10 @@ def test_who_says_what_ends_a_document_has_to_agree(tmp_path):
 
 @given(st.lists(st.integers(1, 3_000_000), max_size=300))
 def test_parts_are_all_documents_in_order(sizes):
-    parts = list(plan_parts("train", np.array(sizes, np.int64)))
+    parts = list(plan_document_ranges("train", np.array(sizes, np.int64)))
     assert [index for part in parts for index in range(part.first, part.end)] == list(range(len(sizes)))
     assert [part.num_bytes for part in parts] == [sum(sizes[part.first : part.end]) for part in parts]
-    assert all(sum(sizes[part.first : part.end - 1]) < module.PART_BYTES for part in parts)
+    assert all(sum(sizes[part.first : part.end - 1]) < module.RANGE_BYTES for part in parts)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -251,9 +253,9 @@ def run(*arguments):
 @pytest.mark.slow
 def test_the_command(tmp_path, config_file):
     out, model = tmp_path / "out", tmp_path / "kept" / "my.model"
-    code, _, told = run("--config", config_file, "--out", out, "--tokenizer-out", model, "--processes", 1)
-    assert code == 0, told
-    assert "data.tokenizer.path" in told and f'data.sources=["{out}"]' in told
+    code, _, reported = run("--config", config_file, "--out", out, "--tokenizer-out", model, "--processes", 1)
+    assert code == 0, reported
+    assert "data.tokenizer.path" in reported and f'data.sources=["{out}"]' in reported
     assert sorted(path.name for path in out.iterdir()) == [
         "tokenizer.model",
         "train.safetensors",
@@ -262,8 +264,8 @@ def test_the_command(tmp_path, config_file):
     assert model.read_bytes() == (out / "tokenizer.model").read_bytes()
     text = open_words(tmp_path / "words.txt", tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=320))
     assert hash_of_stream(open_words(out, tmp_path / "cache").train) == hash_of_stream(text.train)
-    code, _, told = run("--config", config_file, "--out", out)
-    assert code == 2 and told.strip() == f"{out} is there already: remove it, or give another --out"
+    code, _, reported = run("--config", config_file, "--out", out)
+    assert code == 2 and reported.strip() == f"{out} is there already: remove it, or give another --out"
 
 
 @pytest.mark.slow
@@ -273,7 +275,7 @@ def test_whoever_ends_it_no_half_folder_has_the_name_and_no_process_stays(tmp_pa
     big.write_text("".join(lines()) * 400)
     process = start("--config", config_file, "--out", tmp_path / "out" / "x", "--processes", 2,
                     f'data.sources=["{big}"]', "data.tokenizer.kind=bytes", "data.document_chars=256")  # fmt: skip
-    until(lambda: any(path.stat().st_size for path in (tmp_path / "out").glob(".x-*/train.safetensors")), process)
+    wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "out").glob(".x-*/train.safetensors")), process)
     children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     process.send_signal(end)
     _, err = process.communicate(timeout=30)
@@ -282,10 +284,10 @@ def test_whoever_ends_it_no_half_folder_has_the_name_and_no_process_stays(tmp_pa
     if end != signal.SIGKILL:
         assert "nothing was written" in err and "Traceback" not in err
         assert list((tmp_path / "out").iterdir()) == []
-    until(lambda: not any(is_alive(pid) for pid in children))
+    wait_until(lambda: not any(is_alive(pid) for pid in children))
 
 
-def until(condition, process=None):
+def wait_until(condition, process=None):
     deadline = time.monotonic() + 30
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
@@ -306,12 +308,12 @@ def test_mistakes_are_one_message(tmp_path, config_file):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     parquet = write_table(tmp_path / "a.parquet", ["x"], "parquet")
-    for override, told in (
+    for override, reported in (
         (f'data.sources=["{empty}"]', "there is no text in data.sources (1 files"),
         (f'data.sources=["{parquet}"]', "a.parquet: no column 'body'; it has 'number', 'text'"),
     ):
         code, _, err = run("--config", config_file, "--out", tmp_path / "out", override, "data.text_column=body")
-        assert code == 2 and told in err and "Traceback" not in err
+        assert code == 2 and reported in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
     code, _, err = run("--config", config_file)
     assert code == 2 and re.search("give --out FOLDER, --tokenizer-out FILE, or both", err)

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from letters import lanes_of
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.data import reader_process as module
 from parallel3d.data.prefetch import Prefetcher
 from parallel3d.data.reader import Reader
 from parallel3d.data.reader_process import ReaderProcess
-from parallel3d.errors import DataError, EpochEnded
+from parallel3d.errors import DataError, GenerationEnded
+from parallel3d.parallel.abort import AbortToken
 
 pytestmark = pytest.mark.slow
 TEXTS = ["abc" * number for number in range(1, 40)]
 
 
 @dataclass
-class Told(Reader):
+class FolderControlledReader(Reader):
     """Lanes that do what the files of a folder tell them: wait for one that must come, die, hang, refuse."""
 
     folder: Path
@@ -46,8 +46,8 @@ class Told(Reader):
 def make():
     made = []
 
-    def build(reader, token=None, notice=lambda text: None):
-        made.append(ReaderProcess(reader, token or AbortToken(), notice))
+    def build(reader, token=None, log=lambda text: None):
+        made.append(ReaderProcess(reader, token or AbortToken(), log))
         return made[-1]
 
     yield build
@@ -85,8 +85,8 @@ def test_it_reads_what_the_lanes_read(make):
 
 def test_another_goes_on_where_one_was_killed(make, tmp_path):
     """kill -9 in the middle of a read, and once more between two."""
-    told = []
-    process = make(partial(Told, tmp_path), notice=told.append)
+    logged = []
+    process = make(partial(FolderControlledReader, tmp_path), log=logged.append)
     first = process.read(0, (0, 0, 0), 4)[1][1]
     (tmp_path / "hold").touch()
     done = []
@@ -100,7 +100,7 @@ def test_another_goes_on_where_one_was_killed(make, tmp_path):
     assert tokens.tolist() == [7, 8, 9, 10, 11] and offset == 8 and second != first
     os.kill(second, signal.SIGKILL)
     assert process.read(7, (8, 0, 0), 4)[1][0] == 12
-    assert [text.split(": ")[0] for text in told] == [
+    assert [text.split(": ")[0] for text in logged] == [
         f"tokeniser process {first} has ended (SIGKILL)",
         f"tokeniser process {second} has ended (SIGKILL)",
     ]
@@ -108,15 +108,15 @@ def test_another_goes_on_where_one_was_killed(make, tmp_path):
 
 def test_a_read_that_kills_every_process_is_an_error(make, tmp_path):
     (tmp_path / "die").touch()
-    told = []
-    process = make(partial(Told, tmp_path), notice=told.append)
+    logged = []
+    process = make(partial(FolderControlledReader, tmp_path), log=logged.append)
     with pytest.raises(DataError, match=r"lane 3 at \(5, 0, 0\): 3 tokeniser processes died"):
         process.read(3, (5, 0, 0), 4)
-    assert len(told) == module.MAX_DEATHS and "exit code 9" in told[0]
+    assert len(logged) == module.MAX_DEATHS and "exit code 9" in logged[0]
 
 
 def test_what_the_reader_raises_is_raised_here_and_the_process_lives(make, tmp_path):
-    process = make(partial(Told, tmp_path))
+    process = make(partial(FolderControlledReader, tmp_path))
     pid = process.read(0, (0, 0, 0), 1)[1][1]
     (tmp_path / "refuse").touch()
     with pytest.raises(DataError, match="bad document"):
@@ -126,13 +126,13 @@ def test_what_the_reader_raises_is_raised_here_and_the_process_lives(make, tmp_p
 
 
 def test_one_that_hangs_is_replaced(make, tmp_path, monkeypatch):
-    process = make(partial(Told, tmp_path))
+    process = make(partial(FolderControlledReader, tmp_path))
     process.read(0, (0, 0, 0), 1)
-    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.3)
     monkeypatch.setattr(module, "END_S", 0.1)
     stopped = process.pid
     os.kill(stopped, signal.SIGSTOP)
-    monkeypatch.setattr(process, "_notice", lambda text: monkeypatch.setattr(module, "PATIENCE_S", 60.0))
+    monkeypatch.setattr(process, "_log", lambda text: monkeypatch.setattr(module, "READ_TIMEOUT_S", 60.0))
     assert process.read(0, (4, 0, 0), 1)[1][0] == 5
     assert process.pid != stopped and not is_alive(stopped)
 
@@ -140,12 +140,12 @@ def test_one_that_hangs_is_replaced(make, tmp_path, monkeypatch):
 def test_an_abort_ends_the_wait_and_close_the_process(make, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "END_S", 0.1)
     token = AbortToken()
-    process = make(partial(Told, tmp_path), token=token)
+    process = make(partial(FolderControlledReader, tmp_path), token=token)
     process.read(0, (0, 0, 0), 1)
     (tmp_path / "hold").touch()
     threading.Timer(0.05, token.abort, ["replica (0, 1) died"]).start()
     for _ in range(2):
-        with pytest.raises(EpochEnded, match="replica"):
+        with pytest.raises(GenerationEnded, match="replica"):
             process.read(0, (0, 0, 0), 1)
     pid = process.pid
     process.close()
@@ -159,10 +159,10 @@ import os, sys, threading
 sys.path[:] = {sys.path!r}
 from functools import partial
 from pathlib import Path
-from test_reader_process import Told
-from parallel3d.comm.abort import AbortToken
+from test_reader_process import FolderControlledReader
+from parallel3d.parallel.abort import AbortToken
 from parallel3d.data.reader_process import ReaderProcess
-process = ReaderProcess(partial(Told, Path({str(tmp_path)!r})), AbortToken())
+process = ReaderProcess(partial(FolderControlledReader, Path({str(tmp_path)!r})), AbortToken())
 process.read(0, (0, 0, 0), 1)
 print(process.pid, flush=True)
 (Path({str(tmp_path)!r}) / "hold").touch()
@@ -183,20 +183,20 @@ process.read(1, (0, 0, 0), 1)
 def test_processes_read_ahead_of_the_step(tmp_path):
     """While a step computes the next ones' reads are made, all of them, in processes; none is waited for."""
     token = AbortToken()
-    helpers = [ReaderProcess(partial(Told, tmp_path), token) for _ in range(2)]
-    prefetcher = Prefetcher(Told(tmp_path), 2, token, helpers)
+    reader_processes = [ReaderProcess(partial(FolderControlledReader, tmp_path), token) for _ in range(2)]
+    prefetcher = Prefetcher(FolderControlledReader(tmp_path), 2, token, reader_processes)
     cursors, pids = {0: (0, 0, 0), 2: (0, 0, 0), 4: (0, 0, 0)}, set()
     for step in range(4):
         for lane in cursors:
             tokens, cursors[lane] = prefetcher.read(lane, cursors[lane], 8)
             assert tokens[0] == lane and cursors[lane][0] == 8 * (step + 1)
             pids.add(cursors[lane][1])
-        for ahead in prefetcher._ahead:  # the device computes
+        for ahead in prefetcher._workers:  # the device computes
             ahead.thread.submit(lambda: None).result(timeout=60)
     assert (prefetcher.num_ready, prefetcher.num_waited, prefetcher.num_direct) == (9, 0, 3)
-    assert pids == {os.getpid(), *(helper.pid for helper in helpers)}
+    assert pids == {os.getpid(), *(helper.pid for helper in reader_processes)}
     prefetcher.close()
-    assert not any(is_alive(helper.pid) for helper in helpers)
+    assert not any(is_alive(helper.pid) for helper in reader_processes)
 
 
 def test_the_process_imports_no_torch(make):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.data import formats as module
+from parallel3d.data.document_index import blocks
 from parallel3d.data.formats import DocumentSet, PlainText, build_formats, cut_at_line_ends
-from parallel3d.data.places import blocks
 from parallel3d.data.sources import find_files
 from parallel3d.errors import DataError
 
@@ -21,7 +21,7 @@ def documents_of(sources, *, text_column="text", document_chars=0):
 def scan(files, text_column="text", document_chars=0):
     formats = build_formats(text_column=text_column, document_chars=document_chars)
     rows = [(number, *row) for number, file in enumerate(files) for row in formats[file.format].scan(file.path)]
-    return DocumentSet(files=files, formats=formats, places=next(blocks(rows)))
+    return DocumentSet(files=files, formats=formats, document_index=next(blocks(rows)))
 
 
 def texts(documents):
@@ -53,8 +53,8 @@ lines_of_text = st.text(st.characters(exclude_characters="\n", exclude_categorie
 @given(lines=st.lists(lines_of_text.map("{}\n".format), max_size=30), document_chars=st.integers(0, 40))
 def test_documents_are_consecutive_whole_lines(lines, document_chars):
     data = "".join(lines).encode()
-    places = list(cut_at_line_ends([(len(line.encode()), len(line)) for line in lines], document_chars))
-    found = [data[offset : offset + size].decode() for offset, size in places]
+    document_index = list(cut_at_line_ends([(len(line.encode()), len(line)) for line in lines], document_chars))
+    found = [data[offset : offset + size].decode() for offset, size in document_index]
     assert "".join(found) == "".join(lines)
     assert all(document.endswith("\n") for document in found)
     if document_chars == 0:
@@ -85,7 +85,7 @@ def test_a_line_that_is_very_long_is_cut_between_characters(tmp_path_factory, te
         found = list(PlainText(document_chars=document_chars).scan(path))
     assert sum(size for size, _ in pieces) == len(text.encode()) and sum(chars for _, chars in pieces) == len(text)
     assert all(size <= limit + 3 for size, _ in pieces)
-    assert "".join(PlainText(document_chars=0).read(path, *place) for place in found) == text
+    assert "".join(PlainText(document_chars=0).read(path, *span) for span in found) == text
 
 
 def test_json_lines(tmp_path):

@@ -24,8 +24,8 @@ def write_tokens(path, ids, *, dtype=np.uint16, name="tokens", metadata=None):
 def scan(path, *, eos_id=EOS, vocab_size=100):
     file, counts = open_token_file(path), np.zeros(vocab_size, np.int64)
     rows = np.concatenate([np.zeros((0, 2), np.int64), *scan_tokens(file, eos_id, counts)])
-    places = np.insert(rows, 0, 0, axis=1)
-    return PackedDocuments(files=[file], places=places, eos_id=eos_id), counts
+    document_index = np.insert(rows, 0, 0, axis=1)
+    return PackedDocuments(files=[file], document_index=document_index, eos_id=eos_id), counts
 
 
 @given(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from parallel3d.data.token_slice import ALL, SlicedTokens, plan_slice
+from parallel3d.data.token_slice import ALL, TokenSliceReader, plan_slice
 from parallel3d.errors import DataError
 
 BATCH = dict(global_batch_size=4, sequence_length=8)
@@ -30,7 +30,7 @@ def plan(num_tokens, *, start=0, wanted=ALL):
 
 def steps_of(part, num_steps, num_tokens):
     """(steps, slots, tokens) as a run reads them."""
-    reader = SlicedTokens(Row(num_tokens), part)
+    reader = TokenSliceReader(Row(num_tokens), part)
     cursors = [reader.start(slot) for slot in range(part.global_batch_size)]
     steps = []
     for _ in range(num_steps):
@@ -115,7 +115,7 @@ def test_behind_its_end_a_slice_is_read_again():
 
 def test_other_lengths_are_refused():
     with pytest.raises(DataError, match="batch.sequence_length = 8 tokens, not of 4"):
-        SlicedTokens(Row(100), plan(100)).read(0, (0,), 4)
+        TokenSliceReader(Row(100), plan(100)).read(0, (0,), 4)
 
 
 @pytest.mark.parametrize(

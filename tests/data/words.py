@@ -2,9 +2,9 @@
 
 import random
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.config.data import TokenizerConfig
 from parallel3d.data.corpus import open_corpus
+from parallel3d.parallel.abort import AbortToken
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog", "run", "to", "its", "house", "of"]
 
@@ -21,7 +21,7 @@ def write_words(path):
     return path
 
 
-def open_words(source, cache, *, notice=lambda text: None, token=None, **settings):
+def open_words(source, cache, *, log=lambda text: None, token=None, **settings):
     arguments = {
         "sources": [str(source)],
         "text_column": "text",
@@ -31,4 +31,4 @@ def open_words(source, cache, *, notice=lambda text: None, token=None, **setting
         "tokenizer": TokenizerConfig(vocab_size=320),
         **settings,
     }
-    return open_corpus(**arguments, cache_directory=cache, token=token or AbortToken(), notice=notice)
+    return open_corpus(**arguments, cache_directory=cache, token=token or AbortToken(), log=log)

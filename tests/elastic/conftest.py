@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parallel3d.config.schema import TimeoutConfig
-from parallel3d.elastic.control import Control, open_connection
-from parallel3d.elastic.coordinator import Coordinator, ElasticSettings, Limits, open_listener
-from parallel3d.topology.grid import Grid
+from parallel3d.elastic.coordinator.coordinator import Coordinator, ElasticSettings, LaunchTimeouts, open_listener
+from parallel3d.elastic.worker.control_channel import ControlChannel, open_connection
+from parallel3d.parallel.grid import Grid
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def elastic_settings():
             grid=grid,
             zero_stage=1,
             zero_backups=1,
-            silence=TimeoutConfig(multiplier=1000.0, min_s=0.5, max_s=5.0),
-            stuck=TimeoutConfig(multiplier=1.0, min_s=60.0, max_s=600.0),
+            heartbeat_timeout=TimeoutConfig(multiplier=1000.0, min_s=0.5, max_s=5.0),
+            watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=60.0, max_s=600.0),
         )
 
     return settings
@@ -38,16 +38,16 @@ def world(elastic):
     records: list[dict] = []
     listener = open_listener("127.0.0.1", 0)
     address = ("127.0.0.1", listener.getsockname()[1])
-    coordinator = Coordinator(listener, world_size=2, emit=records.append, limits=Limits(), elastic=elastic)
+    coordinator = Coordinator(listener, world_size=2, emit=records.append, timeouts=LaunchTimeouts(), elastic=elastic)
     coordinator.start()
     guardian = open_connection(address, {"op": "hello", "role": "guardian", "ranks": [0, 1]}, timeout_s=5)
 
-    def connect(rank: int) -> Control:
+    def connect(rank: int) -> ControlChannel:
         hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}
-        controls.append(Control(open_connection(address, hello, timeout_s=5), rank=rank, world_size=2))
+        controls.append(ControlChannel(open_connection(address, hello, timeout_s=5), rank=rank, world_size=2))
         return controls[-1]
 
-    controls: list[Control] = []
+    controls: list[ControlChannel] = []
     yield address, connect, guardian, records
     for control in controls:
         control.finish(0)

@@ -4,7 +4,7 @@ A member takes part in the protocol as a trainer does, but what it trains is not
 through the store, which ends when all of the grid have contributed. SPEC is JSON:
 
     faults   [[rank, point, number, what], ...]: what happens to it when it comes to that point of that number
-             point: step, finish (number 0), and in the epoch of that number report, moves, confirm, go
+             point: step, finish (number 0), and in the generation of that number report, moves, confirm, go
              what: kill, stop, term, exit, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
@@ -25,18 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel3d.comm.abort import AbortToken
 from parallel3d.config.schema import TimeoutConfig
-from parallel3d.elastic.coordinator import ElasticSettings, Limits
-from parallel3d.elastic.launcher_env import read_launcher_env
-from parallel3d.elastic.membership import NOTHING, EpochRecord, Position, Report
-from parallel3d.elastic.pulse import Mode
-from parallel3d.elastic.run import run_workers
-from parallel3d.elastic.spawn import WorkerContext
-from parallel3d.errors import EpochEnded, UserError
-from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder
-from parallel3d.monitor.sinks import RunReport
-from parallel3d.topology.grid import Grid
+from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.guardian.heartbeat import Mode
+from parallel3d.elastic.guardian.launcher_env import read_launcher_env
+from parallel3d.elastic.guardian.spawn import WorkerContext
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, StateReport
+from parallel3d.errors import GenerationEnded, UserError
+from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Grid
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 BYTES_MOVED = 2**19
@@ -82,71 +82,76 @@ class Member:
     faults: list[tuple[int, str, int, str]]
     num_steps: int
     state: int = 0
-    record: EpochRecord | None = None
+    record: GenerationRecord | None = None
     token: AbortToken = field(default_factory=AbortToken)
     suspicion: str = ""
 
     def run(self) -> int:
-        seat = self.context.control.seat
-        while (opening := seat.enter(self.report, suspicion=self.suspicion)) is not None:
-            self.token = opening.token
+        membership = self.context.control.membership
+        while (pending := membership.next_generation(self.report, suspicion=self.suspicion)) is not None:
+            self.token = pending.token
             try:
-                self.join(opening.record)
-                if self.context.rank in opening.record.leavers:
+                self.join(pending.record)
+                if self.context.rank in pending.record.draining:
                     return 0
                 self.suspicion = ""
-                if opening.record.grid.holds(self.context.rank):
-                    self.train(opening.record)
+                if pending.record.grid.holds(self.context.rank):
+                    self.train(pending.record)
                     self.come_to("finish", 0)
-                    seat.finish()
+                    membership.finish()
                     print("done")
                     return 0
-            except EpochEnded as error:
+            except GenerationEnded as error:
                 self.suspicion = str(error)
                 print(f"left: {error}")
         return 0
 
-    def report(self, epoch: int) -> Report:
-        self.come_to("report", epoch)
-        return Report(
+    def report(self, generation: int) -> StateReport:
+        self.come_to("report", generation)
+        return StateReport(
             rank=self.context.rank,
-            epoch=epoch,
-            cut_epoch=self.record.epoch if self.record else NOTHING,
-            position=Position(iteration=self.state),
+            generation=generation,
+            state_generation=self.record.generation if self.record else NO_GENERATION,
+            position=LogPosition(iteration=self.state),
             entries=({"iteration": self.state},),
             version=self.state,
             host=self.context.host,
             address=("127.0.0.1", 1),
         )
 
-    def join(self, record: EpochRecord) -> None:
+    def join(self, record: GenerationRecord) -> None:
         rank, control = self.context.rank, self.context.control
         if record.previous and record.previous.holds(rank):
             self.state = record.entries[-1]["iteration"]
-        self.come_to("moves", record.epoch)
+        self.come_to("moves", record.generation)
         has_place = record.grid.holds(rank)
-        self.come_to("confirm", record.epoch)
+        self.come_to("confirm", record.generation)
         started = time.monotonic()
-        control.seat.confirm(record.epoch, digest="same" if has_place else "", moved_bytes=BYTES_MOVED)
+        control.membership.confirm(record.generation, digest="same" if has_place else "", moved_bytes=BYTES_MOVED)
         self.record = record
-        print(f"epoch {record.epoch}: {list(record.grid.ranks)} from step {record.position.iteration}")
-        self.come_to("go", record.epoch)
+        print(f"generation {record.generation}: {list(record.grid.ranks)} from step {record.position.iteration}")
+        self.come_to("commit", record.generation)
         if rank == record.grid.ranks[0]:
             if record.previous is None:
                 control.publish({"kind": "total", "num_steps": self.num_steps})
                 control.publish({"kind": "round_trip", "seconds": 0.0003})
             else:
                 regroup_s = time.monotonic() - started
-                resumed = {"epoch": record.epoch, "regroup_s": regroup_s, "plan": "as planned", "direction": "back"}
+                resumed = {
+                    "generation": record.generation,
+                    "regroup_s": regroup_s,
+                    "plan": "as planned",
+                    "direction": "back",
+                }
                 control.publish({"kind": "resumed", **resumed})
-            for step in range(record.last_told + 1, self.state + 1):  # the last leader may not have told
+            for step in range(record.last_reported_step + 1, self.state + 1):  # the last leader may not have told
                 control.publish({"kind": "step", "step": step, "loss": 8.0 / step, "step_s": STEP_S})
-        self.context.pulse.mode = Mode.RUNNING
+        self.context.heartbeat.mode = Mode.RUNNING
 
-    def train(self, record: EpochRecord) -> None:
+    def train(self, record: GenerationRecord) -> None:
         while self.state < self.num_steps:
             step, started = self.state + 1, time.monotonic()
-            self.context.pulse.step = step
+            self.context.heartbeat.step = step
             self.come_to("step", step)
             self.token.sleep(STEP_S)
             words = self.gather(record, f"step{step}")
@@ -157,18 +162,18 @@ class Member:
             if b"stop" in words:
                 return
             if b"leave" in words:
-                raise EpochEnded("somebody leaves")
+                raise GenerationEnded("somebody leaves")
 
-    def gather(self, record: EpochRecord, what: str) -> list[bytes]:
+    def gather(self, record: GenerationRecord, what: str) -> list[bytes]:
         """The contributions of all ranks of the grid: their wishes."""
-        control, key = self.context.control, f"epoch{record.epoch}/{what}"
-        wish = b"stop" if control.stop_requested else b"leave" if control.leave_requested else b""
+        control, key = self.context.control, f"generation{record.generation}/{what}"
+        wish = b"stop" if control.stop_requested else b"leave" if control.drain_requested else b""
         control.set(f"{key}/{self.context.rank}", wish)
         return [control.get(f"{key}/{rank}", self.token) for rank in record.grid.ranks]
 
     def come_to(self, point: str, number: int) -> None:
         """Does whatever shall go wrong here; once."""
-        self.context.pulse.tick()
+        self.context.heartbeat.tick()
         for fault in [fault for fault in self.faults if fault[1:3] == (point, number)]:
             self.faults.remove(fault)
             what = fault[3]
@@ -176,7 +181,7 @@ class Member:
             if what == "exit":
                 os._exit(0)
             if what == "suspect":
-                raise EpochEnded("something only I have seen")
+                raise GenerationEnded("something only I have seen")
             if what == "hang":
                 time.sleep(60)  # its heart goes on beating
             if what == "dawdle":
@@ -196,24 +201,24 @@ def member(spec: dict[str, Any], context: WorkerContext) -> int:
 def main() -> int:
     directory, spec = Path(sys.argv[1]), json.loads(sys.argv[2])
     pp_size, dp_size, tp_size = spec.get("layout", (2, 2, 1))
-    grid = Grid.straight(pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
+    grid = Grid.uniform(pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
     env = read_launcher_env(os.environ)
     try:
         return run_workers(
             partial(member, spec),
             world_size=len(grid.ranks),
             logs=directory / "logs",
-            open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title="members"),
-            reopen_report=lambda: RunReport(ContinuedFolder(directory), title="members"),
+            open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title="members"),
+            reopen_report=lambda: RunReporter(ContinuedRunFolder(directory), title="members"),
             env=env,
             host=spec["hosts"][env.rank] if env else None,
-            limits=Limits(start_s=20.0, connect_s=1.5, muster_s=2.0, abort_grace_s=1.0, stop_grace_s=3.0),
+            timeouts=LaunchTimeouts(start_s=20.0, connect_s=1.5, failover_s=2.0, abort_grace_s=1.0, stop_grace_s=3.0),
             elastic=ElasticSettings(
                 grid=grid,
                 zero_stage=spec.get("zero_stage", 1),
                 zero_backups=spec.get("zero_backups", 1),
-                silence=TimeoutConfig(multiplier=1.0, min_s=0.3, max_s=5.0),
-                stuck=TimeoutConfig(multiplier=1.0, min_s=1.5, max_s=60.0),
+                heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=0.3, max_s=5.0),
+                watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=1.5, max_s=60.0),
                 witness=spec.get("witness"),
             ),
         )

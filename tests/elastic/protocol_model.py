@@ -23,7 +23,7 @@ Reduction. With `reduced`, moves that commute with all others and that nobody el
 - Once a change has begun nobody runs on. A running worker depends only on how far the others have come, never on
   what they have been told, so everything that it does after the begin it could have done before.
 - Seals are taken in the order of ranks (a report says the same whenever it is sent), go and gather at once.
-- A sealed worker only remembers whether it had all of its gradients.
+- A aborted worker only remembers whether it had all of its gradients.
 
 Deaths stay possible before, between and after all other moves. Larger worlds are walked at random without `reduced`;
 on small ones both ways are explored and compared.
@@ -39,14 +39,24 @@ from functools import cache
 from math import lcm
 from typing import Any, NamedTuple
 
-from parallel3d.elastic.membership import NOTHING, EpochRecord, Loss, Position, Report
-from parallel3d.elastic.protocol import Action, Commit, Depart, Halt, Open, Protocol, Release, Seal, Stay
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.state_machine import (
+    AbortGeneration,
+    Action,
+    Commit,
+    DrainRefused,
+    DrainRequest,
+    FinishRun,
+    MembershipProtocol,
+    Propose,
+    StopRun,
+)
 from parallel3d.errors import ProtocolError
-from parallel3d.optim.cut import Cut, plan_cut, plan_moves
-from parallel3d.topology.grid import Grid
+from parallel3d.optim.shard_map import ShardMap, plan_moves, plan_shard_map
+from parallel3d.parallel.grid import Grid
 
-RUN, LEFT, SEALED, RESOLVED, CONFIRMED, SPARE, DONE, GONE, DEAD = (
-    "run", "left", "sealed", "resolved", "confirmed", "spare", "done", "gone", "dead",
+RUN, LEFT, ABORTED, RESOLVED, CONFIRMED, SPARE, DONE, GONE, DEAD = (
+    "run", "left", "aborted", "resolved", "confirmed", "spare", "done", "gone", "dead",
 )  # fmt: skip
 
 Frame = tuple[Any, ...]
@@ -62,22 +72,22 @@ class Worker(NamedTuple):
     """One worker's state; DEAD and GONE ones stay, since what they have sent may still arrive."""
 
     mode: str = LEFT
-    epoch: int = NOTHING
-    """The newest epoch of which it has heard."""
-    cut: int = NOTHING
+    generation: int = NO_GENERATION
+    """The newest generation of which it has heard."""
+    shard_map: int = NO_GENERATION
     """The committed record (its index) by whose cut it holds `held`."""
-    run: int = NOTHING
-    """The record in whose epoch `step`, `own` and `back` count."""
+    run: int = NO_GENERATION
+    """The record in whose generation `step`, `own` and `back` count."""
     step: int = 3
     own: bool = False
     back: bool = False
     held: tuple[int, ...] = ()
     """Version of each element of its stage."""
-    opened: int = NOTHING
+    proposed: int = NO_GENERATION
     """The record that it is about to enter."""
     new: tuple[int, ...] = ()
     """Its ranges by that record's cut."""
-    leaving: bool = False
+    draining: bool = False
     inbox: tuple[Frame, ...] = ()
     outbox: tuple[Frame, ...] = ()
 
@@ -91,8 +101,8 @@ class Worker(NamedTuple):
         return self.mode not in (DEAD, GONE)
 
     @property
-    def has_seal(self) -> bool:
-        return any(frame[0] == "seal" for frame in self.inbox)
+    def has_abort(self) -> bool:
+        return any(frame[0] == "abort_generation" for frame in self.inbox)
 
     def has_gradients(self, iteration: int) -> bool:
         return self.step // 4 == iteration and self.own and self.back
@@ -106,7 +116,7 @@ class World(NamedTuple):
     deaths: int
     """So many more may happen."""
     suspicions: int
-    departures: int
+    drains: int
     unseen: tuple[int, ...] = ()
     """Dead, and the coordinator does not know yet."""
     ended: str = ""
@@ -116,7 +126,7 @@ Step = tuple[str, Callable[[], World]]
 
 
 class Share(NamedTuple):
-    """What a rank has to do with the cut of its stage in one epoch."""
+    """What a rank has to do with the cut of its stage in one generation."""
 
     group: tuple[int, ...]
     own: tuple[int, ...]
@@ -139,7 +149,7 @@ class Model:
         zero_stage: int = 1,
         zero_backups: int = 1,
         hosts: Mapping[int, str] | None = None,
-        protocol: type[Protocol] = Protocol,
+        protocol: type[MembershipProtocol] = MembershipProtocol,
         reduced: bool = True,
     ):
         self.grid = grid
@@ -150,22 +160,22 @@ class Model:
         self.reduced = reduced
         self.num_elements = lcm(*(len(stage) for stage in grid.stages), *range(1, max(map(len, grid.stages)) + 1))
         self._first = protocol(grid, zero_stage=zero_stage, zero_backups=zero_backups)
-        self._protocols: list[Protocol] = []
+        self._protocols: list[MembershipProtocol] = []
         self._protocol_ids: dict[Any, int] = {}
         self._answers: dict[tuple[int, Frame], tuple[int, list[Action]]] = {}
-        self._records: list[EpochRecord] = []
+        self._records: list[GenerationRecord] = []
         self._frozen: dict[int, tuple[Any, Any]] = {}
         self._record_ids: dict[Any, int] = {}
         self.share = cache(self._share)
         self.sources = cache(self._sources)
 
-    def start(self, *, deaths: int, suspicions: int = 0, departures: int = 0) -> World:
-        """Nobody has reported to epoch 0 yet."""
-        workers = tuple(Worker(inbox=(("seal", 0),)) for _ in self.grid.ranks)
-        return World(self._intern(self._first), workers, deaths, suspicions, departures)
+    def start(self, *, deaths: int, suspicions: int = 0, drains: int = 0) -> World:
+        """Nobody has reported to generation 0 yet."""
+        workers = tuple(Worker(inbox=(("abort_generation", 0),)) for _ in self.grid.ranks)
+        return World(self._intern(self._first), workers, deaths, suspicions, drains)
 
     @property
-    def records(self) -> list[EpochRecord]:
+    def records(self) -> list[GenerationRecord]:
         """Every record that was opened."""
         return self._records
 
@@ -174,10 +184,10 @@ class Model:
         """Every report that the protocol has heard."""
         return {event for _, event in self._answers if event[0] == "report"}
 
-    def protocol(self, world: World) -> Protocol:
+    def protocol(self, world: World) -> MembershipProtocol:
         return self._protocols[world.protocol]
 
-    def record(self, number: int) -> EpochRecord:
+    def record(self, number: int) -> GenerationRecord:
         return self._records[number]
 
     # What can happen next
@@ -198,25 +208,25 @@ class Model:
             if worker.outbox:
                 yield f"{worker.outbox[0]} of rank {rank} arrives", lambda r=rank: self._deliver(world, r)
         for rank, worker in enumerate(world.workers):
-            if worker.inbox and worker.inbox[0][0] != "record" and not worker.has_seal:
+            if worker.inbox and worker.inbox[0][0] != "record" and not worker.has_abort:
                 yield f"rank {rank} takes {worker.inbox[0]}", lambda r=rank: self._take(world, r)
-            if worker.mode == RUN and not worker.has_seal and self._can_gather(world, rank):
+            if worker.mode == RUN and not worker.has_abort and self._can_gather(world, rank):
                 yield f"rank {rank} gathers", lambda r=rank: self._put(world, r, self._gather(r, world.workers[r]))
-            if worker.has_seal:
+            if worker.has_abort:
                 return
 
     def _frames(self, world: World) -> Iterator[Step]:
         """Frames that arrive. A seal is heard at once, even when the frames before it have not been acted upon."""
-        sealed = False
+        aborted = False
         for rank, worker in enumerate(world.workers):
             if worker.outbox:
                 yield f"{worker.outbox[0]} of rank {rank} arrives", lambda r=rank: self._deliver(world, r)
             if not worker.alive:
                 continue
-            if worker.has_seal and not (self.reduced and sealed):
-                sealed = True
-                yield f"rank {rank} takes its seal", lambda r=rank: self._take_seal(world, r)
-            if worker.inbox and worker.inbox[0][0] != "seal" and not (self.reduced and worker.has_seal):
+            if worker.has_abort and not (self.reduced and aborted):
+                aborted = True
+                yield f"rank {rank} takes its seal", lambda r=rank: self._take_abort(world, r)
+            if worker.inbox and worker.inbox[0][0] != "abort_generation" and not (self.reduced and worker.has_abort):
                 yield f"rank {rank} takes {worker.inbox[0]}", lambda r=rank: self._take(world, r)
         for rank in world.unseen:
             yield f"rank {rank} is found dead", lambda r=rank: self._notice(world, r)
@@ -224,7 +234,7 @@ class Model:
     def _steps(self, world: World) -> Iterator[Step]:
         """What workers do of their own."""
         for rank, worker in enumerate(world.workers):
-            if self.reduced and worker.has_seal:
+            if self.reduced and worker.has_abort:
                 continue
             for label, make in self._worker_steps(world, rank, worker):
                 yield f"rank {rank} {label}", lambda r=rank, m=make: self._put(world, r, m())
@@ -254,10 +264,10 @@ class Model:
                 yield f"rank {rank} dies", lambda r=rank: self._kill(world, r)
             if worker.mode in (RUN, RESOLVED, DONE) and world.suspicions:
                 yield f"rank {rank} suspects", lambda r=rank: self._suspect(world, r)
-            if worker.alive and world.departures:
+            if worker.alive and world.drains:
                 yield (
                     f"rank {rank} is asked to leave",
-                    lambda r=rank: self._tell(world._replace(departures=world.departures - 1), ("leave", r)),
+                    lambda r=rank: self._submit(world._replace(drains=world.drains - 1), ("announce_drain", r)),
                 )
 
     # The step, where it depends on others
@@ -295,11 +305,11 @@ class Model:
         if worker.step // 4 == self.num_iterations:
             return self.after_last(worker)
         worker = self._begin_iteration(rank, worker)
-        return self._ask_for_change(worker, worker.run) if worker.leaving else worker
+        return self._ask_for_change(worker, worker.run) if worker.draining else worker
 
     def after_last(self, worker: Worker) -> Worker:
         """It waits for its release."""
-        return worker._replace(mode=DONE, outbox=(*worker.outbox, ("finish", self.record(worker.run).epoch)))
+        return worker._replace(mode=DONE, outbox=(*worker.outbox, ("finish", self.record(worker.run).generation)))
 
     def _begin_iteration(self, rank: int, worker: Worker) -> Worker:
         share = self.share(worker.run, rank)
@@ -308,7 +318,7 @@ class Model:
         return worker._replace(step=worker.step + 1, own=False, back=not share.back)
 
     def _ask_for_change(self, worker: Worker, record: int) -> Worker:
-        return worker._replace(mode=LEFT, outbox=(*worker.outbox, ("suspect", self.record(record).epoch)))
+        return worker._replace(mode=LEFT, outbox=(*worker.outbox, ("suspect", self.record(record).generation)))
 
     def _update(self, rank: int, worker: Worker) -> Worker:
         """One update by the gradients of the worker's position."""
@@ -318,21 +328,21 @@ class Model:
             self._check(version in (MISSING, worker.position), f"rank {rank} updates to {held} by {worker.position}")
         return worker._replace(held=held)
 
-    def _take_seal(self, world: World, rank: int) -> World:
+    def _take_abort(self, world: World, rank: int) -> World:
         """Hears the newest seal: takes note of the go before it, reports."""
         worker = world.workers[rank]
-        epoch = max(frame[1] for frame in worker.inbox if frame[0] == "seal")
+        generation = max(frame[1] for frame in worker.inbox if frame[0] == "abort_generation")
         for frame in worker.inbox:
-            if frame[0] == "go":
+            if frame[0] == "commit":
                 worker = self._enter(rank, worker)
-            elif frame[0] in ("depart", "stay"):
-                worker = worker._replace(leaving=frame[0] == "depart")
-        worker = worker._replace(epoch=epoch, inbox=(), outbox=(*worker.outbox, ("report", epoch)))
+            elif frame[0] in ("drain_request", "stay"):
+                worker = worker._replace(draining=frame[0] == "drain_request")
+        worker = worker._replace(generation=generation, inbox=(), outbox=(*worker.outbox, ("report", generation)))
         return self._put(world, rank, self.leave_step(worker))
 
     def leave_step(self, worker: Worker) -> Worker:
         """Drops what is not agreed: nothing of it moves any more."""
-        worker = worker._replace(mode=SEALED, opened=NOTHING, new=())
+        worker = worker._replace(mode=ABORTED, proposed=NO_GENERATION, new=())
         if not self.reduced:
             return worker
         ready = worker.own and worker.back
@@ -346,17 +356,17 @@ class Model:
         match kind:
             case "record":
                 worker = self._resolve(rank, worker, rest[0])
-            case "go":
+            case "commit":
                 worker = self._enter(rank, worker)
-            case "depart" | "stay":
-                worker = worker._replace(leaving=kind == "depart")
+            case "drain_request" | "stay":
+                worker = worker._replace(draining=kind == "drain_request")
         return self._put(world, rank, worker)
 
     def _resolve(self, rank: int, worker: Worker, number: int) -> Worker:
         """Brings its ranges to the record's position."""
         record = self.record(number)
         newest = record.position.iteration
-        if record.epoch < worker.epoch:
+        if record.generation < worker.generation:
             return worker  # a newer seal has been heard
         if record.previous is not None and record.previous.holds(rank):
             self._check(worker.position <= newest, f"rank {rank} at {worker.position} would go back to {newest}")
@@ -364,33 +374,33 @@ class Model:
             worker = worker._replace(step=4 * newest + 2) if worker.position < newest else worker
             if self.needs_update(worker):
                 worker = self._update(rank, worker)
-        return worker._replace(mode=RESOLVED, opened=number, run=NOTHING, step=4 * newest + 3)
+        return worker._replace(mode=RESOLVED, proposed=number, run=NO_GENERATION, step=4 * newest + 3)
 
     def needs_update(self, worker: Worker) -> bool:
         """A range at the record's version is left alone."""
         return any(version not in (MISSING, worker.position) for version in worker.held)
 
     def _can_move(self, world: World, rank: int) -> bool:
-        opened = world.workers[rank].opened
-        sources = {source for source, _ in self.sources(opened, rank)}
+        proposed = world.workers[rank].proposed
+        sources = {source for source, _ in self.sources(proposed, rank)}
         return all(
-            world.workers[source].opened == opened and world.workers[source].mode in (RESOLVED, CONFIRMED)
+            world.workers[source].proposed == proposed and world.workers[source].mode in (RESOLVED, CONFIRMED)
             for source in sources
         )
 
     def _confirm(self, world: World, rank: int, worker: Worker) -> Worker:
-        record = self.record(worker.opened)
+        record = self.record(worker.proposed)
         versions = [MISSING] * self.num_elements
         if record.grid.holds(rank) and record.previous is None:
-            for element in self.share(worker.opened, rank).elements:
+            for element in self.share(worker.proposed, rank).elements:
                 versions[element] = 0  # made from the seed
-        for source, element in self.sources(worker.opened, rank):
+        for source, element in self.sources(worker.proposed, rank):
             versions[element] = world.workers[source].held[element]
             self._check(
                 versions[element] == record.position.iteration,
                 f"rank {rank} gets version {versions[element]} of element {element} from rank {source}",
             )
-        confirm = ("confirm", record.epoch)
+        confirm = ("confirm", record.generation)
         return self.after_confirm(
             worker._replace(mode=CONFIRMED, new=tuple(versions), outbox=(*worker.outbox, confirm))
         )
@@ -402,14 +412,20 @@ class Model:
     def _enter(self, rank: int, worker: Worker) -> Worker:
         """The go: the new ranges count, the old ones are freed."""
         self._check(worker.mode == CONFIRMED, f"rank {rank} is told to go, it is {worker.mode}")
-        record = self.record(worker.opened)
+        record = self.record(worker.proposed)
         worker = worker._replace(
-            cut=worker.opened, run=worker.opened, held=worker.new, opened=NOTHING, new=(), own=False, back=False
+            shard_map=worker.proposed,
+            run=worker.proposed,
+            held=worker.new,
+            proposed=NO_GENERATION,
+            new=(),
+            own=False,
+            back=False,
         )
-        if rank in record.leavers:
-            return worker._replace(mode=GONE, run=NOTHING, inbox=(), outbox=())
+        if rank in record.draining:
+            return worker._replace(mode=GONE, run=NO_GENERATION, inbox=(), outbox=())
         if not record.grid.holds(rank):
-            return worker._replace(mode=SPARE, run=NOTHING)
+            return worker._replace(mode=SPARE, run=NO_GENERATION)
         return self._gather(rank, worker._replace(mode=RUN))
 
     # Faults
@@ -427,7 +443,7 @@ class Model:
         before = self.protocol(world)
         if before.over or rank not in before.live:
             return world
-        world = self._tell(world, ("lose", rank))
+        world = self._submit(world, ("on_lost", rank))
         lost = self.what_is_lost(world)
         if world.ended:
             self._check(lost != "", "halted although nothing is lost")
@@ -437,7 +453,7 @@ class Model:
 
     def _suspect(self, world: World, rank: int) -> World:
         worker = world.workers[rank]
-        record = worker.opened if worker.mode == RESOLVED else worker.run
+        record = worker.proposed if worker.mode == RESOLVED else worker.run
         world = world._replace(suspicions=world.suspicions - 1)
         return self._put(world, rank, self._ask_for_change(worker, record))
 
@@ -445,15 +461,17 @@ class Model:
 
     def _deliver(self, world: World, rank: int) -> World:
         worker = world.workers[rank]
-        (kind, epoch), outbox = worker.outbox[0], worker.outbox[1:]
+        (kind, generation), outbox = worker.outbox[0], worker.outbox[1:]
         world = self._put(world, rank, worker._replace(outbox=outbox))
         if kind != "report":
-            return self._tell(world, (kind, rank, epoch))
-        cut_epoch = NOTHING if worker.cut == NOTHING else self.record(worker.cut).epoch
+            return self._submit(world, (kind, rank, generation))
+        state_generation = (
+            NO_GENERATION if worker.shard_map == NO_GENERATION else self.record(worker.shard_map).generation
+        )
         version = min((v for v in worker.held if v != MISSING), default=0)
-        return self._tell(world, (kind, rank, epoch, cut_epoch, max(worker.position, 0), version))
+        return self._submit(world, (kind, rank, generation, state_generation, max(worker.position, 0), version))
 
-    def _tell(self, world: World, event: Frame) -> World:
+    def _submit(self, world: World, event: Frame) -> World:
         """Feeds the protocol and carries out what it says."""
         key = (world.protocol, event)
         if key not in self._answers:
@@ -469,49 +487,49 @@ class Model:
             world = self._carry_out(world, action, event)
         return world
 
-    def _feed(self, protocol: Protocol, event: Frame) -> list[Action]:
+    def _feed(self, protocol: MembershipProtocol, event: Frame) -> list[Action]:
         match event:
-            case ("report", rank, epoch, cut_epoch, position, version):
+            case ("report", rank, generation, state_generation, position, version):
                 return protocol.report(
-                    Report(
+                    StateReport(
                         rank=rank,
-                        epoch=epoch,
-                        cut_epoch=cut_epoch,
-                        position=Position(iteration=position),
+                        generation=generation,
+                        state_generation=state_generation,
+                        position=LogPosition(iteration=position),
                         entries=({"iteration": position},),
                         version=version,
                         host=self.hosts[rank],
                     )
                 )
-            case ("confirm", rank, epoch):
-                return protocol.confirm(rank, epoch, "the same plan")
-            case ("lose", rank):
-                return protocol.lose([Loss(rank=rank, why="killed")])
-            case ("suspect", rank, epoch):
-                return protocol.suspect(rank, epoch, "a peer is gone")
-            case ("leave", rank):
-                return protocol.ask_to_leave(rank)
-            case ("finish", rank, epoch):
-                return protocol.finish(rank, epoch)
+            case ("confirm", rank, generation):
+                return protocol.confirm(rank, generation, "the same plan")
+            case ("on_lost", rank):
+                return protocol.on_lost([LostWorker(rank=rank, why="killed")])
+            case ("suspect", rank, generation):
+                return protocol.suspect(rank, generation, "a peer is gone")
+            case ("announce_drain", rank):
+                return protocol.announce_drain(rank)
+            case ("finish", rank, generation):
+                return protocol.finish(rank, generation)
         raise AssertionError(event)
 
     def _carry_out(self, world: World, action: Action, event: Frame) -> World:
         match action:
-            case Seal(ranks=ranks, epoch=epoch):
-                return self._send(world, ranks, ("seal", epoch))
-            case Open(record=record):
+            case AbortGeneration(ranks=ranks, generation=generation):
+                return self._send(world, ranks, ("abort_generation", generation))
+            case Propose(record=record):
                 return self._send(world, record.members, ("record", self._intern_record(record)))
-            case Commit(epoch=epoch, members=members):
-                return self._send(world, members, ("go", epoch))
-            case Depart(rank=rank):
-                return self._send(world, (rank,), ("depart",))
-            case Stay(rank=rank):
+            case Commit(generation=generation, members=members):
+                return self._send(world, members, ("commit", generation))
+            case DrainRequest(rank=rank):
+                return self._send(world, (rank,), ("drain_request",))
+            case DrainRefused(rank=rank):
                 return self._send(world, (rank,), ("stay",))
-            case Release(ranks=ranks):
+            case FinishRun(ranks=ranks):
                 self._check_end(world, ranks)
                 return world._replace(ended="released")
-            case Halt(reason=reason):
-                self._check(event[0] == "lose", f"halted by {event}: {reason}")
+            case StopRun(reason=reason):
+                self._check(event[0] == "on_lost", f"halted by {event}: {reason}")
                 return world._replace(ended="halted")
         raise AssertionError(action)
 
@@ -545,20 +563,22 @@ class Model:
 
     def _holdings(self, worker: Worker, number: int) -> tuple[int, ...]:
         """Its ranges by the cut of a committed record, whether or not it has heard of the go; () when known dead."""
-        return worker.held if worker.cut == number else worker.new
+        return worker.held if worker.shard_map == number else worker.new
 
     def _check_end(self, world: World, released: tuple[int, ...]) -> None:
         """The run is over: every iteration has been applied once, everywhere; nobody is left waiting."""
         record = self.protocol(world).committed
         assert record is not None
-        waiting = {rank for rank, worker in enumerate(world.workers) if worker.alive and rank not in record.leavers}
+        waiting = {rank for rank, worker in enumerate(world.workers) if worker.alive and rank not in record.draining}
         self._check(waiting <= set(released), f"only {released} are released")
         number = self._intern_record(record)
         for rank in record.grid.ranks:
             worker = world.workers[rank]
             versions = {worker.held[element] for element in self.share(number, rank).elements} if worker.held else set()
             self._check(
-                worker.cut == number and worker.position == self.num_iterations and versions == {self.num_iterations},
+                worker.shard_map == number
+                and worker.position == self.num_iterations
+                and versions == {self.num_iterations},
                 f"rank {rank} ends at {worker.position} with versions {worker.held}",
             )
 
@@ -569,7 +589,7 @@ class Model:
 
     def describe(self, world: World) -> str:
         return ", ".join(
-            f"rank {rank} {worker.mode} in epoch {worker.epoch} at {worker.position} {worker.inbox or ''}"
+            f"rank {rank} {worker.mode} in generation {worker.generation} at {worker.position} {worker.inbox or ''}"
             for rank, worker in enumerate(world.workers)
         )
 
@@ -579,37 +599,39 @@ class Model:
         workers = world.workers
         return world._replace(workers=(*workers[:rank], worker, *workers[rank + 1 :]))
 
-    def _intern(self, protocol: Protocol) -> int:
+    def _intern(self, protocol: MembershipProtocol) -> int:
         key = freeze(vars(protocol), self._frozen)
         if key not in self._protocol_ids:
             self._protocol_ids[key] = len(self._protocols)
             self._protocols.append(protocol)
         return self._protocol_ids[key]
 
-    def _intern_record(self, record: EpochRecord) -> int:
+    def _intern_record(self, record: GenerationRecord) -> int:
         key = freeze(record, self._frozen)
         if key not in self._record_ids:
             self._record_ids[key] = len(self._records)
             self._records.append(record)
         return self._record_ids[key]
 
-    def _cut(self, record: EpochRecord, grid: Grid, stage: int, tp: int) -> Cut:
-        return plan_cut(grid, stage, tp, zero_stage=self.zero_stage, zero_backups=self.zero_backups, hosts=record.hosts)
+    def _shard_map(self, record: GenerationRecord, grid: Grid, stage: int, tp: int) -> ShardMap:
+        return plan_shard_map(
+            grid, stage, tp, zero_stage=self.zero_stage, zero_backups=self.zero_backups, hosts=record.hosts
+        )
 
-    def _elements(self, cut: Cut, number: int) -> range:
-        size = self.num_elements // cut.num_ranges
+    def _elements(self, shard_map: ShardMap, number: int) -> range:
+        size = self.num_elements // shard_map.num_ranges
         return range(number * size, (number + 1) * size)
 
     def _share(self, number: int, rank: int) -> Share:
         record = self.record(number)
         at = record.grid.coordinates(rank)
-        cut = self._cut(record, record.grid, at.pp, at.tp)
-        own, *backed_up = cut.ranges_of(rank)
+        shard_map = self._shard_map(record, record.grid, at.pp, at.tp)
+        own, *backed_up = shard_map.ranges_of(rank)
         return Share(
             group=record.grid.dp_ranks(at.pp, at.tp),
-            own=tuple(self._elements(cut, own)),
-            back=tuple(element for number in backed_up for element in self._elements(cut, number)),
-            back_owner=cut.holders[backed_up[0]][0] if backed_up else rank,
+            own=tuple(self._elements(shard_map, own)),
+            back=tuple(element for number in backed_up for element in self._elements(shard_map, number)),
+            back_owner=shard_map.holders[backed_up[0]][0] if backed_up else rank,
         )
 
     def _sources(self, number: int, rank: int) -> tuple[tuple[int, int], ...]:
@@ -618,7 +640,7 @@ class Model:
         if record.previous is None or not record.grid.holds(rank):
             return ()
         at = record.grid.coordinates(rank)
-        old, new = (self._cut(record, grid, at.pp, at.tp) for grid in (record.previous, record.grid))
+        old, new = (self._shard_map(record, grid, at.pp, at.tp) for grid in (record.previous, record.grid))
         held = self._table(old, record.members)
         return tuple(
             (move.source, element)
@@ -627,8 +649,8 @@ class Model:
             for element in range(move.start, move.stop)
         )
 
-    def _table(self, cut: Cut, ranks: tuple[int, ...]) -> dict[int, list[range]]:
-        table = {rank: [self._elements(cut, number) for number in cut.ranges_of(rank)] for rank in ranks}
+    def _table(self, shard_map: ShardMap, ranks: tuple[int, ...]) -> dict[int, list[range]]:
+        table = {rank: [self._elements(shard_map, number) for number in shard_map.ranges_of(rank)] for rank in ranks}
         return {rank: ranges for rank, ranges in table.items() if ranges}
 
 

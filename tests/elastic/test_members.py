@@ -1,4 +1,5 @@
-"""Changes of membership with real processes: who is lost when, how many epochs it takes, what it says, who is left."""
+"""Changes of membership with real processes: who is lost when, how many generations it takes, what it says, who is
+left."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from members import BYTES_MOVED, start
-from test_run import alive, pids, read_to_the_end, wait_for
+from test_launch import alive, pids, read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -54,9 +55,9 @@ def assert_went_on(ended: Ended, *, num_changes: int, num_steps: int = 20) -> No
     assert (ended.code, ended.err) == (0, ""), ended
     assert ended.steps == list(range(1, num_steps + 1))
     assert len(ended.changes) == num_changes, ended.changes
-    committed = max((change["epoch"] for change in ended.changes), default=0)
+    committed = max((change["generation"] for change in ended.changes), default=0)
     last = [log.splitlines()[-2] for log in ended.logs.values() if log.endswith("done\n")]
-    assert last and all(line.startswith(f"epoch {committed}: ") for line in last)
+    assert last and all(line.startswith(f"generation {committed}: ") for line in last)
 
 
 def wait_for_step(directory: Path, number: int) -> None:
@@ -78,23 +79,22 @@ def test_a_killed_worker_is_done_without(tmp_path, rank):
     assert_went_on(ended, num_changes=1)
     (change,) = ended.changes
     at = f"pp{rank // 2} dp{rank % 2} tp0"
-    assert (change["epoch"], change["step"], change["moved_bytes"]) == (1, 5, 3 * BYTES_MOVED)
+    assert (change["generation"], change["step"], change["moved_bytes"]) == (1, 5, 3 * BYTES_MOVED)
     assert (change["live"], change["spare"], change["lost"]) == (3, 0, 1)
     assert change["who"] == [{"rank": rank, "coordinates": at}]
     assert change["why"] == f"lost rank {rank}: killed by SIGKILL in step 5" and change["plan"] == "as planned"
     figures = [change[name] for name in ("detect_s", "agree_s", "repair_s", "regroup_s", "first_step_s")]
     assert all(0 < seconds < 2 for seconds in figures)
-    line = (
-        rf"epoch 1: lost rank {rank} \({at}\): killed by SIGKILL in step 5; 3 live, 0 spare, 1 lost; back in [\d.]+ s "
-    )
-    assert re.search(line + r"\(noticed [\d.]+, agreed [\d.]+, repaired [\d.]+, regrouped [\d.]+\), 1.5 MiB", ended.out)
+    line = rf"generation 1: lost rank {rank} \({at}\): killed by SIGKILL in step 5; 3 live, 0 spare, 1 lost; "
+    parts = r"back in [\d.]+ s \(noticed [\d.]+, agreed [\d.]+, repaired [\d.]+, regrouped [\d.]+\), 1.5 MiB"
+    assert re.search(line + parts, ended.out)
 
 
 def test_peers_of_a_lost_worker_in_its_tensor_parallel_group_become_spares(tmp_path):
     ended = run(tmp_path, layout=[1, 2, 2], faults=[[3, "step", 4, "kill"]])
     assert_went_on(ended, num_changes=1)
     assert (ended.changes[0]["live"], ended.changes[0]["spare"], ended.changes[0]["lost"]) == (2, 1, 1)
-    assert "epoch 1: [0, 1] from step 3" in ended.logs[2] and "done" not in ended.logs[2]
+    assert "generation 1: [0, 1] from step 3" in ended.logs[2] and "done" not in ended.logs[2]
 
 
 def test_two_losses_at_once_are_one_change(tmp_path):
@@ -113,12 +113,12 @@ def test_two_losses_at_once_are_one_change(tmp_path):
 def test_a_loss_during_recovery_begins_it_again(tmp_path, point):
     ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [0, point, 1, "kill"]])
     assert_went_on(ended, num_changes=1)
-    assert ended.changes[0]["epoch"] == 2 and [gone["rank"] for gone in ended.changes[0]["who"]] == [0, 3]
+    assert ended.changes[0]["generation"] == 2 and [gone["rank"] for gone in ended.changes[0]["who"]] == [0, 3]
     assert ended.changes[0]["step"] == 5 and ended.changes[0]["moved_bytes"] == 2 * BYTES_MOVED
 
 
 def test_a_loss_right_after_the_commit_is_a_change_of_its_own(tmp_path):
-    ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [0, "go", 1, "kill"]])
+    ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [0, "commit", 1, "kill"]])
     assert_went_on(ended, num_changes=2)
     assert [[gone["rank"] for gone in change["who"]] for change in ended.changes] == [[3], [0]]
     assert ended.changes[0]["regroup_s"] is None  # its leader was lost before it trained

@@ -7,25 +7,25 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.elastic.membership import (
-    NOTHING,
-    EpochRecord,
-    Loss,
-    Position,
-    Report,
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    GenerationRecord,
+    LogPosition,
+    LostWorker,
+    StateReport,
     grid_from_json,
     grid_to_json,
 )
-from parallel3d.topology.grid import Grid
+from parallel3d.parallel.grid import Grid
 
-positions = st.builds(Position, iteration=st.integers(0, 9), evaluation=st.integers(0, 1))
+positions = st.builds(LogPosition, iteration=st.integers(0, 9), evaluation=st.integers(0, 1))
 texts = st.text(max_size=5)
 addresses = st.tuples(texts, st.integers(0, 65535))
 ranks = st.integers(0, 11)
 entries = st.lists(
     st.dictionaries(texts, st.floats(allow_nan=False) | st.integers() | texts, max_size=2), max_size=2
 ).map(tuple)
-losses = st.builds(Loss, rank=ranks, why=texts)
+losses = st.builds(LostWorker, rank=ranks, why=texts)
 grids = st.builds(
     lambda counts, tp_size, lost: Grid.of_replicas(counts, tp_size=tp_size).without(lost)[0],
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -33,10 +33,10 @@ grids = st.builds(
     lost=st.sets(ranks, max_size=3),
 )
 reports = st.builds(
-    Report,
+    StateReport,
     rank=ranks,
-    epoch=st.integers(0, 9),
-    cut_epoch=st.integers(NOTHING, 9),
+    generation=st.integers(0, 9),
+    state_generation=st.integers(NO_GENERATION, 9),
     position=positions,
     entries=entries,
     version=st.integers(0, 9),
@@ -44,30 +44,30 @@ reports = st.builds(
     address=addresses,
 )
 records = st.builds(
-    EpochRecord,
-    epoch=st.integers(0, 9),
+    GenerationRecord,
+    generation=st.integers(0, 9),
     grid=grids,
     previous=st.none() | grids,
     members=st.lists(ranks, unique=True).map(tuple),
-    leavers=st.lists(ranks, unique=True).map(tuple),
+    draining=st.lists(ranks, unique=True).map(tuple),
     evicted=st.lists(losses, max_size=2).map(tuple),
     position=positions,
     entries=entries,
     hosts=st.dictionaries(ranks, texts),
     addresses=st.dictionaries(ranks, addresses),
-    last_told=st.integers(0, 9),
+    last_reported_step=st.integers(0, 9),
     reason=texts,
 )
 
 
 @given(report=reports)
-def test_a_report_arrives_as_it_was_sent(report: Report):
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+def test_a_report_arrives_as_it_was_sent(report: StateReport):
+    assert StateReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
 @given(record=records)
-def test_a_record_arrives_as_it_was_sent(record: EpochRecord):
-    arrived = EpochRecord.from_json(json.loads(json.dumps(record.to_json())))
+def test_a_record_arrives_as_it_was_sent(record: GenerationRecord):
+    arrived = GenerationRecord.from_json(json.loads(json.dumps(record.to_json())))
     assert arrived == record
     assert hash(arrived.members) == hash(record.members)  # tuples, not lists
 
@@ -79,10 +79,10 @@ def test_a_grid_arrives_as_it_was_sent(grid: Grid):
 
 
 def test_positions_compare_by_iteration_first():
-    assert Position(iteration=7) > Position(iteration=6, evaluation=1) > Position(iteration=6)
+    assert LogPosition(iteration=7) > LogPosition(iteration=6, evaluation=1) > LogPosition(iteration=6)
 
 
 def test_spares_are_members_without_place_that_stay():
-    grid, _ = Grid.straight(tp_size=2, pp_size=1, dp_size=3).without([1, 2])
-    record = EpochRecord(epoch=1, grid=grid, previous=None, members=(0, 3, 4, 5), leavers=(3,))
+    grid, _ = Grid.uniform(tp_size=2, pp_size=1, dp_size=3).without([1, 2])
+    record = GenerationRecord(generation=1, grid=grid, previous=None, members=(0, 3, 4, 5), draining=(3,))
     assert record.spares == (0,)

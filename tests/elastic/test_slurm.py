@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.elastic.slurm import expand_counts, expand_hosts, is_task
+from parallel3d.elastic.guardian.slurm import expand_counts, expand_hosts, is_task
 
 TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from members import start_on_hosts
+from test_launch import alive, pids, read_to_the_end, wait_for
 from test_members import wait_for_step
-from test_run import alive, pids, read_to_the_end, wait_for
 
-from parallel3d.elastic.succession import Witness
+from parallel3d.elastic.protocol.failover import Witness
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def test_three_hosts_go_on_without_the_first(tmp_path):
     steps, changes = metrics(tmp_path)
     assert steps == list(range(1, 201)) and len(changes) == 1
     assert changes[0]["who"] == [{"rank": 0, "coordinates": "pp0 dp0 tp0"}]
-    assert "the run goes on without its coordinator on a, from epoch 0" in outs[1] and outs[2] == ""
+    assert "the run goes on without its coordinator on a, from generation 0" in outs[1] and outs[2] == ""
     assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == 0
 
 
@@ -64,7 +64,7 @@ def test_two_hosts_without_a_witness_stop_without_the_first(tmp_path, witness):
     if witness:  # by another process, as if the first host were alive
         (tmp_path / witness).unlink()
         holder = Witness(str(tmp_path / witness))
-        assert holder.take() == ""
+        assert holder.try_lock() == ""
     processes[0].kill()
     codes, _, errs = end_all(processes, tmp_path)
     assert codes == [-signal.SIGKILL, 4], errs
@@ -109,7 +109,7 @@ def test_a_successor_is_succeeded(tmp_path):
     assert "without its coordinator on a" in outs[1] and "without its coordinator on b" in outs[2]
 
 
-def test_the_coordinator_and_its_heir_are_lost_together(tmp_path):
+def test_the_coordinator_and_its_failover_candidate_are_lost_together(tmp_path):
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d", "e"], num_steps=200, zero_stage=0)
     wait_for_step(tmp_path, 5)
     for process in processes[:2]:
@@ -173,7 +173,7 @@ def test_a_host_that_is_told_to_go_hands_over(tmp_path, number):
 
 def test_a_witness_that_somebody_holds_is_refused_at_the_start(tmp_path):
     holder = Witness(str(tmp_path / "witness"))
-    assert holder.take() == "" == holder.take()
+    assert holder.try_lock() == "" == holder.try_lock()
     (process,) = start_on_hosts(tmp_path / "run", ["a"], witness=str(tmp_path / "witness"))
     _, err = read_to_the_end(process)
     assert process.returncode == 2 and "witness is held by another side: set elastic.witness" in err

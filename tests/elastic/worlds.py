@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from parallel3d.elastic.coordinator import Limits
-from parallel3d.elastic.launcher_env import read_launcher_env
-from parallel3d.elastic.run import run_workers
-from parallel3d.elastic.spawn import WorkerContext
+from parallel3d.elastic.coordinator.coordinator import LaunchTimeouts
+from parallel3d.elastic.guardian.launcher_env import read_launcher_env
+from parallel3d.elastic.guardian.spawn import WorkerContext
+from parallel3d.elastic.launch import run_workers
 from parallel3d.errors import DataError, UserError
 from parallel3d.monitor.run_folder import RunFolder
-from parallel3d.monitor.sinks import RunReport
+from parallel3d.monitor.sinks import RunReporter
 
 
 def start(case: str, directory: Path, *, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
@@ -39,7 +39,7 @@ def leave_marks(context: WorkerContext) -> None:
 def train_until_aborted(context: WorkerContext, step: int = 1) -> int:
     """Steps of 20 ms until the run is over; the leader tells of each."""
     while not context.control.stop_requested:
-        context.pulse.step = step
+        context.heartbeat.step = step
         context.control.token.sleep(0.02)
         if context.rank == 0:
             context.control.publish({"kind": "step", "step": step, "loss": 1.0 / step, "tokens": step * 8})
@@ -72,7 +72,7 @@ def good(context: WorkerContext) -> int:
 def killed(context: WorkerContext) -> int:
     leave_marks(context)
     if context.rank == 1:
-        context.pulse.step = 7
+        context.heartbeat.step = 7
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     return train_until_aborted(context, step=7)
@@ -82,7 +82,7 @@ def failing(context: WorkerContext) -> int:
     """Rank 1 can't go on; rank 0 fails by that alone, and tells it first."""
     leave_marks(context)
     if context.rank == 1:
-        context.pulse.step = 12
+        context.heartbeat.step = 12
         while not context.control.check(["rank 0 has failed"], context.control.token):
             time.sleep(0.01)
         raise DataError("corpus.txt is empty")
@@ -127,10 +127,10 @@ def reduced(context: WorkerContext) -> int:
     import torch
     from torch.distributed import PrefixStore, ProcessGroupGloo
 
-    from parallel3d.elastic.store import ControlStore
+    from parallel3d.elastic.worker.torch_store import ControlStore
 
     store = ControlStore(context.control, context.control.token)
-    for name in ("epoch0/world", "epoch1/world"):
+    for name in ("generation0/world", "generation1/world"):
         group = ProcessGroupGloo(PrefixStore(name, store), context.rank, context.world_size, timedelta(seconds=20))
         value = torch.tensor([10.0**context.rank])
         group.allreduce([value]).wait()
@@ -144,7 +144,7 @@ def half_built(context: WorkerContext) -> int:
 
     from torch.distributed import ProcessGroupGloo
 
-    from parallel3d.elastic.store import ControlStore
+    from parallel3d.elastic.worker.torch_store import ControlStore
 
     leave_marks(context)
     if context.rank == 2:
@@ -168,10 +168,10 @@ def main() -> int:
             globals()[case],
             world_size=world_size,
             logs=directory / "logs",
-            open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title=case),
+            open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=case),
             env=env,
             preload=("torch",) if case in ("reduced", "half_built") else (),
-            limits=Limits(
+            timeouts=LaunchTimeouts(
                 start_s=float(os.environ.get("START_S", "20")), connect_s=1.5, abort_grace_s=1.0, stop_grace_s=1.5
             ),
         )

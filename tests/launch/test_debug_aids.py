@@ -101,8 +101,8 @@ def test_an_overdue_step_is_told_and_the_run_goes_on(config_file, tmp_path):
         f"run.directory={tmp_path}",
         "run.num_steps=1000000",
         f"elastic.faults=[{json.dumps(fault)}]",
-        "debug.overdue_min_s=2.0",
-        "debug.overdue_factor=1.0",
+        "debug.slow_step_min_s=2.0",
+        "debug.slow_step_factor=1.0",
         "debug.profile.steps=[]",
         "debug.dump_tensors.steps=[]",
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from test_train import TRAIN, finish, start
 
-from parallel3d.checkpoint.catalogue import Catalogue
+from parallel3d.checkpoint.directory import CheckpointDirectory
 
 pytestmark = pytest.mark.slow
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
@@ -78,19 +78,19 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
         pytest.skip("this machine allows no namespace with a file system of its own")
     process = begin_on(disk, config_file, *PP2, *MANY_STEPS, f"checkpoint.directory={disk}/checkpoints")
     seen = Path(f"/proc/{process.pid}/root{disk}")
-    checkpoints = Catalogue(seen / "checkpoints")
+    checkpoints = CheckpointDirectory(seen / "checkpoints")
     notices = Notices(tmp_path / "run" / "metrics.jsonl")
     try:
         notices.wait_for("saved step")
         fill(seen / "filler")
         notices.wait_for("is given up", "No space left on device")
-        assert checkpoints.find_newest_good().path is not None
+        assert checkpoints.find_newest_valid().path is not None
         (seen / "filler").unlink()
         notices.wait_for("saved step")
 
         remount(process, disk, "ro")
         notices.wait_for("is given up", "Read-only file system")
-        found = checkpoints.find_newest_good()
+        found = checkpoints.find_newest_valid()
         assert found.path is not None and not found.damaged
         remount(process, disk, "rw")
         notices.wait_for("saved step")
@@ -108,7 +108,7 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
     assert code == 130 and "Traceback" not in out + err, out + err
     steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "lr" in line]
     assert steps == list(range(1, len(steps) + 1))
-    last = Catalogue(tmp_path / "copy").steps()[-1] + 2
+    last = CheckpointDirectory(tmp_path / "copy").steps()[-1] + 2
     resume = f"run.resume={tmp_path}/copy/latest"
     code, out, err = finish(start("--config", config_file, *PP2, resume, f"run.num_steps={last}"))
     assert code == 0 and "going on from" in out, out + err
@@ -155,7 +155,7 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
     run = Path(f"/proc/self/fd/{kept}/run")
     for line in (run / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
-    found = Catalogue(run / "checkpoints").find_newest_good()
+    found = CheckpointDirectory(run / "checkpoints").find_newest_valid()
     assert found.path is not None and not found.damaged
     os.close(kept)
 
@@ -179,7 +179,7 @@ def test_a_file_in_the_folders_place_and_files_that_may_not_grow(config_file, tm
         notices.wait_for("saved step")
         limit_files(process.pid, 20_000)
         notices.wait_for("is given up", "File too large")
-        found = Catalogue(checkpoints).find_newest_good()
+        found = CheckpointDirectory(checkpoints).find_newest_valid()
         assert found.path is not None and not found.damaged
         limit_files(process.pid, resource.RLIM_INFINITY)
         notices.wait_for("saved step")
@@ -189,7 +189,7 @@ def test_a_file_in_the_folders_place_and_files_that_may_not_grow(config_file, tm
             os.killpg(process.pid, signal.SIGKILL)
     assert code == 130 and "saved step" in out and "Traceback" not in out + err, out + err
     last = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
-    assert Catalogue(checkpoints).find_newest_good().path == Catalogue(checkpoints).path_of(last)
+    assert CheckpointDirectory(checkpoints).find_newest_valid().path == CheckpointDirectory(checkpoints).path_of(last)
 
 
 def limit_files(launcher, num_bytes):

@@ -14,7 +14,7 @@ from launch.convert import main
 
 pytestmark = pytest.mark.slow
 
-SPEAK = """
+GENERATE_SCRIPT = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, prompt = sys.argv[1:]
@@ -48,7 +48,7 @@ def trained(tmp_path_factory, text, cache):
 
 def test_transformers_alone_generates_text(trained, tmp_path):
     """Isolated from this folder and offline. After 40 steps it knows indentation, if not much else."""
-    command = [sys.executable, "-I", "-c", SPEAK, str(trained / "hf"), "def f(self):\n    return"]
+    command = [sys.executable, "-I", "-c", GENERATE_SCRIPT, str(trained / "hf"), "def f(self):\n    return"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

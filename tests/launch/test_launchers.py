@@ -67,7 +67,7 @@ class Folder:
         assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1)), "a step is missing, or told twice"
         return [line["loss"] for line in steps] + [line["loss"] for line in lines if line.get("event") == "evaluation"]
 
-    def judge(self, name: str, faults: list[dict]) -> None:
+    def check_run(self, name: str, faults: list[dict]) -> None:
         changes = (self.path / name / "metrics.jsonl").read_text().count('"event": "membership"')
         assert changes == len(faults)
         assert self.losses(name) == pytest.approx(self.losses("undisturbed"), rel=LOSS_TOLERANCE)
@@ -111,7 +111,7 @@ def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str)
     code, out = run([*command, TRAIN, "--config", str(folder.config(name, CELLS[cell]))], DS_ACCELERATOR="cpu")
     assert code == 0, out
     assert out.count("killed by SIGKILL") == len(CELLS[cell]) and out.count("final loss") == 1
-    folder.judge(name, CELLS[cell])
+    folder.check_run(name, CELLS[cell])
 
 
 def slurm(rank: int) -> dict[str, str]:
@@ -159,4 +159,4 @@ def test_processes_that_another_launcher_has_started(folder: Folder, variables):
     outs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outs)
     assert "lost rank 0 (pp0 dp0 tp0): killed by SIGKILL in step 2" in outs[0] and "final loss" in outs[0]
-    folder.judge(variables.__name__, faults)
+    folder.check_run(variables.__name__, faults)

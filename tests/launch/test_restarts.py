@@ -8,7 +8,7 @@ import time
 import pytest
 from test_train import finish, metrics, start, workers_of
 
-from parallel3d.checkpoint.catalogue import Catalogue, read_index
+from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.monitor.run_folder import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_run_that_only_diverges_ends(config_file, tmp_path):
         "training has diverged in step 2: the loss or a gradient is not finite",
         "no checkpoint is left from before step 1, where this start had begun",
     ]
-    assert Catalogue(tmp_path / "run" / "checkpoints").find_newest_good().index.step == 1
+    assert CheckpointDirectory(tmp_path / "run" / "checkpoints").find_newest_valid().index.step == 1
     assert len(events(tmp_path / "run", "restart")) == 1 and summary(tmp_path / "run")["exit_code"] == 6
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from test_train import finish, metrics, start, wait_for_step
 
-from parallel3d.checkpoint.catalogue import Catalogue
+from parallel3d.checkpoint.directory import CheckpointDirectory
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 40
@@ -22,7 +22,7 @@ def losses(run):
 
 def wait_for_checkpoint(run, timeout=60):
     deadline = time.monotonic() + timeout
-    while not Catalogue(run / "checkpoints").steps():
+    while not CheckpointDirectory(run / "checkpoints").steps():
         assert time.monotonic() < deadline, "no checkpoint came"
         time.sleep(0.02)
 
@@ -30,7 +30,7 @@ def wait_for_checkpoint(run, timeout=60):
 def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, tmp_path, undisturbed):
     run = tmp_path / "run"
     stalled = 'elastic.faults=[{"rank": 0, "step": 36, "phase": "forward", "kind": "stop"}]'
-    patient = 'elastic.silence={"min_s": 600.0, "max_s": 600.0}'
+    patient = 'elastic.heartbeat_timeout={"min_s": 600.0, "max_s": 600.0}'
     process = start("--config", config_file, *RESUME, stalled, patient)  # step 36 never ends
     try:
         wait_for_step(run, 33)  # what the leader had still to send when it was stopped never comes
@@ -38,7 +38,7 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    newest = Catalogue(run / "checkpoints").steps()[-1]
+    newest = CheckpointDirectory(run / "checkpoints").steps()[-1]
     code, out, err = finish(start("--config", config_file, *RESUME))
     assert code == 0, out + err
     assert f"going on from {run}/checkpoints/step-{newest:08}, after step {newest}" in out
@@ -46,7 +46,7 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     assert [line["step"] for line in metrics(run)] == list(range(1, 41))
     told = [line["step"] for line in metrics(run / "previous-1")]
     assert told == list(range(1, len(told) + 1)) and 33 <= len(told) <= 35
-    *_, before, last = Catalogue(run / "checkpoints").steps()
+    *_, before, last = CheckpointDirectory(run / "checkpoints").steps()
     assert last == 40
 
     shard = next((run / "checkpoints" / "step-00000040").glob("*.safetensors"))
@@ -57,7 +57,7 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     assert "parallel.pp_size 2 -> 1" in out
     assert losses(run) == pytest.approx(undisturbed(config_file), rel=1e-4)
     aside = run / "checkpoints" / "previous-1"
-    assert Catalogue(aside).steps() == [40] and 40 in Catalogue(run / "checkpoints").steps()
+    assert CheckpointDirectory(aside).steps() == [40] and 40 in CheckpointDirectory(run / "checkpoints").steps()
 
     code, out, err = finish(start("--config", config_file, f"run.resume={aside}/step-00000040"))
     assert code == 2 and f"{aside}/step-00000040/{shard.name} is damaged" in err and "Traceback" not in out + err
@@ -75,7 +75,7 @@ def test_a_stop_saves_and_the_run_goes_on(config_file, tmp_path, undisturbed, nu
     process.send_signal(number)
     ended, out, err = finish(process, timeout=60)
     assert ended == code and "saved step" in out, out + err
-    (step,) = Catalogue(run / "checkpoints").steps()
+    (step,) = CheckpointDirectory(run / "checkpoints").steps()
     assert step == json.loads((run / "summary.json").read_text())["steps"]
     ended, out, err = finish(start("--config", config_file, *RESUME))
     assert ended == 0 and f"after step {step}" in out, out + err
@@ -88,7 +88,11 @@ def test_a_fresh_run_in_the_same_folder_leaves_the_old_checkpoints_alone(config_
         code, out, err = finish(start("--config", config_file, "run.num_steps=2"))
         assert code == 0, out + err
     assert "checkpoints that this run does not go on from are now in" in out
-    assert Catalogue(run / "checkpoints" / "previous-1").steps() == [2] == Catalogue(run / "checkpoints").steps()
+    assert (
+        CheckpointDirectory(run / "checkpoints" / "previous-1").steps()
+        == [2]
+        == CheckpointDirectory(run / "checkpoints").steps()
+    )
 
 
 def test_a_path_that_is_no_checkpoint(config_file, tmp_path):

@@ -146,7 +146,7 @@ def test_a_killed_worker_is_lost_and_the_run_goes_on(config_file, tmp_path):
     code, out, err = finish(process, timeout=30)
     assert code == 130 and "Traceback" not in out + err
     assert re.search(
-        r"epoch 1: lost rank 0 \(pp0 dp0 tp0\): killed by SIGKILL in step \d+; 3 live, 0 spare, 1 lost", out
+        r"generation 1: lost rank 0 \(pp0 dp0 tp0\): killed by SIGKILL in step \d+; 3 live, 0 spare, 1 lost", out
     )
     steps = [line["step"] for line in metrics(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.tune_warmup import ProbeRunner, conclude, parse_arguments, plan_search
+from launch.tune_warmup import ShortRunner, describe_outcome, parse_arguments, plan_search
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.tuning import Evaluation, Outcome, Probe
+from parallel3d.monitor.tuning import SearchResult, ShortRun, ShortRunEvaluation
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/quickstart.json"
@@ -26,7 +26,7 @@ TINY = [
     "parallel.dp_size=1",
     "batch.global_batch_size=4",
     "batch.sequence_length=32",
-    "schedule.warmup_steps=2",
+    "lr_schedule.warmup_steps=2",
     "run.num_steps=40",
 ]
 
@@ -43,7 +43,7 @@ def test_durations_are_a_few_warmups_apart_up_to_half_of_the_run():
     search = search_of(config_of())
     assert list(search.starts) == [8, 16, 32, 64]
     assert list(search.durations) == [60, 120]
-    assert (search.beginning_steps, search.probe_steps, search.max_probes) == (20, 60, 6)
+    assert (search.start_run_steps, search.duration_run_steps, search.max_short_runs) == (20, 60, 6)
 
 
 def test_options_say_otherwise():
@@ -60,13 +60,13 @@ def test_an_option_that_cannot_be_is_said_to_be_wrong(arguments: list[str], caps
 
 
 def test_a_warmup_by_tokens_counts_in_full_steps():
-    config = config_of("schedule.warmup_steps=0", "schedule.warmup_tokens=20000")  # of 2048 tokens a step
-    assert search_of(config).beginning_steps == 10
+    config = config_of("lr_schedule.warmup_steps=0", "lr_schedule.warmup_tokens=20000")  # of 2048 tokens a step
+    assert search_of(config).start_run_steps == 10
 
 
 @pytest.mark.parametrize(
     ("override", "field"),
-    [("schedule.warmup_steps=0", "schedule.warmup_steps"), ("batch.sequence_length=8", "batch.sequence_length")],
+    [("lr_schedule.warmup_steps=0", "lr_schedule.warmup_steps"), ("batch.sequence_length=8", "batch.sequence_length")],
 )
 def test_what_it_cannot_search(override: str, field: str):
     with pytest.raises(ConfigError, match=field):
@@ -74,21 +74,25 @@ def test_what_it_cannot_search(override: str, field: str):
 
 
 def test_the_conclusion_is_a_section_that_the_configuration_takes():
-    text = conclude(Outcome(start=16, duration=120, reason="180 fluctuates"))
+    text = describe_outcome(SearchResult(start=16, duration=120, reason="180 fluctuates"))
     section = json.loads(text[text.index("{") :])
     config = load_config(QUICKSTART, [f"warmup={json.dumps(section['warmup'])}"])
     assert (config.warmup.sequence_length.start, config.warmup.sequence_length.duration) == (16, 120)
-    assert "lower learning rate" in conclude(Outcome(start=8, duration=None, reason="even the shortest fluctuates"))
+    assert "lower learning rate" in describe_outcome(
+        SearchResult(start=8, duration=None, reason="even the shortest fluctuates")
+    )
 
 
 def test_a_finished_run_is_read_again_unless_the_question_is_another(tmp_path, monkeypatch):
     config, trained = config_of(), []
-    monkeypatch.setattr(ProbeRunner, "_train", lambda self, settings, folder, probe: trained.append(probe) or found)
-    found = [Evaluation(step=4, loss=3.0), Evaluation(step=8, loss=None)]
-    probe = Probe(start=8, duration=60, num_steps=20)
+    monkeypatch.setattr(
+        ShortRunner, "_train", lambda self, settings, folder, short_run: trained.append(short_run) or found
+    )
+    found = [ShortRunEvaluation(step=4, loss=3.0), ShortRunEvaluation(step=8, loss=None)]
+    short_run = ShortRun(start=8, duration=60, num_steps=20)
     for overrides, count in ([], 1), ([], 1), (["run.seed=5"], 2):
-        runner = ProbeRunner(config, str(QUICKSTART), overrides, search_of(config), tmp_path)
-        assert runner(probe) == found
+        runner = ShortRunner(config, str(QUICKSTART), overrides, search_of(config), tmp_path)
+        assert runner(short_run) == found
         assert len(trained) == count
 
 

@@ -5,14 +5,14 @@ from collections import Counter
 import torch
 
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.parameter import WeightGrads, parameters_of, run_kept
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.parameter import WeightGradStore, parameters_of, run_deferred
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
-from parallel3d.testing.threads import run_threads
 
 SEQ, BATCH = 12, 2
 
@@ -31,8 +31,10 @@ def model_config(**changes):
 
 
 def build(config, tp, policy="fp64", recompute="none", device="cpu", compiles=False):
-    on = Placement(tp=tp, policy=POLICIES[policy], device=device, compiles=compiles)
-    stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on, recompute=recompute)
+    context = LayerContext(tp=tp, policy=POLICIES[policy], device=device, compiles=compiles)
+    stage = make_decoder(
+        config, range(config.num_hidden_layers), num_positions=SEQ, context=context, recompute=recompute
+    )
     for p in parameters_of(stage):
         value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)
         if p.sharding.is_norm_or_bias:
@@ -44,7 +46,7 @@ def build(config, tp, policy="fp64", recompute="none", device="cpu", compiles=Fa
 
 
 def solo(policy, device="cpu"):
-    return Placement(tp=solo_region(), policy=POLICIES[policy], device=device)
+    return LayerContext(tp=solo_region(), policy=POLICIES[policy], device=device)
 
 
 def micro_batch(**changes):
@@ -88,7 +90,7 @@ def assert_two_stages_split(config):
     """A stage of each layer, with the same parameters: the same loss. The whole stage comes back."""
     inputs, targets = tokens(config.vocab_size)
     full = build(config, solo_region())
-    parts = [make_decoder(config, r, num_positions=SEQ, on=solo("fp64")) for r in (range(0, 1), range(1, 2))]
+    parts = [make_decoder(config, r, num_positions=SEQ, context=solo("fp64")) for r in (range(0, 1), range(1, 2))]
     values = {p.sharding.name: p.data for p in parameters_of(full)}
     for part in parts:
         for p in parameters_of(part):
@@ -107,18 +109,18 @@ def backward_twice(config, tp, split, policy="fp32", recompute="none"):
     """Main gradients after two micro-batches, and after each half how often every parameter said it had one."""
     stage = build(config, tp, policy, recompute)
     parameters = parameters_of(stage)
-    counts, after, weight_grads = Counter(), [], WeightGrads()
+    counts, after, weight_grad_store = Counter(), [], WeightGradStore()
     for p in parameters:
-        p.weight_grads = weight_grads
+        p.weight_grad_store = weight_grad_store
         p.on_grad = lambda name=p.sharding.name: counts.update([name])
     inputs, targets = tokens(config.vocab_size)
     for slots in ((4, 9), (2, 3)):
         loss = stage(inputs, micro_batch(slots=slots), targets)
         if split:
-            with weight_grads.kept() as work:
+            with weight_grad_store.deferred() as work:
                 loss.backward()
             after.append(dict(counts))
-            run_kept(work)
+            run_deferred(work)
         else:
             loss.backward()
         after.append(dict(counts))

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers import cross_entropy as module
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import Policy
-from parallel3d.testing.threads import run_threads
 
 VOCAB, HIDDEN, TOKENS = 50257, 8, 24
 
@@ -40,25 +40,25 @@ def reference(**sizes):
     return loss.detach(), hidden.grad, weight.grad
 
 
-def make_layer(tp, weight, dtype=torch.float64, sensitive=None):
+def make_layer(tp, weight, dtype=torch.float64, keep_fp32_dtype=None):
     vocab, hidden_size = weight.shape
     wide = torch.promote_types(dtype, torch.float32)
-    policy = Policy(name="test", compute=dtype, grad=wide, state=wide, sensitive=sensitive or dtype)
-    layer = LinearCrossEntropy("head", vocab, hidden_size, init_std=0.02, on=Placement(tp=tp, policy=policy))
+    policy = Policy(name="test", compute=dtype, grad=wide, state=wide, keep_fp32_dtype=keep_fp32_dtype or dtype)
+    layer = LinearCrossEntropy("head", vocab, hidden_size, init_std=0.02, context=LayerContext(tp=tp, policy=policy))
     layer.weight.data.fill_(float("nan"))  # what stands in the padding must not matter
     layer.weight.data[: layer.num_valid] = weight[layer.first : layer.first + layer.num_valid].to(dtype)
     return layer
 
 
-def run(tp_size, sequence_parallel=False, dtype=torch.float64, sensitive=None, **sizes):
+def run(tp_size, sequence_parallel=False, dtype=torch.float64, keep_fp32_dtype=None, **sizes):
     """By rank: loss, gradient of its hidden states, gradient of its rows and where these begin."""
     hidden, weight, targets = problem(**sizes)
 
     def body(rank, world):
         group = world.make_group(rank)("tp", tuple(range(tp_size)))
         tp = TensorParallel(group=group, sequence_parallel=sequence_parallel)
-        layer = make_layer(tp, weight, dtype, sensitive)
-        own = hidden.chunk(tp_size)[rank] if tp.cuts_tokens else hidden
+        layer = make_layer(tp, weight, dtype, keep_fp32_dtype)
+        own = hidden.chunk(tp_size)[rank] if tp.is_token_sharded else hidden
         own = own.to(dtype, copy=True).requires_grad_()
         loss = layer(own, targets)
         loss.backward()
@@ -81,10 +81,10 @@ def assert_like_reference(results, sequence_parallel=False, tolerance=1e-12, **s
 
 
 # Of logits in fp64 over 12,565 rows: one token at a time, five (the last chunk is smaller), all.
-@pytest.mark.parametrize("chunk_bytes", [1, 5 * 8 * 12565, 1 << 30])
+@pytest.mark.parametrize("token_block_bytes", [1, 5 * 8 * 12565, 1 << 30])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_50257_tokens_over_4_ranks(chunk_bytes, sequence_parallel, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+def test_50257_tokens_over_4_ranks(token_block_bytes, sequence_parallel, monkeypatch):
+    monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", token_block_bytes)
     assert_like_reference(run(4, sequence_parallel), sequence_parallel)
 
 
@@ -108,7 +108,7 @@ def test_fp32():
 
 def test_bf16_activations_with_an_fp32_softmax():
     """bf16 has 8 bits: inputs, logits and gradients are rounded to 2**-9."""
-    results = run(4, dtype=torch.bfloat16, sensitive=torch.float32)
+    results = run(4, dtype=torch.bfloat16, keep_fp32_dtype=torch.float32)
     loss, hidden_grad, _ = reference()
     assert {result[0].item() for result in results} == {results[0][0].item()}
     assert results[0][0].item() == pytest.approx(loss.item(), rel=0.01)
@@ -165,7 +165,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_the_whole_logits_never_exist(monkeypatch):
     """The largest tensor is of the weight's size, or a chunk of logits."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * VOCAB * 4)
+    monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", 2 * VOCAB * 4)
     _, weight, _ = problem()
     layer = make_layer(solo_region(), weight, torch.float32)
     hidden = torch.randn(100, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()

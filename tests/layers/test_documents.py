@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stages import BATCH, SEQ, build, differences_of_tensor_parallel, micro_batch, model_config, relative, tokens
 
-from parallel3d.comm.tensor_parallel import solo_region
-from parallel3d.layers.documents import document_lengths, num_rows, split_documents, with_documents
+from parallel3d.layers.documents import append_document_marks, document_lengths, num_rows, split_document_marks
 from parallel3d.layers.parameter import parameters_of
+from parallel3d.parallel.tensor_parallel import solo_region
 
 DOCUMENTS = (5, 7, 1, 3, 8)
 """Of two sequences of 12 tokens: the first document that would cross their border is cut there."""
@@ -38,9 +38,9 @@ def test_every_token_is_in_one_document(rows):
 )
 def test_what_stages_are_told_survives_the_way(lengths, hidden_size, num_local, dtype):
     x, documents = torch.randn(num_local, hidden_size).to(dtype), tuple(lengths)
-    sent = with_documents(x, documents)
+    sent = append_document_marks(x, documents)
     assert sent.shape == (num_local + num_rows(sum(lengths), hidden_size), hidden_size)
-    received, told = split_documents(sent, sum(lengths))
+    received, told = split_document_marks(sent, sum(lengths))
     assert torch.equal(received, x)
     assert told == documents
 

@@ -49,9 +49,9 @@ def test_add_matmul_adds(size, transposed_a, transposed_b):
     a, b = factors(size, transposed_a, transposed_b)
     total = numbers(3, size[0], size[2])
     expected = total.double() + a.double() @ b.double()
-    place = total.data_ptr()
+    address = total.data_ptr()
     add_matmul(total, a, b)
-    assert total.data_ptr() == place
+    assert total.data_ptr() == address
     torch.testing.assert_close(total.double(), expected, **TOLERANCE)
 
 

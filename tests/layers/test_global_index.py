@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from parallel3d.layers.global_index import global_index
 from parallel3d.layers.init import initial_value
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding
 from parallel3d.random_keys import key_of, normal
-from parallel3d.sharding import Chunk, ParamSharding
 
 
 @st.composite
@@ -17,20 +17,28 @@ def shardings(draw):
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.sampled_from([None, *range(len(shape))]))
     kind = draw(st.sampled_from(["even", "chunks", "shared", "padded"]))
-    chunks = ()
+    fused_blocks = ()
     if dim is not None and kind == "even":
         shape[dim] *= tp_size
     elif dim is not None and kind == "chunks":
-        chunks = tuple(Chunk(name=n, size=tp_size * draw(st.integers(1, 3))) for n in "qkv")
-        shape[dim] = sum(chunk.size for chunk in chunks)
+        fused_blocks = tuple(FusedBlock(name=n, size=tp_size * draw(st.integers(1, 3))) for n in "qkv")
+        shape[dim] = sum(chunk.size for chunk in fused_blocks)
     elif dim is not None and kind == "shared":  # each half of the ranks, or all, hold the same part
         parts = draw(st.sampled_from([1, 2])) if tp_size % 2 == 0 else 1
-        q, kv = Chunk(name="q", size=tp_size), Chunk(name="kv", size=parts * draw(st.integers(1, 3)), max_parts=parts)
-        chunks = (q, kv)
+        q, kv = (
+            FusedBlock(name="q", size=tp_size),
+            FusedBlock(name="kv", size=parts * draw(st.integers(1, 3)), max_parts=parts),
+        )
+        fused_blocks = (q, kv)
         shape[dim] = q.size + kv.size
     padded = dim is not None and kind == "padded"
     sharding = ParamSharding(
-        name="w", shape=tuple(shape), dim=dim, chunks=chunks, padded=padded, init_std=draw(st.sampled_from([0.5, 1.0]))
+        name="w",
+        shape=tuple(shape),
+        dim=dim,
+        fused_blocks=fused_blocks,
+        padded=padded,
+        init_std=draw(st.sampled_from([0.5, 1.0])),
     )
     return sharding, draw(st.integers(0, tp_size - 1)), tp_size
 

@@ -19,12 +19,12 @@ from stages import (
 )
 
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.testing.threads import run_threads
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 
 
 def gpt2_config(**changes):
@@ -103,7 +103,7 @@ def test_initial_values():
 
 
 def build_initial(config):
-    stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=solo("fp32"))
+    stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, context=solo("fp32"))
     shardings = [p.sharding for p in parameters_of(stage)]
     return {sharding.name: initial_value(sharding, seed=7, tp_rank=0, tp_size=1) for sharding in shardings}
 
@@ -116,7 +116,7 @@ def test_stages_split_the_model():
 def test_positions_are_as_many_as_asked_for():
     for given, expected in ((20, 20), (None, SEQ)):
         stage = make_decoder(
-            gpt2_config(max_position_embeddings=given), range(1), num_positions=SEQ, on=solo("fp32", "meta")
+            gpt2_config(max_position_embeddings=given), range(1), num_positions=SEQ, context=solo("fp32", "meta")
         )
         assert stage.positions.weight.shape == (expected, 32)
 
@@ -139,7 +139,7 @@ def test_parameter_counts_of_gpt2_small(qkv_bias, tied, count):
         qkv_bias=qkv_bias,
         tie_word_embeddings=tied,
     )
-    stage = make_decoder(config, range(12), num_positions=1024, on=solo("bf16", "meta"))
+    stage = make_decoder(config, range(12), num_positions=1024, context=solo("bf16", "meta"))
     assert sum(p.numel() for p in stage.parameters()) == num_parameters(config) == count
 
 

@@ -20,11 +20,11 @@ from stages import (
 )
 
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.testing.threads import run_threads
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -119,7 +119,7 @@ def test_initial_std_of_the_last_layer(scaling, factor):
     config = model_config(
         hidden_size=768, intermediate_size=652, num_hidden_layers=12, initializer_depth_scaling=scaling
     )
-    stage = make_decoder(config, range(11, 12), num_positions=SEQ, on=solo("fp32"))
+    stage = make_decoder(config, range(11, 12), num_positions=SEQ, context=solo("fp32"))
     down: ShardedParameter = stage.layers[0].mlp.down.weight
     value = initial_value(down.sharding, seed=1, tp_rank=0, tp_size=1)
     assert value.std().item() == pytest.approx(0.2 * factor, rel=0.02)
@@ -152,7 +152,7 @@ def test_rotary_table_is_shared_by_all_layers_and_stages_split_the_model():
 def test_parameter_counts_of_hlat(sizes, count):
     config = ModelConfig(**{"vocab_size": 32000, "num_key_value_heads": 32, **sizes})
     layers = range(config.num_hidden_layers)
-    stage = make_decoder(config, layers, num_positions=8, on=solo("bf16", "meta"))
+    stage = make_decoder(config, layers, num_positions=8, context=solo("bf16", "meta"))
     assert sum(p.numel() for p in stage.parameters()) == count
 
 

@@ -6,27 +6,27 @@ import pytest
 import torch
 from stages import micro_batch
 
-from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel3d.layers.output_rounding import product_of
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.output_rounding import matmul_for
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import FusedBlock
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
-from parallel3d.sharding import Chunk
-from parallel3d.testing.threads import run_threads
 
 POLICY = replace(POLICIES["bf16_sr"], rounds_outputs=True)
 SEQ, IN, OUT = 4, 16, 24
-CHUNKS = (Chunk(name="q", size=16), Chunk(name="k", size=8))
+CHUNKS = (FusedBlock(name="q", size=16), FusedBlock(name="k", size=8))
 
 
 def linear(kind, tp=None, policy=POLICY):
-    on = Placement(tp=tp or solo_region(), policy=policy)
+    context = LayerContext(tp=tp or solo_region(), policy=policy)
     if kind == "column":
-        layer = ColumnParallelLinear("w", IN, CHUNKS, init_std=0.5, on=on)
+        layer = ColumnParallelLinear("w", IN, CHUNKS, init_std=0.5, context=context)
     else:
-        layer = RowParallelLinear("w", IN, OUT, init_std=0.5, on=on)
-    group = on.tp.group
+        layer = RowParallelLinear("w", IN, OUT, init_std=0.5, context=context)
+    group = context.tp.group
     whole = initial_value(layer.weight.sharding, seed=3, tp_rank=group.rank, tp_size=group.size)
     layer.weight.data.copy_((whole * 8).round() / 8)  # products are exact in fp32, whatever is added first
     return layer
@@ -104,7 +104,7 @@ def test_row_parallel_summands_have_noise_of_their_own():
 
     def body(rank, world):
         layer = linear("row", TensorParallel(group=world.make_group(rank)("tp", (0, 1))))
-        return product_of(layer.weight, batch(4, 9), tp=layer.tp, policy=POLICY)(x, weight)
+        return matmul_for(layer.weight, batch(4, 9), tp=layer.tp, policy=POLICY)(x, weight)
 
     first, second = run_threads(2, body)
     differ = (first != second).double().mean()

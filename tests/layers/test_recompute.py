@@ -7,19 +7,19 @@ import torch
 from stages import SEQ, backward_twice, build, micro_batch, model_config, solo, tokens
 from torch import nn
 
-from launch.plan import estimate_sizes
+from launch.plan import estimate_message_sizes
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import TensorParallel, solo_region
 from parallel3d.config.schema import BatchConfig, Config, OptimizerConfig, ParallelConfig, RunConfig
-from parallel3d.errors import EpochEnded
+from parallel3d.errors import GenerationEnded
+from parallel3d.inprocess.live_bytes import LiveBytes
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.linear import RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.norm import RMSNorm
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
 from parallel3d.recompute import run_layer
-from parallel3d.testing.live_bytes import LiveBytes
-from parallel3d.testing.threads import run_threads
 
 MODES = ("none", "selective", "full")
 FAMILIES = {"llama": {}, "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ)}
@@ -81,14 +81,14 @@ def test_nothing_is_recorded_without_gradients():
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-def listen(group, heard):
+def record_collectives(group, recorded):
     """Notes the group's collectives by name."""
     for name in ("all_reduce_async", "reduce_scatter_async", "all_gather_async", "all_reduce_max"):
-        setattr(group, name, partial(note, heard, name, getattr(group, name)))
+        setattr(group, name, partial(record_call, recorded, name, getattr(group, name)))
 
 
-def note(heard, name, post, *tensors):
-    heard.append(name)
+def record_call(recorded, name, post, *tensors):
+    recorded.append(name)
     return post(*tensors)
 
 
@@ -98,14 +98,14 @@ def test_collectives_are_repeated_only_where_they_must(sequence_parallel):
     config = model_config()
 
     def body(rank, world):
-        heard = {mode: [] for mode in MODES}
+        recorded = {mode: [] for mode in MODES}
         for mode in MODES:
             tp = TensorParallel(group=world.make_group(rank)(mode, (0, 1)), sequence_parallel=sequence_parallel)
             stage = build(config, tp, recompute=mode)
-            listen(tp.group, heard[mode])
+            record_collectives(tp.group, recorded[mode])
             inputs, targets = tokens(config.vocab_size)
             stage(inputs, micro_batch(), targets).backward()
-        return heard
+        return recorded
 
     first, second = run_threads(2, body)
     assert first == second  # in the same order on both ranks
@@ -124,8 +124,8 @@ def numbers_a_token(mode, tp, *, hidden_size=64, intermediate_size=160, seq=32):
     )
     kept = []
     for num_layers in (1, 2):
-        on = Placement(tp=tp, policy=POLICIES["fp32"])
-        stage = make_decoder(config, range(1, 1 + num_layers), num_positions=seq, on=on, recompute=mode)
+        context = LayerContext(tp=tp, policy=POLICIES["fp32"])
+        stage = make_decoder(config, range(1, 1 + num_layers), num_positions=seq, context=context, recompute=mode)
         for p in stage.parameters():
             p.data.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.02)
         x = torch.ones(tp.num_local_tokens(2 * seq), hidden_size).requires_grad_()
@@ -175,7 +175,7 @@ def test_the_plan_expects_as_much(size, sequence_parallel):
             optimizer=OptimizerConfig(learning_rate=1.0),
             run=RunConfig(num_steps=1),
         )
-        sizes = estimate_sizes(config, (range(2, 3),))
+        sizes = estimate_message_sizes(config, (range(2, 3),))
         assert sizes.stash_bytes[0] / 4 / 64 == pytest.approx(measured, rel=0.02), mode
 
 
@@ -185,10 +185,10 @@ def test_the_plan_expects_as_much(size, sequence_parallel):
 class PostNorm(nn.Module):
     """A layer whose backward pass reads the value of its last product."""
 
-    def __init__(self, on):
+    def __init__(self, context):
         super().__init__()
-        self.product = RowParallelLinear("product", 8, 8, init_std=0.1, on=on)
-        self.norm = RMSNorm("norm.weight", 8, eps=1e-5, on=on)
+        self.product = RowParallelLinear("product", 8, 8, init_std=0.1, context=context)
+        self.norm = RMSNorm("norm.weight", 8, eps=1e-5, context=context)
 
     def forward(self, x):
         return self.norm(self.product(x, micro_batch()))
@@ -200,14 +200,14 @@ def test_a_layer_that_needs_its_last_product_shows_it(recompute):
     for p in layer.parameters():
         p.data.fill_(0.5)
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    run_layer(layer, x, recompute=recompute, products=layer.product.tp.products).sum().backward()
+    run_layer(layer, x, recompute=recompute, recompute_context=layer.product.tp.recompute_context).sum().backward()
     assert x.grad is not None and x.grad.isnan().all()
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("call", range(1, 21))
 def test_an_end_in_the_middle_leaves_nothing_behind(recompute, call):
-    """The epoch ends at some collective, forward, recomputed or backward: the next iteration is as good as new."""
+    """The generation ends at some collective, forward, recomputed or backward: the next iteration is as good as new."""
     config = model_config(hidden_dropout=0.2)
     inputs, targets = tokens(config.vocab_size)
 
@@ -215,7 +215,7 @@ def test_an_end_in_the_middle_leaves_nothing_behind(recompute, call):
         tp = region(world, rank, 2, True)
         stage = build(config, tp, recompute=recompute)
         end_at(tp.group, call)
-        with pytest.raises(EpochEnded):
+        with pytest.raises(GenerationEnded):
             stage(inputs, micro_batch(), targets).backward()
         tp.group = world.make_group(rank)("next", (0, 1))
         grads = []
@@ -236,7 +236,7 @@ def end_at(group, call):
     def count(post, *tensors):
         left[0] -= 1
         if left[0] == 0:
-            raise EpochEnded("a peer was lost")
+            raise GenerationEnded("a peer was lost")
         return post(*tensors)
 
     for name in ("all_reduce_async", "reduce_scatter_async", "all_gather_async"):

@@ -6,13 +6,13 @@ import torch
 from plain_llama import plain_loss
 
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 
 NAME = "embedding.weight"
@@ -32,8 +32,8 @@ MICRO_BATCH = MicroBatch(seed=7, iteration=3, slots=(4, 9), sequence_length=SEQ)
 
 def build(*layers: range):
     """A stage for each range of layers, with the initial weights."""
-    on = Placement(tp=solo_region(), policy=POLICIES["fp64"])
-    stages = [make_decoder(CONFIG, mine, num_positions=SEQ, on=on) for mine in layers]
+    context = LayerContext(tp=solo_region(), policy=POLICIES["fp64"])
+    stages = [make_decoder(CONFIG, mine, num_positions=SEQ, context=context) for mine in layers]
     for stage in stages:
         for p in parameters_of(stage):
             p.data.copy_(initial_value(p.sharding, seed=7, tp_rank=0, tp_size=1))
@@ -81,7 +81,7 @@ def test_two_stages_have_the_same_parameter_and_each_a_part_of_its_gradient():
 
 
 def test_untied_ends_are_parameters_of_their_own():
-    on = Placement(tp=solo_region(), policy=POLICIES["fp64"])
+    context = LayerContext(tp=solo_region(), policy=POLICIES["fp64"])
     config = CONFIG.model_copy(update={"tie_word_embeddings": False})
-    stage = make_decoder(config, range(2), num_positions=SEQ, on=on)
+    stage = make_decoder(config, range(2), num_positions=SEQ, context=context)
     assert not tied_parameters(stage) and stage.head.weight.sharding.name == "head.weight"

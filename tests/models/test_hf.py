@@ -8,16 +8,16 @@ from hf_models import MODELS, SIZES, their_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.hf import hf_tensors, load_stage, put_share, share_of
+from models.hf import hf_tensors, load_stage, read_local_shard, write_local_shard
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import ConfigError, UserError
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
-from parallel3d.testing.threads import run_threads
 
 SEQ, BATCH = 12, 2
 
@@ -46,8 +46,8 @@ def run_ours(name, tp_size, sequence_parallel):
     def body(rank, world):
         group = world.make_group(rank)("tp", tuple(range(tp_size)))
         tp = TensorParallel(group=group, sequence_parallel=sequence_parallel)
-        on = Placement(tp=tp, policy=POLICIES["fp32"])
-        stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on)
+        context = LayerContext(tp=tp, policy=POLICIES["fp32"])
+        stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, context=context)
         load_stage(stage, hf_tensors(config), weights.__getitem__, tp_rank=rank, tp_size=tp_size)
         logits = stage.logits(inputs, batch)
         stage(inputs, batch, targets).backward()
@@ -63,7 +63,7 @@ def gradient_of(tensor, grads):
         sharding, grad = mine[tensor.name]
         if rank == 0 or sharding.dim is not None or sharding.partial_grad:
             part = torch.zeros(tensor.shape)
-            put_share(grad, sharding, tensor, part, tp_rank=rank, tp_size=len(grads))
+            write_local_shard(grad, sharding, tensor, part, tp_rank=rank, tp_size=len(grads))
             total += part
     return total
 
@@ -121,12 +121,12 @@ def test_shares_are_parts_of_their_tensors_and_come_together_again(layout):
     names = set()
     for rank in range(tp_size):
         for sharding in shardings_of(config, layers, tp_size):
-            share = share_of(sharding, table, whole.__getitem__, tp_rank=rank, tp_size=tp_size)
+            share = read_local_shard(sharding, table, whole.__getitem__, tp_rank=rank, tp_size=tp_size)
             real = sum(run.length for run in sharding.runs(rank, tp_size))
             assert (share != 0).sum() == real * (share.numel() // share.shape[sharding.dim or 0])
             for tensor in table:
                 if tensor.name == sharding.name:
-                    put_share(share, sharding, tensor, back[tensor.hf_name], tp_rank=rank, tp_size=tp_size)
+                    write_local_shard(share, sharding, tensor, back[tensor.hf_name], tp_rank=rank, tp_size=tp_size)
             names.add(sharding.name)
     assert names == {tensor.name for tensor in table}
     assert all(torch.equal(back[name], whole[name]) for name in whole)
@@ -151,14 +151,14 @@ def test_a_rank_reads_no_more_than_it_holds(name):
     for sharding in shardings_of(config, range(config.num_hidden_layers), 4):
         counts = []
         whole = {tensor.hf_name: Watched(torch.ones(tensor.shape), counts) for tensor in table}
-        share = share_of(sharding, table, whole.__getitem__, tp_rank=1, tp_size=4)
+        share = read_local_shard(sharding, table, whole.__getitem__, tp_rank=1, tp_size=4)
         assert sum(counts) == share.sum()  # ones, and zeros for padding
 
 
 def shardings_of(config, layers, tp_size):
     group = run_threads(tp_size, lambda rank, world: world.make_group(rank)("tp", tuple(range(tp_size))))[0]
-    on = Placement(tp=TensorParallel(group=group), policy=POLICIES["fp32"], device="meta")
-    return [p.sharding for p in parameters_of(make_decoder(config, layers, num_positions=SEQ, on=on))]
+    context = LayerContext(tp=TensorParallel(group=group), policy=POLICIES["fp32"], device="meta")
+    return [p.sharding for p in parameters_of(make_decoder(config, layers, num_positions=SEQ, context=context))]
 
 
 def test_what_does_not_fit_is_said():
@@ -166,8 +166,8 @@ def test_what_does_not_fit_is_said():
     table = hf_tensors(config)
     weights = {tensor.hf_name: torch.zeros(tensor.shape) for tensor in table}
     group = run_threads(1, lambda rank, world: world.make_group(rank)("tp", (0,)))[0]
-    on = Placement(tp=TensorParallel(group=group), policy=POLICIES["fp32"])
-    stage = make_decoder(config, range(2), num_positions=SEQ, on=on)
+    context = LayerContext(tp=TensorParallel(group=group), policy=POLICIES["fp32"])
+    stage = make_decoder(config, range(2), num_positions=SEQ, context=context)
     load_stage(stage, table, weights.__getitem__, tp_rank=0, tp_size=1)
     weights["transformer.h.1.attn.c_attn.bias"][7] = 1.0
     with pytest.raises(UserError, match=r"h\.1\.attn\.c_attn\.bias is not zero, but model\.qkv_bias is false"):

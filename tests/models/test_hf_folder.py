@@ -178,12 +178,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_one_clear_error_names_it(tmp_path, whole, name):
-    model, spoil, said = BROKEN[name]
+    model, corrupt, message = BROKEN[name]
     folder = tmp_path / "folder"
     shutil.copytree(whole[model], folder)
     open_hf_folder(folder)
-    spoil(folder)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    corrupt(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
         open_hf_folder(folder)
     assert str(folder) in str(caught.value)
 

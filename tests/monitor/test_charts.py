@@ -19,7 +19,7 @@ from parallel3d.monitor.charts import (
     draw_loss,
     smooth,
 )
-from parallel3d.monitor.history import History
+from parallel3d.monitor.history import MetricsLog
 
 
 def colours(path) -> set[str]:
@@ -27,9 +27,9 @@ def colours(path) -> set[str]:
     return {"#{:02x}{:02x}{:02x}".format(*pixel) for pixel in set(map(tuple, pixels))}
 
 
-def history_of(num_steps=100, events=(), **figures) -> History:
+def history_of(num_steps=100, events=(), **figures) -> MetricsLog:
     lines = [{"step": step, "loss": 8.0 * math.exp(-step / 50), **figures} for step in range(num_steps)]
-    return History.of([*lines, {"step": num_steps, "loss": None, **figures}, *events])
+    return MetricsLog.of([*lines, {"step": num_steps, "loss": None, **figures}, *events])
 
 
 EVENTS = (
@@ -59,16 +59,16 @@ def test_the_course_has_a_panel_for_what_there_is(tmp_path):
 
 def test_the_sequence_length_has_a_panel_where_it_changes(tmp_path):
     lines = [{"step": step, "loss": 3.0, "sequence_length": 8} for step in range(10)]
-    draw_course(tmp_path / "one.png", title="", history=History.of(lines))
+    draw_course(tmp_path / "one.png", title="", history=MetricsLog.of(lines))
     draw_course(
-        tmp_path / "two.png", title="", history=History.of([*lines, {**lines[0], "step": 10, "sequence_length": 16}])
+        tmp_path / "two.png", title="", history=MetricsLog.of([*lines, {**lines[0], "step": 10, "sequence_length": 16}])
     )
     assert imread(tmp_path / "two.png").shape[0] > imread(tmp_path / "one.png").shape[0]
 
 
 def test_infinite_norms_are_drawn_at_the_edge(tmp_path):
     lines = [{"step": step, "loss": 3.0, "grad_norm": "inf" if step == 5 else 1.0} for step in range(30)]
-    draw_course(tmp_path / "a.png", title="", history=History.of(lines), max_grad_norm=1.0)
+    draw_course(tmp_path / "a.png", title="", history=MetricsLog.of(lines), max_grad_norm=1.0)
     assert CLIPPED in colours(tmp_path / "a.png")
 
 
@@ -79,7 +79,7 @@ def test_all_in_one_picture(tmp_path):
 
 
 def test_a_run_of_one_step_has_no_charts(tmp_path):
-    one = History.of([{"step": 1, "loss": 3.0}])
+    one = MetricsLog.of([{"step": 1, "loss": 3.0}])
     assert draw_all(tmp_path, one, title="", config={}, entropy=None) == [] and not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.report import main
-from parallel3d.monitor.history import History, analyse, compare
+from parallel3d.monitor.history import MetricsLog, analyse, compare_to_reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def evaluations(losses, every=10):
 
 
 def test_the_table_of_a_run():
-    found = analyse(History.of(lines_of([4.0, 3.0, 3.3, 2.5, 5.0, 2.6, None])))
+    found = analyse(MetricsLog.of(lines_of([4.0, 3.0, 3.3, 2.5, 5.0, 2.6, None])))
     ratio = found.loss_ratio
     assert (ratio.num_steps, ratio.num_unstable, ratio.num_not_finite, ratio.largest) == (7, 2, 1, 2.0)
     assert found.largest_at == 5 and found.with_variance_norm is None
@@ -41,14 +41,14 @@ def test_the_loss_ratio_goes_with_the_variance_after_its_own_step():
     draw = random.Random(2)
     losses = [10.0, *(10.0 + draw.random() for _ in range(300))]
     before = [0.0, *(loss / 10.0 for loss in losses[:-1])]
-    found = analyse(History.of(lines_of(losses, variance_norm=before, variance_max=[-value for value in before])))
+    found = analyse(MetricsLog.of(lines_of(losses, variance_norm=before, variance_max=[-value for value in before])))
     assert found.with_variance_norm.r == pytest.approx(1.0) and found.with_variance_norm.num_pairs == 299
     assert found.with_variance_max.r == pytest.approx(-1.0)
 
 
 def test_a_step_that_was_not_measured_is_no_pair():
     variance = [0.0, 1.0, None, 3.0, 4.0, 5.0]
-    found = analyse(History.of(lines_of([3.0, 4.0, 5.0, 6.0, 3.5, 3.0], variance_norm=variance)))
+    found = analyse(MetricsLog.of(lines_of([3.0, 4.0, 5.0, 6.0, 3.5, 3.0], variance_norm=variance)))
     assert found.with_variance_norm.num_pairs == 3  # of the ratios of steps 2 to 5 that of step 2 has no partner
 
 
@@ -56,28 +56,31 @@ def test_changes_of_membership_are_told_with_what_happened_there():
     norms = [1.0] * 25 + [9.0] + [1.0] * 4
     lines = lines_of([3.0] * 26 + [3.3] + [3.0] * 3, grad_norm=norms)
     changes = [{"event": "membership", "step": 26}, {"event": "membership", "step": 27}]
-    first, second = analyse(History.of([*lines, *changes])).changes
+    first, second = analyse(MetricsLog.of([*lines, *changes])).changes
     assert (first.is_spike, first.loss_ratio) == (True, 1.0)
     assert (second.is_spike, second.loss_ratio) == (False, pytest.approx(1.1))
 
 
 def test_of_a_step_told_twice_the_last_counts():
-    history = History.of([{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}])
+    history = MetricsLog.of([{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}])
     assert history.losses[0] == 2.0 and math.isnan(history.losses[1]) and len(history.steps) == 2
 
 
 def test_both_readings_of_a_win():
     """Ours is at 3.0 after 20 of the other's 40 steps; at 3000 tokens it is halfway between 3.0 and 2.8."""
-    ours = History.of([*lines_of([4.0] * 40), *evaluations([4.0, 3.0], every=10), *evaluations([2.8], every=40)])
-    theirs = History.of([*lines_of([4.0] * 40), *evaluations([5.0, 4.0, 3.5, 3.0])])
-    win = compare(ours, theirs)
+    ours = MetricsLog.of([*lines_of([4.0] * 40), *evaluations([4.0, 3.0], every=10), *evaluations([2.8], every=40)])
+    theirs = MetricsLog.of([*lines_of([4.0] * 40), *evaluations([5.0, 4.0, 3.5, 3.0])])
+    win = compare_to_reference(ours, theirs)
     assert (win.reached.step, win.tokens_saved, win.time_saved) == (20, 0.5, 0.5)
     assert (win.equal_tokens, win.loss, win.reference_loss) == (4000, 2.8, 3.0)
-    shorter = History.of([*lines_of([4.0] * 30), *evaluations([5.0, 4.0, 3.5])])
-    assert compare(ours, shorter).loss == pytest.approx(2.9) and compare(ours, shorter).equal_tokens == 3000
-    lost = compare(theirs, ours)
+    shorter = MetricsLog.of([*lines_of([4.0] * 30), *evaluations([5.0, 4.0, 3.5])])
+    assert (
+        compare_to_reference(ours, shorter).loss == pytest.approx(2.9)
+        and compare_to_reference(ours, shorter).equal_tokens == 3000
+    )
+    lost = compare_to_reference(theirs, ours)
     assert lost.reached is None and lost.tokens_saved is None
-    assert compare(ours, History.of(lines_of([1.0]))) is None
+    assert compare_to_reference(ours, MetricsLog.of(lines_of([1.0]))) is None
 
 
 # --- launch/report.py -------------------------------------------------------------------------------------------------

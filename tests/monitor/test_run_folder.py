@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder, read_metrics
+from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder, read_metrics
 
 
 def open_folder(path) -> RunFolder:
@@ -31,9 +31,9 @@ def test_an_earlier_runs_files_are_moved_aside_and_nothing_else(tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
         folder.close()
     assert folder.moved_to == tmp_path / "previous-2"
-    for number, place in enumerate((tmp_path / "previous-1", tmp_path / "previous-2", tmp_path)):
-        assert read_metrics(place / "metrics.jsonl") == [{"step": number, "loss": 1.0}]
-        assert (place / "logs" / "rank-0.log").read_text() == f"run {number}"
+    for number, folder in enumerate((tmp_path / "previous-1", tmp_path / "previous-2", tmp_path)):
+        assert read_metrics(folder / "metrics.jsonl") == [{"step": number, "loss": 1.0}]
+        assert (folder / "logs" / "rank-0.log").read_text() == f"run {number}"
     assert (tmp_path / "notes.txt").exists()
 
 
@@ -76,7 +76,7 @@ def test_another_process_goes_on_with_a_folder(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # the crash came in the middle
     threading.Timer(0.2, first.close).start()  # its lock ends a little after that
-    second = ContinuedFolder(tmp_path)
+    second = ContinuedRunFolder(tmp_path)
     second.append_metrics({"step": 2})
     second.write_summary({"exit_code": 0})
     second.close()
@@ -88,7 +88,10 @@ def test_another_process_goes_on_with_a_folder(tmp_path):
 def test_a_folder_that_can_not_be_gone_on_with_says_so_at_each_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr("parallel3d.monitor.run_folder.LOCK_WAIT_S", 0.1)
     first = open_folder(tmp_path)
-    for folder, why in ((ContinuedFolder(tmp_path / "no"), FileNotFoundError), (ContinuedFolder(tmp_path), OSError)):
+    for folder, why in (
+        (ContinuedRunFolder(tmp_path / "no"), FileNotFoundError),
+        (ContinuedRunFolder(tmp_path), OSError),
+    ):
         for write in (folder.append_metrics, folder.write_summary):
             with pytest.raises(why):
                 write({"step": 1})

@@ -3,8 +3,8 @@ from __future__ import annotations
 import io
 import json
 
-from parallel3d.monitor.run_folder import ContinuedFolder, RunFolder, read_metrics
-from parallel3d.monitor.sinks import PlainProgress, RunReport
+from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder, read_metrics
+from parallel3d.monitor.sinks import PlainDisplay, RunReporter
 
 
 class Terminal(io.StringIO):
@@ -16,10 +16,10 @@ def step(number: int, **fields) -> dict:
     return {"kind": "step", "step": number, "loss": 8.0 / number, "tokens_per_s": 1234.0, "step_s": 2.0, **fields}
 
 
-def report_of(tmp_path, out: io.StringIO) -> tuple[RunReport, io.StringIO]:
+def report_of(tmp_path, out: io.StringIO) -> tuple[RunReporter, io.StringIO]:
     err = io.StringIO()
     folder = RunFolder(tmp_path, config="{}", environment={})
-    return RunReport(folder, title="small", out=out, err=err), err
+    return RunReporter(folder, title="small", out=out, err=err), err
 
 
 def test_a_whole_run(tmp_path):
@@ -30,7 +30,7 @@ def test_a_whole_run(tmp_path):
         {"kind": "hello", "coordinates": "pp0"},
         *(step(number) for number in (1, 2, 3, 4)),
         {"kind": "evaluation", "step": 4, "loss": 2.5},
-        {"event": "membership", "epoch": 1, "step": 4},
+        {"event": "membership", "generation": 1, "step": 4},
         {"kind": "summary", "final_loss": 2.0, "unigram_entropy": 5.0, "state_bytes": 2**20, "tokens": 4096},
     ):
         report.publish(record)
@@ -71,13 +71,13 @@ def test_the_bar_says_who_is_left_once_somebody_is_lost(tmp_path):
     report, _ = report_of(tmp_path, out := Terminal())
     report.start()
     report.publish({"kind": "total", "num_steps": 10})
-    report.publish({"kind": "membership", "text": "epoch 1: as before", "live": 8, "spare": 0, "lost": 0})
+    report.publish({"kind": "membership", "text": "generation 1: as before", "live": 8, "spare": 0, "lost": 0})
     report.publish(step(5))
-    report.publish({"kind": "membership", "text": "epoch 2: lost rank 3", "live": 6, "spare": 1, "lost": 1})
+    report.publish({"kind": "membership", "text": "generation 2: lost rank 3", "live": 6, "spare": 1, "lost": 1})
     report.publish(step(6))
     report.close("", exit_code=0)
-    fifth, sixth = out.getvalue().split("epoch 2: lost rank 3\n")
-    assert "epoch 1: as before\n" in fifth and "live" not in fifth
+    fifth, sixth = out.getvalue().split("generation 2: lost rank 3\n")
+    assert "generation 1: as before\n" in fifth and "live" not in fifth
     assert "loss 1.3333  1,234 tokens/s  live 6 spare 1 lost 1  ETA 0:08" in sixth
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2  # the account of a change is a record of its own
@@ -102,7 +102,7 @@ def test_a_report_that_goes_on_knows_what_was_told(tmp_path):
     first.publish(step(2))
     first.publish({"event": "membership", "step": 3})
     first.close("", exit_code=4)
-    second = RunReport(ContinuedFolder(tmp_path), title="small", out=io.StringIO(), err=io.StringIO())
+    second = RunReporter(ContinuedRunFolder(tmp_path), title="small", out=io.StringIO(), err=io.StringIO())
     assert second.last_step == 2
     second.start()
     second.publish(step(3))
@@ -123,8 +123,8 @@ def test_a_run_that_begins_again_leaves_one_curve(tmp_path):
     ):
         report.publish(record)
     report.pause()
-    assert report.account.last_step == 2
-    report.publish({"event": "ended", "exit_code": 3, "began_at": 0, "last_step": 2})
+    assert report.run_history.last_step == 2
+    report.publish({"event": "ended", "exit_code": 3, "attempt_start_step": 0, "last_step": 2})
     report.publish({"kind": "restart", "text": "again", "step": 1, "lost_steps": 1, "skips_data": False})
     report.start()
     report.publish(step(2, loss=7.0))
@@ -155,7 +155,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
 def test_plain_lines_come_every_ten_seconds_or_five_percent():
     now = 0.0
     out = io.StringIO()
-    progress = PlainProgress(out, clock=lambda: now)
+    progress = PlainDisplay(out, clock=lambda: now)
     for number in range(1, 101):
         progress.show(number, 100, "", 0.0)
     assert [line.split()[1] for line in out.getvalue().splitlines()] == [

@@ -9,8 +9,8 @@ import struct
 import pytest
 
 from parallel3d.monitor.run_folder import RunFolder
-from parallel3d.monitor.sinks import RunReport
-from parallel3d.monitor.tensorboard import TensorBoardFile, crc32c, event, record, scalars
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.monitor.tensorboard import TensorBoardFile, crc32c, encode_event, encode_record, scalars
 
 LINES = [
     {"step": 1, "loss": 2.5, "num_updates": 1, "grad_norm": None, "lr": 1e-3},
@@ -73,9 +73,9 @@ def test_checksums_as_published(data, crc):
 
 
 def test_the_bytes_of_one_record():
-    message = event(1.5, step=300, values={"train/loss": 2.5})
+    message = encode_event(1.5, step=300, values={"train/loss": 2.5})
     assert message.hex() == "09000000000000f83f10ac022a130a110a0a747261696e2f6c6f73731500002040"
-    assert record(b"").hex() == "0000000000000000" + "29039807" + "d8ea82a2"
+    assert encode_record(b"").hex() == "0000000000000000" + "29039807" + "d8ea82a2"
 
 
 def test_lines_become_curves(tmp_path):
@@ -91,14 +91,14 @@ def test_lines_become_curves(tmp_path):
 
 
 def test_what_is_no_number_is_no_curve():
-    assert dict(scalars({"event": "membership", "step": 3, "epoch": 1})) == {}
+    assert dict(scalars({"event": "membership", "step": 3, "generation": 1})) == {}
     assert dict(scalars({"step": 3, "loss": "nan", "flag": True})) == {}
 
 
 def test_a_report_that_goes_on_has_whole_curves(tmp_path):
     for number in (1, 2):
-        folder = RunFolder(tmp_path, config="{}", environment={}, history_to=number - 1)
-        report = RunReport(folder, title="a", tensorboard=True, out=io.StringIO(), err=io.StringIO())
+        folder = RunFolder(tmp_path, config="{}", environment={}, history_until_step=number - 1)
+        report = RunReporter(folder, title="a", tensorboard=True, out=io.StringIO(), err=io.StringIO())
         report.start()
         report.publish({"kind": "step", "step": number, "loss": 4.0 / number, "step_s": 1.0})
         report.close("", exit_code=0)
@@ -110,7 +110,7 @@ def test_a_report_that_goes_on_has_whole_curves(tmp_path):
 def test_a_folder_that_can_not_be_written_costs_the_curves_alone(tmp_path):
     folder, err = RunFolder(tmp_path, config="{}", environment={}), io.StringIO()
     (tmp_path / "tensorboard").write_text("in the way")
-    report = RunReport(folder, title="a", tensorboard=True, out=io.StringIO(), err=err)
+    report = RunReporter(folder, title="a", tensorboard=True, out=io.StringIO(), err=err)
     report.start()
     for number in (1, 2):
         report.publish({"kind": "step", "step": number, "loss": 1.0, "step_s": 1.0})

@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.monitor.tuning import Evaluation, Search, first_fluctuation, tune
+from parallel3d.monitor.tuning import SearchSpace, ShortRunEvaluation, first_fluctuation, search_warmup
 
-CALM = [Evaluation(step=step, loss=6.0 - step / 10) for step in range(1, 6)]
-WILD = [*CALM, Evaluation(step=6, loss=5.5 + 0.27)]
-LOST = [*CALM, Evaluation(step=6, loss=None)]
+CALM = [ShortRunEvaluation(step=step, loss=6.0 - step / 10) for step in range(1, 6)]
+WILD = [*CALM, ShortRunEvaluation(step=6, loss=5.5 + 0.27)]
+LOST = [*CALM, ShortRunEvaluation(step=6, loss=None)]
 
 
-def search_of(num_starts: int, num_durations: int) -> Search:
-    return Search(
+def search_of(num_starts: int, num_durations: int) -> SearchSpace:
+    return SearchSpace(
         starts=[8 * 2**number for number in range(num_starts)],
         durations=[100 * number for number in range(1, num_durations + 1)],
-        beginning_steps=50,
-        probe_steps=150,
+        start_run_steps=50,
+        duration_run_steps=150,
     )
 
 
 def test_a_fluctuation_is_beyond_the_best_one_so_far():
     """exp(0.26) = 1.297, exp(0.27) = 1.310."""
     losses = [4.0, 3.0, 3.26, 3.1, 2.9, 3.17, 9.0]
-    found = first_fluctuation([Evaluation(step=10 * n, loss=loss) for n, loss in enumerate(losses)], 1.3)
+    found = first_fluctuation([ShortRunEvaluation(step=10 * n, loss=loss) for n, loss in enumerate(losses)], 1.3)
     assert found is not None
     assert (found.step, found.ratio) == (50, pytest.approx(1.31, abs=1e-3))
     assert "1.31 x the best" in str(found)
@@ -49,22 +49,24 @@ def test_finds_a_known_threshold_with_few_runs(num_starts: int, num_durations: i
     longest = data.draw(st.integers(1, num_durations))
     probes = []
 
-    def run(probe):
-        probes.append(probe)
-        if probe.num_steps == search.beginning_steps:
-            return CALM if probe.start >= search.starts[first_calm] else WILD
-        assert probe.start == search.starts[first_calm]
-        return CALM if probe.duration <= search.durations[longest - 1] else LOST
+    def run(short_run):
+        probes.append(short_run)
+        if short_run.num_steps == search.start_run_steps:
+            return CALM if short_run.start >= search.starts[first_calm] else WILD
+        assert short_run.start == search.starts[first_calm]
+        return CALM if short_run.duration <= search.durations[longest - 1] else LOST
 
-    outcome = tune(search, run)
-    assert (outcome.start, outcome.duration) == (search.starts[first_calm], search.durations[longest - 1])
-    assert len(probes) <= first_calm + 1 + ceil(log2(num_durations + 1)) <= search.max_probes
+    result = search_warmup(search, run)
+    assert (result.start, result.duration) == (search.starts[first_calm], search.durations[longest - 1])
+    assert len(probes) <= first_calm + 1 + ceil(log2(num_durations + 1)) <= search.max_short_runs
     assert len(set(probes)) == len(probes)
 
 
 def test_says_when_nothing_is_calm():
     search = search_of(3, 8)
-    assert tune(search, lambda probe: WILD).start is None
-    beginning_alone = tune(search, lambda probe: CALM if probe.num_steps == search.beginning_steps else WILD)
+    assert search_warmup(search, lambda short_run: WILD).start is None
+    beginning_alone = search_warmup(
+        search, lambda short_run: CALM if short_run.num_steps == search.start_run_steps else WILD
+    )
     assert (beginning_alone.start, beginning_alone.duration) == (8, None)
     assert "shortest" in beginning_alone.reason

@@ -11,32 +11,32 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep
-from parallel3d.optim.cut import Cuts, plan_cuts
-from parallel3d.optim.zero1 import CutChange, Probe, ShardedOptimizer
+from parallel3d.optim.distributed_optimizer import PhaseHook, ReshardPlan, ShardedOptimizer
+from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
+from parallel3d.parallel.grid import Coordinates, Grid
+from parallel3d.parallel.groups import build_groups
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding
 from parallel3d.precision.policy import POLICIES, Policy
-from parallel3d.sharding import Chunk, ParamSharding
-from parallel3d.testing.threads import ThreadWorld
-from parallel3d.topology.grid import Coordinates, Grid
-from parallel3d.topology.groups import build_groups
 
 SEED = 7
 LEARNING_RATES = (1e-2, 3e-2, 0.0, 5e-3)
 GRAD_SCALES = (1.0, 0.25, 1.0, 0.5)
 NUM_STEPS = len(LEARNING_RATES)
-QKV = (Chunk(name="q", size=24), Chunk(name="k", size=8), Chunk(name="v", size=8))
+QKV = (FusedBlock(name="q", size=24), FusedBlock(name="k", size=8), FusedBlock(name="v", size=8))
 ONE_KV_HEAD = (
-    Chunk(name="q", size=24),
-    Chunk(name="k", size=8, max_parts=1),
-    Chunk(name="v", size=8, max_parts=1),
+    FusedBlock(name="q", size=24),
+    FusedBlock(name="k", size=8, max_parts=1),
+    FusedBlock(name="v", size=8, max_parts=1),
 )
 SHARDINGS = [
     ParamSharding(name="embedding", shape=(37, 12), dim=0, padded=True, init_std=0.5),
     ParamSharding(name="norm", shape=(12,), partial_grad=True, is_norm_or_bias=True),
-    ParamSharding(name="qkv", shape=(40, 12), dim=0, chunks=QKV, init_std=0.5),
-    ParamSharding(name="one_kv_head", shape=(40, 12), dim=0, chunks=ONE_KV_HEAD, init_std=0.5),
+    ParamSharding(name="qkv", shape=(40, 12), dim=0, fused_blocks=QKV, init_std=0.5),
+    ParamSharding(name="one_kv_head", shape=(40, 12), dim=0, fused_blocks=ONE_KV_HEAD, init_std=0.5),
     ParamSharding(name="output", shape=(12, 24), dim=1, init_std=0.5),
     ParamSharding(name="router", shape=(5, 12), init_std=0.5),
     ParamSharding(name="last_norm", shape=(12,), is_norm_or_bias=True),
@@ -90,15 +90,15 @@ def local_gradient(sharding: ParamSharding, part: int, step: int, tp_rank: int, 
     return local
 
 
-def backward(stage: nn.Module, part: int, step: int, place: Coordinates, tp_size: int) -> None:
+def backward(stage: nn.Module, part: int, step: int, coordinates: Coordinates, tp_size: int) -> None:
     """Adds one part's gradients as the layers do: last parameter first."""
     for parameter in reversed(parameters_of(stage)):
-        parameter.grad_buffer().add_(local_gradient(parameter.sharding, part, step, place.tp, tp_size))
-        parameter.grad_added()
+        parameter.grad_buffer().add_(local_gradient(parameter.sharding, part, step, coordinates.tp, tp_size))
+        parameter.register_grad_ready()
 
 
 class Rank:
-    """One rank of one stage, from epoch to epoch, without a coordinator: the test says who lives."""
+    """One rank of one stage, from generation to generation, without a coordinator: the test says who lives."""
 
     def __init__(
         self,
@@ -114,22 +114,22 @@ class Rank:
         bucket_bytes: int = 2000,
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
-        probe: Probe = lambda phase: None,
+        phase_hook: PhaseHook = lambda phase: None,
     ):
         self.rank, self.world = rank, world
         self.tp_size, self.dp_size = tp_size, dp_size
         self.zero_stage, self.zero_backups = zero_stage, zero_backups
         self.hosts = hosts or {}
-        self.grid = Grid.straight(tp_size=tp_size, pp_size=1, dp_size=dp_size)
-        self.place = self.grid.coordinates(rank)
+        self.grid = Grid.uniform(tp_size=tp_size, pp_size=1, dp_size=dp_size)
+        self.coordinates = self.grid.coordinates(rank)
         self.stage = make_stage(tp_size, POLICIES[policy])
         self.optimizer = ShardedOptimizer(
             self.stage,
             rank=rank,
             seed=SEED,
-            tp_rank=self.place.tp,
+            tp_rank=self.coordinates.tp,
             tp_size=tp_size,
-            first_cuts=self.cuts_on(self.grid),
+            first_shard_maps=self.shard_maps_on(self.grid),
             zero_stage=zero_stage,
             bucket_bytes=bucket_bytes,
             decay_norms_and_biases=False,
@@ -138,10 +138,11 @@ class Rank:
             overlap_reduce=overlap_reduce,
             overlap_gather=overlap_gather,
             device=torch.device("cpu"),
-            probe=probe,
+            phase_hook=phase_hook,
         )
-        self.optimizer.recut(
-            CutChange(epoch=0, old=None, new=self.cuts_on(self.grid), live=self.grid.ranks), world.links(rank)
+        self.optimizer.reshard(
+            ReshardPlan(generation=0, old=None, new=self.shard_maps_on(self.grid), live=self.grid.ranks),
+            world.links(rank),
         )
         self.optimizer.commit()
         self.join(0, self.grid)
@@ -150,41 +151,43 @@ class Rank:
     def buckets(self):
         return self.optimizer.buckets
 
-    def cuts_on(self, grid: Grid) -> Cuts:
-        return plan_cuts(
-            grid, 0, self.place.tp, zero_stage=self.zero_stage, zero_backups=self.zero_backups, hosts=self.hosts
+    def shard_maps_on(self, grid: Grid) -> ShardMaps:
+        return plan_shard_maps(
+            grid, 0, self.coordinates.tp, zero_stage=self.zero_stage, zero_backups=self.zero_backups, hosts=self.hosts
         )
 
-    def join(self, epoch: int, grid: Grid) -> None:
+    def join(self, generation: int, grid: Grid) -> None:
         self.grid = grid
-        groups = build_groups(grid, self.rank, epoch, self.world.make_group(self.rank), tied=False)
-        self.optimizer.join(epoch, groups, self.world.links(self.rank, epoch))
+        groups = build_groups(grid, self.rank, generation, self.world.make_group(self.rank), tied=False)
+        self.optimizer.join(generation, groups, self.world.links(self.rank, generation))
 
-    def move(self, epoch: int, previous: Grid, live: Collection[int], *, weights_whole: bool = False) -> int:
+    def move(self, generation: int, previous: Grid, live: Collection[int], *, weights_gathered: bool = False) -> int:
         """Builds the ranges for those alive of `previous`, not yet in force; returns the bytes received."""
         grid, _ = previous.without(set(previous.ranks) - set(live))
-        old, new = self.cuts_on(previous), self.cuts_on(grid)
-        change = CutChange(epoch=epoch, old=old, new=new, live=live, weights_whole=weights_whole)
-        return self.optimizer.recut(change, self.world.links(self.rank, epoch))
+        old, new = self.shard_maps_on(previous), self.shard_maps_on(grid)
+        change = ReshardPlan(generation=generation, old=old, new=new, live=live, weights_gathered=weights_gathered)
+        return self.optimizer.reshard(change, self.world.links(self.rank, generation))
 
-    def regroup(self, epoch: int, previous: Grid, live: Collection[int], *, weights_whole: bool = False) -> bool:
+    def regroup(
+        self, generation: int, previous: Grid, live: Collection[int], *, weights_gathered: bool = False
+    ) -> bool:
         """Puts in force what `move` has built; False: this rank has become a spare."""
         self.optimizer.commit()
         grid, _ = previous.without(set(previous.ranks) - set(live))
         if not grid.holds(self.rank):
             return False
-        self.join(epoch, grid)
-        if not weights_whole:
+        self.join(generation, grid)
+        if not weights_gathered:
             self.optimizer.gather()
         return True
 
     def reduce(self, step: int) -> None:
         """The gradients of iteration `step` + 1: the parts of lost replicas go over the others."""
         replicas = sorted(self.grid.stages[0])
-        mine = [part for part in range(self.dp_size) if replicas[part % len(replicas)] == self.place.dp]
+        mine = [part for part in range(self.dp_size) if replicas[part % len(replicas)] == self.coordinates.dp]
         self.optimizer.begin_iteration(step + 1, len(mine))
         for part in mine:
-            backward(self.stage, part, step, self.place, self.tp_size)
+            backward(self.stage, part, step, self.coordinates, self.tp_size)
         self.optimizer.finish_reduction()
 
     def step(self, step: int) -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from replicas import NUM_STEPS, SHARDINGS, Rank, cut_local
 
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused, adamw_narrow
+from parallel3d.inprocess.world import run_threads
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import bits, key_of
-from parallel3d.testing.threads import run_threads
 
 SETTINGS = AdamWSettings()
 STEP = UpdateStep(number=3, learning_rate=1e-2, grad_scale=0.25)
@@ -25,7 +25,7 @@ def noise(span):
 
 def update(block=None, noise=noise, dtype=torch.bfloat16):
     weights, moments, grads = tensors(dtype=dtype)
-    adamw_narrow(weights, moments, grads, STEP, SETTINGS, weight_decay=0.1, noise=noise, block=block)
+    adamw_bf16(weights, moments, grads, STEP, SETTINGS, weight_decay=0.1, noise=noise, block=block)
     return torch.cat([weights[None], moments])
 
 
@@ -70,7 +70,7 @@ def test_updates_far_below_a_step_of_the_weights_arrive_on_average():
             draw = lambda span, n=number: bits(key_of("update", 1, n, "w"), torch.arange(span.start, span.stop))  # noqa: E731
             step = UpdateStep(number=number, learning_rate=1e-4, grad_scale=1.0)
             grads = torch.ones(4096, dtype=torch.bfloat16)
-            adamw_narrow(weights, moments, grads, step, SETTINGS, weight_decay=0.0, noise=draw if words else None)
+            adamw_bf16(weights, moments, grads, step, SETTINGS, weight_decay=0.0, noise=draw if words else None)
         ends[name] = weights.float().mean().item()
     assert ends["nearest"] == 1.0
     # sqrt(100 x 1e-4 x 3.9e-3 / 4096) = 1e-4 is one standard error; rounded moments change the updates' size a little.
@@ -124,7 +124,7 @@ def test_a_backup_is_the_same_as_what_it_backs_up():
     for rank in results:
         for number, bucket in enumerate(rank.state()):
             for span, state in bucket.items():
-                held.setdefault((rank.place.tp, number, span), []).append(state)
+                held.setdefault((rank.coordinates.tp, number, span), []).append(state)
     assert all(len(states) == 2 and torch.equal(*states) for states in held.values())
 
 

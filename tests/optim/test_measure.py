@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.optim.measure import measure_state
-from parallel3d.optim.norms import StateNorms, larger
+from parallel3d.optim.state_norms import StateNorms, larger
 
 NUM_ELEMENTS = 150_000  # more than two blocks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from replicas import NUM_STEPS, Rank, update_step
 
-from parallel3d.testing.threads import run_threads
+from parallel3d.inprocess.world import run_threads
 
 
 def train(dp_size, policy, zero_stage, *, renew, dies=None):
@@ -23,7 +23,7 @@ def train(dp_size, policy, zero_stage, *, renew, dies=None):
                 rank.move(1, previous, live)
                 old = [(bucket._weights, bucket._grads) for bucket in rank.buckets]
                 if renew:
-                    rank.optimizer.renew_buffers()
+                    rank.optimizer.reallocate_buffers()
                 rank.regroup(1, previous, live)
                 if renew:  # what comes late
                     for weights, grads in old:

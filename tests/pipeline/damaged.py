@@ -14,17 +14,17 @@ def damaged_grids(draw, *, min_stages=1, max_stages=6, max_replicas=6):
 
 
 @st.composite
-def plan_requests(draw, *, grids, rules, chunks=None, max_micro_batches=40, max_slots=4):
+def plan_requests(draw, *, grids, schedules, chunks=None, max_micro_batches=40, max_slots=4):
     """Anything that can be asked for on such a grid by one of these rules, with costs of 1 to 4."""
-    replicas, num_chunks, rule = draw(grids), draw(chunks) if chunks else 1, draw(st.sampled_from(rules))
+    replicas, num_chunks, schedule = draw(grids), draw(chunks) if chunks else 1, draw(st.sampled_from(schedules))
     costs = st.tuples(*[st.integers(1, 4)] * (len(replicas) * num_chunks))
     return PlanRequest(
         replicas=replicas,
         num_micro_batches=draw(st.integers(1, max_micro_batches)),
-        rule=rule,
+        schedule=schedule,
         virtual_stages=num_chunks,
         costs=StageCosts(forward=draw(costs), backward_input=draw(costs), backward_weight=draw(costs)),
         slots=draw(st.integers(1, max_slots)),
-        split_backward=rule != "forward" and draw(st.booleans()),
+        split_backward=schedule != "forward" and draw(st.booleans()),
         extra_in_flight=draw(st.integers(0, 3)),
     )

@@ -15,7 +15,7 @@ from parallel3d.pipeline.request import PlanRequest
 
 def make_plan(replicas=((0,),) * 3, num_micro_batches=6, **options):
     costs = StageCosts.equal(len(replicas))
-    fields = {"rule": "1f1b", "costs": replace(costs, forward=options.pop("forward_costs", costs.forward))}
+    fields = {"schedule": "1f1b", "costs": replace(costs, forward=options.pop("forward_costs", costs.forward))}
     return plan_pipeline(PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, **fields | options))
 
 
@@ -93,7 +93,7 @@ def test_a_missing_list_is_named():
 
 def test_messages_that_overtake_each_other_are_caught():
     """Each step is right for its micro-batch, but gpipe's first stage runs forward 1 before forward 0."""
-    plan = make_plan(rule="gpipe")
+    plan = make_plan(schedule="gpipe")
 
     def reverse(steps):
         length = next(i for i, step in enumerate(steps) if step.micro_batch == 1)
@@ -115,7 +115,7 @@ def test_the_two_receives_of_the_last_stage_may_change_places_unless_they_share_
 
 def test_lists_that_wait_for_each_other_are_named():
     """Both stages take the second micro-batch's backward first: right steps, matching pairs, no end."""
-    plan = make_plan(((0,),) * 2, 2, rule="gpipe")
+    plan = make_plan(((0,),) * 2, 2, schedule="gpipe")
     first, last = plan.lists[0, 0], list(plan.lists[1, 0])
     late = last.pop(find(last, Op.RECV_ACTIVATION, 1)), last.pop(find(last, Op.FORWARD, 1))
     targets = last.pop(find(last, Op.RECV_TARGETS, 1))
@@ -167,35 +167,35 @@ def test_slots_are_part_of_the_plan():
 
 
 def test_1f1b_holds_fewer_micro_batches_on_later_stages():
-    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(100, 10, 1, 1000), put_off_bytes=(0,) * 4)
+    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(100, 10, 1, 1000), deferred_bytes=(0,) * 4)
     report = check_plan(make_plan(((0,),) * 4, 16), 3, sizes)
     assert report.peak_in_flight == {(0, 0): 4, (1, 0): 3, (2, 0): 2, (3, 0): 1}
     assert report.peak_bytes == {(0, 0): 400, (1, 0): 30, (2, 0): 2, (3, 0): 1000}
     assert report.makespan == (16 + 3) * 3
-    assert set(check_plan(make_plan(((0,),) * 4, 16, rule="gpipe"), 3).peak_in_flight.values()) == {16}
+    assert set(check_plan(make_plan(((0,),) * 4, 16, schedule="gpipe"), 3).peak_in_flight.values()) == {16}
 
 
 def test_what_a_split_backward_puts_off_is_charged_between_its_halves():
     """One stage: forward and both halves in turn. On the last of four some weights' halves wait, at a smaller price."""
-    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(10,) * 4, put_off_bytes=(1,) * 4)
-    report = check_plan(make_plan(((0,),), 4, rule="zb-h1"), 3, sizes)
+    sizes = MessageSizes(activation_bytes=0, targets_bytes=0, stash_bytes=(10,) * 4, deferred_bytes=(1,) * 4)
+    report = check_plan(make_plan(((0,),), 4, schedule="zb-h1"), 3, sizes)
     assert report.peak_bytes == {(0, 0): 10}
-    report = check_plan(make_plan(((0,),) * 4, 16, rule="zb-h1"), 3, sizes)
+    report = check_plan(make_plan(((0,),) * 4, 16, schedule="zb-h1"), 3, sizes)
     assert set(report.peak_in_flight.values()) == {4}
     assert report.peak_bytes[3, 0] % 10 > 0 and max(report.peak_bytes.values()) <= 40
 
 
 def test_messages_are_charged_to_both_ends_and_waiting_ones_to_their_sender():
     """A slow second stage: targets 1, activation 1 and targets 2 fill the slots, activation 2 waits for one."""
-    sizes = MessageSizes(activation_bytes=100, targets_bytes=1, stash_bytes=(0, 0), put_off_bytes=(0, 0))
-    report = check_plan(make_plan(((0,),) * 2, 8, rule="forward", forward_costs=(1, 50)), 3, sizes)
+    sizes = MessageSizes(activation_bytes=100, targets_bytes=1, stash_bytes=(0, 0), deferred_bytes=(0, 0))
+    report = check_plan(make_plan(((0,),) * 2, 8, schedule="forward", forward_costs=(1, 50)), 3, sizes)
     assert report.peak_bytes == {(0, 0): 202, (1, 0): 102}
     assert report.makespan == 1 + 8 * 50
 
 
 def test_fewer_slots_hold_fewer_bytes():
-    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0), put_off_bytes=(0, 0, 0))
-    plan = make_plan(((0,),) * 3, 8, rule="forward", slots=10, forward_costs=(1, 50, 1))
+    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0), deferred_bytes=(0, 0, 0))
+    plan = make_plan(((0,),) * 3, 8, schedule="forward", slots=10, forward_costs=(1, 50, 1))
     many, one = check_plan(plan, 10, sizes), check_plan(plan, 1, sizes)
     assert (many.peak_bytes[1, 0], one.peak_bytes[1, 0]) == (700, 100)
     assert many.makespan == one.makespan == plan.makespan
@@ -203,8 +203,8 @@ def test_fewer_slots_hold_fewer_bytes():
 
 
 def test_what_is_read_early_is_charged_until_it_is_used():
-    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0), put_off_bytes=(0, 0, 0))
-    plan = make_plan(((0,),) * 3, 8, rule="forward", slots=10, forward_costs=(1, 50, 1))
+    sizes = MessageSizes(activation_bytes=100, targets_bytes=0, stash_bytes=(0, 0, 0), deferred_bytes=(0, 0, 0))
+    plan = make_plan(((0,),) * 3, 8, schedule="forward", slots=10, forward_costs=(1, 50, 1))
 
     def read_all_first(steps):
         steps.sort(key=lambda step: step.op is not Op.RECV_ACTIVATION)

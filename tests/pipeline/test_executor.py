@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from models.make import make_decoder
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.check import check_plan
-from parallel3d.pipeline.executor import Executor, Loaded
+from parallel3d.pipeline.executor import Executor, LoadedMicroBatch
 from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.precision.policy import POLICIES
-from parallel3d.testing.threads import run_threads
-from parallel3d.topology.grid import Grid
 
 MODEL = ModelConfig(
     vocab_size=50,
@@ -36,12 +36,12 @@ SEQ, NUM_MICRO_BATCHES = 8, 6
 ADDS = {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
 
 
-def make_plan(grid, rule, virtual_stages=1, **options):
+def make_plan(grid, schedule, virtual_stages=1, **options):
     plan = plan_pipeline(
         PlanRequest(
             replicas=grid.replicas,
             num_micro_batches=NUM_MICRO_BATCHES,
-            rule=rule,
+            schedule=schedule,
             costs=StageCosts.equal(grid.pp_size * virtual_stages),
             virtual_stages=virtual_stages,
             **options,
@@ -58,7 +58,7 @@ def load(micro_batch):
         for slot in micro_batch.slots
     ]
     inputs, targets = torch.cat(drawn, dim=1)
-    return Loaded(inputs.contiguous(), targets.contiguous())
+    return LoadedMicroBatch(inputs.contiguous(), targets.contiguous())
 
 
 def make_chunks(pp, num_stages, virtual_stages, tp, model):
@@ -66,7 +66,7 @@ def make_chunks(pp, num_stages, virtual_stages, tp, model):
     num_chunks, num_layers = num_stages * virtual_stages, model.num_hidden_layers
     cuts = [number * num_layers // num_chunks for number in range(num_chunks + 1)]
     chunks = torch.nn.ModuleList(
-        make_decoder(model, range(*ends), num_positions=SEQ, on=Placement(tp=tp, policy=POLICIES["fp64"]))
+        make_decoder(model, range(*ends), num_positions=SEQ, context=LayerContext(tp=tp, policy=POLICIES["fp64"]))
         for ends in list(pairwise(cuts))[pp::num_stages]
     )
     for p in parameters_of(chunks):
@@ -81,9 +81,11 @@ def run(grid, plan, batch=None, model=MODEL):
     )
 
     def body(rank, world):
-        place = grid.coordinates(rank)
-        tp = TensorParallel(group=world.make_group(rank)(f"tp{place.pp}-{place.dp}", grid.tp_ranks(place.replica)))
-        chunks = make_chunks(place.pp, grid.pp_size, plan.request.virtual_stages, tp, model)
+        coordinates = grid.coordinates(rank)
+        tp = TensorParallel(
+            group=world.make_group(rank)(f"tp{coordinates.pp}-{coordinates.dp}", grid.tp_ranks(coordinates.replica))
+        )
+        chunks = make_chunks(coordinates.pp, grid.pp_size, plan.request.virtual_stages, tp, model)
         counts, told = Counter(), []
         for p in parameters_of(chunks):
             p.on_grad = lambda name=p.sharding.name: counts.update([(name, told[-1])])
@@ -91,20 +93,20 @@ def run(grid, plan, batch=None, model=MODEL):
             chunks=list(chunks),
             grid=grid,
             rank=rank,
-            epoch=0,
+            generation=0,
             links=world.links(rank),
             tp=tp,
             hidden_size=MODEL.hidden_size,
             dtype=torch.float64,
             device=torch.device("cpu"),
             token=world.tokens[rank],
-            observe=lambda step: told.append(step.op),
-            after_compute=lambda micro_batch, site: told.append("added"),
+            on_instruction=lambda step: told.append(step.op),
+            after_compute=lambda micro_batch, grad_pass: told.append("added"),
         )
         with torch.set_grad_enabled(batch.training):
-            result = executor.run(plan.lists[place.replica], batch, load)
+            result = executor.run(plan.lists[coordinates.replica], batch, load)
         grads = {p.sharding.name: p.main_grad for p in parameters_of(chunks) if p.main_grad is not None}
-        return place, result, grads, counts, told
+        return coordinates, result, grads, counts, told
 
     return run_threads(max(grid.ranks) + 1, body)
 
@@ -112,17 +114,17 @@ def run(grid, plan, batch=None, model=MODEL):
 def total_grads(results):
     """Sums over the replicas, tensor ranks apart."""
     total = {}
-    for place, _, grads, _, _ in results:
+    for coordinates, _, grads, _, _ in results:
         for name, grad in grads.items():
-            total[name, place.tp] = total.get((name, place.tp), 0) + grad
+            total[name, coordinates.tp] = total.get((name, coordinates.tp), 0) + grad
     return total
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_zb_h1_is_bitwise_1f1b(tp_size):
     """Both backward the micro-batches in the same order, so that even the sums are the same."""
-    grid = Grid.straight(tp_size=tp_size, pp_size=3, dp_size=1)
-    whole, split = (run(grid, make_plan(grid, rule)) for rule in ("1f1b", "zb-h1"))
+    grid = Grid.uniform(tp_size=tp_size, pp_size=3, dp_size=1)
+    whole, split = (run(grid, make_plan(grid, schedule)) for schedule in ("1f1b", "zb-h1"))
     for (_, result, grads, _, _), (_, other, others, _, _) in zip(whole, split):
         assert grads and grads.keys() == others.keys()
         assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
@@ -134,7 +136,7 @@ def test_zb_h1_is_bitwise_1f1b(tp_size):
 @pytest.mark.parametrize("split", [False, True])
 def test_every_plan_of_a_damaged_grid_has_the_gradients_of_one_process(routing, split, extra):
     """Stage 1 has one replica of two; sums in fp64 differ in their order alone."""
-    solo = Grid.straight(tp_size=1, pp_size=1, dp_size=1)
+    solo = Grid.uniform(tp_size=1, pp_size=1, dp_size=1)
     [(_, expected_result, expected, _, _)] = run(solo, make_plan(solo, "1f1b"))
     grid = Grid.of_replicas([2, 1, 2], tp_size=1)
     plan = make_plan(grid, "1f1b", routing=routing, split_backward=split, extra_in_flight=extra)
@@ -145,8 +147,8 @@ def test_every_plan_of_a_damaged_grid_has_the_gradients_of_one_process(routing, 
         torch.testing.assert_close(total[name, 0], grad, rtol=1e-11, atol=1e-13)
     losses = {m: loss for _, result, _, _, _ in results for m, loss in result.losses.items()}
     assert losses == pytest.approx(expected_result.losses, rel=1e-13)
-    for place, result, grads, counts, _ in results:
-        mine = [m for m, route in enumerate(plan.routes) if route[place.pp] == place.dp]
+    for coordinates, result, grads, counts, _ in results:
+        mine = [m for m, route in enumerate(plan.routes) if route[coordinates.pp] == coordinates.dp]
         assert result.backwarded == Counter((m, 0) for m in mine) == result.forwarded
         ops = {name: op for name, op in counts}
         assert set(counts.values()) <= {len(mine)} and set(grads) <= set(ops) and len(ops) == len(counts)
@@ -166,7 +168,7 @@ DEEP = MODEL.model_copy(update={"num_hidden_layers": 6})
 )
 def test_chunks_have_the_gradients_of_one_process(counts, chunks, tp_size, split, slots):
     """Straight and damaged: a micro-batch comes by every replica of its route once for each chunk."""
-    solo = Grid.straight(tp_size=tp_size, pp_size=1, dp_size=1)
+    solo = Grid.uniform(tp_size=tp_size, pp_size=1, dp_size=1)
     expected = run(solo, make_plan(solo, "1f1b"), model=DEEP)
     grid = Grid.of_replicas(counts, tp_size=tp_size)
     plan = make_plan(grid, "interleaved", chunks, split_backward=split, slots=slots)
@@ -177,27 +179,29 @@ def test_chunks_have_the_gradients_of_one_process(counts, chunks, tp_size, split
         torch.testing.assert_close(total[key], grad, rtol=1e-11, atol=1e-13)
     losses = {m: loss for _, result, _, _, _ in results for m, loss in result.losses.items()}
     assert losses == pytest.approx(expected[0][1].losses, rel=1e-13)
-    for place, result, _, _, _ in results:
-        mine = [m for m, route in enumerate(plan.routes) if route[place.pp] == place.dp]
+    for coordinates, result, _, _, _ in results:
+        mine = [m for m, route in enumerate(plan.routes) if route[coordinates.pp] == coordinates.dp]
         assert result.backwarded == result.forwarded == Counter((m, c) for m in mine for c in range(chunks))
         assert 0 < result.busy_s <= result.run_s
 
 
-@pytest.mark.parametrize("rule", ["1f1b", "zb-h1"])
-def test_who_watches_is_told_before_each_instruction_and_after_each_that_adds(rule):
-    grid = Grid.straight(tp_size=1, pp_size=3, dp_size=1)
-    plan = make_plan(grid, rule)
-    for place, _, _, _, told in run(grid, plan):
-        adds = ADDS | ({Op.FORWARD} if place.pp == 2 else set())  # the head's gradient is made in the forward pass
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_who_watches_is_told_before_each_instruction_and_after_each_that_adds(schedule):
+    grid = Grid.uniform(tp_size=1, pp_size=3, dp_size=1)
+    plan = make_plan(grid, schedule)
+    for coordinates, _, _, _, told in run(grid, plan):
+        adds = ADDS | (
+            {Op.FORWARD} if coordinates.pp == 2 else set()
+        )  # the head's gradient is made in the forward pass
         expected = []
-        for step in plan.lists[place.replica]:
+        for step in plan.lists[coordinates.replica]:
             expected += [step.op] + ["added"] * (step.op in adds)
         assert told == expected
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_an_evaluation_adds_nothing(chunks):
-    grid = Grid.straight(tp_size=1, pp_size=3, dp_size=1)
+    grid = Grid.uniform(tp_size=1, pp_size=3, dp_size=1)
     batch = BatchPlan(
         seed=1,
         iteration=1,

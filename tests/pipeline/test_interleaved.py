@@ -13,7 +13,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.check import MessageSizes, check_plan
 from parallel3d.pipeline.instructions import Op, instructions_for
 from parallel3d.pipeline.partition import StageCosts
-from parallel3d.pipeline.planner import choose_plan, costs_by_op, finish_candidates, plan_pipeline
+from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 
 COMPUTES = {Op.FORWARD: "F", Op.BACKWARD: "B"}
@@ -23,13 +23,13 @@ GRIDS = damaged_grids(min_stages=2, max_stages=5, max_replicas=4)
 slots_of_a_pair = st.sampled_from([1, 2, 3, 100])
 
 
-def make_request(replicas, num_micro_batches, virtual_stages, *, rule="interleaved", costs=(1, 1, 1), **options):
+def make_request(replicas, num_micro_batches, virtual_stages, *, schedule="interleaved", costs=(1, 1, 1), **options):
     num_stages = len(replicas) * virtual_stages
     forward, of_input, of_weight = ((cost,) * num_stages for cost in costs)
     return PlanRequest(
         replicas=replicas,
         num_micro_batches=num_micro_batches,
-        rule=rule,
+        schedule=schedule,
         virtual_stages=virtual_stages,
         costs=StageCosts(forward=forward, backward_input=of_input, backward_weight=of_weight),
         **options,
@@ -49,8 +49,8 @@ def textbook(num_stages, num_chunks, stage, num_micro_batches):
     """
 
     def nth(number, direction):
-        group, place = divmod(number, num_stages * num_chunks)
-        chunk, member = divmod(place, num_stages)
+        group, offset = divmod(number, num_stages * num_chunks)
+        chunk, member = divmod(offset, num_stages)
         return direction, group * num_stages + member, chunk if direction == "F" else num_chunks - 1 - chunk
 
     total = num_micro_batches * num_chunks
@@ -96,11 +96,11 @@ def test_straight_grids_have_the_papers_bubble(grid, slots, costs):
 
 def test_chunks_make_the_bubble_smaller():
     """pp4, 8 micro-batches, a stage of 12 units a pass: 1f1b and then 2, 3 and 4 chunks."""
-    spans = [plan_pipeline(make_request(((0,),) * 4, 8, 1, rule="1f1b", costs=(12, 12, 12))).makespan]
+    spans = [plan_pipeline(make_request(((0,),) * 4, 8, 1, schedule="1f1b", costs=(12, 12, 12))).makespan]
     for chunks in (2, 3, 4):
         spans.append(plan_pipeline(make_request(((0,),) * 4, 8, chunks, costs=(12 // chunks,) * 3)).makespan)
-    work = 8 * 36
-    assert [span - work for span in spans] == [108, 54, 36, 27]
+    compute_time = 8 * 36
+    assert [span - compute_time for span in spans] == [108, 54, 36, 27]
 
 
 @settings(max_examples=40)
@@ -124,13 +124,13 @@ def test_evaluation_passes_all_chunks_and_holds_few(grid, slots):
     num_stages, num_chunks, width, groups = grid
     rounds = groups * num_stages
     replicas = (tuple(range(width)),) * num_stages
-    request = make_request(replicas, rounds * width, num_chunks, rule="forward", slots=slots)
+    request = make_request(replicas, rounds * width, num_chunks, schedule="forward", slots=slots)
     plan = plan_pipeline(request)
     check_plan(plan, slots)
     assert plan.makespan == rounds * num_chunks + num_stages - 1
     nothing = (0,) * num_stages * num_chunks
-    sizes = MessageSizes(activation_bytes=1, targets_bytes=0, stash_bytes=nothing, put_off_bytes=nothing)
-    longer = make_request(replicas, (rounds + 4 * num_stages) * width, num_chunks, rule="forward", slots=slots)
+    sizes = MessageSizes(activation_bytes=1, targets_bytes=0, stash_bytes=nothing, deferred_bytes=nothing)
+    longer = make_request(replicas, (rounds + 4 * num_stages) * width, num_chunks, schedule="forward", slots=slots)
     held, later = (max(check_plan(p, slots, sizes).peak_bytes.values()) for p in (plan, plan_pipeline(longer)))
     assert later <= max(held, 2 * num_stages * num_chunks)  # however many micro-batches there are
 
@@ -142,7 +142,7 @@ def test_evaluation_passes_all_chunks_and_holds_few(grid, slots):
 @given(
     plan_requests(
         grids=GRIDS,
-        rules=["interleaved", "forward"],
+        schedules=["interleaved", "forward"],
         chunks=st.integers(2, 4),
         max_micro_batches=30,
         max_slots=3,
@@ -154,14 +154,14 @@ def test_damaged_grids_have_sound_plans(requested):
     report = check_plan(plan, slots)
     if slots > 1 or len(replicas) > 2:
         assert report.makespan <= plan.makespan
-    work, ends = Counter(), Counter()
+    compute_time, ends = Counter(), Counter()
     for event in plan.events:
         virtual_stage = event.chunk * len(replicas) + event.replica[0]
         assert event.end - event.start == costs_by_op(request)[event.op][virtual_stage]
         assert event.start >= ends[event.replica]
         ends[event.replica] = event.end
-        work[event.replica] += event.end - event.start
-    assert plan.busy == {replica: work[replica] for replica in plan.lists}
+        compute_time[event.replica] += event.end - event.start
+    assert plan.busy == {replica: compute_time[replica] for replica in plan.lists}
     assert plan.makespan == max(ends.values())
 
 
@@ -188,8 +188,8 @@ def test_the_choice_keeps_the_busiest_replica_busy(num_stages, width, num_micro_
         make_request(grid, num_micro_batches, num_chunks, costs=costs), may_split=True, max_extra_in_flight=2
     )
     check_plan(plan, slots=3)
-    work = -(-num_micro_batches // min(map(len, grid))) * 36
-    assert work <= plan.makespan <= most * work, plan.reason
+    compute_time = -(-num_micro_batches // min(map(len, grid))) * 36
+    assert compute_time <= plan.makespan <= most * compute_time, plan.reason
 
 
 @settings(max_examples=40)
@@ -199,7 +199,7 @@ def test_the_choice_is_the_best_of_its_table(replicas, num_chunks, num_micro_bat
     assume(not request.is_straight)
     plan = choose_plan(request, may_split=True, max_extra_in_flight=2)
     check_plan(plan, slots)
-    table = finish_candidates(plan).candidates
+    table = complete_candidates(plan).candidates
     assert plan.makespan == min(candidate.makespan for candidate in table)
     for quick, whole in zip(plan.candidates, table):
         assert quick == whole or plan.makespan <= quick.makespan <= whole.makespan
@@ -249,21 +249,23 @@ def test_steps_of_a_chunk(stage, chunk, expected):
 
 def test_both_ends_agree_on_who_reads_a_message():
     """The virtual stage that stands in the header: 2 stages of 2 chunks are virtual stages 0 to 3."""
-    read_at = {
-        (step.op, stage, chunk): step.read_at(stage, 2)
+    reader_stage = {
+        (step.op, stage, chunk): step.reader_stage(stage, 2)
         for stage in range(2)
         for chunk in range(2)
         for step in instructions_for((0, 0), 0, stage, chunk, virtual_stages=2)
         if step.peer is not None
     }
     activations = {
-        (stage, chunk): read_at[Op.SEND_ACTIVATION, stage, chunk] for stage, chunk in [(0, 0), (1, 0), (0, 1)]
+        (stage, chunk): reader_stage[Op.SEND_ACTIVATION, stage, chunk] for stage, chunk in [(0, 0), (1, 0), (0, 1)]
     }
-    gradients = {(stage, chunk): read_at[Op.SEND_GRADIENT, stage, chunk] for stage, chunk in [(1, 0), (0, 1), (1, 1)]}
+    gradients = {
+        (stage, chunk): reader_stage[Op.SEND_GRADIENT, stage, chunk] for stage, chunk in [(1, 0), (0, 1), (1, 1)]
+    }
     assert activations == {(0, 0): 1, (1, 0): 2, (0, 1): 3}
     assert gradients == {(1, 0): 0, (0, 1): 1, (1, 1): 2}
-    assert read_at[Op.RECV_ACTIVATION, 0, 1] == 2 and read_at[Op.RECV_GRADIENT, 1, 0] == 1
-    assert read_at[Op.SEND_TARGETS, 0, 1] == read_at[Op.RECV_TARGETS, 1, 1] == 3
+    assert reader_stage[Op.RECV_ACTIVATION, 0, 1] == 2 and reader_stage[Op.RECV_GRADIENT, 1, 0] == 1
+    assert reader_stage[Op.SEND_TARGETS, 0, 1] == reader_stage[Op.RECV_TARGETS, 1, 1] == 3
 
 
 def test_a_message_for_the_other_chunk_is_caught():

@@ -14,9 +14,9 @@ from parallel3d.pipeline.partition import (
     ModelCosts,
     StageCosts,
     model_costs,
-    partition_by_hand,
+    partition_from_counts,
     partition_layers,
-    schedule_costs,
+    pass_costs,
     stage_costs,
 )
 
@@ -50,13 +50,13 @@ def test_a_costly_head_shortens_the_last_stage():
 
 
 def test_partition_by_hand():
-    assert partition_by_hand([1, 3, 2]) == (range(0, 1), range(1, 4), range(4, 6))
+    assert partition_from_counts([1, 3, 2]) == (range(0, 1), range(1, 4), range(4, 6))
 
 
 @pytest.mark.parametrize("counts", [[], [2, 0]])
 def test_a_stage_by_hand_holds_a_layer(counts):
     with pytest.raises(ConfigError, match="at least one layer"):
-        partition_by_hand(counts)
+        partition_from_counts(counts)
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])
@@ -84,21 +84,21 @@ def test_costs_are_a_third_of_the_flops_of_training():
 
 def test_equal_stages_without_attention_cost_what_the_textbook_says():
     costs = ModelCosts(embedding=0, layer=1000, attention=0, head=0)
-    assert schedule_costs((range(0, 4), range(4, 8)), costs) == StageCosts.equal(2)
+    assert pass_costs((range(0, 4), range(4, 8)), costs) == StageCosts.equal(2)
 
 
 def test_the_schedule_weighs_head_and_attention():
     """The head's three products all come with the forward pass; attention has no weights, but two gradients."""
     costs = ModelCosts(embedding=0, layer=10, attention=2, head=5)
-    scheduled = schedule_costs((range(0, 3), range(3, 5)), costs)  # forward 30, 35; input 36, 24; weight 24, 16
+    scheduled = pass_costs((range(0, 3), range(3, 5)), costs)  # forward 30, 35; input 36, 24; weight 24, 16
     assert scheduled == StageCosts(forward=(5, 6), backward_input=(6, 4), backward_weight=(4, 3))
     assert scheduled.backward == (10, 7) and scheduled.total == (15, 13)
 
 
 def test_the_schedule_weighs_recomputed_layers():
     """All but the last product of each layer, before the gradients of its input."""
-    costs = ModelCosts(embedding=0, layer=6, attention=0, head=0, last_product=3)
-    scheduled = schedule_costs((range(0, 3), range(3, 6)), costs, recomputes=True)
+    costs = ModelCosts(embedding=0, layer=6, attention=0, head=0, last_matmul=3)
+    scheduled = pass_costs((range(0, 3), range(3, 6)), costs, recomputes=True)
     assert scheduled == StageCosts(forward=(2, 2), backward_input=(3, 3), backward_weight=(2, 2))
 
 
@@ -106,7 +106,7 @@ def test_the_schedule_weighs_recomputed_layers():
 def test_schedule_costs_are_small_and_near(layer, attention, head, num_stages):
     costs = ModelCosts(embedding=0, layer=layer, attention=min(attention, layer), head=head)
     partition = tuple(range(2 * stage, 2 * stage + 2) for stage in range(num_stages))
-    scheduled = schedule_costs(partition, costs)
+    scheduled = pass_costs(partition, costs)
     whole = 2 * layer + 3 * head  # the forward of the last stage
     most = max(whole, 2 * (layer + costs.attention))
     units = max(*scheduled.forward, *scheduled.backward_input, *scheduled.backward_weight)

@@ -16,11 +16,11 @@ from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.check import check_plan
 from parallel3d.pipeline.instructions import Op, instructions_for
 from parallel3d.pipeline.partition import StageCosts
-from parallel3d.pipeline.planner import choose_plan, costs_by_op, finish_candidates, plan_pipeline
+from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 
 
-def make_request(replicas, num_micro_batches, *, rule="1f1b", forward=1, backward=(1, 1), **options):
+def make_request(replicas, num_micro_batches, *, schedule="1f1b", forward=1, backward=(1, 1), **options):
     of_input, of_weight = backward
     num_stages = len(replicas)
     costs = StageCosts(
@@ -28,7 +28,9 @@ def make_request(replicas, num_micro_batches, *, rule="1f1b", forward=1, backwar
         backward_input=(of_input,) * num_stages,
         backward_weight=(of_weight,) * num_stages,
     )
-    return PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, rule=rule, costs=costs, **options)
+    return PlanRequest(
+        replicas=replicas, num_micro_batches=num_micro_batches, schedule=schedule, costs=costs, **options
+    )
 
 
 def lose(num_stages, width, *lost):
@@ -40,15 +42,15 @@ def choose(request, *, may_split=True, max_extra_in_flight=2):
     return choose_plan(request, may_split=may_split, max_extra_in_flight=max_extra_in_flight)
 
 
-def textbook(rule, num_stages, stage, mine):
+def textbook(schedule, num_stages, stage, mine):
     """The computes of one stage for its micro-batches, written down as the papers do."""
     forwards, backwards = [("F", m) for m in mine], [("B", m) for m in mine]
-    if rule == "forward":
+    if schedule == "forward":
         return forwards
-    if rule == "gpipe":
+    if schedule == "gpipe":
         return forwards + backwards
     warmup = min(num_stages - 1 - stage, len(mine))
-    if rule == "zb-h1":
+    if schedule == "zb-h1":
         return zb_h1(warmup, stage, mine)
     steady = [step for pair in zip(forwards[warmup:], backwards) for step in pair]
     return forwards[:warmup] + steady + backwards[len(mine) - warmup :]
@@ -66,11 +68,11 @@ def zb_h1(warmup, stage, mine):
     return steps + weights
 
 
-def with_messages(computes, route, stage, rule):
+def with_messages(computes, route, stage, schedule):
     """Receives right before the compute that needs them, sends right after the one that made the value."""
     steps = []
     for kind, micro_batch in computes:
-        every = instructions_for(route, micro_batch, stage, backward=rule != "forward", split=rule == "zb-h1")
+        every = instructions_for(route, micro_batch, stage, backward=schedule != "forward", split=schedule == "zb-h1")
         if kind == "W":
             steps += every[-1:]
             continue
@@ -103,10 +105,12 @@ def most_unread(plan):
 
 
 @given(straight_grids, st.sampled_from(["1f1b", "gpipe", "forward"]), st.sampled_from([1, 2, 3, 100]))
-def test_straight_grids_have_the_textbooks_lists(grid, rule, slots):
+def test_straight_grids_have_the_textbooks_lists(grid, schedule, slots):
     num_stages, width, num_micro_batches, (forward, backward) = grid
     replicas = (tuple(range(width)),) * num_stages
-    request = make_request(replicas, num_micro_batches, rule=rule, forward=forward, backward=backward, slots=slots)
+    request = make_request(
+        replicas, num_micro_batches, schedule=schedule, forward=forward, backward=backward, slots=slots
+    )
     assert_textbook(plan_pipeline(request))
 
 
@@ -115,7 +119,7 @@ def test_straight_grids_have_the_lists_of_zb_h1(grid, slots):
     num_stages, width, rounds, _ = grid
     num_micro_batches = width * max(rounds, num_stages)  # with fewer the paper's lists wait where ours fill in
     plan = plan_pipeline(
-        make_request((tuple(range(width)),) * num_stages, num_micro_batches, rule="zb-h1", slots=slots)
+        make_request((tuple(range(width)),) * num_stages, num_micro_batches, schedule="zb-h1", slots=slots)
     )
     assert_textbook(plan)
     held = check_plan(plan, slots).peak_in_flight
@@ -126,8 +130,8 @@ def assert_textbook(plan):
     request, num_stages = plan.request, len(plan.request.replicas)
     for (stage, replica), steps in plan.lists.items():
         mine = range(replica, request.num_micro_batches, len(request.replicas[stage]))
-        computes = textbook(request.rule, num_stages, stage, mine)
-        expected = with_messages(computes, (replica,) * num_stages, stage, request.rule)
+        computes = textbook(request.schedule, num_stages, stage, mine)
+        expected = with_messages(computes, (replica,) * num_stages, stage, request.schedule)
         if request.slots < num_stages:  # then targets are read early, to free a slot of their pair
             steps = [step for step in steps if step.op is not Op.RECV_TARGETS]
             expected = [step for step in expected if step.op is not Op.RECV_TARGETS]
@@ -138,8 +142,8 @@ def assert_textbook(plan):
 def test_straight_grids_have_the_textbooks_bubble(grid):
     num_stages, width, rounds, (forward, backward) = grid
     replicas = (tuple(range(width)),) * num_stages
-    for rule in ("1f1b", "gpipe"):
-        request = make_request(replicas, rounds * width, rule=rule, forward=forward, backward=backward)
+    for schedule in ("1f1b", "gpipe"):
+        request = make_request(replicas, rounds * width, schedule=schedule, forward=forward, backward=backward)
         plan = plan_pipeline(request)
         assert plan.makespan == (rounds + num_stages - 1) * (forward + sum(backward))
         assert Fraction(plan.bubble).limit_denominator(1000) == Fraction(num_stages - 1, rounds + num_stages - 1)
@@ -154,11 +158,13 @@ def test_zb_h1_has_the_papers_bubble(forward, of_input, of_weight, num_stages, m
     """
     num_micro_batches = 2 * num_stages + more
     backward = (of_input, of_weight)
-    request = make_request(((0,),) * num_stages, num_micro_batches, rule="zb-h1", forward=forward, backward=backward)
-    work = num_micro_batches * (forward + of_input + of_weight)
+    request = make_request(
+        ((0,),) * num_stages, num_micro_batches, schedule="zb-h1", forward=forward, backward=backward
+    )
+    compute_time = num_micro_batches * (forward + of_input + of_weight)
     plan = plan_pipeline(request)
-    assert plan.makespan - work == (num_stages - 1) * (forward + of_input - of_weight)
-    assert plan.bubble == 1 - work / plan.makespan
+    assert plan.makespan - compute_time == (num_stages - 1) * (forward + of_input - of_weight)
+    assert plan.bubble == 1 - compute_time / plan.makespan
 
 
 def test_bubble_of_8_stages_and_32_micro_batches():
@@ -176,7 +182,7 @@ def test_targets_do_not_hold_up_a_deep_pipeline():
 
 
 @settings(max_examples=300)
-@given(plan_requests(grids=damaged_grids(), rules=["1f1b", "gpipe", "zb-h1", "forward"]))
+@given(plan_requests(grids=damaged_grids(), schedules=["1f1b", "gpipe", "zb-h1", "forward"]))
 def test_damaged_grids_have_sound_plans(requested):
     request, replicas, slots = requested, requested.replicas, requested.slots
     plan = plan_pipeline(request)
@@ -188,31 +194,31 @@ def test_damaged_grids_have_sound_plans(requested):
             assert held <= len(replicas) + request.extra_in_flight - (0 if request.splits else stage)
     assert list(plan.events) == sorted(plan.events, key=lambda event: (event.start, event.replica))
     assert all(most <= max(slots, 2 * (len(replicas) == 2)) for most in most_unread(plan).values())
-    work, ends = Counter(), Counter()
+    compute_time, ends = Counter(), Counter()
     for event in plan.events:
         assert event.end - event.start == costs_by_op(request)[event.op][event.replica[0]]
         assert event.start >= ends[event.replica]
         ends[event.replica] = event.end
-        work[event.replica] += event.end - event.start
-    assert plan.busy == {replica: work[replica] for replica in plan.lists}
+        compute_time[event.replica] += event.end - event.start
+    assert plan.busy == {replica: compute_time[replica] for replica in plan.lists}
     assert plan.makespan == max(ends.values())
 
 
 @settings(max_examples=300)
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "gpipe", "zb-h1", "forward", "interleaved"]))
-def test_two_stages_with_one_slot_never_get_stuck(seed, rule):
+def test_two_stages_with_one_slot_never_get_stuck(seed, schedule):
     """Targets and activation of a micro-batch share it, so that a send may wait; about 1 % of these are delicate."""
     numbers = Random(seed)
-    chunks = 2 if rule == "interleaved" else 1
+    chunks = 2 if schedule == "interleaved" else 1
     costs = [tuple(numbers.randint(1, 4) for _ in range(2 * chunks)) for _ in range(3)]
     request = PlanRequest(
         replicas=tuple(tuple(numbers.sample(range(6), numbers.randint(1, 4))) for _ in range(2)),
         num_micro_batches=numbers.randint(4, 30),
-        rule=rule,
+        schedule=schedule,
         virtual_stages=chunks,
         costs=StageCosts(forward=costs[0], backward_input=costs[1], backward_weight=costs[2]),
         slots=1,
-        split_backward=rule != "forward" and numbers.random() < 0.5,
+        split_backward=schedule != "forward" and numbers.random() < 0.5,
         extra_in_flight=numbers.randint(0, 3),
     )
     check_plan(plan_pipeline(request), slots=1)
@@ -242,10 +248,10 @@ def test_a_replica_without_work_has_an_empty_list():
 
 def fastest(request):
     """What the busiest stage needs at least, and the time until the first micro-batch reaches the last stage."""
-    work = [
+    compute_time = [
         -(-request.num_micro_batches // len(ids)) * cost for ids, cost in zip(request.replicas, request.costs.total)
     ]
-    return max(work) + sum(request.costs.forward[:-1])
+    return max(compute_time) + sum(request.costs.forward[:-1])
 
 
 def makespan_of(plan, name):
@@ -266,7 +272,7 @@ def makespan_of(plan, name):
 )
 def test_pp4_dp4_after_losses(lost, chosen, dropping, name):
     """One whole backward a micro-batch, 3 units, 11 of them where a replica is missing: 33 is the least."""
-    plan = finish_candidates(choose(make_request(lose(4, 4, *lost), 32)))
+    plan = complete_candidates(choose(make_request(lose(4, 4, *lost), 32)))
     assert (plan.makespan, makespan_of(plan, "drop")) == (chosen, dropping)
     assert makespan_of(plan, name) == chosen and name in plan.reason
     assert plan.makespan <= 1.05 * fastest(plan.request)
@@ -278,8 +284,8 @@ def test_pp4_dp4_after_losses(lost, chosen, dropping, name):
 @pytest.mark.parametrize("num_losses", [1, 2, 3])
 def test_the_choice_is_near_the_least_there_can_be(num_stages, width, num_micro_batches, num_losses, seed):
     generator = Random(seed)
-    places = [(stage, replica) for stage in range(num_stages) for replica in range(width)]
-    request = make_request(lose(num_stages, width, *generator.sample(places, num_losses)), num_micro_batches)
+    replicas = [(stage, replica) for stage in range(num_stages) for replica in range(width)]
+    request = make_request(lose(num_stages, width, *generator.sample(replicas, num_losses)), num_micro_batches)
     if request.is_straight:  # a whole pipeline was lost: the textbook's lists again
         return
     plan = choose(request)
@@ -288,7 +294,7 @@ def test_the_choice_is_near_the_least_there_can_be(num_stages, width, num_micro_
 
 @settings(max_examples=150)
 @given(
-    plan_requests(grids=damaged_grids(), rules=["1f1b", "gpipe", "zb-h1", "forward"], max_slots=3),
+    plan_requests(grids=damaged_grids(), schedules=["1f1b", "gpipe", "zb-h1", "forward"], max_slots=3),
     st.booleans(),
 )
 def test_the_choice_is_the_best_of_its_table(drawn, may_split):
@@ -297,9 +303,9 @@ def test_the_choice_is_the_best_of_its_table(drawn, may_split):
     assume(not request.is_straight)
     limits = {"may_split": may_split, "max_extra_in_flight": extra}
     plan = choose(request, **limits)
-    table = finish_candidates(plan).candidates
+    table = complete_candidates(plan).candidates
     check_plan(plan, slots)
-    assert not any(candidate.is_bound for candidate in table)
+    assert not any(candidate.is_lower_bound for candidate in table)
     assert len(table) == len({candidate.request for candidate in table})
     best = min(table, key=lambda c: (c.makespan, c.request.extra_in_flight, c.request.split_backward, c.name))
     if best.request.routing != plan.request.routing:  # reroute goes before drop, against the alphabet
@@ -315,12 +321,12 @@ def test_the_choice_is_the_best_of_its_table(drawn, may_split):
 
 
 @given(straight_grids, st.sampled_from(["1f1b", "gpipe", "zb-h1"]), st.data())
-def test_a_straight_grid_has_nothing_to_choose(grid, rule, data):
+def test_a_straight_grid_has_nothing_to_choose(grid, schedule, data):
     """Whatever its stages cost: the lists of equal costs, which are the textbook's."""
     num_stages, width, num_micro_batches, _ = grid
     costs = st.tuples(*[st.integers(1, 24)] * num_stages)
     replicas = (tuple(range(3, 3 + width)),) * num_stages  # as when whole pipelines were lost
-    request = make_request(replicas, num_micro_batches, rule=rule)
+    request = make_request(replicas, num_micro_batches, schedule=schedule)
     drawn = StageCosts(forward=data.draw(costs), backward_input=data.draw(costs), backward_weight=data.draw(costs))
     plan = choose(replace(request, costs=drawn))
     assert plan.candidates == ()
@@ -344,7 +350,7 @@ def test_the_reason_says_what_was_chosen_and_what_the_other_way_takes():
     plan = choose(make_request(lose(4, 4, (1, 2)), 32))
     chosen = "chosen of 12: reroute, split backward, +2 in flight; the best to drop takes"
     assert plan.reason.endswith(f"{chosen} at least 36")
-    assert finish_candidates(plan).reason.endswith(f"{chosen} 36")
+    assert complete_candidates(plan).reason.endswith(f"{chosen} 36")
 
 
 def test_a_choice_for_ten_ranks_is_quick():
@@ -391,16 +397,17 @@ def test_the_digest_depends_on_the_lists_alone(replicas, num_micro_batches, rand
 
 
 @pytest.mark.parametrize(
-    ("rule", "digest"), [("1f1b", "f84d8e0c2ea19824fa230ae833353caa"), ("gpipe", "463533ce880ae8e34bc1511a1b9359dd")]
+    ("schedule", "digest"),
+    [("1f1b", "f84d8e0c2ea19824fa230ae833353caa"), ("gpipe", "463533ce880ae8e34bc1511a1b9359dd")],
 )
-def test_the_digest_is_the_same_on_every_machine(rule, digest):
+def test_the_digest_is_the_same_on_every_machine(schedule, digest):
     replicas = ((0, 1, 2, 3), (3, 0), (1, 2), (0, 1, 2, 3))
-    assert plan_pipeline(make_request(replicas, 16, rule=rule)).digest == digest
+    assert plan_pipeline(make_request(replicas, 16, schedule=schedule)).digest == digest
 
 
 def test_two_stages_share_a_pair_for_targets_and_activations():
     """With two slots the second micro-batch is loaded when the last stage has read the first."""
-    request = make_request(((0,), (0,)), 4, rule="forward", forward=3, slots=2)
+    request = make_request(((0,), (0,)), 4, schedule="forward", forward=3, slots=2)
     starts = [event.start for event in plan_pipeline(request).events if event.replica == (0, 0)]
     assert starts == [0, 3, 6, 9]
     slow_reader = replace(request, costs=replace(request.costs, forward=(1, 5)))
@@ -414,14 +421,14 @@ def test_two_stages_share_a_pair_for_targets_and_activations():
         ({"replicas": ((0,), ())}, "a stage has no replica"),
         ({"replicas": ((0,), (1, 1))}, "stands twice"),
         ({"num_micro_batches": 0}, "0 micro-batches"),
-        ({"rule": "zigzag"}, "unknown rule 'zigzag'"),
+        ({"schedule": "zigzag"}, "unknown schedule 'zigzag'"),
         ({"costs": StageCosts.equal(1)}, "costs of 1 stages, 2 stages"),
         ({"virtual_stages": 2}, "'1f1b' has one chunk a stage; costs of 2 stages, 4 stages"),
-        ({"rule": "interleaved"}, "'interleaved' needs several chunks a stage"),
-        ({"rule": "interleaved", "virtual_stages": 2, "replicas": ((0,),)}, "several chunks need several stages"),
+        ({"schedule": "interleaved"}, "'interleaved' needs several chunks a stage"),
+        ({"schedule": "interleaved", "virtual_stages": 2, "replicas": ((0,),)}, "several chunks need several stages"),
         ({"virtual_stages": 0}, "0 virtual stages"),
         ({"routing": "drop", "replicas": ((0,), (1,))}, "no id is alive at every stage"),
-        ({"rule": "forward", "split_backward": True}, "'forward' has no backward to split"),
+        ({"schedule": "forward", "split_backward": True}, "'forward' has no backward to split"),
         ({"slots": 0}, "0 slots"),
         ({"extra_in_flight": -1}, "extra_in_flight -1"),
     ],
@@ -430,7 +437,7 @@ def test_requests_that_make_no_sense(wrong, message):
     right = {
         "replicas": ((0,), (0,)),
         "num_micro_batches": 2,
-        "rule": "1f1b",
+        "schedule": "1f1b",
         "costs": StageCosts.equal(2),
     }
     with pytest.raises(ScheduleError, match=message):

@@ -8,7 +8,7 @@ from parallel3d.pipeline.route_map import draw_route_map
 
 def draw(replicas, first, num_micro_batches):
     request = PlanRequest(
-        replicas=replicas, num_micro_batches=num_micro_batches, rule="1f1b", costs=StageCosts.equal(len(replicas))
+        replicas=replicas, num_micro_batches=num_micro_batches, schedule="1f1b", costs=StageCosts.equal(len(replicas))
     )
     plan = choose_plan(request, may_split=True, max_extra_in_flight=2)
     return draw_route_map(plan.routes, replicas, first)

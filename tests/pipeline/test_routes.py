@@ -14,7 +14,9 @@ from parallel3d.pipeline.routes import plan_routes, split_components
 def routes_of(replicas, num_micro_batches, routing="reroute"):
     costs = StageCosts.equal(len(replicas))
     return plan_routes(
-        PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, rule="1f1b", costs=costs, routing=routing)
+        PlanRequest(
+            replicas=replicas, num_micro_batches=num_micro_batches, schedule="1f1b", costs=costs, routing=routing
+        )
     )
 
 

@@ -8,14 +8,16 @@ from parallel3d.pipeline.request import PlanRequest
 from parallel3d.pipeline.timeline import draw_png, draw_text
 
 
-def make_plan(replicas, num_micro_batches, forward=1, backward=(1, 1), rule="1f1b"):
+def make_plan(replicas, num_micro_batches, forward=1, backward=(1, 1), schedule="1f1b"):
     num_stages = len(replicas)
     costs = StageCosts(
         forward=(forward,) * num_stages,
         backward_input=(backward[0],) * num_stages,
         backward_weight=(backward[1],) * num_stages,
     )
-    return plan_pipeline(PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, rule=rule, costs=costs))
+    return plan_pipeline(
+        PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, schedule=schedule, costs=costs)
+    )
 
 
 def test_the_text_shows_every_unit():
@@ -27,14 +29,14 @@ def test_the_text_shows_every_unit():
 
 
 def test_forwards_and_backwards_are_carried_on():
-    split = make_plan(((0,),), 1, forward=2, backward=(1, 3), rule="zb-h1")
+    split = make_plan(((0,),), 1, forward=2, backward=(1, 3), schedule="zb-h1")
     assert draw_text(split) == "stage 0   0  - 0' 0\"  ~  ~"
     assert draw_text(make_plan(((0,),), 2)) == "stage 0   0 0'  =  1 1'  ="
 
 
 def test_a_letter_says_which_chunk():
     request = PlanRequest(
-        replicas=((0,), (0,)), num_micro_batches=2, rule="interleaved", virtual_stages=2, costs=StageCosts.equal(4)
+        replicas=((0,), (0,)), num_micro_batches=2, schedule="interleaved", virtual_stages=2, costs=StageCosts.equal(4)
     )
     assert draw_text(plan_pipeline(request)).splitlines() == [
         "stage 0   0a  1a  0b  1b   .   . 0b'   =   . 1b'   = 0a'   = 1a'   =",

@@ -21,7 +21,7 @@ def test_the_configuration_offers_exactly_the_table():
 def test_nothing_that_is_added_up_is_narrower_than_fp32(name):
     """HLAT, section III-D: 16-bit weights and activations; gradients, moments and master weights in fp32."""
     policy = POLICIES[name]
-    for wide in (policy.grad, policy.state, policy.sensitive):
+    for wide in (policy.grad, policy.state, policy.keep_fp32_dtype):
         assert wide.itemsize >= 4 and torch.promote_types(wide, policy.compute) is wide
     assert policy.update_rounding == "none"
 

@@ -86,15 +86,15 @@ def test_no_nan_turns_into_a_number():
     assert round_to_bf16(torch.tensor([nan]), torch.tensor([3], dtype=torch.int32)).isnan().all()
 
 
-@pytest.mark.parametrize("place", [0, 5, 9_999])
-def test_one_nan_among_many_numbers_is_seen(place):
+@pytest.mark.parametrize("index", [0, 5, 9_999])
+def test_one_nan_among_many_numbers_is_seen(index):
     """Large ones and infinities, too, whose sum says nothing."""
     x = torch.full((10_000,), 3e38)
     x[7] = inf
     noises = torch.full((10_000,), 0xFFFF, dtype=torch.int32)
     assert not round_to_bf16(x, noises).isnan().any()
-    x.view(torch.int32)[place] = 0x7FFF_FFFF
-    assert round_to_bf16(x, noises).isnan().nonzero().tolist() == [[place]]
+    x.view(torch.int32)[index] = 0x7FFF_FFFF
+    assert round_to_bf16(x, noises).isnan().nonzero().tolist() == [[index]]
 
 
 def test_the_processors_treatment_of_subnormals_does_not_matter():

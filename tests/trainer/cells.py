@@ -20,25 +20,25 @@ from typing import Literal
 import numpy as np
 import torch
 
-from launch.worker import SocketNetwork
 from models.make import make_stage
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
-from parallel3d.data.blend import Blend, Selection
+from parallel3d.data.blend import BlendedReader, Subset
+from parallel3d.data.build import blend_stages
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
 from parallel3d.data.tokenizer import ByteTokenizer
-from parallel3d.elastic.membership import EpochRecord
-from parallel3d.elastic.run import run_workers
-from parallel3d.elastic.spawn import WorkerContext
+from parallel3d.elastic.guardian.spawn import WorkerContext
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.inprocess.compare_runs import Tolerance, tolerance_of
+from parallel3d.inprocess.harness import RunResult, assemble_run, run_in_threads, run_rank
 from parallel3d.monitor.run_folder import RunFolder
-from parallel3d.monitor.sinks import RunReport
-from parallel3d.topology.grid import Grid
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank
-from parallel3d.trainer.compare import Tolerance, tolerance_of
-from parallel3d.trainer.text import blend_stages
-from parallel3d.trainer.verify import LayoutRun, assemble, run_in_threads, run_rank
+from parallel3d.worker.main import SocketNetwork
 
 
 class Texts:
@@ -75,7 +75,7 @@ def make_config(*, world_size: int | None = None, **changes) -> Config:
         batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
         precision=dict(policy="fp64"),
         optimizer=dict(learning_rate=1e-2, max_grad_norm=0.5),
-        schedule=dict(warmup_steps=2),
+        lr_schedule=dict(warmup_steps=2),
         data=dict(),
         run=dict(num_steps=3, evaluate_batches=1, timeout_s=60.0),
     )
@@ -122,11 +122,11 @@ def topic_lanes(config: Config) -> Reader:
     if blend is None:
         return Lanes(topics, seed, num_lanes)
     indices = np.arange(len(topics))
-    parts = [Selection(topics, indices[first :: len(blend.sources)]) for first in range(len(blend.sources))]
-    return Blend([Lanes(part, seed, num_lanes) for part in parts], blend_stages(blend), seed)
+    parts = [Subset(topics, indices[first :: len(blend.sources)]) for first in range(len(blend.sources))]
+    return BlendedReader([Lanes(part, seed, num_lanes) for part in parts], blend_stages(blend), seed)
 
 
-def run_cell_in_threads(*, steps: int = 3, slots: int = 3, **changes) -> LayoutRun:
+def run_cell_in_threads(*, steps: int = 3, slots: int = 3, **changes) -> RunResult:
     config = make_config(**changes)
     grid = build_grid(config)
     return run_in_threads(grid, partial(build, config, grid), steps, slots=slots)
@@ -492,23 +492,23 @@ CELLS: list[Cell] = [
 ]
 
 
-def run_cell(cell: Cell) -> LayoutRun:
+def run_cell(cell: Cell) -> RunResult:
     """A cell of threads, here and now."""
     return run_cell_in_threads(steps=cell.steps, **cell.changes)
 
 
-def load_gloo_cell(folder: Path, cell: Cell) -> LayoutRun:
+def load_gloo_cell(folder: Path, cell: Cell) -> RunResult:
     """What `python cells.py` left of a cell."""
     ranks = build_grid(cell.config).ranks
-    return assemble([torch.load(folder / cell.name / f"{rank}.pt", weights_only=False) for rank in ranks])
+    return assemble_run([torch.load(folder / cell.name / f"{rank}.pt", weights_only=False) for rank in ranks])
 
 
-def meet(config: Config, grid: Grid, context: WorkerContext) -> Transports:
+def connect_transports(config: Config, grid: Grid, context: WorkerContext) -> Transports:
     """Transports of a world whose membership never changes: addresses go through the store, there is no record."""
     control, network = context.control, SocketNetwork(config, context)
     control.set(f"address/{context.rank}", json.dumps(network.listen(0)).encode())
     addresses = {rank: tuple(json.loads(control.get(f"address/{rank}", control.token))) for rank in grid.ranks}
-    record = EpochRecord(epoch=0, grid=grid, previous=None, members=grid.ranks, addresses=addresses)
+    record = GenerationRecord(generation=0, grid=grid, previous=None, members=grid.ranks, addresses=addresses)
     return network.transports(record, control.token)
 
 
@@ -519,7 +519,7 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
 
     def work(context: WorkerContext) -> int:
         torch.set_num_threads(1)
-        runtime = build(config, grid, context.rank, meet(config, grid, context))
+        runtime = build(config, grid, context.rank, connect_transports(config, grid, context))
         torch.save(run_rank(runtime, cell.steps), directory / f"{context.rank}.pt")
         runtime.close()
         return 0
@@ -528,7 +528,7 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
         work,
         world_size=len(grid.ranks),
         logs=directory / "logs",
-        open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title=cell.name),
+        open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=cell.name),
         preload=("torch",),
     )
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def run_layout():
-    """run_layout(steps=3, slots=3, **sections) -> LayoutRun in threads."""
+    """run_layout(steps=3, slots=3, **sections) -> RunResult in threads."""
     return cells.run_cell_in_threads
 
 

@@ -17,15 +17,15 @@ import torch
 from cells import make_config, prepare
 
 from launch.train import elastic_settings
-from launch.worker import WorkerProbe, train_rank
 from parallel3d.config.schema import Config
-from parallel3d.elastic.faults import STEP_PHASES
-from parallel3d.elastic.membership import EpochRecord
-from parallel3d.elastic.run import run_workers
-from parallel3d.elastic.spawn import WorkerContext
+from parallel3d.elastic.guardian.spawn import WorkerContext
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.monitor.run_folder import METRICS, SUMMARY, RunFolder
-from parallel3d.monitor.sinks import RunReport
+from parallel3d.monitor.sinks import RunReporter
 from parallel3d.trainer.build import build_grid
+from parallel3d.worker.faults import STEP_PHASES
+from parallel3d.worker.main import WorkerHooks, train_rank
 
 NUM_STEPS = 4
 PHASES = (*STEP_PHASES, "evaluate")
@@ -155,16 +155,18 @@ def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
     torch.set_num_threads(1)
     grid = build_grid(config)
     context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    probe = WorkerProbe(config, context)
-    rank = prepare(config, grid, context.rank, observe=probe.observe, probe=probe.enter_phase)
+    phase_hook = WorkerHooks(config, context)
+    rank = prepare(
+        config, grid, context.rank, on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase
+    )
 
-    def start_watch(record: EpochRecord) -> None:
+    def start_watch(record: GenerationRecord) -> None:
         if record.previous is None:
             context.control.publish({"kind": "round_trip", "seconds": 0.0})
 
-    if train_rank(rank, context, probe, on_epoch=start_watch):
+    if train_rank(rank, context, phase_hook, on_generation=start_watch):
         weights = {p.sharding.name: p.detach().clone() for b in rank.optimizer.buckets for p in b.parameters}
-        torch.save({"place": str(rank.place), "weights": weights}, directory / f"{context.rank}.pt")
+        torch.save({"coordinates": str(rank.coordinates), "weights": weights}, directory / f"{context.rank}.pt")
     return 0
 
 
@@ -175,7 +177,7 @@ def run_kill_cell(folder: Path, name: str, config: Config) -> int:
         lambda context: work_on(config, directory, context),
         world_size=len(build_grid(config).ranks),
         logs=directory / "logs",
-        open_report=lambda: RunReport(RunFolder(directory, config="{}", environment={}), title=name),
+        open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=name),
         preload=("torch",),
         elastic=elastic_settings(config),
     )
@@ -189,7 +191,7 @@ def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in steps] + [line["loss"] for line in lines if line.get("event") == "evaluation"]
 
 
-def judge(folder: Path, cell: KillCell) -> str:
+def describe_failure(folder: Path, cell: KillCell) -> str:
     """What is wrong with a cell that has run; "" when nothing is."""
     directory, undisturbed = folder / cell.name, folder / cell.layout
     summary = json.loads((directory / SUMMARY).read_text())
@@ -218,7 +220,7 @@ def _compare_replicas(directory: Path, survivors: set[int]) -> str:
     seen: dict[tuple[str, str], torch.Tensor] = {}
     for rank in sorted(survivors):
         home = torch.load(directory / f"{rank}.pt")
-        _, _, tp = home["place"].split()
+        _, _, tp = home["coordinates"].split()
         for name, weight in home["weights"].items():
             if not torch.equal(seen.setdefault((tp, name), weight), weight):
                 return f"{name} differs on rank {rank}"
@@ -234,11 +236,11 @@ def run_cells(folder: Path, cells: list[KillCell]) -> None:
 
 def write_log(path: Path, folder: Path, cells: list[KillCell], seconds: float) -> int:
     """The verdict on every cell as a table; returns how many are wrong."""
-    verdicts = {cell: judge(folder, cell) for cell in cells}
-    wrong = {cell: verdict for cell, verdict in verdicts.items() if verdict}
+    failures = {cell: describe_failure(folder, cell) for cell in cells}
+    wrong = {cell: verdict for cell, verdict in failures.items() if verdict}
     rows = [
         f"| {cell.name} | {verdict or ('as undisturbed' if cell.survives else 'stopped, as it must')} |"
-        for cell, verdict in verdicts.items()
+        for cell, verdict in failures.items()
     ]
     head = [
         "# The kill matrix on processes",

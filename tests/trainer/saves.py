@@ -8,30 +8,30 @@ import cells
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.catalogue import Catalogue, verify
+from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.read import CheckpointReader
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
-from parallel3d.checkpoint.write import publish, write_part
+from parallel3d.checkpoint.write import publish, write_rank_files
 from parallel3d.config.schema import Config
-from parallel3d.layers.init import Initial
-from parallel3d.testing.threads import ThreadWorld, run_threads
+from parallel3d.inprocess.harness import RankResult, assemble_run
+from parallel3d.inprocess.world import ThreadWorld, run_threads
+from parallel3d.layers.init import InitMethod
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, start_rank
 from parallel3d.trainer.resume import resume, state_to_json
 from parallel3d.trainer.step import train_step
-from parallel3d.trainer.verify import RankRun, assemble
 
 TEXT = {"fingerprint": "topics"}
 
 
 def run_layout(
-    config: Config, *, start: Path | None = None, initial: Initial | None = None, steps: int = 0
+    config: Config, *, start: Path | None = None, initial: InitMethod | None = None, steps: int = 0
 ) -> tuple[dict[str, Tensor], list[Snapshot], list[RankRuntime]]:
     """Global weights of a layout that begins from a checkpoint, from given weights or the seed (none where no step was
     ever made), and what each rank would save."""
     grid = build_grid(config)
 
-    def body(rank: int, world: ThreadWorld) -> tuple[RankRun, Snapshot, RankRuntime]:
+    def body(rank: int, world: ThreadWorld) -> tuple[RankResult, Snapshot, RankRuntime]:
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
         runtime = cells.prepare(config, grid, rank, initial=initial)
         if start is not None:
@@ -41,19 +41,19 @@ def run_layout(
             train_step(runtime)
         runtime.optimizer.finish_gather()
         weights = {p.sharding.name: p.detach().clone() for b in runtime.optimizer.buckets for p in b.parameters}
-        run = RankRun(
-            place=runtime.place,
+        run = RankResult(
+            coordinates=runtime.coordinates,
             shardings={p.sharding.name: p.sharding for b in runtime.optimizer.buckets for p in b.parameters},
             entries=list(runtime.state.entries),
             initial=weights,
             weights=weights,
         )
-        snapshot = take_snapshot(runtime.optimizer, tp_rank=runtime.place.tp, tp_size=grid.tp_size)
+        snapshot = take_snapshot(runtime.optimizer, tp_rank=runtime.coordinates.tp, tp_size=grid.tp_size)
         return run, snapshot, runtime
 
     done = run_threads(len(grid.ranks), body, world=ThreadWorld(len(grid.ranks)))
     runs, snapshots, runtimes = zip(*done)
-    weights = dict(assemble(runs).weights) if runs[0].entries else {}
+    weights = dict(assemble_run(runs).weights) if runs[0].entries else {}
     return weights, list(snapshots), list(runtimes)
 
 
@@ -65,20 +65,20 @@ def save(
     step: int | None = None,
 ) -> Path:
     """Writes what all ranks have, one after the other, and publishes it."""
-    catalogue = Catalogue(directory)
+    checkpoint_dir = CheckpointDirectory(directory)
     step = runtime.state.iteration if step is None else step
-    partial = catalogue.partial_path(step, 0)
-    catalogue.remove_leftovers(keep=partial)
+    partial = checkpoint_dir.partial_path(step, 0)
+    checkpoint_dir.remove_leftovers(keep=partial)
     for rank, snapshot in enumerate(snapshots):
-        write_part(catalogue.disk, partial, rank, snapshot)
+        write_rank_files(checkpoint_dir.disk, partial, rank, snapshot)
     facts = RunFacts(state=state_to_json(runtime.state), config=runtime.config.model_dump(), text=TEXT)
-    publish(catalogue, partial, step, range(len(snapshots)), facts)
-    return catalogue.path_of(step)
+    publish(checkpoint_dir, partial, step, range(len(snapshots)), facts)
+    return checkpoint_dir.path_of(step)
 
 
 def read_all(folder: Path) -> dict[tuple[str, str], Tensor]:
     """Every tensor of a checkpoint, whole, by (kind, name)."""
-    index = verify(folder)
+    index = verify_checkpoint(folder)
     reader = CheckpointReader(folder, index)
     return {
         (kind, name): reader.read(kind, name, (0,) * len(tensor.shape), tensor.shape)

@@ -11,12 +11,12 @@ from cells import make_config
 
 from parallel3d import backends
 from parallel3d.backends import choose_backend, find_symbol
-from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.errors import ConfigError
 from parallel3d.layers.norm import LayerNorm, RMSNorm
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused
 from parallel3d.optim.apex_adamw import adamw_apex
+from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 
 
@@ -131,14 +131,14 @@ def test_norms_are_ours(apex, norm, policy, tolerance):
     results = []
     for backend in ("torch", "apex"):
         generator = torch.Generator().manual_seed(5)
-        on = Placement(tp=solo_region(), policy=POLICIES[policy], norm_backend=backend)
-        layer = norm("norm", 24, eps=1e-5, on=on)
+        context = LayerContext(tp=solo_region(), policy=POLICIES[policy], norm_backend=backend)
+        layer = norm("norm", 24, eps=1e-5, context=context)
         for parameter in layer.parameters():
             parameter.data = (1 + torch.rand(24, dtype=torch.float64, generator=generator)).to(parameter.dtype)
             parameter.num_added = 0
             parameter.on_grad = lambda parameter=parameter: setattr(parameter, "num_added", parameter.num_added + 1)
         for _ in range(2):
-            x, grad = torch.randn(2, 6, 24, dtype=torch.float64, generator=generator).to(on.policy.compute)
+            x, grad = torch.randn(2, 6, 24, dtype=torch.float64, generator=generator).to(context.policy.compute)
             x.requires_grad_()
             y = layer(x)
             y.backward(grad)

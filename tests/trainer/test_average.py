@@ -7,17 +7,17 @@ import cells
 import pytest
 import torch
 from saves import read_all, run_layout, save
-from test_saving import config_of, train
+from test_checkpointing import config_of, train
 
 from launch import average as script
 from parallel3d.checkpoint import average as module
 from parallel3d.checkpoint.average import average
-from parallel3d.checkpoint.catalogue import Catalogue, verify
+from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint
 from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
 from parallel3d.checkpoint.weights import FILE
 from parallel3d.errors import CheckpointError
-from parallel3d.testing.threads import ThreadWorld
+from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.trainer.build import Transports, build_grid, start_rank
 from parallel3d.trainer.step import evaluate
 
@@ -55,7 +55,11 @@ def test_the_mean_is_that_of_the_tensors(tmp_path, mixed, monkeypatch, block_ele
     monkeypatch.setattr(module, "mean_of", lambda *block: sizes.append(math.prod(block[-1])) or mean_of(*block))
     index = average(mixed, tmp_path / "mean")
     assert max(sizes) <= max(block_elements, 24)  # the longest row is that of an MLP
-    assert verify(tmp_path / "mean") == index and not index.has_moments and len(index.facts.averaged) == 4
+    assert (
+        verify_checkpoint(tmp_path / "mean") == index
+        and not index.has_optimizer_state
+        and len(index.facts.averaged) == 4
+    )
     assert index.step == 4
     mean, parts = read_all(tmp_path / "mean"), [read_all(folder) for folder in mixed]
     assert {kind for kind, _ in mean} == {WEIGHT}
@@ -76,7 +80,7 @@ def evaluation_of(config, folder):
     """The validation loss with a checkpoint's weights, on one process."""
     world, grid = ThreadWorld(1), build_grid(config)
     rank = cells.prepare(config, grid, 0)
-    reader = CheckpointReader(folder, verify(folder))
+    reader = CheckpointReader(folder, verify_checkpoint(folder))
     rank.optimizer.start_from(0, partial(load_shard, reader, tp_rank=0, tp_size=1, kinds=(WEIGHT,)))
     start_rank(rank, grid, Transports(make_group=world.make_group(0), links=world.links(0), token=world.tokens[0]))
     return evaluate(rank).loss
@@ -88,7 +92,7 @@ def test_the_average_of_a_run_validates_no_worse_than_the_worse_of_its_checkpoin
     done = train(config, tmp_path / "run", start=tmp_path / "run" / "latest")
     assert script.main(["--last", "2", "--checkpoints", str(tmp_path / "run"), "--out", str(tmp_path / "mean")]) == 0
     one = config_of("one")
-    parts = [evaluation_of(one, Catalogue(tmp_path / "run").path_of(step)) for step in (9, 12)]
+    parts = [evaluation_of(one, CheckpointDirectory(tmp_path / "run").path_of(step)) for step in (9, 12)]
     assert parts[-1] == pytest.approx(done.run.evaluation, rel=1e-5)
     mean = evaluation_of(one, tmp_path / "mean")
     assert 0 < mean <= max(parts) and mean not in parts

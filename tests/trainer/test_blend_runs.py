@@ -9,8 +9,8 @@ from thread_cells import (
     Outcome,
     assert_same_run,
     config_of,
-    die,
     grid_of,
+    kill_fault,
     outcome_of,
     run,
     undisturbed,
@@ -29,7 +29,7 @@ def blended(blend=None, **parallel):
         batch=LENGTH,
         parallel=parallel,
         precision=dict(policy="fp32", sums="exact"),
-        schedule=dict(kind="constant", warmup_steps=0),
+        lr_schedule=dict(kind="constant", warmup_steps=0),
         data=dict(blend=blend or cells.blend_from(SWITCH)),
     )
 
@@ -38,7 +38,7 @@ def blended(blend=None, **parallel):
 @pytest.mark.parametrize("layout", BLENDS)
 def test_lanes_of_the_dead_are_taken_over_in_all_their_sources(layout, phase):
     dead = grid_of(layout).dp_ranks(0, 0)[-1]
-    done = run(config_of(layout), [die(dead, phase, step=STEP)])
+    done = run(config_of(layout), [kill_fault(dead, phase, step=STEP)])
     assert outcome_of(done) == Outcome(frozenset({dead}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -61,7 +61,7 @@ def test_a_blend_under_growing_lengths_and_batches_survives_a_death(recycle):
             run=dict(num_steps=5, evaluate_every=2, evaluate_batches=1),
         )
 
-    done = run(config(pp_size=2, dp_size=2, tp_size=2), [die(1, "backward", step=3)])
+    done = run(config(pp_size=2, dp_size=2, tp_size=2), [kill_fault(1, "backward", step=3)])
     assert outcome_of(done) == Outcome(frozenset({1}), 1, True)
     assert_same_run(done, run(config(tp_size=2)), gradients=False)
     stages, num_sequences = zip(*(cursor[:2] for cursor in done.run.entries[-1].cursors))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from saves import assert_equal, read_all, run_layout, save
 
-from parallel3d.checkpoint.catalogue import verify
+from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.errors import CheckpointError
 
 NUM_PAIRS = 40
@@ -76,7 +76,7 @@ def test_what_is_on_disk_is_the_model_in_plain_safetensors(tmp_path):
     """Read by the library itself: names without ranks, fused weights apart, no padding, each element once."""
     weights, snapshots, runtimes = run_layout(config_of(CUBE, SMALL), steps=1)
     folder = save(tmp_path, snapshots, runtimes[0])
-    index = verify(folder)
+    index = verify_checkpoint(folder)
     fused = torch.cat([read_all(folder)["weight", f"layers.0.attention.{name}.weight"] for name in "qkv"])
     assert torch.equal(fused, weights["layers.0.attention.qkv.weight"])
     assert index.tensors["embedding.weight"].shape == (257, 16)

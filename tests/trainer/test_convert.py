@@ -17,24 +17,24 @@ import torch
 from safetensors import safe_open
 from saves import assert_equal, read_all, run_layout, save
 
-from launch import hf_export
 from launch.convert import main
-from launch.initial import check_initial, find_checkpoint, open_initial, settle_initial
+from models import hf_export
+from models.initial_weights import check_initial_weights, find_checkpoint, open_initial_weights, resolve_initial_weights
 from models.make import make_decoder, shardings_of
 from parallel3d.checkpoint.average import average
-from parallel3d.checkpoint.catalogue import verify
+from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.index import RunFacts
-from parallel3d.checkpoint.pieces import tensors_of
 from parallel3d.checkpoint.read import CheckpointReader, load_weight
+from parallel3d.checkpoint.tensor_chunks import tensors_of
 from parallel3d.checkpoint.weights import write_weights
-from parallel3d.comm.group import SoloGroup
-from parallel3d.comm.tensor_parallel import TensorParallel
 from parallel3d.config.load import load_config
 from parallel3d.data.tokenizer import train_tokenizer
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.group import SoloGroup
+from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
 
 SEQ = 16
@@ -79,10 +79,10 @@ def checkpoint(tmp_path_factory):
 
 def our_logits(folder, tokens):
     """Logits (batch * seq, vocab) of a checkpoint's weights by our model, in fp32."""
-    index = verify(folder)
+    index = verify_checkpoint(folder)
     config = config_of("llama", {}).model_validate(index.facts.config).model
-    on = Placement(tp=TensorParallel(group=SoloGroup()), policy=POLICIES["fp32"])
-    model = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, on=on)
+    context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=POLICIES["fp32"])
+    model = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, context=context)
     reader = CheckpointReader(folder, index)
     with torch.no_grad():
         for parameter in parameters_of(model):
@@ -166,7 +166,7 @@ def test_formats(tmp_path, capsys, checkpoint, policy, asked, dtype):
 
 def begin(folder, config):
     """Weights and moments of a run's ranks before the first step."""
-    _, snapshots, runtimes = run_layout(config, initial=open_initial(config))
+    _, snapshots, runtimes = run_layout(config, initial=open_initial_weights(config))
     return read_all(save(folder, snapshots, runtimes[0], step=1))
 
 
@@ -180,7 +180,7 @@ def test_every_layout_begins_with_the_folders_weights(tmp_path, capsys, checkpoi
     wanted |= {key: torch.zeros_like(value) for key, value in wanted.items() if key[0] != "weight"}
     for number, (parallel, folder) in enumerate(product(({}, LAYOUT, OTHER), (tmp_path / "hf", source))):
         config = config_of(name, parallel, policy, initialize_from=str(folder))
-        check_initial(config)
+        check_initial_weights(config)
         assert_equal(begin(tmp_path / str(number), config), wanted)
 
 
@@ -189,7 +189,7 @@ def test_a_run_from_weights_is_the_same_run_on_any_layout(tmp_path, checkpoint):
     runs = []
     for parallel in ({}, LAYOUT):
         config = config_of("llama", parallel, "fp64", initialize_from=str(checkpoint("llama")))
-        runs.append(run_layout(config, initial=open_initial(config), steps=2)[0])
+        runs.append(run_layout(config, initial=open_initial_weights(config), steps=2)[0])
     for name, weight in runs[0].items():
         assert (weight - runs[1][name]).abs().max() < 1e-10, name
 
@@ -199,7 +199,7 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path, capsys, checkp
     for folder in (tmp_path / "hf", checkpoint("llama")):
         config = config_of("qwen2", {}, initialize_from=str(folder))
         with pytest.raises(ConfigError) as caught:
-            check_initial(config)
+            check_initial_weights(config)
         said = str(caught.value)
         assert "4 problems" not in said and "3 problems" in said
         assert "model.num_key_value_heads = 4" in said and "are of a model with 2. Set it to 2" in said
@@ -213,7 +213,7 @@ def test_the_section_that_is_printed_is_the_one_that_fits(tmp_path, capsys, chec
         rest = {"batch": dict(global_batch_size=4, micro_batch_size=1, sequence_length=SEQ)}
         rest |= {"optimizer": {"learning_rate": 1e-3}, "run": {"num_steps": 1, "initialize_from": str(tmp_path / name)}}
         (tmp_path / "config.json").write_text(json.dumps(json.loads(out) | rest))
-        check_initial(load_config(tmp_path / "config.json"))
+        check_initial_weights(load_config(tmp_path / "config.json"))
         assert code == 0 and f'"architecture": "{name}"' in out
 
 
@@ -262,9 +262,9 @@ def test_the_newest_of_a_run_is_found(tmp_path, checkpoint):
     os.symlink(checkpoint("llama"), run / "checkpoints" / "latest")
     for path in (run, run / "checkpoints", run / "checkpoints" / "latest", checkpoint("llama")):
         assert find_checkpoint(path) == checkpoint("llama").resolve()
-        config = settle_initial(config_of("llama", {}, initialize_from=str(path)))
+        config = resolve_initial_weights(config_of("llama", {}, initialize_from=str(path)))
         assert config.run.initialize_from == str(checkpoint("llama").resolve())
-        check_initial(config)
+        check_initial_weights(config)
     assert find_checkpoint(tmp_path) is None
 
 

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 from cells import make_config, run_cell_in_threads
-from thread_cells import config_of, die, run
+from thread_cells import config_of, kill_fault, run
 
-from parallel3d.debug.compare import SECTIONS, assemble, compare, mean_loss
+from parallel3d.debug.compare_dumps import SECTIONS, assemble_tensors, compare_tensors, mean_loss
 from parallel3d.debug.dump import read_step
-from parallel3d.debug.record import name_modules
+from parallel3d.debug.recorder import name_modules
 from parallel3d.layers.linear import RowParallelLinear
 
 STEP = 2
@@ -39,8 +39,8 @@ def alone(tmp_path_factory):
     return dump
 
 
-def wholes(folder):
-    return assemble(read_step(folder / f"step-{STEP}"))
+def global_tensors(folder):
+    return assemble_tensors(read_step(folder / f"step-{STEP}"))
 
 
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2)
@@ -79,9 +79,9 @@ def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
     layout, model = LAYOUTS[name]
     reference_folder, reference = alone(**model)
     done = dump_run(tmp_path, model=model, **layout)
-    ours, theirs = wholes(tmp_path), wholes(reference_folder)
+    ours, theirs = global_tensors(tmp_path), global_tensors(reference_folder)
     assert set(ours) == set(theirs)
-    found = list(compare(ours, theirs))
+    found = list(compare_tensors(ours, theirs))
     assert len(found) == len(theirs) and {each.section for each in found} == set(SECTIONS)
     assert [each.name for each in found if not each.is_same(TOLERANCE)] == []
     assert mean_loss(read_step(tmp_path / f"step-{STEP}")) == pytest.approx(reference.losses[-1], rel=1e-12)
@@ -94,14 +94,14 @@ def test_gradients_are_told_without_the_loss_scale(tmp_path):
     """fp16 multiplies the loss by 65536; a dump has the gradients of the mean loss, to fp16's three digits."""
     dump_run(tmp_path, parallel=CUBE, precision=dict(policy="fp16"), steps=[1])
     dump_run(tmp_path / "wide", steps=[1])
-    wide, narrow = (assemble(read_step(folder / "step-1")) for folder in (tmp_path / "wide", tmp_path))
-    far = [each.name for each in compare(narrow, wide) if each.relative > 0.05]
+    wide, narrow = (assemble_tensors(read_step(folder / "step-1")) for folder in (tmp_path / "wide", tmp_path))
+    far = [each.name for each in compare_tensors(narrow, wide) if each.relative > 0.05]
     assert far == []
 
 
 def test_everything_has_a_name_that_says_what_it_is(alone):
     folder, _ = alone()
-    found = wholes(folder)
+    found = global_tensors(folder)
     names = list(found)
     assert {"embedding.input", "embedding.output", "final_norm.output", "head.input", "head.logits"} <= set(names)
     for layer in range(4):
@@ -121,7 +121,7 @@ def test_everything_has_a_name_that_says_what_it_is(alone):
 
 def test_names_choose(tmp_path):
     dump_run(tmp_path, names=["layers.1.*.grad", "head.logits"], parallel=CUBE)
-    found = set(wholes(tmp_path))
+    found = set(global_tensors(tmp_path))
     assert "head.logits" in found and "layers.1.mlp.down.weight.grad" in found
     assert all(name == "head.logits" or (name.startswith("layers.1.") and name.endswith(".grad")) for name in found)
 
@@ -181,20 +181,20 @@ def test_what_a_larger_layout_has_left_in_the_folder_does_not_count(alone, tmp_p
     dump_run(tmp_path, parallel=CUBE, optimizer=dict(learning_rate=1.0))  # other tensors
     dump_run(tmp_path, parallel=dict(pp_size=2))
     assert len(list((tmp_path / f"step-{STEP}").iterdir())) == 8
-    assert all(each.is_same(TOLERANCE) for each in compare(wholes(tmp_path), wholes(reference)))
+    assert all(each.is_same(TOLERANCE) for each in compare_tensors(global_tensors(tmp_path), global_tensors(reference)))
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduce_scatter", "all_reduce"])
 def test_a_step_that_begins_anew_after_a_loss_is_dumped_whole(phase, tmp_path):
     """Once its entry is held it is not run again: then a dump lacks what the lost rank had not written."""
     dumps = {}
-    for name, faults in (("undisturbed", []), ("lost", [die(5, phase)])):
+    for name, faults in (("undisturbed", []), ("lost", [kill_fault(5, phase)])):
         config = config_of("pp2-dp4")
         asked = config.debug.dump_tensors.model_copy(update=dict(steps=[STEP], directory=str(tmp_path / name)))
         debug = config.debug.model_copy(update=dict(dump_tensors=asked))
-        assert not run(config.model_copy(update=dict(debug=debug)), faults).halted
+        assert not run(config.model_copy(update=dict(debug=debug)), faults).abort_reason
         dumps[name] = read_step(tmp_path / name / f"step-{STEP}")
-    found = list(compare(assemble(dumps["lost"]), assemble(dumps["undisturbed"])))
+    found = list(compare_tensors(assemble_tensors(dumps["lost"]), assemble_tensors(dumps["undisturbed"])))
     assert len(found) > 100 and all(each.largest == 0 for each in found)
     assert phase == "all_reduce" or all(each.complete for each in found)
 
@@ -203,10 +203,10 @@ def test_modules_are_named_by_the_model_not_by_the_stage():
     config = make_config(parallel=dict(pp_size=2))
     names = {}
 
-    def note(rank, runtime):
+    def record_names(rank, runtime):
         names[rank] = [(named.name, named.depth) for named in name_modules(runtime.chunks)]
 
-    run(config, watch=note)
+    run(config, watch=record_names)
     assert names[0][0] == ("embedding", -1) and ("layers.1.mlp.down", 1) in names[0]
     assert ("layers.3.attention.qkv", 3) in names[1] and names[1][-1][0] == "head"
     assert not {name for name, _ in names[0]} & {name for name, _ in names[1]}

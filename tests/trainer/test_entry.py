@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.errors import ProtocolError
-from parallel3d.optim.norms import StateNorms
+from parallel3d.optim.state_norms import StateNorms
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.entry import Contribution, Entry, EntryLayout, EvaluationEntry, TrainState, entry_from_json
 
 LAYOUT = EntryLayout(num_stages=2, num_micro_batches=3, num_slots=4, cursor_size=5)
-AUDIT = {(stage, micro_batch): 1 for stage in range(2) for micro_batch in range(3)}
+BACKWARD_COUNTS = {(stage, micro_batch): 1 for stage in range(2) for micro_batch in range(3)}
 
 cursors = st.tuples(*[st.integers(0, 2**40)] * 5)
 entries = st.builds(
@@ -72,11 +72,11 @@ def test_the_sum_of_the_vectors_is_the_entry(positions, squared_norm, loss_sum, 
             squared_norm=ExactSum.of([squared_norm]),
             num_target_tokens=num_tokens,
             cursors=dict(enumerate(positions[:3])),
-            audit={(0, m): 1 for m in range(3)},
+            backward_counts={(0, m): 1 for m in range(3)},
             stop=stop,
         ),
-        Contribution(loss_sum=ExactSum.of([loss_sum, 0.5]), audit={(1, m): 1 for m in range(2)}, leave=leave),
-        Contribution(loss_sum=ExactSum.of([-0.5]), cursors={3: positions[3]}, audit={(1, 2): 1}),
+        Contribution(loss_sum=ExactSum.of([loss_sum, 0.5]), backward_counts={(1, m): 1 for m in range(2)}, leave=leave),
+        Contribution(loss_sum=ExactSum.of([-0.5]), cursors={3: positions[3]}, backward_counts={(1, 2): 1}),
     ]
     total = [0.0] * LAYOUT.size
     for number in order:
@@ -95,7 +95,7 @@ def test_the_sum_of_the_vectors_is_the_entry(positions, squared_norm, loss_sum, 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_micro_batch_that_is_not_counted_once_is_no_entry(count):
-    vector = LAYOUT.pack(Contribution(num_target_tokens=1, audit={**AUDIT, (1, 2): count}))
+    vector = LAYOUT.pack(Contribution(num_target_tokens=1, backward_counts={**BACKWARD_COUNTS, (1, 2): count}))
     with pytest.raises(ProtocolError, match=f"iteration 9: micro-batch 2 counted {count} times at stage 1"):
         LAYOUT.unpack(9, vector)
 
@@ -110,7 +110,7 @@ def test_a_micro_batch_that_is_not_counted_once_is_no_entry(count):
     ],
 )
 def test_one_rank_that_is_not_finite_is_enough(part):
-    ranks = [Contribution(num_target_tokens=1, audit=AUDIT), Contribution(**part), Contribution()]
+    ranks = [Contribution(num_target_tokens=1, backward_counts=BACKWARD_COUNTS), Contribution(**part), Contribution()]
     found = LAYOUT.unpack(1, [sum(values) for values in zip(*map(LAYOUT.pack, ranks))])
     assert not found.finite and found.squared_norm == 0.0
 
@@ -129,8 +129,11 @@ def test_norms_are_those_of_all_ranks_that_have_measured(measured, order):
         )
         for values in measured
     ]
-    audit = Contribution(num_target_tokens=1, audit=AUDIT)
-    vectors = [layout.pack(audit), *(layout.pack(Contribution(norms=norms[rank], rank=rank)) for rank in order)]
+    backward_counts = Contribution(num_target_tokens=1, backward_counts=BACKWARD_COUNTS)
+    vectors = [
+        layout.pack(backward_counts),
+        *(layout.pack(Contribution(norms=norms[rank], rank=rank)) for rank in order),
+    ]
     found = layout.unpack(1, [sum(values) for values in zip(*vectors)])
     known = [values for values in measured if values is not None]
     if not known:
@@ -147,7 +150,9 @@ def test_a_weight_that_is_no_number_shows():
         squared_weights=ExactSum.of([math.nan]), variance=ExactSum.of([math.inf]), variance_max=math.nan
     )
     vectors = [
-        layout.pack(Contribution(num_target_tokens=1, audit=AUDIT, norms=StateNorms(variance_max=3.0))),
+        layout.pack(
+            Contribution(num_target_tokens=1, backward_counts=BACKWARD_COUNTS, norms=StateNorms(variance_max=3.0))
+        ),
         layout.pack(Contribution(norms=broken, rank=1)),
     ]
     found = layout.unpack(1, [sum(values) for values in zip(*vectors)])
@@ -176,10 +181,10 @@ def histories(draw):
     return history
 
 
-def fold(history):
+def apply(history):
     state = TrainState.start(((0, 0, 0),))
     for each in history:
-        state = state.fold(each)
+        state = state.apply(each)
     return state
 
 
@@ -188,15 +193,15 @@ def test_whatever_was_folded_already_changes_nothing(history, data):
     """Each entry again, at any later point: what a record brings to those who have it."""
     state = TrainState.start(((0, 0, 0),))
     for number, each in enumerate(history):
-        state = state.fold(each)
+        state = state.apply(each)
         again = data.draw(st.sampled_from(history[: number + 1]))
-        assert state.fold(again) == state
-    assert state == fold(history)
+        assert state.apply(again) == state
+    assert state == apply(history)
 
 
 @given(histories())
 def test_the_state_counts_what_the_entries_say(history):
-    state, steps = fold(history), [each for each in history if isinstance(each, Entry)]
+    state, steps = apply(history), [each for each in history if isinstance(each, Entry)]
     assert state.iteration == len(steps) and state.entries == tuple(steps[-2:])
     assert state.num_updates == sum(each.finite for each in steps)
     assert state.tokens_read == state.tokens_seen == sum(each.num_target_tokens for each in steps)
@@ -208,31 +213,31 @@ def test_the_state_counts_what_the_entries_say(history):
 @given(histories(), st.integers(0, 1))
 def test_the_newest_entries_bring_whoever_is_one_behind_up(history, num_behind):
     """One step and its evaluation are what a rank can lack: it was in the same all-reduce as all others."""
-    state = fold(history)
+    state = apply(history)
     newest = state.newest
     assert {each.iteration for each in newest} == {state.iteration}
-    behind = fold(history[: len(history) - num_behind])
+    behind = apply(history[: len(history) - num_behind])
     for each in newest:
-        behind = behind.fold(each)
+        behind = behind.apply(each)
     assert behind.iteration == state.iteration and behind.is_evaluated == state.is_evaluated
     assert replace(behind, evaluations=()) == replace(state, evaluations=())
 
 
 def test_nothing_is_folded_out_of_turn():
-    state = fold([entry(1)])
+    state = apply([entry(1)])
     with pytest.raises(AssertionError, match="entry 3 after 1"):
-        state.fold(entry(3))
+        state.apply(entry(3))
     with pytest.raises(AssertionError, match="evaluation 2 after entry 1"):
-        state.fold(EvaluationEntry(iteration=2, loss=1.0))
-    evaluated = state.fold(EvaluationEntry(iteration=1, loss=None))
+        state.apply(EvaluationEntry(iteration=2, loss=1.0))
+    evaluated = state.apply(EvaluationEntry(iteration=1, loss=None))
     assert evaluated.is_evaluated
-    assert not evaluated.fold(entry(2)).is_evaluated
-    assert evaluated.fold(entry(2)).fold(EvaluationEntry(iteration=1, loss=9.0)).evaluations == evaluated.evaluations
+    assert not evaluated.apply(entry(2)).is_evaluated
+    assert evaluated.apply(entry(2)).apply(EvaluationEntry(iteration=1, loss=9.0)).evaluations == evaluated.evaluations
 
 
 def test_the_newest_of_nothing_is_nothing():
     assert TrainState.start(((0,), (1,))).newest == ()
-    assert fold([entry(1)]).newest == (entry(1),)
+    assert apply([entry(1)]).newest == (entry(1),)
     evaluation = EvaluationEntry(iteration=1, loss=1.0)
-    assert fold([entry(1), evaluation]).newest == (entry(1), evaluation)
-    assert fold([entry(1), evaluation, entry(2)]).newest == (entry(2),)
+    assert apply([entry(1), evaluation]).newest == (entry(1), evaluation)
+    assert apply([entry(1), evaluation, entry(2)]).newest == (entry(2),)

@@ -5,9 +5,9 @@ import pytest
 import thread_cells
 import torch
 
-from parallel3d.comm.tensor_parallel import solo_region
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
-from parallel3d.layers.placement import Placement
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 
 DYNAMIC = dict(
@@ -85,7 +85,7 @@ def undisturbed():
 @pytest.mark.parametrize("phase", ["forward", "backward", "backup", "all_reduce", "update", "all_gather"])
 def test_a_death_does_not_move_the_scale(undisturbed, phase, step):
     """In a step that overflows, and in one that does not; the repeated step has the same scale."""
-    done = thread_cells.run(config_of(), [thread_cells.die(6, phase, step)])
+    done = thread_cells.run(config_of(), [thread_cells.kill_fault(6, phase, step)])
     thread_cells.assert_same_run(done, undisturbed)
     for number, record in undisturbed.steps.items():
         assert done.steps[number]["loss_scale"] == record["loss_scale"], number
@@ -98,8 +98,8 @@ def test_the_head_multiplies_before_it_narrows():
     hidden, targets = torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)
     grads = {}
     for policy, factor in (("fp16", 1.0), ("fp16", 4096.0), ("fp32", 1.0), ("fp32", 4096.0)):
-        on = Placement(tp=solo_region(), policy=POLICIES[policy])
-        head = LinearCrossEntropy("head", 50, 16, init_std=0.02, on=on)
+        context = LayerContext(tp=solo_region(), policy=POLICIES[policy])
+        head = LinearCrossEntropy("head", 50, 16, init_std=0.02, context=context)
         head.weight.data.copy_(weight)
         x = hidden.to(POLICIES[policy].compute).requires_grad_()
         head(x, targets, factor).backward()

@@ -38,8 +38,8 @@ from thread_cells import (
     after,
     assert_same_run,
     config_of,
-    die,
     grid_of,
+    kill_fault,
     outcome_of,
     phases_of,
     run,
@@ -59,7 +59,7 @@ SINGLE = [
 
 @pytest.mark.parametrize("layout, rank, phase", SINGLE)
 def test_one_death(layout, rank, phase):
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -67,7 +67,7 @@ def test_one_death(layout, rank, phase):
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce_scatter", "backup", "all_reduce", "update"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in MODELS for rank in (0, 3, 6)])
 def test_one_death_with_another_model(layout, rank, phase):
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -84,7 +84,7 @@ def test_one_death_with_another_model(layout, rank, phase):
 )
 def test_one_death_under_every_schedule(layout, rank, phase):
     """What the loss leaves is run by another plan, chunks and all: of the same sums."""
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -92,7 +92,7 @@ def test_one_death_under_every_schedule(layout, rank, phase):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in RECOMPUTED for rank in (0, 6)])
 def test_one_death_with_recomputed_layers(layout, rank, phase):
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -100,7 +100,7 @@ def test_one_death_with_recomputed_layers(layout, rank, phase):
 @pytest.mark.parametrize("phase", ["forward", "send", "backward", "all_reduce"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in DOCUMENTS for rank in (0, 3, 5)])
 def test_one_death_where_documents_are_kept_apart(layout, rank, phase):
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -114,7 +114,7 @@ def test_documents_end_within_the_sequences_of_these_runs():
 @pytest.mark.parametrize("layout", SCHEDULES)
 def test_two_deaths_at_two_stages_under_every_schedule(layout):
     """No pipeline is whole any more: every micro-batch of one of them changes its replica, chunk after chunk."""
-    done = run(config_of(layout, num_steps=5), [die(0, "backward"), die(3, "forward", 4)])
+    done = run(config_of(layout, num_steps=5), [kill_fault(0, "backward"), kill_fault(3, "forward", 4)])
     assert outcome_of(done) == Outcome(frozenset({0, 3}), 2, True)
     assert_same_run(done, undisturbed(layout, 5))
     assert done.steps[5]["planned_bubble"] != done.steps[1]["planned_bubble"]
@@ -126,7 +126,7 @@ def test_two_deaths_at_two_stages_under_every_schedule(layout):
 def test_one_death_in_another_precision(layout, phase):
     """A rank of each stage in turn; what is moved, and a repeated update's noise, are as in the undisturbed run."""
     rank = 1 if phase in ("load", "backward", "backup", "update") else grid_of(layout).ranks[-1]
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -135,9 +135,14 @@ def test_one_death_in_another_precision(layout, phase):
 def test_several_deaths_in_another_precision(policy):
     """The state moves twice, and a replica dies while it does."""
     layout = f"{policy}-pp2-dp4"
-    deaths = [die(0, "update"), die(2, "recovery_moves"), die(5, "backup", 4), die(3, "all_reduce", 4)]
+    deaths = [
+        kill_fault(0, "update"),
+        kill_fault(2, "recovery_moves"),
+        kill_fault(5, "backup", 4),
+        kill_fault(3, "all_reduce", 4),
+    ]
     done = run(config_of(layout, num_steps=5), deaths)
-    assert set(done.dead) == {0, 2, 3, 5} and not done.halted
+    assert set(done.dead) == {0, 2, 3, 5} and not done.abort_reason
     assert_same_run(done, undisturbed(layout, 5))
 
 
@@ -164,14 +169,14 @@ def recovery_cells():
 @pytest.mark.parametrize("layout, first, phase, second, recovery", list(recovery_cells()))
 def test_a_second_death_in_the_recovery(layout, first, phase, second, recovery):
     config = config_of(layout)
-    done = run(config, [die(first, phase), die(second, recovery)])
+    done = run(config, [kill_fault(first, phase), kill_fault(second, recovery)])
     in_one = [{first, second}] if recovery in BEFORE_GO else [{first}, {second}]
     expected = after(config, *map(frozenset, in_one))
     assert outcome_of(done) == expected
     if expected.goes_on:
         assert_same_run(done, undisturbed(layout))
     else:
-        assert "no replica left" in done.halted or "no holder left" in done.halted
+        assert "no replica left" in done.abort_reason or "no holder left" in done.abort_reason
 
 
 @pytest.mark.parametrize("phase", BEFORE_GO)
@@ -179,20 +184,20 @@ def test_a_second_death_in_the_recovery(layout, first, phase, second, recovery):
 def test_three_deaths_before_the_go_are_one_change(trio, phase):
     config = config_of("pp2-dp4")
     first, *others = trio
-    done = run(config, [die(first, "backward"), *(die(rank, phase) for rank in others)])
+    done = run(config, [kill_fault(first, "backward"), *(kill_fault(rank, phase) for rank in others)])
     expected = after(config, frozenset(trio))
     if expected.goes_on:
         assert outcome_of(done) == expected
         assert_same_run(done, undisturbed("pp2-dp4"))
     else:  # the first two may be too many already
-        assert done.halted and done.num_changes == 0 and set(done.dead) <= set(trio)
+        assert done.abort_reason and done.num_changes == 0 and set(done.dead) <= set(trio)
 
 
 def test_both_ranks_of_a_replica():
     """0 and 1 share the layers of stage 0, replica 0: all of it is gone, and the other replica holds its state."""
     config = config_of("pp2-dp2-tp2")
     for recovery in BEFORE_GO:
-        done = run(config, [die(0, "forward"), die(1, recovery)])
+        done = run(config, [kill_fault(0, "forward"), kill_fault(1, recovery)])
         assert outcome_of(done) == Outcome(frozenset({0, 1}), 1, True)
         assert_same_run(done, undisturbed("pp2-dp2-tp2"))
 
@@ -210,7 +215,7 @@ def random_faults(layout, seed):
         phases = phases_of(grid, rank)
         phase = numbers.choice([phase for phase in phases if step not in closed or phase not in MAY_LEAVE_AN_ENTRY])
         closed |= {step} if phase in MAY_LEAVE_AN_ENTRY else set()
-        faults.append(die(rank, phase, step))
+        faults.append(kill_fault(rank, phase, step))
     return faults
 
 
@@ -253,7 +258,7 @@ def test_several_deaths(layout, seed):
     done = run(config, faults)
     expected = outcomes(config, faults)
     assert outcome_of(done) in expected, expected
-    if not done.halted:
+    if not done.abort_reason:
         assert set(done.dead) == {fault.rank for fault in faults}
         assert_same_run(done, undisturbed(layout, 5))
 
@@ -270,7 +275,7 @@ def test_down_to_one_replica_of_each_stage(order, zero_stage):
     """A death a step, each in another phase: the run ends with two ranks of eight, each holding all of its stage."""
     config = config_of("pp2-dp4", num_steps=8, zero_stage=zero_stage)
     phases = ("forward", "backward", "reduce_scatter", "backup", "send", "all_reduce")
-    done = run(config, [die(rank, phase, 2 + n) for n, (rank, phase) in enumerate(zip(order, phases))])
+    done = run(config, [kill_fault(rank, phase, 2 + n) for n, (rank, phase) in enumerate(zip(order, phases))])
     assert outcome_of(done) == Outcome(frozenset(order), 6, True)
     assert_same_run(done, undisturbed("pp2-dp4", 8))
 
@@ -280,17 +285,19 @@ def test_down_to_one_replica_of_each_stage(order, zero_stage):
 
 @pytest.mark.parametrize("phase", ["forward", "update"])
 def test_without_backups_the_first_death_ends_the_run_and_says_why(phase):
-    done = run(config_of("pp2-dp4", zero_backups=0), [die(2, phase)])
+    done = run(config_of("pp2-dp4", zero_backups=0), [kill_fault(2, phase)])
     assert outcome_of(done) == Outcome(frozenset({2}), 0, False)
-    assert done.halted == (
+    assert done.abort_reason == (
         "range 2 of the optimizer state of stage 0, tp 0 has no holder left: rank 2, its only holder, was lost "
         "(elastic.zero_backups is 0)"
     )
 
 
 def test_a_stage_without_a_replica_is_named():
-    done = run(config_of("pp2-dp2-tp2"), [die(6, "backward"), die(5, "recovery_moves")])
-    assert done.halted.startswith("stage 1 has no replica left: lost pp1 dp0 tp1 (rank 5) and pp1 dp1 tp0 (rank 6)")
+    done = run(config_of("pp2-dp2-tp2"), [kill_fault(6, "backward"), kill_fault(5, "recovery_moves")])
+    assert done.abort_reason.startswith(
+        "stage 1 has no replica left: lost pp1 dp0 tp1 (rank 5) and pp1 dp1 tp0 (rank 6)"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -299,11 +306,13 @@ def test_with_all_state_everywhere_only_a_stage_without_replica_ends_the_run(lay
     config, grid = config_of(layout, zero_stage=0), grid_of(layout)
     dead = [grid.tp_ranks((stage, replica))[0] for stage in range(grid.pp_size) for replica in grid.replicas[stage][1:]]
     first, *others = dead
-    done = run(config, [die(first, "backup"), *(die(rank, "recovery_report") for rank in others)])
+    done = run(config, [kill_fault(first, "backup"), *(kill_fault(rank, "recovery_report") for rank in others)])
     assert outcome_of(done) == Outcome(frozenset(dead), 1, True)
     assert_same_run(done, undisturbed(layout))
-    done = run(config, [die(first, "all_reduce"), *(die(rank, "recovery_moves") for rank in (*others, 0))])
-    assert done.halted and done.num_changes == 0 and done.halted.startswith("stage ")
+    done = run(
+        config, [kill_fault(first, "all_reduce"), *(kill_fault(rank, "recovery_moves") for rank in (*others, 0))]
+    )
+    assert done.abort_reason and done.num_changes == 0 and done.abort_reason.startswith("stage ")
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -330,7 +339,7 @@ def count_iterations(config, faults):
 def test_who_takes_its_leave_costs_no_step(layout, rank, phase):
     """Told in step 2, whatever it is at; says so with its part of step 3, hands over after it. Nothing is repeated."""
     config = config_of(layout, num_steps=4)
-    done, begun = count_iterations(config, [die(rank, phase, kind="term")])
+    done, begun = count_iterations(config, [kill_fault(rank, phase, kind="term")])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout, 4))
     assert len(begun) == len(set(begun))
@@ -340,7 +349,7 @@ def test_who_takes_its_leave_costs_no_step(layout, rank, phase):
 @pytest.mark.parametrize("phase", [phase for phase in (*EARLY, *LATE) if phase != "load"])
 def test_a_death_costs_at_most_the_step_it_happens_in(phase):
     """After the entry is held by anybody the step is not repeated: all finish it from what they have."""
-    done, begun = count_iterations(config_of("pp2-dp4"), [die(6, phase)])
+    done, begun = count_iterations(config_of("pp2-dp4"), [kill_fault(6, phase)])
     repeated = {step for number, step in set(begun) if begun.count((number, step)) > 1}
     if phase != "all_reduce":  # the dead rank's part was there: the others may have the entry or not
         assert repeated == ({STEP} if phase in EARLY else set())
@@ -355,11 +364,11 @@ def test_only_what_is_missing_travels(rank, phase, num_rows):
     """Four ranges of two holders become three: the survivors get what their new ranges have and they had not. Two
     moments, and the weights if some rank had not gathered the newest ones."""
     config, grid = config_of("pp2-dp4"), grid_of("pp2-dp4")
-    done = run(config, [die(rank, phase)])
+    done = run(config, [kill_fault(rank, phase)])
     left, _ = grid.without({rank})
     survivors = left.dp_ranks(rank // 4, 0)
     one = cells.prepare(config, grid, survivors[0])
-    before, after = one.cuts_on(grid, {}).stage, one.cuts_on(left, {}).stage
+    before, after = one.shard_maps_on(grid, {}).stage, one.shard_maps_on(left, {}).stage
     num_elements = sum(
         len(elements_of(bucket.plan, after, other) - elements_of(bucket.plan, before, other))
         for bucket in one.optimizer.buckets
@@ -368,7 +377,7 @@ def test_only_what_is_missing_travels(rank, phase, num_rows):
     assert done.moved_bytes == num_rows * 8 * num_elements > 0
 
 
-def elements_of(plan, cut, rank):
+def elements_of(plan, shard_map, rank):
     """What a rank holds of a bucket, padding left out."""
-    spans = [plan.range_of(number, cut.num_ranges) for number in cut.ranges_of(rank)]
+    spans = [plan.range_of(number, shard_map.num_ranges) for number in shard_map.ranges_of(rank)]
     return {index for span in spans for index in span if index < plan.num_elements}

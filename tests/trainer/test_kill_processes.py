@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from kill_cells import PHASES, KillCell, covering_cells, judge, special_cells
+from kill_cells import PHASES, KillCell, covering_cells, describe_failure, special_cells
 
 pytestmark = pytest.mark.slow
 CELLS = list(covering_cells())
@@ -30,7 +30,7 @@ def kill_folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_the_run_goes_on_as_if_undisturbed(kill_folder: Path, cell: KillCell):
-    assert judge(kill_folder, cell) == ""
+    assert describe_failure(kill_folder, cell) == ""
 
 
 def test_the_cells_cover_every_phase_and_kind():

@@ -3,7 +3,7 @@
 import cells
 import pytest
 import torch
-from thread_cells import MONITORED, assert_same_run, config_of, die, run, undisturbed
+from thread_cells import MONITORED, assert_same_run, config_of, kill_fault, run, undisturbed
 
 from parallel3d.errors import Diverged
 
@@ -77,7 +77,7 @@ def test_norms_are_measured_when_they_are_due():
 @pytest.mark.parametrize("phase", ["forward", "all_reduce", "update", "all_gather"])
 def test_whoever_leads_next_tells_the_same_figures(phase):
     """The leader dies; with exact sums all figures are bitwise those of the undisturbed run."""
-    done = run(config_of("pp2-dp4"), [die(0, phase)])
+    done = run(config_of("pp2-dp4"), [kill_fault(0, phase)])
     assert done.num_changes == 1 and set(MONITORED) <= done.steps[3].keys()
     assert_same_run(done, undisturbed("pp2-dp4"))
 
@@ -93,10 +93,12 @@ def steep(**monitor):
     """A learning rate that lets the loss rise in the third step, to 1.18 times the lowest before."""
     config = with_monitor(config_of("pp2-dp4", num_steps=4), **monitor)
     rates = dict(optimizer=config.optimizer.model_copy(update=dict(learning_rate=1.0)))
-    return config.model_copy(update=rates | dict(schedule=config.schedule.model_copy(update=dict(warmup_steps=0))))
+    return config.model_copy(
+        update=rates | dict(lr_schedule=config.lr_schedule.model_copy(update=dict(warmup_steps=0)))
+    )
 
 
-@pytest.mark.parametrize("faults", [[], [die(0, "all_reduce", 3)], [die(3, "update", 3)]])
+@pytest.mark.parametrize("faults", [[], [kill_fault(0, "all_reduce", 3)], [kill_fault(3, "update", 3)]])
 def test_a_loss_that_rises_too_far_ends_the_run(faults):
     """On all ranks in the same step, also where one dies in it."""
     ratios = {step: record.get("loss_ratio", 0.0) for step, record in run(steep()).steps.items()}
@@ -124,7 +126,7 @@ def test_an_evaluation_by_the_leaders_clock_is_folded_state():
     config = config_of("pp2-dp4", num_steps=5)
     by_steps = run(with_run(config, evaluate_every=3))
     by_time = with_run(config, evaluate_every=None, evaluate_share=0.999999)
-    for faults in ([], [die(0, "all_reduce", 3)], [die(0, "update", 3)], [die(3, "evaluate", 3)]):
+    for faults in ([], [kill_fault(0, "all_reduce", 3)], [kill_fault(0, "update", 3)], [kill_fault(3, "evaluate", 3)]):
         done = run(by_time, faults)
         assert done.run.evaluation == by_steps.run.evaluation and sorted(done.steps) == [1, 2, 3, 4, 5]
         assert done.evaluations == by_steps.evaluations

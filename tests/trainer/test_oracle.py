@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel3d.data.lanes import Cursor
-from parallel3d.trainer.verify import largest_difference
+from parallel3d.inprocess.harness import largest_difference
 
 PLAIN_LOSS = {"llama": plain_llama.plain_loss, "gpt2": plain_gpt2.plain_loss}
 

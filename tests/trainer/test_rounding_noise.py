@@ -12,9 +12,9 @@ from parallel3d.trainer.build import build_grid
 LAYOUTS = [dict(tp_size=4), dict(tp_size=2, sequence_parallel=True), dict(tp_size=2, pp_size=2, dp_size=2)]
 
 
-def run(run_layout, parallel, *places):
+def run(run_layout, parallel, *targets):
     """Three steps; putting the ranks' parts together asserts that copies agree bit for bit."""
-    return run_layout(precision=dict(policy="bf16_sr", stochastic_rounding=list(places)), parallel=parallel)
+    return run_layout(precision=dict(policy="bf16_sr", stochastic_rounding=list(targets)), parallel=parallel)
 
 
 def norms_of(done):
@@ -22,9 +22,9 @@ def norms_of(done):
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-@pytest.mark.parametrize("places", [(), ("accumulation", "outputs")], ids=str)
-def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, parallel, places):
-    norms = norms_of(run(run_layout, parallel, *places))
+@pytest.mark.parametrize("targets", [(), ("accumulation", "outputs")], ids=str)
+def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, parallel, targets):
+    norms = norms_of(run(run_layout, parallel, *targets))
     assert len(norms) == 9 and all(weight.dtype is torch.bfloat16 for weight in norms.values())
     assert all(not torch.equal(weight, torch.ones_like(weight)) for weight in norms.values())
 
@@ -54,7 +54,7 @@ def test_the_same_run_again_is_the_same(run_layout):
 
 
 def test_each_place_that_is_asked_for_changes_the_run(run_layout):
-    losses = [run(run_layout, {}, *places).losses for places in ((), ("update",), ("accumulation",), ("outputs",))]
+    losses = [run(run_layout, {}, *targets).losses for targets in ((), ("update",), ("accumulation",), ("outputs",))]
     plain, same, accumulated, rounded = losses
     assert same == plain
     assert accumulated[0] == plain[0] and accumulated[1] != plain[1]  # gradients alone
@@ -68,13 +68,13 @@ def test_each_term_that_is_added_has_noise_of_its_own():
     config = cells.make_config(precision=dict(policy="bf16_sr", stochastic_rounding=["accumulation"]))
     bucket = cells.prepare(config, build_grid(config), 0).optimizer.buckets[0]
 
-    def rounded(site="backward", iteration=3, slot=2):
+    def rounded(grad_pass="backward", iteration=3, slot=2):
         batch = MicroBatch(seed=config.run.seed, iteration=iteration, slots=(slot,), sequence_length=16)
         bucket.clear()
         bucket.totals.fill_(1.0)
         for _ in range(2):  # the second time there is nothing to add
             bucket.grads[::2] = 0.001 * (not bucket.totals.ne(1.0).any())
-            assert bucket.close_term(batch, site) and not bucket.grads.any()
+            assert bucket.finalize_micro_batch_grads(batch, grad_pass) and not bucket.grads.any()
         return bucket.totals.clone()
 
     plain = rounded()

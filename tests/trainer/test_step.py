@@ -11,11 +11,11 @@ import torch
 
 from parallel3d.data.reader import Reader
 from parallel3d.errors import ProtocolError
+from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.pipeline.executor import StageResult
-from parallel3d.testing.threads import ThreadWorld, run_threads
 from parallel3d.trainer.build import Transports, build_grid
 from parallel3d.trainer.entry import Contribution
-from parallel3d.trainer.step import agree, bubble_of, evaluate, train_step
+from parallel3d.trainer.step import all_reduce_entry, bubble_of, evaluate, train_step
 
 
 class Recorder(Reader):
@@ -94,7 +94,7 @@ def test_an_entry_is_held_before_its_update():
             train_step(rank)
         rank.optimizer.update = plain
         assert rank.state.iteration == 1 and rank.optimizer.version == 0
-        rank.optimizer.bring_to(1, rank.update_step())
+        rank.optimizer.update_to(1, rank.update_step())
         rank.optimizer.gather()
         return [bucket.weights.clone() for bucket in rank.optimizer.buckets]
 
@@ -122,9 +122,9 @@ def test_an_evaluation_is_an_entry():
 
 def test_a_micro_batch_counted_twice_is_no_entry():
     def body(rank, lanes):
-        part = Contribution(num_target_tokens=1, audit={(rank.place.pp, m): 1 for m in range(8)})
+        part = Contribution(num_target_tokens=1, backward_counts={(rank.coordinates.pp, m): 1 for m in range(8)})
         with pytest.raises(ProtocolError, match="micro-batch 0 counted 2 times at stage 0"):
-            agree(rank, rank.train_batch(1), part, StageResult())
+            all_reduce_entry(rank, rank.train_batch(1), part, StageResult())
         return True
 
     assert all(run(body, parallel=dict(pp_size=2, dp_size=2)))
@@ -198,7 +198,7 @@ def test_lengths_that_change_from_step_to_step(layout):
         assert other[0] == pytest.approx(losses, rel=1e-11) and other[1:] == (tokens, cursors)
 
 
-def test_death_of_a_rank_ends_the_epoch_for_all_others():
+def test_death_of_a_rank_ends_the_generation_for_all_others():
     """Whatever call it dies in: nobody hangs, the cause is named."""
     config = cells.make_config(parallel=LAYOUT)
     grid = build_grid(config)

@@ -3,7 +3,7 @@
 import cells
 import pytest
 
-from parallel3d.testing.threads import ThreadWorld, run_threads
+from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.trainer.build import Transports, build_grid, exact_format, plan_batch
 from parallel3d.trainer.step import train_step
 

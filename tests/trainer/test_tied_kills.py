@@ -17,16 +17,16 @@ from thread_cells import (
     after,
     assert_same_run,
     config_of,
-    die,
     grid_of,
+    kill_fault,
     outcome_of,
     phases_of,
     run,
     undisturbed,
 )
 
-from parallel3d.elastic.survival import survivable
-from parallel3d.topology.grid import Grid
+from parallel3d.elastic.protocol.survivability import check_survivability
+from parallel3d.parallel.grid import Grid
 
 PHASES = ("reduce_scatter", "backup", "all_reduce", "update", "all_gather")
 """Where the shared matrix is under way."""
@@ -48,12 +48,12 @@ def single_cells():
 
 
 def survives(grid: Grid, dead: set[int]) -> bool:
-    return survivable(grid, zero_stage=1, zero_backups=1, hosts={}, dead=dead).can_continue
+    return check_survivability(grid, zero_stage=1, zero_backups=1, hosts={}, dead=dead).can_continue
 
 
 @pytest.mark.parametrize("layout, rank, phase", list(single_cells()))
 def test_one_death(layout, rank, phase):
-    done = run(config_of(layout), [die(rank, phase)])
+    done = run(config_of(layout), [kill_fault(rank, phase)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -63,8 +63,8 @@ def test_one_death(layout, rank, phase):
 def test_without_zero_every_replica_of_both_ends_holds_all(layout, phase):
     """All but one replica of each end die: the first in a step, the others before the change for it is in force."""
     config, grid = config_of(layout, zero_stage=0), grid_of(layout)
-    first, *others = [rank for end in grid.ends for rank in grid.dp_ranks(end, 0)[1:]]
-    done = run(config, [die(first, phase), *(die(rank, "recovery_moves") for rank in others)])
+    first, *others = [rank for end in grid.embedding_stages for rank in grid.dp_ranks(end, 0)[1:]]
+    done = run(config, [kill_fault(first, phase), *(kill_fault(rank, "recovery_moves") for rank in others)])
     assert outcome_of(done) == Outcome(frozenset({first, *others}), 1, True)
     assert_same_run(done, undisturbed(layout))
 
@@ -76,9 +76,9 @@ def pairs():
     """One of each end, and two of one end; the second death in all phases of the recovery by turns."""
     turns = itertools.cycle(itertools.product((*BEFORE_GO, AFTER_GO), PHASES))
     for layout in ("tied-pp2-dp4", "tied-stages-2-1-3"):
-        ends = grid_of(layout).end_ranks(0)
-        for first, second in itertools.combinations(ends, 2):
-            if len(ends) > 5 and {first, second}.isdisjoint({1, 6}):
+        embedding_ranks = grid_of(layout).embedding_ranks(0)
+        for first, second in itertools.combinations(embedding_ranks, 2):
+            if len(embedding_ranks) > 5 and {first, second}.isdisjoint({1, 6}):
                 continue  # enough of the large one
             recovery, phase = next(turns)
             name = f"{layout}-rank{first}-{phase}-then-rank{second}-{recovery}"
@@ -90,14 +90,14 @@ def test_two_deaths(layout, first, phase, second, recovery):
     """Owner and backup of a range of the matrix are owner and backup of a range of their stage: who takes both is told
     both ranks."""
     config = config_of(layout)
-    done = run(config, [die(first, phase), die(second, recovery)])
+    done = run(config, [kill_fault(first, phase), kill_fault(second, recovery)])
     expected = after(config, *([{first, second}] if recovery in BEFORE_GO else [{first}, {second}]))
     assert outcome_of(done) == expected
     if expected.goes_on:
         assert_same_run(done, undisturbed(layout))
         return
     named = [f"ranks {a} and {b} were lost" for a, b in ((first, second), (second, first))]
-    assert any(words in done.halted for words in (*named, "no replica left"))
+    assert any(words in done.abort_reason for words in (*named, "no replica left"))
 
 
 def test_the_pairs_end_both_ways():
@@ -110,7 +110,7 @@ def test_the_pairs_end_both_ways():
 def test_down_to_one_replica_of_each_end(order, zero_stage):
     config = config_of("tied-pp2-dp4", num_steps=8, zero_stage=zero_stage)
     phases = itertools.cycle(("update", "reduce_scatter", "backup", "all_gather", "all_reduce", "forward"))
-    done = run(config, [die(rank, phase, 2 + n) for n, (rank, phase) in enumerate(zip(order, phases))])
+    done = run(config, [kill_fault(rank, phase, 2 + n) for n, (rank, phase) in enumerate(zip(order, phases))])
     assert outcome_of(done) == Outcome(frozenset(order), 6, True)
     assert_same_run(done, undisturbed("tied-pp2-dp4", 8))
 
@@ -118,8 +118,10 @@ def test_down_to_one_replica_of_each_end(order, zero_stage):
 @pytest.mark.parametrize("ranks", [(0, 6), (0, 1), (1, 7)], ids=str)
 def test_who_leaves_hands_over_to_both_ends(ranks):
     config = config_of("tied-pp2-dp4", num_steps=5)
-    done = run(config, [*(die(rank, "forward", kind="term") for rank in ranks), die(5, "backward", step=4)])
-    assert set(done.dead) == {*ranks, 5} and done.num_changes in (2, 3) and not done.halted
+    done = run(
+        config, [*(kill_fault(rank, "forward", kind="term") for rank in ranks), kill_fault(5, "backward", step=4)]
+    )
+    assert set(done.dead) == {*ranks, 5} and done.num_changes in (2, 3) and not done.abort_reason
     assert_same_run(done, undisturbed("tied-pp2-dp4", 5))
 
 
@@ -145,18 +147,18 @@ def test_the_end_that_has_lost_nobody_is_cut_anew_too(rank):
 
         runtime.optimizer._move_bucket = noted
 
-    assert_same_run(run(config, [die(rank, "backup")], watch=watch), undisturbed("tied-pp2-dp4"))
+    assert_same_run(run(config, [kill_fault(rank, "backup")], watch=watch), undisturbed("tied-pp2-dp4"))
     one = cells.prepare(config, grid, 4)
     plan = one.optimizer.buckets[-1].plan
-    before, after = one.cuts_on(grid, {}).of(plan.key), one.cuts_on(left, {}).of(plan.key)
+    before, after = one.shard_maps_on(grid, {}).of(plan.key), one.shard_maps_on(left, {}).of(plan.key)
     missing = sum(
         len(elements_of(plan, after, other) - elements_of(plan, before, other)) for other in grid.dp_ranks(1, 0)
     )
     assert plan.key.tied and received == {False: 0, True: 2 * 8 * missing} and missing > 0
 
 
-def elements_of(plan, cut, rank):
-    spans = [plan.range_of(number, cut.num_ranges) for number in cut.ranges_of(rank)]
+def elements_of(plan, shard_map, rank):
+    spans = [plan.range_of(number, shard_map.num_ranges) for number in shard_map.ranges_of(rank)]
     return {index for span in spans for index in span if index < plan.num_elements}
 
 
@@ -166,7 +168,7 @@ def elements_of(plan, cut, rank):
 @pytest.mark.parametrize("layout", TIED)
 def test_a_matrix_that_each_stage_trains_alone_is_found_out(layout, monkeypatch):
     """Reduced over its own stage only, each copy goes its own way: `assemble` refuses."""
-    from parallel3d.topology import groups
+    from parallel3d.parallel import groups
 
     monkeypatch.setattr(groups.Groups, "tied", property(lambda self: self.dp))
     with pytest.raises(AssertionError, match="embedding.weight differs between replicas"):
@@ -177,14 +179,14 @@ def test_the_copies_on_both_ends_are_the_same_bits_after_every_step():
     seen = {}
 
     def watch(number, runtime):
-        if runtime.place.pp not in runtime.first_grid.ends:
+        if runtime.coordinates.pp not in runtime.first_grid.embedding_stages:
             return
         weight = runtime.optimizer.buckets[-1].parameters[0]
         begin = runtime.optimizer.begin_iteration
 
         def noted(iteration, *rest):
             runtime.optimizer.finish_gather()
-            seen.setdefault((runtime.place.tp, iteration), []).append(weight.detach().clone())
+            seen.setdefault((runtime.coordinates.tp, iteration), []).append(weight.detach().clone())
             begin(iteration, *rest)
 
         runtime.optimizer.begin_iteration = noted

@@ -15,17 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from saves import run_layout, save
-from thread_cells import assert_same_run, die, run
+from thread_cells import assert_same_run, kill_fault, run
 
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
+from parallel3d.inprocess.compare_runs import tolerance_of
+from parallel3d.inprocess.harness import largest_difference
 from parallel3d.layers.micro_batch import BatchPlan
-from parallel3d.pacing import Adaptive, Cycle, Growth, Pacing, Stays
-from parallel3d.trainer.compare import tolerance_of
+from parallel3d.size_schedule import Adaptive, BatchShapeSchedule, Constant, Periodic, Polynomial
 from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
 from parallel3d.trainer.loader import LaneLoader
-from parallel3d.trainer.resume import data_to_json, read_on_from, state_from_json, state_to_json
-from parallel3d.trainer.verify import largest_difference
+from parallel3d.trainer.resume import data_position_to_json, skip_data_to, state_from_json, state_to_json
 
 CUBE = dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True)
 UNEVEN = dict(pp_size=2, stage_replicas=[1, 2], tp_size=2, sequence_parallel=True, schedule="zb-h1")
@@ -101,13 +101,13 @@ def undisturbed():
 @pytest.mark.parametrize(
     "faults",
     [
-        [die(0, "load", 3)],
-        [die(5, "send", 2)],
-        [die(3, "backward", 4)],
-        [die(6, "all_reduce", 3)],
-        [die(2, "update", 2)],
-        [die(7, "evaluate", 2)],
-        [die(1, "forward", 2), die(6, "recovery_moves", 2)],
+        [kill_fault(0, "load", 3)],
+        [kill_fault(5, "send", 2)],
+        [kill_fault(3, "backward", 4)],
+        [kill_fault(6, "all_reduce", 3)],
+        [kill_fault(2, "update", 2)],
+        [kill_fault(7, "evaluate", 2)],
+        [kill_fault(1, "forward", 2), kill_fault(6, "recovery_moves", 2)],
     ],
     ids=lambda faults: "+".join(f"{fault.rank}-{fault.phase}-{fault.step}" for fault in faults),
 )
@@ -123,7 +123,7 @@ def test_lengths_that_grow_while_ranks_are_killed_equal_one_process():
     others take over its lanes, which have moved on by what was trained on."""
     warmup = dict(sequence_length=dict(kind="linear", start=8, duration=8, recycle=True))
     config, alone = (config_of(warmup=warmup, sums="float", num_steps=8, parallel=layout) for layout in (CUBE, {}))
-    ours, one = run(config, [die(1, "load", 3), die(6, "forward", 5)]), run(alone)
+    ours, one = run(config, [kill_fault(1, "load", 3), kill_fault(6, "forward", 5)]), run(alone)
     assert [length for _, length in shapes_of(ours)] == [8, 16, 24, 32, 40, 48, 56, 64]
     assert ours.num_changes == 2 and ours.dead == (1, 6)
     losses = [[done.steps[step]["loss"] for step in range(1, 9)] for done in (ours, one)]
@@ -151,7 +151,7 @@ def test_an_adaptive_length_is_the_same_on_every_layout_and_after_a_death():
     warmup = dict(sequence_length=dict(kind="adaptive", tolerance=1.0, start=16))
     settings = dict(warmup=warmup, num_steps=6, evaluate_every=1)
     one = run(config_of(**settings, parallel=dict(tp_size=2)))
-    ours = run(config_of(**settings), [die(3, "evaluate", 2), die(4, "update", 3)])
+    ours = run(config_of(**settings), [kill_fault(3, "evaluate", 2), kill_fault(4, "update", 3)])
     assert shapes_of(ours) == shapes_of(one)
     lengths = [length for _, length in shapes_of(one)]
     assert lengths[:2] == [16, 24] and len(set(lengths)) > 2
@@ -177,13 +177,14 @@ def test_a_run_goes_on_in_mid_warmup_bitwise(tmp_path, there, recycle):
 @given(st.lists(st.floats(1, 9), max_size=8), st.integers(0, 8))
 def test_an_adaptive_state_survives_a_checkpoint(losses, cut):
     fresh = TrainState.start(
-        starts(2), pacing=Pacing(length=Adaptive(first=8, last=32, multiple=8, value=8), read_length=32)
+        starts(2),
+        shape_schedule=BatchShapeSchedule(length=Adaptive(first=8, last=32, multiple=8, value=8), read_length=32),
     )
 
     def go_on(state, losses):
         for loss in losses:
-            state = state.fold(step_of(state, cursors=state.cursors))
-            state = state.fold(EvaluationEntry(iteration=state.iteration, loss=loss))
+            state = state.apply(step_of(state, cursors=state.cursors))
+            state = state.apply(EvaluationEntry(iteration=state.iteration, loss=loss))
         return state
 
     saved = json.loads(json.dumps(state_to_json(go_on(fresh, losses[:cut]))))
@@ -191,20 +192,24 @@ def test_an_adaptive_state_survives_a_checkpoint(losses, cut):
 
 
 def test_an_evaluation_that_comes_again_moves_the_length_once():
-    state = TrainState.start(starts(1), pacing=Pacing(length=Adaptive(first=8, last=32, multiple=8, value=8)))
-    state = state.fold(step_of(state, cursors=state.cursors))
+    state = TrainState.start(
+        starts(1), shape_schedule=BatchShapeSchedule(length=Adaptive(first=8, last=32, multiple=8, value=8))
+    )
+    state = state.apply(step_of(state, cursors=state.cursors))
     evaluation = EvaluationEntry(iteration=1, loss=3.0)
-    assert state.fold(evaluation).shape.sequence_length == 16
-    assert state.fold(evaluation).fold(evaluation) == state.fold(evaluation)
+    assert state.apply(evaluation).shape.sequence_length == 16
+    assert state.apply(evaluation).apply(evaluation) == state.apply(evaluation)
 
 
 def test_text_that_is_left_out_after_a_divergence_is_no_progress():
     """A run that goes back to its second step, and on behind what it has read until its fourth."""
-    pacing = Pacing(length=Growth(first=8, last=32, over=60, multiple=8), length_unit="tokens", read_length=32)
-    states = [TrainState.start(starts(1), pacing=pacing)]
+    shape_schedule = BatchShapeSchedule(
+        length=Polynomial(first=8, last=32, duration=60, multiple=8), length_unit="tokens", read_length=32
+    )
+    states = [TrainState.start(starts(1), shape_schedule=shape_schedule)]
     for number in range(4):
-        states.append(states[-1].fold(step_of(states[-1], cursors=((0, 0, number + 1),))))
-    behind = read_on_from(states[2], json.loads(json.dumps(data_to_json(states[4]))))
+        states.append(states[-1].apply(step_of(states[-1], cursors=((0, 0, number + 1),))))
+    behind = skip_data_to(states[2], json.loads(json.dumps(data_position_to_json(states[4]))))
     assert behind.cursors == ((0, 0, 4),) and behind.tokens_read == states[4].tokens_read == 128
     assert behind.tokens_seen == states[2].tokens_seen and behind.shape == states[2].shape != states[4].shape
 
@@ -226,10 +231,10 @@ def step_of(state, *, cursors):
     )
 
 
-def trained_tokens(lanes, pacing, num_steps, *, resume_at):
+def trained_tokens(lanes, shape_schedule, num_steps, *, resume_at):
     """The targets of each lane in order, the shapes of the steps, and the state: data and fold alone, no model."""
-    loader = LaneLoader(lanes, torch.device("cpu"), read_length=pacing.read_length)
-    fresh = state = TrainState.start(starts(lanes.num_lanes), pacing=pacing)
+    loader = LaneLoader(lanes, torch.device("cpu"), read_length=shape_schedule.read_length)
+    fresh = state = TrainState.start(starts(lanes.num_lanes), shape_schedule=shape_schedule)
     targets = [[] for _ in range(lanes.num_lanes)]
     shapes = []
     for step in range(num_steps):
@@ -246,8 +251,8 @@ def trained_tokens(lanes, pacing, num_steps, *, resume_at):
         loader.begin(state.cursors, state.tokens_read)
         for number in range(batch.num_micro_batches):
             targets[number].append(loader.load(batch.micro_batch(number)).targets.numpy())
-        cursors = [loader.advanced[slot] for slot in range(batch.num_slots)]
-        state = state.fold(step_of(state, cursors=cursors))
+        cursors = [loader.next_cursors[slot] for slot in range(batch.num_slots)]
+        state = state.apply(step_of(state, cursors=cursors))
         shapes.append(shape)
     return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in targets], shapes, state
 
@@ -267,13 +272,13 @@ def dropped_tails(shapes):
 @given(
     length=st.sampled_from(
         [
-            Stays(16),
-            Growth(first=8, last=32, over=6, multiple=8),
-            Growth(first=8, last=32, over=300, multiple=8, exponent=0.5),
-            Cycle(sizes=(8, 32), until=(2, 3)),
+            Constant(16),
+            Polynomial(first=8, last=32, duration=6, multiple=8),
+            Polynomial(first=8, last=32, duration=300, multiple=8, exponent=0.5),
+            Periodic(sizes=(8, 32), until=(2, 3)),
         ]
     ),
-    size=st.sampled_from([Stays(4), Growth(first=1, last=4, over=5, multiple=1)]),
+    size=st.sampled_from([Constant(4), Polynomial(first=1, last=4, duration=5, multiple=1)]),
     unit=st.sampled_from(["steps", "tokens"]),
     recycle=st.booleans(),
     seed=st.integers(0, 99),
@@ -284,8 +289,8 @@ def test_lanes_train_on_a_prefix_of_their_text_but_for_the_logged_tails(
     length, size, unit, recycle, seed, num_steps, resume_at
 ):
     lanes = Lanes(TokenizedDocuments(cells.Texts(), cells.ByteTokenizer()), seed, 4)
-    pacing = Pacing(length=length, length_unit=unit, size=size, read_length=None if recycle else 32)
-    trained, shapes, state = trained_tokens(lanes, pacing, num_steps, resume_at=resume_at)
+    shape_schedule = BatchShapeSchedule(length=length, length_unit=unit, size=size, read_length=None if recycle else 32)
+    trained, shapes, state = trained_tokens(lanes, shape_schedule, num_steps, resume_at=resume_at)
     tails = list(dropped_tails(shapes))
     assert not (recycle and tails)
     assert state.tokens_dropped == sum(count for _, _, count in tails)

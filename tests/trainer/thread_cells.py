@@ -10,10 +10,10 @@ import cells
 import torch
 
 from parallel3d.config.schema import Config, FaultConfig
-from parallel3d.elastic.survival import survivable
-from parallel3d.topology.grid import Grid
+from parallel3d.elastic.protocol.survivability import check_survivability
+from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads
+from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.build import RankRuntime, build_grid
-from parallel3d.trainer.verify import ElasticRun, run_elastic_in_threads
 
 LAYOUTS = {
     "pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2),
@@ -121,7 +121,7 @@ def grid_of(layout: str) -> Grid:
     return build_grid(config_of(layout))
 
 
-def die(rank: int, phase: str, step: int = STEP, kind: str = "kill") -> FaultConfig:
+def kill_fault(rank: int, phase: str, step: int = STEP, kind: str = "kill") -> FaultConfig:
     return FaultConfig(rank=rank, phase=phase, step=step, kind=kind)
 
 
@@ -135,13 +135,17 @@ def run(
     faults: Sequence[FaultConfig] = (),
     *,
     watch: Callable[[int, RankRuntime], None] = lambda rank, runtime: None,
-) -> ElasticRun:
+) -> ElasticRunResult:
     """The configuration in threads with these faults; `watch` may put its own ear to a rank."""
     grid = build_grid(config)
 
-    def prepare(rank: int, probe) -> RankRuntime:
+    def prepare(rank: int, phase_hook) -> RankRuntime:
         runtime = cells.prepare(
-            config, grid, rank, observe=lambda step: probe.enter_instruction(step.op.value), probe=probe
+            config,
+            grid,
+            rank,
+            on_instruction=lambda step: phase_hook.enter_instruction(step.op.value),
+            phase_hook=phase_hook,
         )
         watch(rank, runtime)
         return runtime
@@ -150,16 +154,16 @@ def run(
 
 
 @cache
-def undisturbed(layout: str, num_steps: int = 3) -> ElasticRun:
+def undisturbed(layout: str, num_steps: int = 3) -> ElasticRunResult:
     return run(config_of(layout, num_steps=num_steps))
 
 
-def assert_same_run(ours: ElasticRun, theirs: ElasticRun, *, gradients: bool = True) -> None:
+def assert_same_run(ours: ElasticRunResult, theirs: ElasticRunResult, *, gradients: bool = True) -> None:
     """Bitwise: every step's record, the last evaluation, gradients and weights (of all replicas: `assemble`).
 
     `gradients` False for a change after the last step's entry: ranges that have moved are without them.
     """
-    assert not ours.halted and ours.run is not None and theirs.run is not None
+    assert not ours.abort_reason and ours.run is not None and theirs.run is not None
     assert ours.steps.keys() == theirs.steps.keys()
     for step, record in theirs.steps.items():
         for name in ("loss", "grad_norm", "lr", "tokens", "num_updates", *MONITORED):
@@ -183,8 +187,8 @@ class Outcome:
     goes_on: bool
 
 
-def outcome_of(done: ElasticRun) -> Outcome:
-    return Outcome(frozenset(done.dead), done.num_changes, not done.halted)
+def outcome_of(done: ElasticRunResult) -> Outcome:
+    return Outcome(frozenset(done.dead), done.num_changes, not done.abort_reason)
 
 
 def after(config: Config, *changes: Collection[int]) -> Outcome:
@@ -192,14 +196,14 @@ def after(config: Config, *changes: Collection[int]) -> Outcome:
     grid, dead = build_grid(config), frozenset[int]()
     for number, ranks in enumerate(changes):
         dead |= frozenset(ranks)
-        verdict = survivable(
+        survivability = check_survivability(
             grid,
             zero_stage=config.parallel.zero_stage,
             zero_backups=config.elastic.zero_backups,
             hosts={},
             dead=ranks,
         )
-        if not verdict.can_continue:
+        if not survivability.can_continue:
             return Outcome(dead, number, False)
         grid, _ = grid.without(ranks)
     return Outcome(dead, len(changes), True)

@@ -1,0 +1,92 @@
+"""`run.initialize_from`: the weights that a run begins with in place of random ones.
+
+They are Hugging Face's (a folder with config.json) or a checkpoint's (a folder with index.json, of weights alone or
+whole; nothing but its weights is read). The launcher settles which folder is meant and looks at it before workers
+start; each worker then reads the slices that it holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from models.hf_config import read_hf_config
+from parallel3d.checkpoint.directory import LATEST, read_index, verify_checkpoint
+from parallel3d.checkpoint.index import INDEX, Index
+from parallel3d.config.same_model import model_differences
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import CheckpointError, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from parallel3d.layers.init import InitMethod
+
+
+def check_initial_weights(config: Config) -> None:
+    """Raises ConfigError where the folder is of another model, naming all that differs; CheckpointError where it is
+    damaged. Of Hugging Face's, the weights are looked at when they are read."""
+    if config.run.initialize_from is None:
+        return
+    folder = Path(config.run.initialize_from)
+    if problems := [
+        Problem(
+            field=f"model.{field}",
+            value=ours,
+            rule=f"the weights in run.initialize_from = {folder} are of a model with {theirs!r}",
+            fix=f"Set it to {theirs!r}",
+        )
+        for field, ours, theirs in model_differences(config.model, read_model_config(folder))
+    ]:
+        raise ConfigError(problems)
+    if (folder / INDEX).is_file():
+        verify_checkpoint(folder)
+
+
+def resolve_initial_weights(config: Config) -> Config:
+    """The configuration with the very folder that is meant: of a run its newest checkpoint, links followed. So all
+    workers read the same, whatever becomes of the link."""
+    if config.run.initialize_from is None:
+        return config
+    folder = Path(config.run.initialize_from)
+    settled = str(find_checkpoint(folder) or folder.resolve())
+    return config.model_copy(update={"run": config.run.model_copy(update={"initialize_from": settled})})
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint in a folder, or the newest of a run or of its folder of checkpoints; links are followed."""
+    folders = (path, path / LATEST, path / "checkpoints" / LATEST)
+    return next((folder.resolve() for folder in folders if (folder / INDEX).is_file()), None)
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The model, resolved, whose weights a folder holds; CheckpointError where it holds none."""
+    if (folder / INDEX).is_file():
+        return model_config_of(read_index(folder), folder)
+    return read_hf_config(folder)[0]
+
+
+def model_config_of(index: Index, folder: Path) -> ModelConfig:
+    """The model of a checkpoint, resolved."""
+    try:
+        return ModelConfig.model_validate(index.facts.config["model"])
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(f"{folder} is of a model that this version can't read: {error!r}") from None
+
+
+def open_initial_weights(config: Config) -> InitMethod | None:
+    """What gives a rank its share of each parameter; None where the seed does."""
+    if config.run.initialize_from is None:
+        return None
+    folder = Path(config.run.initialize_from)
+    if (folder / INDEX).is_file():
+        from parallel3d.checkpoint.read import CheckpointReader, load_weight  # brings torch, as do those below
+
+        return partial(load_weight, CheckpointReader(folder, read_index(folder)))
+    from models.hf import check_zeros, read_local_shard
+    from models.hf_folder import open_hf_folder
+
+    source = open_hf_folder(folder)
+    check_zeros(source.table, source.read)
+    return lambda sharding, **tp_position: read_local_shard(sharding, source.table, source.read, **tp_position)

@@ -1,0 +1,92 @@
+"""Makes a checkpoint of weights alone out of a whole one, in place: a third of the bytes, no run can go on from it.
+
+Each file is read once, from end to end, and its checksum compared; the weights in it go into a new file beside it. The
+index is then replaced in one rename: before that the checkpoint is whole, after it the files with the moments belong to
+nothing, and are removed. Whatever is interrupted is done again, or finished, at the next call. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from parallel3d.checkpoint.checksum import Checksum
+from parallel3d.checkpoint.disk import Disk
+from parallel3d.checkpoint.index import INDEX, WEIGHT, Index, IndexedFile, encode_index
+from parallel3d.checkpoint.shard import WRITE_BYTES, StoredTensor, write_shard
+from parallel3d.errors import CheckpointError
+
+SUFFIX = ".safetensors"
+WEIGHTS_SUFFIX = ".weights" + SUFFIX
+
+
+def drop_optimizer_state(folder: Path, index: Index, disk: Disk) -> None:
+    """Leaves of the published checkpoint that `index` describes its weights, and nothing that does not belong to it.
+
+    Raises OSError, and CheckpointError for a damaged one, which stays as it is.
+    """
+    if index.has_optimizer_state:
+        shards = [file for file in index.files if file.name.endswith(SUFFIX)]
+        weights_only = {file.name: _write_weights_only(folder, file, disk) for file in shards}
+        index = _weights_only_index(index, weights_only)
+        temporary = folder / f".{INDEX}"
+        disk.write_file(temporary, encode_index(index))
+        disk.sync_folder(folder)
+        disk.rename(temporary, folder / INDEX)
+        disk.sync_folder(folder)
+    listed = {INDEX, *(file.name for file in index.files)}
+    for path in sorted(folder.iterdir()):
+        if path.name not in listed:
+            disk.remove_file(path)
+
+
+def _weights_only_index(index: Index, weights_only: dict[str, IndexedFile]) -> Index:
+    tensors = {}
+    for name, tensor in index.tensors.items():
+        pieces = tuple(
+            tensor_chunk.model_copy(update={"file": weights_only[tensor_chunk.file].name})
+            for tensor_chunk in tensor.pieces
+        )
+        tensors[name] = tensor.model_copy(update={"kinds": {WEIGHT: tensor.kinds[WEIGHT]}, "pieces": pieces})
+    files = tuple(weights_only.get(file.name, file) for file in index.files)
+    return index.model_copy(update={"files": files, "tensors": tensors})
+
+
+def _write_weights_only(folder: Path, whole: IndexedFile, disk: Disk) -> IndexedFile:
+    """Writes the file's weights beside it."""
+    path = folder / whole.name
+    try:
+        with path.open("rb") as source:
+            header, start = _read_header(source, whole.size)
+            wanted = [(name, entry) for name, entry in header.items() if name.startswith(f"{WEIGHT}/")]
+            tensors = [StoredTensor(key=name, format=e["dtype"], shape=tuple(e["shape"])) for name, e in wanted]
+            spans = [range(start + e["data_offsets"][0], start + e["data_offsets"][1]) for _, e in wanted]
+            source.seek(0)
+            buffers = _checked_spans(source, spans, whole.crc32, str(path))
+            return write_shard(disk, path.with_name(path.name.removesuffix(SUFFIX) + WEIGHTS_SUFFIX), tensors, buffers)
+    except (ValueError, KeyError, TypeError) as error:  # a header that is none
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+
+
+def _read_header(source: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """What stands where in a file of `size` bytes, and where the first tensor begins."""
+    length = int.from_bytes(source.read(8), "little")
+    header = json.loads(source.read(min(length, size)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _checked_spans(source: BinaryIO, spans: list[range], crc32: str, where: str) -> Iterator[memoryview]:
+    """The bytes of the file within `spans`, ascending; CheckpointError after the last where the checksum is another."""
+    checksum, position = Checksum(), 0
+    while data := source.read(WRITE_BYTES):
+        checksum.update(data)
+        for span in spans:
+            first, last = max(span.start, position), min(span.stop, position + len(data))
+            if first < last:
+                yield memoryview(data)[first - position : last - position]
+        position += len(data)
+    if checksum.text() != crc32:
+        raise CheckpointError(f"{where} is damaged: its checksum is not that of what was written")

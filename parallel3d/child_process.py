@@ -1,0 +1,41 @@
+"""Runs a script as a child process that receives the stop signals that this process receives."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_script(script: Path, arguments: Sequence[str], output: IO[bytes] | None = None) -> int:
+    """Runs a Python script to its end, its output going to this process's or to a file; returns its exit code.
+
+    128 + n where signal n has ended it, or has been passed on to it.
+    """
+    command = [sys.executable, str(script), *arguments]
+    received: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
+
+    def forward_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, forward_signal) for number in STOP_SIGNALS}
+    try:
+        children.append(subprocess.Popen(command, stdout=output, stderr=output))
+        if received:  # just before
+            children[0].send_signal(received[0])
+        code = children[0].wait()  # bounded: a stop signal ends the child
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        return 128 + received[0]
+    return 128 - code if code < 0 else code

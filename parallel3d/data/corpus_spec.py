@@ -1,0 +1,77 @@
+"""What decides a corpus: its files and the settings that cut, split and tokenise them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from parallel3d.config.data import TokenizerConfig
+from parallel3d.data.sources import SourceFile
+from parallel3d.errors import DataError
+
+FORMAT_VERSION = 2
+MIN_DOCUMENT_CHARS, MAX_DOCUMENT_CHARS = 256, 65_536
+DOCUMENTS_PER_LANE = 8
+LIBRARIES = ("sentencepiece", "pyarrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSpec:
+    """Everything that a corpus is made by."""
+
+    files: Sequence[SourceFile]
+    text_column: str
+    document_chars: int
+    validation_fraction: float
+    tokenizer: TokenizerConfig
+
+    @property
+    def is_tokens(self) -> bool:
+        """The files have been tokenised before."""
+        return self.files[0].format.startswith("tokens")
+
+    def cache_key(self) -> str:
+        """Names the corpus in the cache: equal on one machine as long as no file and no version changes."""
+        path = self.tokenizer.path
+        parts = {
+            "format_version": FORMAT_VERSION,
+            "files": [(_stat(file.path), file.format) for file in self.files],
+            "text_column": self.text_column,
+            "document_chars": self.document_chars,
+            "validation_fraction": self.validation_fraction,
+            "tokenizer": [self.tokenizer.model_dump(), path and _stat(Path(path).expanduser())],
+            "versions": [sys.version, *map(_version, LIBRARIES)],
+        }
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def choose_document_chars(total_bytes: int, num_lanes: int, validation_fraction: float) -> int:
+    """Returns where to cut plain text: a power of two, so that small changes of the corpus do not move it.
+
+    Every lane gets several documents, also when they are few; and a document of validation, as long as that leaves
+    documents of a few thousand characters.
+    """
+    for_training = total_bytes // (num_lanes * DOCUMENTS_PER_LANE)
+    for_validation = int(total_bytes * validation_fraction / num_lanes) or for_training
+    chars = min(for_training, max(for_validation, 4096))
+    return 1 << (min(max(chars, MIN_DOCUMENT_CHARS), MAX_DOCUMENT_CHARS).bit_length() - 1)
+
+
+def _stat(path: Path) -> tuple[str, int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"there is no file {path}") from error
+    return str(path.resolve()), stat.st_size, stat.st_mtime_ns
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "none"

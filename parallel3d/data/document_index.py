@@ -1,0 +1,69 @@
+"""Where documents lie: rows of (file, offset, size), int64, kept in a file that grows with them and is mapped to read.
+
+Memory holds neither the rows nor a list of them: only a scan's last few, and the pages that were looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+SPLITS = {name: f"{name}.places" for name in ("train", "validation")}
+"""The files of a corpus, by split."""
+ALL = "all.places"
+ROWS_AT_ONCE = 16_384
+COLUMNS = 3
+
+
+def write_document_index(path: Path, rows: Iterable[np.ndarray]) -> None:
+    """Writes blocks of rows, (rows, 3) each, as they come."""
+    with path.open("wb") as file:
+        for block in rows:
+            file.write(np.ascontiguousarray(block, np.int64).tobytes())
+
+
+def load_document_index(path: Path) -> np.ndarray:
+    """Returns all rows, int64 (documents, 3), mapped."""
+    if not path.stat().st_size:  # nothing can't be mapped
+        return np.zeros((0, COLUMNS), np.int64)
+    return np.memmap(path, np.int64, "r").reshape(-1, COLUMNS)
+
+
+def blocks(rows: Iterable[tuple[int, ...]]) -> Iterator[np.ndarray]:
+    """Gathers rows into arrays."""
+    rows = iter(rows)
+    while block := list(islice(rows, ROWS_AT_ONCE)):
+        yield np.array(block, np.int64)
+
+
+def write_split(folder: Path, rows: Iterable[np.ndarray], validation_fraction: float) -> int:
+    """Writes the places of each split, and returns how many documents there are; where there are none, no file."""
+    write_document_index(folder / ALL, rows)
+    document_index = load_document_index(folder / ALL)
+    if len(document_index):
+        for name, indices in zip(SPLITS.values(), split(len(document_index), validation_fraction)):
+            starts = range(0, len(indices), ROWS_AT_ONCE)
+            write_document_index(
+                folder / name, (document_index[indices[start : start + ROWS_AT_ONCE]] for start in starts)
+            )
+    (folder / ALL).unlink()
+    return len(document_index)
+
+
+def load_split(folder: Path) -> dict[str, np.ndarray]:
+    """The places of each split, mapped."""
+    return {name: load_document_index(folder / file) for name, file in SPLITS.items()}
+
+
+def split(num_documents: int, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the indices of the training and the validation documents: the latter spread evenly over the corpus.
+
+    At least one document is for validation if the fraction is above 0, and at least one for training.
+    """
+    wanted = max(1, round(num_documents * validation_fraction)) if validation_fraction > 0 else 0
+    num_validation = min(wanted, num_documents - 1)
+    validation = (2 * np.arange(num_validation) + 1) * num_documents // max(1, 2 * num_validation)
+    return np.delete(np.arange(num_documents), validation), validation

@@ -1,0 +1,178 @@
+"""Records the activations of one step and their gradients, by hooks that are there for this step alone.
+
+Every module of the stage is known by a name that no layout changes: its path with the layer's number in the model, such
+as "layers.3.attention.qkv". Of each, NAME.input and NAME.output are recorded, for every micro-batch, and when the
+backward pass comes by, NAME.input.grad and NAME.output.grad. The head also gives head.logits, which exist for nobody
+else. The loss of a micro-batch is the output of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.debug.slab import Slab, full_dimension
+from parallel3d.layers.cross_entropy import LinearCrossEntropy
+from parallel3d.layers.gemm import matmul
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.micro_batch import BatchPlan, MicroBatch
+from parallel3d.parallel.sharding import IndexRun, ParamSharding
+from parallel3d.parallel.tensor_parallel import TensorParallel
+
+BEFORE_LAYERS, AFTER_LAYERS = -1, 1 << 30
+"""Depths of what stands before the first layer (embedding) and after the last (final norm, head)."""
+
+
+@dataclass(frozen=True)
+class NamedModule:
+    """A module by its logical name; `depth` is the layer that it belongs to."""
+
+    name: str
+    depth: int
+    module: nn.Module
+
+
+def name_modules(root: nn.Module) -> Iterator[NamedModule]:
+    """All modules of a stage (its chunks) but those that only hold others together: chunks, lists of layers."""
+    for chunk in root if isinstance(root, nn.ModuleList) else [root]:
+        yield from _name_children(chunk, prefix="", depth=None)
+
+
+def _name_children(root: nn.Module, *, prefix: str, depth: int | None) -> Iterator[NamedModule]:
+    around = BEFORE_LAYERS
+    for name, child in root.named_children():
+        if isinstance(child, nn.ModuleList):
+            around = AFTER_LAYERS
+            for part in child:
+                index = getattr(part, "index", None)
+                if index is None:  # a chunk of layers: no part of a name
+                    yield from _name_children(part, prefix=prefix, depth=None)
+                else:
+                    yield NamedModule(f"{prefix}{name}.{index}", index, part)
+                    yield from _name_children(part, prefix=f"{prefix}{name}.{index}.", depth=index)
+            continue
+        at = around if depth is None else depth
+        yield NamedModule(prefix + name, at, child)
+        yield from _name_children(child, prefix=f"{prefix}{name}.", depth=at)
+
+
+Columns = tuple[tuple[IndexRun, ...], int]
+"""The features that a rank has: its runs, and how many there are in all."""
+
+
+@dataclass
+class Recorder:
+    """What one rank has recorded of one step: CPU tensors with their slabs, and the losses by micro-batch."""
+
+    batch: BatchPlan
+    tp: TensorParallel
+    names: Sequence[str]
+    """Globs of the names to record."""
+    tensors: list[tuple[Slab, Tensor]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    """By the first slot of the micro-batch: the sum of its token losses."""
+    _micro_batch: MicroBatch | None = None
+    _seen: set[tuple[str, int]] = field(default_factory=set)
+    _orders: dict[str, int] = field(default_factory=dict)
+
+    def wants(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.names)
+
+    def on_micro_batch(self, arguments: tuple[object, ...]) -> None:
+        """A module is called whose arguments may say for which micro-batch: a stage, a layer (again, to recompute)."""
+        self._micro_batch = next((each for each in arguments if isinstance(each, MicroBatch)), self._micro_batch)
+
+    def on_forward(self, named: NamedModule, inputs: tuple[Any, ...], output: object) -> None:
+        """A module has been called; a recomputed call in the backward pass says nothing new."""
+        assert self._micro_batch is not None, "a module was called outside of a stage's forward pass"
+        key = (named.name, self._micro_batch.slots[0])
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        module = named.module
+        is_row, is_column = isinstance(module, RowParallelLinear), isinstance(module, ColumnParallelLinear)
+        self._record(named, "input", inputs[0], self._feature_runs(module, dim=1) if is_row else None)
+        if isinstance(module, LinearCrossEntropy):
+            self._record_head(named, module, inputs[0], output)
+        else:
+            self._record(named, "output", output, self._feature_runs(module, dim=0) if is_column else None)
+
+    def _feature_runs(self, module: nn.Module, *, dim: int) -> Columns:
+        """The features that a cut weight (out, in) leaves to this rank."""
+        sharding: ParamSharding = module.weight.sharding  # type: ignore[union-attr, assignment]
+        return sharding.runs(self.tp.group.rank, self.tp.group.size), sharding.shape[dim]
+
+    def _record_head(self, named: NamedModule, head: LinearCrossEntropy, hidden: Tensor, loss: object) -> None:
+        assert self._micro_batch is not None and isinstance(loss, Tensor)
+        self.losses[self._micro_batch.slots[0]] = loss.item()
+        if self.wants("head.logits"):
+            with torch.no_grad():
+                logits = matmul(self.tp.gather(hidden.detach()), head.weight.detach()[: head.num_valid].t())
+            runs = (IndexRun(global_start=head.first, local_start=0, length=head.num_valid),)
+            self._record(named, "logits", logits, (runs, head.weight.sharding.shape[0]))
+
+    def _record(self, named: NamedModule, which: str, value: object, columns: Columns | None) -> None:
+        """A tensor now, and its gradient when it comes."""
+        if not isinstance(value, Tensor):
+            return
+        name = f"{named.name}.{which}"
+        slab = self._slab(name, named.depth, value, columns)
+        if self.wants(name):
+            self._store(slab, value)
+        if value.requires_grad and self.wants(f"{name}.grad"):
+            is_partial_sum = any(run.copies > 1 for run in slab.columns)  # key heads that neighbouring ranks share
+            of_grad = replace(slab, name=f"{name}.grad", is_partial_sum=is_partial_sum)
+            value.register_hook(lambda grad: self._store(of_grad, grad))
+
+    def _slab(self, name: str, depth: int, value: Tensor, columns: Columns | None) -> Slab:
+        """Of activations (rows, ...): all tokens of the micro-batch, or where they are cut this rank's."""
+        micro_batch = self._micro_batch
+        assert micro_batch is not None
+        num_rows, seq = len(value), micro_batch.sequence_length
+        width = value.numel() // num_rows
+        begin = self.tp.group.rank * num_rows if num_rows < micro_batch.num_tokens else 0
+        runs, num_columns = columns or (full_dimension(width), width)
+        return Slab(
+            name=name,
+            shape=(self.batch.num_slots * seq, num_columns),
+            local_shape=(num_rows, width),
+            rows=tuple(
+                IndexRun(
+                    global_start=token_span.slot * seq + token_span.positions.start,
+                    local_start=token_span.rows.start,
+                    length=len(token_span.positions),
+                )
+                for token_span in micro_batch.token_spans(begin, num_rows)
+            ),
+            columns=runs,
+            depth=depth,
+            order=self._orders.setdefault(name, len(self._orders)),
+        )
+
+    def _store(self, slab: Slab, value: Tensor) -> None:
+        self.tensors.append((slab, value.detach().reshape(slab.local_shape).to("cpu", copy=True)))
+
+
+@contextmanager
+def recording_hooks(root: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Hooks on all modules of the stage `root`; they are gone afterwards, whatever happens."""
+    handles = [
+        module.register_forward_pre_hook(lambda module, arguments: recorder.on_micro_batch(arguments))
+        for module in root.modules()
+    ]
+    handles += [each.module.register_forward_hook(_on_call(recorder, each)) for each in name_modules(root)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _on_call(recorder: Recorder, named: NamedModule) -> Callable[[nn.Module, tuple[Any, ...], object], None]:
+    return lambda module, inputs, output: recorder.on_forward(named, inputs, output)

@@ -1,0 +1,76 @@
+"""The key-value store that the coordinator serves to its workers: who asks for what is not there yet waits for it.
+
+Groups meet in it (elastic/store.py). Keys of a membership generation begin with its number, and are forgotten with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parallel3d.elastic.coordinator.connections import Connection
+
+OPS = ("set", "get", "get_all", "check", "add")
+"""The frames that are for it."""
+
+
+class KeyValueStore:
+    """Values by key, some of them known from the start; `send` answers a peer."""
+
+    def __init__(self, values: Mapping[str, bytes], send: Callable[[Connection, dict[str, Any], bytes], None]):
+        self._send = send
+        self._values = dict(values)
+        self._waiting: defaultdict[str, list[tuple[Connection, int]]] = defaultdict(list)
+        self._waiting_for_all: defaultdict[str, list[tuple[Connection, int, list[str]]]] = defaultdict(list)
+
+    def handle(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
+        """A worker's frame, one of `OPS`."""
+        match header["op"]:
+            case "set":
+                self._set(header["key"], payload)
+            case "get":
+                self._waiting[header["key"]].append((connection, header["id"]))
+                self._respond_to_waiting(header["key"])
+            case "get_all":
+                self._respond_with_all(connection, header["id"], header["keys"])
+            case "check":
+                found = all(key in self._values for key in header["keys"])
+                self._send(connection, {"op": "response", "id": header["id"], "found": found}, b"")
+            case "add":
+                value = int(self._values.get(header["key"], b"0")) + int(header["amount"])
+                self._set(header["key"], str(value).encode())
+                self._send(connection, {"op": "response", "id": header["id"], "value": value}, b"")
+
+    def drop_generations_before(self, generation: int) -> None:
+        for table in (self._values, self._waiting, self._waiting_for_all):
+            for key in [key for key in table if generation_of(key) < generation]:
+                del table[key]
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._respond_to_waiting(key)
+
+    def _respond_to_waiting(self, key: str) -> None:
+        if key in self._values:
+            for connection, number in self._waiting.pop(key, []):
+                self._send(connection, {"op": "response", "id": number}, self._values[key])
+            for connection, number, keys in self._waiting_for_all.pop(key, []):
+                self._respond_with_all(connection, number, keys)
+
+    def _respond_with_all(self, connection: Connection, number: int, keys: list[str]) -> None:
+        """At once, or when the first of the missing keys is set, and so on."""
+        missing = next((key for key in keys if key not in self._values), None)
+        if missing is not None:
+            self._waiting_for_all[missing].append((connection, number, keys))
+            return
+        values = [self._values[key] for key in keys]
+        header = {"op": "response", "id": number, "sizes": [len(value) for value in values]}
+        self._send(connection, header, b"".join(values))
+
+
+def generation_of(key: str) -> float:
+    """The membership generation to which a key belongs; infinity for those of the whole run."""
+    match = re.match(r"generation(\d+)/", key)
+    return int(match[1]) if match else float("inf")

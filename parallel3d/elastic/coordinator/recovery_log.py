@@ -1,0 +1,153 @@
+"""The account of each change of membership: what happened, how long its parts took; as figures and as a line. Pure.
+
+    loss ....... evidence ....... record sent ....... all confirmed ....... training again ....... first step done
+       detect_s         agree_s             repair_s               regroup_s            first_step_s
+
+Guardians tell the first, the coordinator measures the next two, the new generation's leader tells the others. A further
+loss before the commit belongs to the same change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition
+from parallel3d.parallel.grid import Grid
+
+Json = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class _MembershipChange:
+    began_s: float
+    detect_s: float | None = None
+    """The longest time from a last sign of life to the evidence; None: nobody was lost."""
+    positions: dict[int, LogPosition] = field(default_factory=dict)
+    """By rank, the newest entry it holds."""
+    record: GenerationRecord | None = None
+    agree_s: float = 0.0
+    repair_s: float | None = None
+    moved_bytes: dict[int, int] = field(default_factory=dict)
+    regroup_s: float | None = None
+    plan: str = ""
+    first_step_s: float | None = None
+
+
+class RecoveryLog:
+    """Follows a run that began on `grid`; all times come from one clock. Methods that say so return records to emit."""
+
+    def __init__(self, grid: Grid):
+        self._grid = grid
+        self._change: _MembershipChange | None = None
+        """Under way, or committed but not yet told."""
+
+    def begin(self, now_s: float, *, detect_s: Iterable[float] = ()) -> list[Json]:
+        """Evidence, the first of a change or a further one; returns what was left to tell of the one before."""
+        before = self.close() if self._change and self._change.repair_s is not None else []
+        change = self._change = self._change or _MembershipChange(began_s=now_s)
+        change.detect_s = max((*detect_s, *([] if change.detect_s is None else [change.detect_s])), default=None)
+        change.positions, change.moved_bytes = {}, {}
+        return before
+
+    def record_report(self, rank: int, position: LogPosition) -> None:
+        if self._change:
+            self._change.positions[rank] = position
+
+    def add_record(self, record: GenerationRecord, now_s: float) -> None:
+        if self._change:
+            self._change.record, self._change.agree_s = record, now_s - self._change.began_s
+
+    def record_confirm(self, rank: int, moved_bytes: int) -> None:
+        if self._change:
+            self._change.moved_bytes[rank] = moved_bytes
+
+    def record_commit(self, now_s: float) -> None:
+        if change := self._change:
+            change.repair_s = now_s - change.began_s - change.agree_s
+
+    def record_resumed(self, generation: int, *, regroup_s: float, plan: str) -> list[Json]:
+        """The new generation's leader trains again; returns the line for a person."""
+        change = self._change
+        if not change or not change.record or change.record.generation != generation or change.repair_s is None:
+            return []
+        change.regroup_s, change.plan = regroup_s, plan
+        return [{"kind": "membership", "text": self._describe(change, change.record), **self._counts(change.record)}]
+
+    def record_step(self, step_s: float) -> list[Json]:
+        """A step is done; the first one of a generation completes the account of its change."""
+        if not self._change or self._change.regroup_s is None:
+            return []
+        self._change.first_step_s = step_s
+        return self.close()
+
+    def close(self) -> list[Json]:
+        """The account of a committed change as far as it is known; it is told once."""
+        change, self._change = self._change, None
+        if not change or not change.record or change.repair_s is None:
+            return []
+        record = change.record
+        return [
+            {
+                "event": "membership",
+                "generation": record.generation,
+                "step": record.position.iteration + 1,
+                "who": [
+                    {"rank": rank, "coordinates": str(self._grid.coordinates(rank))} for rank in _removed_ranks(record)
+                ],
+                "why": record.reason,
+                "detect_s": change.detect_s,
+                "agree_s": change.agree_s,
+                "repair_s": change.repair_s,
+                "regroup_s": change.regroup_s,
+                "first_step_s": change.first_step_s,
+                "moved_bytes": sum(change.moved_bytes.values()),
+                "forward_or_back": "forward" if _some_lacked_an_entry(change.positions, record) else "back",
+                **self._counts(record),
+                "plan": change.plan,
+            }
+        ]
+
+    def _describe(self, change: _MembershipChange, record: GenerationRecord) -> str:
+        lost = [f"lost {self._name(lost_worker.rank)}: {lost_worker.why}" for lost_worker in record.evicted]
+        left = [f"{self._name(rank)} has left" for rank in record.draining]
+        counts = self._counts(record)
+        parts = {
+            "noticed": change.detect_s or 0.0,
+            "agreed": change.agree_s,
+            "repaired": change.repair_s or 0.0,
+            "regrouped": change.regroup_s or 0.0,
+        }
+        return "; ".join(
+            [
+                f"generation {record.generation}: {'; '.join(lost + left) or record.reason}",
+                f"{counts['live']} live, {counts['spare']} spare, {counts['lost']} lost",
+                f"back in {_rounded(sum(parts.values()))} s "
+                f"({', '.join(f'{name} {_rounded(seconds)}' for name, seconds in parts.items())}), "
+                f"{sum(change.moved_bytes.values()) / 2**20:.1f} MiB moved",
+                *([change.plan] if change.plan else []),
+            ]
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._grid.coordinates(rank)})"
+
+    def _counts(self, record: GenerationRecord) -> dict[str, int]:
+        """live: with a place in the grid; lost: those that have left included."""
+        live, spare = len(record.grid.ranks), len(record.spares)
+        return {"live": live, "spare": spare, "lost": len(self._grid.ranks) - live - spare}
+
+
+def _removed_ranks(record: GenerationRecord) -> list[int]:
+    return sorted({lost_worker.rank for lost_worker in record.evicted} | set(record.draining))
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}"
+
+
+def _some_lacked_an_entry(positions: Mapping[int, LogPosition], record: GenerationRecord) -> bool:
+    """Whether a member that took part in the last iteration had to take its result from the record."""
+    took_part = (record.previous or record.grid).ranks
+    return any(positions[rank] < record.position for rank in took_part if rank in positions)

@@ -1,0 +1,358 @@
+"""The guardian: the parent process of workers, which outlives them.
+
+It notices a death within milliseconds (SIGCHLD, waitpid) and reports it as evidence, kills a worker that gives no sign
+of life before it reports it (none wakes up in a generation that is over), passes a person's stop on, kills what does
+not leave in time, and stays until the coordinator says how the run has ended: that exit code is its own, so that a
+launcher above it never takes a lost worker for success. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+from parallel3d.elastic.coordinator.coordinator import LaunchTimeouts
+from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
+from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
+from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
+from parallel3d.elastic.protocol.membership import Address
+from parallel3d.elastic.worker.control_channel import CHUNK_BYTES, FrameReader, encode_frame, open_connection
+from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError, ProtocolError
+
+TICK_S = 0.5
+CANDIDATE_CONNECT_S = 1.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STACK_DUMP_SIGNAL = signal.SIGUSR1
+"""A guardian passes the question on where everybody is; a worker writes its stacks into its log."""
+
+
+class Signals:
+    """Collects SIGINT, SIGTERM, SIGUSR1 and SIGCHLD while it is entered, and wakes a selector through `wakeup`."""
+
+    def __init__(self) -> None:
+        self.stops: list[int] = []
+        """The stop signals that have come, oldest first."""
+        self.num_status_requests = 0
+        """How often somebody has asked where everybody is."""
+        self.wakeup, self._writer = socket.socketpair()
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> Signals:
+        for end in (self.wakeup, self._writer):
+            end.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, STACK_DUMP_SIGNAL, signal.SIGCHLD):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self.wakeup.close()
+        self._writer.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long, or until a stop signal has come; whether one has."""
+        deadline = time.monotonic() + seconds
+        while not self.stops and (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([self.wakeup], [], [], left)
+            for end in readable:
+                end.recv(CHUNK_BYTES)  # bounded: there is news
+        return bool(self.stops)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number in STOP_SIGNALS:
+            self.stops.append(number)
+        self.num_status_requests += number == STACK_DUMP_SIGNAL
+
+
+TakeOver = Callable[[FailoverPlan], Address]
+"""Begins to serve as the coordinator's successor, in this process; returns where."""
+
+
+class Guardian:
+    """Watches over `children` (pid -> rank), which are this process's own; `own` is what the others know of it."""
+
+    def __init__(
+        self,
+        children: Mapping[int, int],
+        *,
+        monitor: HeartbeatMonitor,
+        discovery: CoordinatorDiscovery,
+        signals: Signals,
+        timeouts: LaunchTimeouts,
+        own_info: GuardianInfo,
+        take_over: TakeOver,
+    ):
+        self._children = dict(children)
+        self._monitor = monitor
+        self._declared_dead: dict[int, str] = {}
+        """Pids that it has killed, and why."""
+        self._own_info = own_info
+        self._take_over = take_over
+        self._is_coordinator = False
+        """The coordinator's successor is in this process."""
+        self._failover_plan: FailoverPlan | None = None
+        self._candidates: list[GuardianInfo] | None = None
+        """Who might have taken over and has not been asked; None while there is a coordinator."""
+        self._candidate_address: Address | None = None
+        """Who has been asked."""
+        self._welcome_deadline = float("inf")
+        self._timeouts = timeouts
+        self._signals = signals
+        self._stops_seen = 0
+        self._status_requests_seen = 0
+        self._request: dict[str, Any] | None = None
+        """What the newest stop asks for."""
+        self._deadline = float("inf")
+        self._enforced: set[int] = set()
+        self._link: socket.socket | None = None
+        self._reader = FrameReader()
+        self._exit_code: int | None = None
+        """The run's, once the coordinator has said it (or is gone)."""
+        self._ends: list[dict[str, Any]] = []
+        """Of all workers that have ended: whoever becomes coordinator is told."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals.wakeup, selectors.EVENT_READ, self._drain_wakeup)
+        self._discovery = discovery
+        self._is_discovering = discovery.own_address is None
+        if discovery.own_address:
+            self._connect_first(discovery.own_address)
+        else:
+            self._selector.register(discovery.pipe, selectors.EVENT_READ, self._learn_address)
+
+    def monitor(self, *, parent: int | None) -> int:
+        """The run's exit code, once it is over. Ends everything when its own `parent` (None: any) is gone."""
+        try:
+            while self._children or self._is_discovering or self._exit_code is None:
+                self._reap()
+                self._handle_stop_signals()
+                self._forward_status_requests()
+                self._kill_unresponsive()
+                self._enforce_deadline()
+                self._try_next_candidate()
+                if parent is not None and os.getppid() != parent:
+                    self._kill_all(enforced=False)
+                for key, _ in self._selector.select(CHECK_INTERVAL_S if self._monitor.active else TICK_S):
+                    key.data()
+            return self._exit_code
+        finally:
+            self._kill_all(enforced=False)
+            if self._link is not None:
+                self._link.close()
+
+    # Sources of news
+
+    def _drain_wakeup(self) -> None:
+        self._signals.wakeup.recv(CHUNK_BYTES)  # bounded: does not block, the selector says that there is news
+
+    def _learn_address(self) -> None:
+        address = self._discovery.read_address()
+        self._selector.unregister(self._discovery.pipe)
+        self._is_discovering = False
+        if address:
+            self._connect_first(address)
+
+    def _connect_first(self, address: Address) -> None:
+        try:
+            self._connect(address, timeout_s=self._timeouts.connect_s)
+        except LaunchError as error:
+            self._end_without_coordinator(str(error))
+
+    def _connect(self, address: Address, *, timeout_s: float) -> None:
+        hello = {"op": "hello", "role": "guardian", **self._own_info.to_json()}
+        self._link = open_connection(address, hello, timeout_s=timeout_s)
+        self._reader = FrameReader()
+        self._selector.register(self._link, selectors.EVENT_READ, self._receive)
+        if self._ends:
+            self._send({"op": "ended", "ends": self._ends})
+        if self._request:
+            self._send(self._request)
+
+    def _receive(self) -> None:
+        assert self._link is not None
+        try:
+            data = self._link.recv(CHUNK_BYTES)  # bounded: the selector says that there is news
+            for header, _ in self._reader.feed(data):
+                self._handle(header)
+        except (OSError, ProtocolError):
+            data = b""
+        if not data:
+            self._disconnect()
+            if self._exit_code is None:
+                self._lose_coordinator()
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._selector.unregister(self._link)
+            self._link.close()
+            self._link = None
+
+    def _handle(self, header: dict[str, Any]) -> None:
+        match header["op"]:
+            case "welcome":
+                self._on_welcome()
+            case "failover_plan":
+                self._failover_plan = FailoverPlan.from_json(header["failover_plan"])
+            case "monitor":
+                self._monitor.begin(
+                    HeartbeatTimeouts(
+                        heartbeat_timeout_s=header["heartbeat_timeout_s"],
+                        watchdog_timeout_s=header["watchdog_timeout_s"],
+                    )
+                )
+            case "request_status":
+                for pid in self._children:
+                    os.kill(pid, STACK_DUMP_SIGNAL)
+            case "stop":
+                self._set_kill_deadline(self._timeouts.stop_grace_s)
+            case "abort":
+                self._set_kill_deadline(header["grace_s"])
+            case "over":
+                self._exit_code = header["exit_code"]
+                self._discovery.send_new_address(None)
+                self._set_kill_deadline(self._timeouts.abort_grace_s)
+
+    # When the coordinator is lost
+
+    def _lose_coordinator(self) -> None:
+        """Its host's guardians end; those of other hosts look for its successor."""
+        message = "the run's coordinator is gone"
+        failover_plan = self._failover_plan
+        if failover_plan is None:
+            self._end_without_coordinator(message)
+        elif self._own_info.host == failover_plan.coordinator.host or self._is_coordinator:
+            self._end_without_coordinator(
+                message, should_print=self._is_coordinator or self._own_info in failover_plan.same_host_guardians[:1]
+            )
+        elif self._candidates is None:
+            self._candidates = list(failover_plan.candidates)
+
+    def _try_next_candidate(self) -> None:
+        """Turns to the next heir once the one before can't be reached or does not answer in time."""
+        if self._candidates is None or self._exit_code is not None:
+            return
+        if self._link is not None and time.monotonic() < self._welcome_deadline:
+            return
+        self._disconnect()
+        if not self._candidates:
+            self._end_without_coordinator("the run's coordinator is gone, and nobody takes over")
+            return
+        candidate = self._candidates.pop(0)
+        assert self._failover_plan is not None
+        self._is_coordinator = candidate == self._own_info
+        self._candidate_address = self._take_over(self._failover_plan) if self._is_coordinator else candidate.address
+        with contextlib.suppress(LaunchError):
+            self._connect(self._candidate_address, timeout_s=CANDIDATE_CONNECT_S)
+        self._welcome_deadline = time.monotonic() + self._timeouts.failover_s
+
+    def _on_welcome(self) -> None:
+        """There is a coordinator that answers."""
+        if self._candidates is not None and self._candidate_address is not None:
+            self._discovery.send_new_address(self._candidate_address)
+            self._candidates, self._welcome_deadline = None, float("inf")
+
+    def _end_without_coordinator(self, message: str, *, should_print: bool = True) -> None:
+        """Nobody is left who could say how the run ends."""
+        if should_print:
+            self._print(message)
+        self._exit_code = EXIT_COORDINATOR_LOST
+        self._discovery.send_new_address(None)
+        self._set_kill_deadline(self._timeouts.abort_grace_s)
+
+    # Duties
+
+    def _reap(self) -> None:
+        ends = []
+        for pid, rank in list(self._children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._children[pid]
+                ends.append(
+                    {
+                        "rank": rank,
+                        "exit_code": os.waitstatus_to_exitcode(status),
+                        "by_guardian": pid in self._enforced,
+                        "why": self._declared_dead.get(pid, ""),
+                        "detect_s": self._monitor.silent_s(pid),
+                        "step": self._monitor.step(pid),
+                    }
+                )
+        if ends:
+            self._ends += ends
+            self._send({"op": "ended", "ends": ends})
+        never_met = self._failover_plan is None and self._link is None
+        if not self._children and not self._is_discovering and never_met and self._exit_code is None:
+            self._end_alone()
+
+    def _end_alone(self) -> None:
+        """All its workers have ended before the coordinator was found; each has said why, unless it was killed."""
+        codes = [end["exit_code"] for end in self._ends]
+        self._exit_code = next((code for code in codes if code > 0), EXIT_WORKER_LOST)
+        if min(codes, default=0) < 0:
+            self._print(f"killed by {signal_name(-min(codes))} before the coordinator was found")
+
+    def _handle_stop_signals(self) -> None:
+        for number in self._signals.stops[self._stops_seen :]:
+            self._stops_seen += 1
+            at_once = self._stops_seen > 1 and signal.SIGINT in self._signals.stops[: self._stops_seen]
+            if self._is_discovering:
+                self._exit_code = EXIT_BY_SIGNAL + number
+            if self._is_discovering or at_once:
+                self._kill_all(enforced=True)
+            if number == signal.SIGTERM and not at_once:
+                self._request = {"op": "announce_drain"}
+            else:
+                self._request = {"op": "stop", "signal": number, "at_once": at_once}
+            self._send(self._request)
+
+    def _forward_status_requests(self) -> None:
+        if self._signals.num_status_requests > self._status_requests_seen:
+            self._status_requests_seen = self._signals.num_status_requests
+            self._send({"op": "request_status"})
+
+    def _kill_unresponsive(self) -> None:
+        for pid, why in self._monitor.check(self._children.keys() - self._declared_dead.keys()).items():
+            self._declared_dead[pid] = why
+            os.kill(pid, signal.SIGKILL)
+
+    def _set_kill_deadline(self, grace_s: float) -> None:
+        """Workers have `grace_s` from now to leave, or less where that was said before."""
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+
+    def _enforce_deadline(self) -> None:
+        if time.monotonic() >= self._deadline:
+            self._kill_all(enforced=True)
+
+    def _kill_all(self, *, enforced: bool) -> None:
+        """SIGKILL for every child. `enforced`: the run is ending anyway, so this is not evidence of a failure."""
+        for pid in self._children:
+            if enforced:
+                self._enforced.add(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    def _send(self, header: dict[str, Any]) -> None:
+        if self._link is not None:
+            try:
+                self._link.sendall(encode_frame(header))
+            except OSError:
+                return  # the coordinator is gone: the next read says so
+
+    def _print(self, text: str) -> None:
+        """A line on this process's own terminal, for what the coordinator can't tell."""
+        ranks = ", ".join(str(rank) for rank in self._own_info.ranks)
+        print(f"guardian of rank {ranks}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""Signs of life: a page that workers write and their guardian reads, and the judgement on what stands there.
+
+The page is an anonymous shared mapping made before the forks, one slot for each child: no system call, no thread of the
+guardian, nothing that a full network could delay. A worker's own thread writes the time of its last beat there; its
+main thread counts instructions, and writes which step it is in, so that a death can be told with its step and no step
+needs a message. Three cases are told apart:
+
+    silent and stopped    no sign, and the kernel says that the process is stopped: given up after `heartbeat_timeout_s`
+    silent but runnable   no sign, because the machine is busy: starved, it gets four times as long
+    stuck                 beats, but the main thread does not get on, though it waits for nobody: after
+    `watchdog_timeout_s`
+
+A beat and an instruction are signs alike. Beats are for the long instructions, and rare: a thread that wakes takes
+Python's lock from the main one, and on a busy machine keeps it until it gets a core. 20 beats a second cost 1 to 2 % of
+a step.
+
+Both times follow the network's measured round trip, and are ten times as long while a worker evaluates, saves, or does
+its first steps. Nothing is watched before a worker says that it runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import TypeAlias
+
+from parallel3d.config.schema import TimeoutConfig
+from parallel3d.parallel.abort import Wait
+
+HEARTBEAT_INTERVAL_S = 0.25
+CHECK_INTERVAL_S = 0.05
+SLOT_BYTES = 64
+STARVED_FACTOR = 4.0
+SUSPENDED_FACTOR = 10.0
+LATE_CHECKS = 3.0
+MISSED_BEATS = 3.0
+
+HeartbeatSlot: TypeAlias = "memoryview[float]"
+
+_FIELDS = SLOT_BYTES // 8  # doubles: they hold whole numbers up to 2**53, and eight aligned bytes are written at once
+_BEAT, _COUNT, _MOVED, _MODE, _WAITING, _STEP = range(6)
+
+
+class Mode(IntEnum):
+    """What a worker is doing, as far as patience goes."""
+
+    STARTING = 0
+    """Not watched."""
+    RUNNING = 1
+    SUSPENDED = 2
+    """Something that takes long and counts no instructions: watched with ten times the patience."""
+
+
+class HeartbeatPage:
+    """The shared page; make it before the forks. Slots are numbered in the order of the children."""
+
+    def __init__(self, num_slots: int):
+        self._slots = memoryview(mmap.mmap(-1, num_slots * SLOT_BYTES)).cast("d")
+
+    def slot(self, number: int) -> HeartbeatSlot:
+        return self._slots[number * _FIELDS : (number + 1) * _FIELDS]
+
+
+class Heartbeat:
+    """A worker's hand on its slot."""
+
+    def __init__(self, slot: HeartbeatSlot):
+        self._slot = slot
+        self._num_waits = 0
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begins to beat, on a thread of its own."""
+        self._slot[_BEAT] = self._slot[_MOVED] = time.monotonic()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def tick(self) -> None:
+        """The main thread gets on: call it for every instruction."""
+        slot = self._slot
+        slot[_COUNT] += 1.0
+        slot[_MOVED] = time.monotonic()
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(int(self._slot[_MODE]))
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self.tick()
+        self._slot[_MODE] = mode
+
+    @property
+    def step(self) -> int | None:
+        """The step that it is in; None before the first."""
+        return int(self._slot[_STEP]) or None
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._slot[_STEP] = step
+
+    def on_wait(self, wait: Wait | None) -> None:
+        """A thread begins or (None) ends to wait for peers: meanwhile it is no fault of its own not to get on."""
+        self.tick()
+        with self._lock:
+            self._num_waits += -1 if wait is None else 1
+            self._slot[_WAITING] = self._num_waits
+
+    def _beat(self) -> None:
+        while True:
+            self._slot[_BEAT] = time.monotonic()
+            time.sleep(HEARTBEAT_INTERVAL_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatState:
+    """What stands in a slot."""
+
+    last_beat_s: float
+    """Time of the last beat, by the monotonic clock, which all processes of a host share."""
+    last_instruction_s: float
+    """Time of the last instruction."""
+    num_instructions: int
+    mode: Mode
+    waiting: bool
+    step: int | None
+    """That it is in; None before the first."""
+
+    @property
+    def last_activity_s(self) -> float:
+        return max(self.last_beat_s, self.last_instruction_s)
+
+
+def read_heartbeat(slot: HeartbeatSlot) -> HeartbeatState:
+    return HeartbeatState(
+        last_beat_s=slot[_BEAT],
+        last_instruction_s=slot[_MOVED],
+        num_instructions=int(slot[_COUNT]),
+        mode=Mode(int(slot[_MODE])),
+        waiting=bool(slot[_WAITING]),
+        step=int(slot[_STEP]) or None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatTimeouts:
+    """How long a worker may be silent, and how long stuck; in seconds."""
+
+    heartbeat_timeout_s: float
+    watchdog_timeout_s: float
+
+
+def plan_heartbeat_timeouts(
+    heartbeat_timeout: TimeoutConfig, watchdog_timeout: TimeoutConfig, round_trip_s: float
+) -> HeartbeatTimeouts:
+    """Multiples of the network's measured round trip, each held between its two bounds."""
+
+    def clamp(rule: TimeoutConfig) -> float:
+        return min(max(rule.multiplier * round_trip_s, rule.min_s), rule.max_s)
+
+    return HeartbeatTimeouts(heartbeat_timeout_s=clamp(heartbeat_timeout), watchdog_timeout_s=clamp(watchdog_timeout))
+
+
+def diagnose(
+    state: HeartbeatState, timeouts: HeartbeatTimeouts, *, now_s: float, since_s: float, stopped: bool | None
+) -> str:
+    """Why a worker must be given up; "" while there is hope.
+
+    Times before `since_s` are not held against it. `stopped`: what the kernel says; None where it can't be asked.
+    """
+    if state.mode is Mode.STARTING:
+        return ""
+    factor = SUSPENDED_FACTOR if state.mode is Mode.SUSPENDED else 1.0
+    silent_s = now_s - max(state.last_activity_s, since_s)
+    starved_s = max(STARVED_FACTOR * timeouts.heartbeat_timeout_s, MISSED_BEATS * HEARTBEAT_INTERVAL_S)
+    if silent_s > factor * (timeouts.heartbeat_timeout_s if stopped else starved_s):
+        return f"silent for {silent_s:.1f} s" + (" (stopped)" if stopped else "")
+    still_s = now_s - max(state.last_instruction_s, since_s)
+    if not state.waiting and still_s > factor * timeouts.watchdog_timeout_s:
+        return f"stuck for {still_s:.0f} s at instruction {state.num_instructions}"
+    return ""
+
+
+class HeartbeatMonitor:
+    """A guardian's look at the slots of its children (by pid), every `CHECK_INTERVAL_S` once it has been told its
+    patience."""
+
+    def __init__(self, slots: Mapping[int, HeartbeatSlot], clock: Callable[[], float] = time.monotonic):
+        self._slots = dict(slots)
+        self._clock = clock
+        self._timeouts: HeartbeatTimeouts | None = None
+        self._since_s = self._last_check_s = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self._timeouts is not None
+
+    def begin(self, timeouts: HeartbeatTimeouts) -> None:
+        self._timeouts = timeouts
+        self._since_s = self._last_check_s = self._clock()
+
+    def check(self, pids: Iterable[int]) -> dict[int, str]:
+        """The children that must be given up, and why. A look that comes late blames nobody for the time before."""
+        if self._timeouts is None:
+            return {}
+        now_s = self._clock()
+        if now_s - self._last_check_s > LATE_CHECKS * CHECK_INTERVAL_S:
+            self._since_s = now_s
+        self._last_check_s = now_s
+        given_up = {}
+        for pid in pids:
+            state = read_heartbeat(self._slots[pid])
+            silent = now_s - state.last_activity_s > self._timeouts.heartbeat_timeout_s
+            stopped = is_stopped(pid) if silent else False
+            if why := diagnose(state, self._timeouts, now_s=now_s, since_s=self._since_s, stopped=stopped):
+                given_up[pid] = why
+        return given_up
+
+    def silent_s(self, pid: int) -> float | None:
+        """Seconds since a child's last sign of life; None when it has given none."""
+        last_s = read_heartbeat(self._slots[pid]).last_activity_s
+        return self._clock() - last_s if last_s else None
+
+    def step(self, pid: int) -> int | None:
+        """The step that a child says, or said, it is in."""
+        return read_heartbeat(self._slots[pid]).step
+
+
+def is_stopped(pid: int) -> bool | None:
+    """Whether the kernel has stopped a process (SIGSTOP, a debugger); None where there is no /proc to ask."""
+    if sys.platform != "linux":
+        return None
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

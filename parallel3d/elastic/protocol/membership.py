@@ -1,0 +1,183 @@
+"""What workers and the coordinator tell each other when the membership changes. Pure data, JSON on the wire.
+
+A membership generation is a number that grows with every attempt to change who takes part; those that were agreed and
+confirmed are *committed*. Numbers of attempts that a further death has ended are skipped, never used again.
+
+    worker                                   coordinator
+    report(generation)      ------------------>   all live workers have reported: decide
+                       <------------------   record(generation)
+    confirm(generation)     ------------------>   all members have confirmed: committed
+                       <------------------   go(generation)
+
+The start of a run is the same: generation 0, to which everybody reports with nothing in its hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from parallel3d.parallel.grid import Grid
+
+Json = dict[str, Any]
+Address = tuple[str, int]
+
+NO_GENERATION = -1
+"""The cut generation of a worker that holds no state yet: it makes its own from the seed."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class LogPosition:
+    """The newest entry that a worker holds; compares lexicographically."""
+
+    iteration: int = 0
+    evaluation: int = 0
+    """1 once the evaluation after this iteration is held."""
+
+    def to_json(self) -> Json:
+        return {"iteration": self.iteration, "evaluation": self.evaluation}
+
+    @staticmethod
+    def from_json(data: Json) -> LogPosition:
+        return LogPosition(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostWorker:
+    """One worker that is no longer there, and why, in words."""
+
+    rank: int
+    why: str
+
+    def to_json(self) -> Json:
+        return {"rank": self.rank, "why": self.why}
+
+    @staticmethod
+    def from_json(data: Json) -> LostWorker:
+        return LostWorker(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateReport:
+    """What a worker says of itself once it has sealed: nothing of it moves any more."""
+
+    rank: int
+    generation: int
+    """The generation that this report is for."""
+    state_generation: int = NO_GENERATION
+    """The committed generation by whose cut it holds ranges of optimizer state."""
+    position: LogPosition = LogPosition()
+    entries: tuple[Json, ...] = ()
+    """The entries that make up its position, newest last; opaque here. Enough for a worker that is one behind."""
+    version: int = 0
+    """The iteration to which all of its ranges have been updated."""
+    weights_gathered: bool = True
+    """All of its weights are those of its position, the ranges that others own included."""
+    host: str = ""
+    address: Address = ("", 0)
+    """Where it listens for the generation's point-to-point links."""
+
+    def to_json(self) -> Json:
+        return {
+            "rank": self.rank,
+            "generation": self.generation,
+            "state_generation": self.state_generation,
+            "position": self.position.to_json(),
+            "entries": list(self.entries),
+            "version": self.version,
+            "weights_gathered": self.weights_gathered,
+            "host": self.host,
+            "address": list(self.address),
+        }
+
+    @staticmethod
+    def from_json(data: Json) -> StateReport:
+        host, port = data["address"]
+        return StateReport(
+            **{
+                **data,
+                "position": LogPosition.from_json(data["position"]),
+                "entries": tuple(data["entries"]),
+                "address": (host, port),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRecord:
+    """All that the members of a generation must know, the same for each of them."""
+
+    generation: int
+    grid: Grid
+    """Who computes in this generation."""
+    previous: Grid | None
+    """The grid by whose cut the members hold their state; None: nobody holds any, all start from the seed."""
+    members: tuple[int, ...]
+    """Every live worker: those of the grid, spares, and leavers, who only hand over what they hold."""
+    draining: tuple[int, ...] = ()
+    evicted: tuple[LostWorker, ...] = ()
+    """Who was lost since the last committed generation."""
+    position: LogPosition = LogPosition()
+    """The newest position that any member holds: everybody goes on from here."""
+    entries: tuple[Json, ...] = ()
+    """The entries of the member that holds it."""
+    weights_gathered: bool = False
+    """Every rank of the grid has all weights of that position: none need travel."""
+    hosts: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Host of every rank that has ever reported, lost ones included."""
+    addresses: Mapping[int, Address] = field(default_factory=lambda: MappingProxyType({}))
+    last_reported_step: int = 0
+    """The last step of which the run's report has heard: whoever leads tells the rest."""
+    reason: str = ""
+    """Why the membership changes, for a person."""
+
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Members without a place in the grid that stay."""
+        return tuple(r for r in self.members if not self.grid.holds(r) and r not in self.draining)
+
+    def to_json(self) -> Json:
+        return {
+            "generation": self.generation,
+            "grid": grid_to_json(self.grid),
+            "previous": None if self.previous is None else grid_to_json(self.previous),
+            "members": list(self.members),
+            "draining": list(self.draining),
+            "evicted": [lost_worker.to_json() for lost_worker in self.evicted],
+            "position": self.position.to_json(),
+            "entries": list(self.entries),
+            "weights_gathered": self.weights_gathered,
+            "hosts": [[rank, host] for rank, host in sorted(self.hosts.items())],
+            "addresses": [[rank, *address] for rank, address in sorted(self.addresses.items())],
+            "last_reported_step": self.last_reported_step,
+            "reason": self.reason,
+        }
+
+    @staticmethod
+    def from_json(data: Json) -> GenerationRecord:
+        return GenerationRecord(
+            generation=data["generation"],
+            grid=grid_from_json(data["grid"]),
+            previous=None if data["previous"] is None else grid_from_json(data["previous"]),
+            members=tuple(data["members"]),
+            draining=tuple(data["draining"]),
+            evicted=tuple(LostWorker.from_json(lost_worker) for lost_worker in data["evicted"]),
+            position=LogPosition.from_json(data["position"]),
+            entries=tuple(data["entries"]),
+            weights_gathered=data["weights_gathered"],
+            hosts={rank: host for rank, host in data["hosts"]},
+            addresses={rank: (host, port) for rank, host, port in data["addresses"]},
+            last_reported_step=data["last_reported_step"],
+            reason=data["reason"],
+        )
+
+
+def grid_to_json(grid: Grid) -> list[list[list[int]]]:
+    """For each stage a list of [replica id, rank, rank, ...]."""
+    return [[[replica, *stage[replica]] for replica in sorted(stage)] for stage in grid.stages]
+
+
+def grid_from_json(data: list[list[list[int]]]) -> Grid:
+    return Grid(tuple(MappingProxyType({row[0]: tuple(row[1:]) for row in stage}) for stage in data))

@@ -1,0 +1,319 @@
+"""The membership protocol as a state machine: evidence in, actions out. Pure.
+
+The coordinator feeds it what it hears (reports, confirmations, deaths, suspicions, departures) and carries out what it
+returns. One change of membership::
+
+    evidence ----> Seal      every live worker leaves its generation; nothing of it moves any more
+    report x all > Open      the record: who takes part, from which position, by whose cut the state is held
+                   or Halt   a stage without replica, a range of optimizer state without a live holder
+    confirm x all > Commit   everybody holds what it shall hold: only now may the old ranges be freed
+
+Any further death begins again at Seal with the next number. Until Commit everything is decided by the last committed
+generation, by whose cut all workers still hold their ranges. The start of a run is generation 0: all report with
+nothing in their hands; no Seal announces it.
+
+Why it is right, and which simpler rules are wrong, is shown by exhaustive exploration: tests/elastic/protocol_model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
+from parallel3d.errors import ProtocolError
+from parallel3d.parallel.grid import Grid
+
+MAX_CHANGES_WITHOUT_STEP = 8
+"""So many changes in a row without a step in between end the run: what goes wrong each time is no accident."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortGeneration:
+    """Tell these workers that their generation is over and that they shall report to `generation`."""
+
+    ranks: tuple[int, ...]
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Propose:
+    """Send the record to its members."""
+
+    record: GenerationRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Tell the members that all have confirmed; leavers among them are gone with that."""
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainRequest:
+    """Tell this worker, which is to leave, to ask for a change at its next step boundary."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainRefused:
+    """The run can't go on without this worker, which was asked to leave: the caller stops the run instead.
+
+    A Depart that the worker had before is void.
+    """
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRun:
+    """The run can't go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishRun:
+    """Everybody is done: these workers may end."""
+
+    ranks: tuple[int, ...]
+
+
+Action = AbortGeneration | Propose | Commit | DrainRequest | DrainRefused | StopRun | FinishRun
+
+
+class MembershipProtocol:
+    """The coordinator's decisions. Attributes are replaced, never changed in place: copy.copy is a snapshot."""
+
+    def __init__(self, grid: Grid, *, zero_stage: int, zero_backups: int, enabled: bool = True):
+        self.live: frozenset[int] = frozenset(grid.ranks)
+        self.committed: GenerationRecord | None = None
+        """The record of the last committed generation."""
+        self.evicted: tuple[LostWorker, ...] = ()
+        """Who was lost since then."""
+        self.num_changes = 0
+        """Committed generations after the first."""
+        self.over = False
+        """True after Halt or Release: nothing happens any more."""
+        self.last_reported_step = 0
+        """The last step of which the run's report has heard; the caller sets it, the next record carries it."""
+        self._grid = grid
+        """By whose cut the workers hold their ranges: the committed one's, at first the full one."""
+        self._zero_stage = zero_stage
+        self._zero_backups = zero_backups
+        self._enabled = enabled
+        self._generation = 0
+        """The newest number, committed or pending."""
+        self._reasons: tuple[str, ...] = ()
+        """Why the membership has changed since the last committed generation."""
+        self._hosts: Mapping[int, str] = {}
+        self._reports: Mapping[int, StateReport] = {}
+        self._record: GenerationRecord | None = None
+        """Opened, not yet confirmed by all."""
+        self._digests: Mapping[int, str] = {}
+        self._draining: frozenset[int] = frozenset()
+        self._finished: frozenset[int] = frozenset()
+        self._newest = LogPosition()
+        self._num_changes_without_step = 0
+
+    @property
+    def pending(self) -> int | None:
+        """The number of the change under way; None while a generation is running."""
+        return (
+            None if self.committed is not None and self.committed.generation == self._generation else self._generation
+        )
+
+    def report(self, report: StateReport) -> list[Action]:
+        """A worker has sealed; the last one's report decides."""
+        if not self._is_current(report.rank, report.generation):
+            return []
+        if self.pending is None or report.rank in self._reports:
+            raise ProtocolError(f"rank {report.rank} reported twice to generation {report.generation}")
+        self._reports = {**self._reports, report.rank: report}
+        self._hosts = {**self._hosts, report.rank: report.host}
+        return self._decide() if self._reports.keys() == self.live else []
+
+    def confirm(self, rank: int, generation: int, digest: str) -> list[Action]:
+        """A member holds what it shall hold; the last one's word commits the generation."""
+        if not self._is_current(rank, generation):
+            return []
+        if self._record is None or rank in self._digests:
+            raise ProtocolError(f"rank {rank} confirmed generation {generation}, which it was not asked to")
+        self._digests = {**self._digests, rank: digest}
+        if self._digests.keys() != set(self._record.members):
+            return []
+        first, *others = self._record.grid.ranks
+        for other in others:
+            if self._digests[other] != self._digests[first]:
+                return self._stop_run(f"ranks {first} and {other} made different plans for generation {generation}")
+        return self._commit(self._record)
+
+    def on_lost(self, lost_workers: Sequence[LostWorker]) -> list[Action]:
+        """Workers are dead; those already gone are ignored."""
+        new = {lost_worker.rank: lost_worker for lost_worker in lost_workers if lost_worker.rank in self.live}
+        if not new or self.over:
+            return []
+        self.live -= set(new)
+        self._draining -= set(new)
+        self.evicted += tuple(new.values())
+        reason = "; ".join(f"lost rank {lost_worker.rank}: {lost_worker.why}" for lost_worker in new.values())
+        if not self._enabled:
+            return self._stop_run(f"{reason} (elastic.enabled is false)")
+        survivability = self._check_survivability()
+        return self._begin(reason) if survivability.can_continue else self._stop_run(survivability.reason)
+
+    def suspect(self, rank: int, generation: int, reason: str) -> list[Action]:
+        """A worker has left `generation` for a reason that only it has seen: a change, if need be with the same
+        members."""
+        if not self._is_current(rank, generation):
+            return []
+        if self.pending is not None:
+            self._num_changes_without_step += 1
+        return self._begin(f"rank {rank}: {reason}")
+
+    def announce_drain(self, rank: int) -> list[Action]:
+        """An announced departure."""
+        if rank not in self.live or rank in self._draining or self.over:
+            return []
+        if not self._enabled:
+            return [DrainRefused(rank=rank, reason="elastic.enabled is false")]
+        survivability = self._check_survivability(draining=self._draining | {rank})
+        if not survivability.can_continue:
+            return [DrainRefused(rank=rank, reason=survivability.reason)]
+        self._draining |= {rank}
+        return self._drain_spares() or [DrainRequest(rank=rank)]
+
+    def finish(self, rank: int, generation: int) -> list[Action]:
+        """A worker of the grid has made its last step; nobody ends before all have."""
+        if not self._is_current(rank, generation):
+            return []
+        if self.pending is not None:
+            raise ProtocolError(f"rank {rank} finished in generation {generation}, which has not begun")
+        self._finished |= {rank}
+        if not self._finished.issuperset(self._grid.ranks):
+            return []
+        self.over = True
+        return [FinishRun(ranks=tuple(sorted(self.live)))]
+
+    def _is_current(self, rank: int, generation: int) -> bool:
+        """False for words of the dead and of older generations, which may still arrive."""
+        if generation > self._generation:
+            raise ProtocolError(f"rank {rank} speaks of generation {generation}, the newest is {self._generation}")
+        return generation == self._generation and rank in self.live and not self.over
+
+    def _begin(self, reason: str) -> list[Action]:
+        self._generation += 1
+        self._reasons += (reason,)
+        self._reports, self._record, self._digests, self._finished = {}, None, {}, frozenset()
+        return [AbortGeneration(ranks=tuple(sorted(self.live)), generation=self._generation, reason=reason)]
+
+    def _decide(self) -> list[Action]:
+        """All live workers have reported."""
+        lead = self._find_newest()
+        if lead.position > self._newest:
+            self._newest, self._num_changes_without_step = lead.position, 0
+        elif self._num_changes_without_step >= MAX_CHANGES_WITHOUT_STEP:
+            return self._stop_run(
+                f"{self._num_changes_without_step} changes of membership without a step: {self._reasons[-1]}"
+            )
+        draining, refused = self._grant_drains()
+        grid, _ = self._grid.without(self._dead | draining)
+        self._record = GenerationRecord(
+            generation=self._generation,
+            grid=grid,
+            previous=None if self.committed is None else self._grid,
+            members=tuple(sorted(self.live)),
+            draining=tuple(sorted(draining)),
+            evicted=self.evicted,
+            position=lead.position,
+            entries=lead.entries,
+            weights_gathered=all(
+                self._reports[rank].weights_gathered
+                and self._reports[rank].position.iteration == lead.position.iteration
+                for rank in grid.ranks
+            ),
+            hosts=self._hosts,
+            addresses={rank: self._reports[rank].address for rank in sorted(self._reports)},
+            last_reported_step=self.last_reported_step,
+            reason="; ".join(self._reasons),
+        )
+        return [*refused, Propose(record=self._record)]
+
+    def _find_newest(self) -> StateReport:
+        """The report of a worker that holds the newest entry; ProtocolError when what they say can't be.
+
+        Spares are not asked: they have taken part in no all-reduce since they lost their place.
+        """
+        state_generation = NO_GENERATION if self.committed is None else self.committed.generation
+        for report in self._reports.values():
+            if report.state_generation != state_generation:
+                raise ProtocolError(
+                    f"rank {report.rank} holds the ranges of generation {report.state_generation}; "
+                    f"committed is {state_generation}"
+                )
+        reports = [self._reports[rank] for rank in self._grid.ranks if rank in self._reports]
+        newest = max(reports, key=lambda report: (report.position, -report.rank))
+        oldest = min(reports, key=lambda report: (report.position, report.rank))
+        behind = newest.position.iteration - oldest.position.iteration
+        if behind > 1 or len({report.position for report in reports}) > 2:
+            raise ProtocolError(
+                f"rank {oldest.rank} at {oldest.position} is more than one entry behind rank {newest.rank} "
+                f"at {newest.position}"
+            )
+        return newest
+
+    def _grant_drains(self) -> tuple[frozenset[int], list[DrainRefused]]:
+        """Who leaves with this change, and who has to stay, since others were lost after it had been asked to leave."""
+        draining: frozenset[int] = frozenset()
+        refused = []
+        for rank in sorted(self._draining):
+            survivability = self._check_survivability(draining=draining | {rank})
+            if survivability.can_continue:
+                draining |= {rank}
+            else:
+                refused.append(DrainRefused(rank=rank, reason=survivability.reason))
+        self._draining = draining
+        return draining, refused
+
+    def _commit(self, record: GenerationRecord) -> list[Action]:
+        if self.committed is not None:
+            self.num_changes += 1
+            self._num_changes_without_step += 1
+        self.committed, self._grid = record, record.grid
+        self.live -= set(record.draining)
+        self._draining -= set(record.draining)
+        self._reports, self._record, self._digests = {}, None, {}
+        self.evicted, self._reasons = (), ()
+        return [Commit(generation=record.generation, members=record.members), *self._drain_spares()]
+
+    def _drain_spares(self) -> list[Action]:
+        """A spare has no step boundary at which it could ask for the change with which it leaves."""
+        spares = sorted(rank for rank in self._draining if not self._grid.holds(rank))
+        if not spares or self.pending is not None:
+            return []
+        return self._begin("; ".join(f"rank {rank} leaves" for rank in spares))
+
+    def _stop_run(self, reason: str) -> list[Action]:
+        self.over = True
+        return [StopRun(reason=reason)]
+
+    @property
+    def _dead(self) -> frozenset[int]:
+        return frozenset(self._grid.ranks) - self.live
+
+    def _check_survivability(self, draining: frozenset[int] = frozenset()) -> Survivability:
+        return check_survivability(
+            self._grid,
+            zero_stage=self._zero_stage,
+            zero_backups=self._zero_backups,
+            hosts={} if self.committed is None else self.committed.hosts,
+            dead=self._dead,
+            draining=draining,
+            fresh=self.committed is None,
+        )

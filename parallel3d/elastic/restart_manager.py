@@ -1,0 +1,287 @@
+"""Begins a run, and begins it again when it can't go on in place: from which checkpoint, with what told to whom.
+
+Lives in the coordinator's process. There every byte of the chosen checkpoint is read before any worker begins; the
+workers get the verdict through the coordinator (`order`). What is decided is decided by elastic/restart.py, from the
+account of the run, which is a fold over metrics.jsonl.
+
+    started plainly     the process that has forked the workers forks a full set again
+    under a launcher    that starts every process again (torchrun --max-restarts): a new supervisor finds the folder of
+                        the run that it belongs to, and goes on with it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.directory import CheckpointDirectory, NewestCheckpoint, verify_resumable
+from parallel3d.elastic.coordinator.run_status import RunOutcome
+from parallel3d.elastic.protocol.restart_policy import (
+    START_KEY,
+    Restart,
+    RestartPolicy,
+    StartInstruction,
+    Stop,
+    choose_step,
+    decide,
+)
+from parallel3d.errors import EXIT_DIVERGED, EXIT_WORKER_LOST, CheckpointError, UserError
+from parallel3d.monitor.run_folder import METRICS, ContinuedRunFolder, RunFolder, read_metrics
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.monitor.uptime import AttemptEnd, RunHistory
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherInfo:
+    """Who has started this process."""
+
+    by_launcher: bool = False
+    """Another launcher, which also restarts it."""
+    run_id: str = ""
+    """The launcher's name of the run, the same after a restart."""
+    attempt: int = 0
+    """How often the launcher has restarted it."""
+
+
+class _Stopped(Exception):
+    """Somebody does not want to wait until a checkpoint has been read."""
+
+
+class RestartManager:
+    """The starts of one run. `open_folder` is given the step up to which the folder's lines are this run's own;
+    `prepare`, called before it, whether the run goes on from a checkpoint, and returns what a person shall know."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        open_folder: Callable[[int], RunFolder],
+        prepare: Callable[[bool], Sequence[str]] = lambda is_resuming: (),
+        make_report: Callable[[RunFolder], RunReporter],
+        checkpoint_dir: CheckpointDirectory,
+        resume: str,
+        policy: RestartPolicy,
+        skip_diverging_data: bool,
+        launcher: LauncherInfo,
+    ):
+        self._directory = directory
+        self._open_folder = open_folder
+        self._prepare = prepare
+        self._make_report = make_report
+        self._checkpoint_dir = checkpoint_dir
+        self._resume = resume
+        self._policy = policy
+        self._skip_diverging_data = skip_diverging_data
+        self._launcher = launcher
+        self._origin: str | None = None
+        """The checkpoint with which the run began."""
+        self._start_instruction = StartInstruction()
+
+    @property
+    def values(self) -> Mapping[str, bytes]:
+        """What the coordinator of the next start tells its workers."""
+        return {START_KEY: json.dumps(self._start_instruction.to_json()).encode()}
+
+    def begin(self) -> RunReporter:
+        """The report of the run, once it is chosen where it begins; raises UserError."""
+        if self._launcher.attempt and (started := self._started_before()):
+            return self._begin_after_launcher(started)
+        start = self._choose_start()
+        notices = self._prepare(start.path is not None)
+        history_until_step = self._history_of(start)
+        report = self._make_report(self._open_folder(history_until_step))
+        self._origin = str(start.path) if start.path else None
+        self._start_instruction = StartInstruction(checkpoint=self._origin)
+        step = start.index.step if start.index else 0
+        report.publish({"event": "started", "step": step, "path": self._origin, "run_id": self._launcher.run_id})
+        _publish_damaged(report, start.damaged)
+        self._archive_later(report, after=history_until_step)
+        if start.index is not None:
+            report.publish({"event": "resumed_from", "step": step, "path": self._origin})
+        elif self._resume == "auto":
+            report.publish({"kind": "notice", "text": "no checkpoint to go on from: from the start"})
+        for text in notices:
+            report.publish({"kind": "notice", "text": text})
+        if self._launcher.by_launcher and self._policy.max_restarts:
+            text = "restart.max_restarts is for runs that are started plainly: your launcher restarts this one, or not"
+            report.publish({"kind": "notice", "text": text})
+        return report
+
+    def reopen(self) -> RunReporter:
+        """The report of a run that this process takes over while it goes on."""
+        return self._make_report(ContinuedRunFolder(self._directory))
+
+    def next_action(self, report: RunReporter, outcome: RunOutcome, stopped: Callable[[], bool]) -> Restart | Stop:
+        """What comes after a start that has ended; the report is paused. If Again, `values` are the next start's.
+
+        `stopped`: whether somebody has asked for a stop, which also ends the reading of a large checkpoint.
+        """
+        attempt_end = report.run_history.end_attempt(outcome.exit_code)
+        _publish_ending(report, attempt_end, outcome.message)
+        if stopped() or self._launcher.by_launcher:
+            return Stop()
+        attempt_ends = [*report.run_history.attempt_ends, attempt_end]
+
+        def decide_now(steps: Sequence[int]) -> Restart | Stop:
+            return decide(self._policy, attempt_ends, steps, run_start_step=report.run_history.run_start_step)
+
+        def check() -> None:
+            if stopped():
+                raise _Stopped
+
+        try:
+            decision = self._choose(report, decide_now, check)
+        except _Stopped:
+            return Stop(why="stopped before it began again")
+        if isinstance(decision, Restart):
+            try:
+                self._archive_later(report, after=decision.step)
+            except UserError as error:
+                return Stop(why=str(error))
+            self._restart(report, attempt_end, decision, why=outcome.message, number=len(attempt_ends))
+        return decision
+
+    # --- the first start ------------------------------------------------------------------------------------------
+
+    def _choose_start(self) -> NewestCheckpoint:
+        """Raises CheckpointError when a checkpoint that was asked for by its path is damaged."""
+        if self._resume == "never":
+            return NewestCheckpoint(path=None, index=None, damaged=())
+        if self._resume == "auto":
+            return self._checkpoint_dir.find_newest_valid()
+        path = Path(self._resume).resolve()
+        return NewestCheckpoint(path=path, index=verify_resumable(path), damaged=())
+
+    def _history_of(self, start: NewestCheckpoint) -> int:
+        """The step up to which the run's folder holds the very run that goes on; 0: another run's."""
+        is_own = start.path is not None and start.path.parent == self._checkpoint_dir.directory.resolve()
+        return start.index.step if start.index is not None and (is_own or self._resume == "auto") else 0
+
+    # --- further starts -------------------------------------------------------------------------------------------
+
+    def _started_before(self) -> RunHistory | None:
+        """The account of the run that the launcher has restarted; None when it had not come so far."""
+        try:
+            run_history = RunHistory(read_metrics(self._directory / METRICS))
+        except OSError:
+            return None
+        started = run_history.started
+        return run_history if started is not None and started.get("run_id") == self._launcher.run_id else None
+
+    def _begin_after_launcher(self, run_history: RunHistory) -> RunReporter:
+        report = self.reopen()
+        assert run_history.started is not None
+        self._origin = run_history.started["path"]
+        attempt_ends, why = list(run_history.attempt_ends), run_history.failure
+        if run_history.has_open_attempt:
+            attempt_ends.append(run_history.end_attempt(EXIT_WORKER_LOST))
+            _publish_ending(report, attempt_ends[-1], why)
+
+        def decide_step(steps: Sequence[int]) -> Restart | Stop:
+            step = choose_step(attempt_ends, steps, run_start_step=run_history.run_start_step)
+            return Stop() if step is None else Restart(step=step, wait_s=0.0)
+
+        decision = self._choose(report, decide_step, check=lambda: None)
+        if isinstance(decision, Stop):
+            raise UserError("training has diverged again, and no older checkpoint is left to go back to")
+        self._archive_later(report, after=decision.step)
+        self._restart(report, attempt_ends[-1], decision, why=why, number=self._launcher.attempt)
+        return report
+
+    def _choose(
+        self, report: RunReporter, decide_on: Callable[[Sequence[int]], Restart | Stop], check: Callable[[], None]
+    ) -> Restart | Stop:
+        """The decision on the checkpoints that are good; damaged ones are told and passed over."""
+        steps = self._checkpoint_dir.steps()
+        while True:
+            decision = decide_on(steps)
+            if isinstance(decision, Stop) or decision.step not in steps:
+                return decision
+            try:
+                verify_resumable(self._checkpoint_dir.path_of(decision.step), check)
+                return decision
+            except CheckpointError as error:
+                _publish_damaged(report, [str(error)])
+                steps.remove(decision.step)
+
+    def _restart(
+        self, report: RunReporter, attempt_end: AttemptEnd, restart: Restart, *, why: str, number: int
+    ) -> None:
+        """Tells of the restart, and orders the next start."""
+        step, path = restart.step, self._checkpoint_dir.path_of(restart.step)
+        checkpoint = str(path) if step in self._checkpoint_dir.steps() else self._origin
+        skips_data = attempt_end.exit_code == EXIT_DIVERGED and self._skip_diverging_data
+        data_position = report.run_history.data_position_after(step, skips_data=skips_data)
+        lost_steps = max(0, attempt_end.last_step - step)
+        self._start_instruction = StartInstruction(attempt=number, checkpoint=checkpoint, data=data_position)
+        text = [
+            f"restart {number}" + ("" if self._launcher.by_launcher else f" of {self._policy.max_restarts}"),
+            f" in {restart.wait_s:g} s" if restart.wait_s else "",
+            f" from the checkpoint of step {step}" if checkpoint else " from the start",
+            f", {lost_steps} step{'s' * (lost_steps != 1)} lost",
+            _describe_skipped_data(step + 1, attempt_end.last_step, is_new=skips_data) if data_position else "",
+            f": {_in_one_line(why)}" if why else "",
+        ]
+        report.publish(
+            {
+                "kind": "restart",
+                "text": "".join(text),
+                "number": number,
+                "step": step,
+                "path": checkpoint,
+                "lost_steps": lost_steps,
+                "skips_data": skips_data and data_position is not None,
+                "wait_s": restart.wait_s,
+                "why": why,
+            }
+        )
+
+    def _archive_later(self, report: RunReporter, *, after: int) -> None:
+        """Moves checkpoints of later steps away; raises UserError where that can't be."""
+        try:
+            aside = self._checkpoint_dir.archive_later(after=after)
+            num_bytes = self._checkpoint_dir.archived_bytes()
+        except OSError as error:
+            raise UserError(f"can't write into {self._checkpoint_dir.directory} ({error.strerror})") from None
+        if aside is not None:
+            text = f"checkpoints that this run does not go on from are now in {aside}"
+            report.publish({"kind": "notice", "text": text})
+        if num_bytes:
+            folder = self._checkpoint_dir.directory
+            text = f"{num_bytes / 1e6:,.1f} MB of such checkpoints are kept until you remove {folder}"
+            report.publish({"kind": "notice", "text": f"{text}/previous-*"})
+
+
+def _publish_ending(report: RunReporter, attempt_end: AttemptEnd, text: str) -> None:
+    report.publish(
+        {
+            "event": "ended",
+            "exit_code": attempt_end.exit_code,
+            "attempt_start_step": attempt_end.attempt_start_step,
+            "last_step": attempt_end.last_step,
+            "text": text,
+        }
+    )
+
+
+def _describe_skipped_data(first: int, last: int, *, is_new: bool) -> str:
+    """`first` to `last` are the steps that have just diverged, if any have (`is_new`); else others had before."""
+    if not is_new:
+        return ", the data that led into the divergence is left out again"
+    which = f"step {last}" if first == last else f"steps {first} to {last}"
+    return f", the data of {which} is left out"
+
+
+def _in_one_line(message: str) -> str:
+    """Without the places of logs."""
+    return "; ".join(line for line in message.splitlines() if not line.startswith(" "))
+
+
+def _publish_damaged(report: RunReporter, damaged: Sequence[str]) -> None:
+    for text in damaged:
+        report.publish({"kind": "notice", "text": f"passed over: {text}"})

@@ -1,0 +1,122 @@
+"""The seat of a worker process: what the membership protocol looks like from the worker's end of the control channel.
+
+Two threads meet here. The channel's reader calls `heed` for each frame of the coordinator's, in order, and aborts the
+generation's token the moment a seal arrives, so that a worker leaves its step while its own thread still waits for a
+peer; the worker's thread calls the rest, and waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, StateReport
+from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
+from parallel3d.errors import GenerationEnded, RunEnded
+from parallel3d.parallel.abort import AbortToken
+
+FRAMES = ("abort_generation", "record", "commit", "finish_run")
+FIRST_GENERATION = 0
+
+
+class ChannelMembershipClient(MembershipClient):
+    """`send` hands a frame to the coordinator without waiting; `run_token` is aborted when the run is over."""
+
+    def __init__(self, *, rank: int, send: Callable[[dict[str, Any]], None], run_token: AbortToken):
+        self.rank = rank
+        self._send = send
+        self._run_token = run_token
+        self._changed = threading.Condition()
+        self._newest_generation = FIRST_GENERATION
+        """The newest change of membership; the first one goes without saying."""
+        self._reason = "the run begins"
+        self._reported_generation = NO_GENERATION
+        self._pending: PendingGeneration | None = None
+        self._committed_generation = NO_GENERATION
+        self._committed_record: GenerationRecord | None = None
+        self._is_finished = False
+        run_token.on_abort(self._end)
+
+    def next_generation(
+        self, make_report: Callable[[int], StateReport], *, suspicion: str = ""
+    ) -> PendingGeneration | None:
+        with self._changed:
+            nothing_new = self._newest_generation == self._reported_generation
+        if suspicion and nothing_new:
+            self._send({"op": "suspect", "generation": self._reported_generation, "reason": suspicion})
+        while True:
+            self._await(lambda: self._is_finished or self._newest_generation > self._reported_generation)
+            if self._is_finished:
+                return None
+            generation = self._newest_generation
+            self._send({"op": "report", "report": make_report(generation).to_json()})
+            self._reported_generation = generation
+            if pending := self._await_record(generation):
+                return pending
+
+    def confirm(self, generation: int, *, digest: str, moved_bytes: int) -> None:
+        self._send({"op": "confirm", "generation": generation, "digest": digest, "moved_bytes": moved_bytes})
+        self._await(lambda: self._committed_generation >= generation or self._newest_generation > generation)
+        if self._committed_generation < generation:
+            raise GenerationEnded(self._reason)
+
+    def finish(self) -> None:
+        generation = self._committed_generation
+        self._send({"op": "finish_generation", "generation": generation})
+        self._await(lambda: self._is_finished or self._newest_generation > generation)
+        if not self._is_finished:
+            raise GenerationEnded(self._reason)
+
+    def handle(self, header: dict[str, Any]) -> None:
+        """A frame from the coordinator, one of `FRAMES`; called on the channel's reader."""
+        with self._changed:
+            match header["op"]:
+                case "abort_generation":
+                    self._newest_generation, self._reason = header["generation"], header["reason"]
+                case "record":
+                    token = AbortToken()
+                    token.on_wait = self._run_token.on_wait
+                    self._pending = PendingGeneration(record=GenerationRecord.from_json(header["record"]), token=token)
+                case "commit":
+                    assert self._pending is not None
+                    self._committed_generation, self._committed_record = header["generation"], self._pending.record
+                case "finish_run":
+                    self._is_finished = True
+            self._changed.notify_all()
+        if header["op"] == "abort_generation":
+            self.leave_generation(header["reason"])
+        elif self._run_token.aborted:  # just before the record came: its generation is over before it began
+            self.leave_generation(self._run_token.reason)
+
+    def membership_state(self) -> dict[str, Any]:
+        """What a coordinator must know that has not heard of this worker before."""
+        with self._changed:
+            record = self._committed_record
+            return {"newest_generation": self._newest_generation, "committed": record.to_json() if record else None}
+
+    def leave_generation(self, reason: str) -> None:
+        """Ends all waits of the generation."""
+        if pending := self._pending:
+            pending.token.abort(reason)
+
+    def _await_record(self, generation: int) -> PendingGeneration | None:
+        """The generation that has been agreed on; None when a further change has begun instead."""
+        self._await(lambda: self._newest_generation > generation or self._proposed_generation == generation)
+        return self._pending if self._newest_generation == generation else None
+
+    @property
+    def _proposed_generation(self) -> int:
+        return self._pending.record.generation if self._pending else NO_GENERATION
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        with self._run_token.waiting("the coordinator's word"), self._changed:
+            self._changed.wait_for(lambda: ready() or self._run_token.aborted)
+        if not ready():
+            raise RunEnded(self._run_token.reason)
+
+    def _end(self) -> None:
+        """The run is over: nothing of its generation goes on."""
+        with self._changed:
+            self._changed.notify_all()
+        self.leave_generation(self._run_token.reason)

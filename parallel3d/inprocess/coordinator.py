@@ -1,0 +1,112 @@
+"""The coordinator of a world of threads: the same protocol and the same seats as in processes, without sockets.
+
+Deaths are injected (RankDied); everything that waits, waits with the world's one condition, so that a recovery that
+hangs is reported as a deadlock at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from parallel3d.elastic.protocol.membership import LostWorker, StateReport
+from parallel3d.elastic.protocol.state_machine import (
+    AbortGeneration,
+    Action,
+    Commit,
+    DrainRefused,
+    DrainRequest,
+    FinishRun,
+    MembershipProtocol,
+    Propose,
+    StopRun,
+)
+from parallel3d.elastic.worker.control_client import ChannelMembershipClient
+from parallel3d.errors import RunEnded
+from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Grid
+
+
+class ThreadMembershipClient(ChannelMembershipClient):
+    """A seat whose waits are known to the world."""
+
+    def __init__(self, world: ThreadWorld, *, rank: int, send: Callable[[dict[str, Any]], None], run_token: AbortToken):
+        super().__init__(rank=rank, send=send, run_token=run_token)
+        self._world = world
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        over = self._run_token
+        self._world.wait(
+            self.rank,
+            lambda: ready() or over.aborted,
+            lambda: f"for the coordinator (generation {self._newest_generation})",
+            token=AbortToken(),
+        )
+        if not ready():
+            raise RunEnded(over.reason)
+
+
+class ThreadCoordinator:
+    """Serves the ranks of `world`, each through its seat."""
+
+    def __init__(self, world: ThreadWorld, grid: Grid, *, zero_stage: int, zero_backups: int):
+        world.tolerates_deaths = True
+        self.protocol = MembershipProtocol(grid, zero_stage=zero_stage, zero_backups=zero_backups)
+        self.run_token = AbortToken()
+        self.draining: set[int] = set()
+        """Ranks that were told to leave at their next boundary."""
+        self.moved_bytes = 0
+        self.abort_reason = ""
+        """Why the run could not go on, if so."""
+        self.memberships = {
+            rank: ThreadMembershipClient(
+                world, rank=rank, send=partial(self._on_message, rank), run_token=self.run_token
+            )
+            for rank in grid.ranks
+        }
+        self._world = world
+
+    def on_lost(self, rank: int, why: str) -> None:
+        self._world.run_locked(lambda: self._execute(self.protocol.on_lost([LostWorker(rank=rank, why=why)])))
+
+    def announce_drain(self, rank: int) -> None:
+        self._world.run_locked(lambda: self._execute(self.protocol.announce_drain(rank)))
+
+    def _on_message(self, rank: int, frame: dict[str, Any]) -> None:
+        self._world.run_locked(lambda: self._execute(self._ask_protocol(rank, frame)))
+
+    def _ask_protocol(self, rank: int, frame: dict[str, Any]) -> list[Action]:
+        match frame:
+            case {"op": "report", "report": report}:
+                return self.protocol.report(StateReport.from_json(report))
+            case {"op": "confirm", "generation": generation, "digest": digest, "moved_bytes": moved_bytes}:
+                self.moved_bytes += moved_bytes
+                return self.protocol.confirm(rank, generation, digest)
+            case {"op": "suspect", "generation": generation, "reason": reason}:
+                return self.protocol.suspect(rank, generation, reason)
+            case {"op": "finish_generation", "generation": generation}:
+                return self.protocol.finish(rank, generation)
+        raise AssertionError(frame)
+
+    def _execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case AbortGeneration(ranks=ranks, generation=generation, reason=reason):
+                    self._send_to_ranks(ranks, {"op": "abort_generation", "generation": generation, "reason": reason})
+                case Propose(record=record):
+                    self._send_to_ranks(record.members, {"op": "record", "record": record.to_json()})
+                case Commit(generation=generation, members=members):
+                    self._send_to_ranks(members, {"op": "commit", "generation": generation})
+                case DrainRequest(rank=rank):
+                    self.draining.add(rank)
+                case FinishRun(ranks=ranks):
+                    self._send_to_ranks(ranks, {"op": "finish_run"})
+                case StopRun(reason=reason) | DrainRefused(reason=reason):
+                    self.abort_reason = reason
+                    self.run_token.abort(reason)
+
+    def _send_to_ranks(self, ranks: tuple[int, ...], frame: dict[str, Any]) -> None:
+        for rank in ranks:
+            self.memberships[rank].handle(frame)

@@ -1,0 +1,92 @@
+"""Speeds over the last steps, and when an evaluation is due that may take a share of the time. Pure: clocks are given.
+
+The share is kept from one evaluation to the next, which is due as soon as it would not take more than its share of the
+time since the last one ended, itself included::
+
+    |--- steps: s seconds ---|- evaluation: e -|        due when e <= share * (s + e)
+
+What an evaluation takes is what the last one took; before the first it is guessed from the steps: a forward pass is a
+third of a step. Ranks have clocks of their own, so the leader decides, and its word rides in the step's all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+WINDOW = 10
+"""Steps of the moving window (HLAT)."""
+FORWARD_SHARE = 1 / 3
+MIN_STEPS = 2
+"""The first step is slow in ways that tell nothing."""
+
+
+class MovingThroughput:
+    """Tokens and sequences a second over the last WINDOW steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=WINDOW)
+
+    def record(self, *, num_tokens: int, num_sequences: int, step_s: float) -> None:
+        self._steps.append((num_tokens, num_sequences, step_s))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._rate(0)
+
+    @property
+    def sequences_per_s(self) -> float:
+        return self._rate(1)
+
+    def _rate(self, column: int) -> float:
+        seconds = sum(step[2] for step in self._steps)
+        return sum(step[column] for step in self._steps) / seconds if seconds else 0.0
+
+
+@dataclass(kw_only=True)
+class EvaluationInterval:
+    """When an evaluation of `num_batches` global batches is due that may take `share` of the time; None: never."""
+
+    share: float | None
+    num_batches: int
+    num_steps: int = 0
+    """Since the last evaluation."""
+    training_s: float = 0.0
+    step_s: float = 0.0
+    """Of the newest step."""
+    evaluation_s: float | None = None
+    """What the last one took."""
+
+    def record_step(self, seconds: float) -> None:
+        self.num_steps, self.training_s, self.step_s = self.num_steps + 1, self.training_s + seconds, seconds
+
+    def record_evaluation(self, seconds: float) -> None:
+        self.num_steps, self.training_s, self.evaluation_s = 0, 0.0, seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one shall follow the step that is about to end."""
+        if self.share is None or self.num_steps < MIN_STEPS:
+            return False
+        guess = FORWARD_SHARE * self.num_batches * self.step_s
+        expected = guess if self.evaluation_s is None else self.evaluation_s
+        return expected <= self.share * (self.training_s + expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """How often to evaluate, on how many global batches, and how long each takes."""
+
+    every: int
+    num_batches: int
+    evaluation_s: float
+
+
+def plan_evaluations(
+    *, num_steps: int, step_s: float, batch_s: float, share: float, num_evaluations: int = 50
+) -> EvaluationPlan:
+    """`num_evaluations` over a run of `num_steps`, which together take `share` of the training's time (as measured:
+    seconds of a step, and of a batch in an evaluation)."""
+    every = max(1, round(num_steps / num_evaluations))
+    batches = max(1, int(share * every * step_s / batch_s))
+    return EvaluationPlan(every=every, num_batches=batches, evaluation_s=batches * batch_s)

@@ -1,0 +1,148 @@
+"""Which parameters share a bucket, and where they stand in it. Pure.
+
+A bucket is one flat buffer that is reduced, normed, clipped, updated and gathered in one piece. Everything in it is
+treated alike, so its key is what decides the treatment: weight decay or not, cut over the tensor-parallel ranks, held
+by all of them, or cut with some rows on several (key heads of which there are fewer than ranks), of this stage or of
+the first and the last together. Parameters come in the order in which the backward pass finishes them, so that the
+first bucket is full, and on its way, while the rest of the backward pass still runs.
+
+A tied embedding has a bucket of its own, alike on both stages, and it is their last one. So all ranks reduce what is
+their stage's before what two stages share, and there is no ring of ranks that wait for each other in different groups.
+Nobody loses by it: the first stage has this gradient last of all, and before that its reduction can't end anywhere.
+
+Where n ranks share the optimizer state the length is padded to a multiple of n x 64 elements: each owns an aligned
+range of equal length. n changes when replicas are lost; the places of the parameters never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from parallel3d.parallel.sharding import ParamSharding
+
+ALIGNMENT = 64
+PARAM_ALIGNMENT = 16
+"""Parameters begin at multiples of so many elements: some kernels' results depend on the address below 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketKey:
+    """What all parameters of a bucket have in common."""
+
+    decay: bool
+    tp_replicated: bool
+    partial_grad: bool
+    copies: int = 1
+    """So many neighbouring ranks hold the same `shared` elements, and each a part of their gradient."""
+    tied: bool = False
+    """Held by the first and by the last stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSlot:
+    """Where a parameter's local share stands in its bucket, in elements."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    shared: tuple[range, ...] = ()
+    """Elements of the bucket that several ranks hold."""
+
+    @property
+    def length(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """One bucket: its parameters in order."""
+
+    key: BucketKey
+    param_slots: tuple[ParamSlot, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of parameters, without padding at the end."""
+        return self.param_slots[-1].offset + self.param_slots[-1].length
+
+    def length(self, num_ranges: int) -> int:
+        """Elements with the padding that makes `num_ranges` equal, aligned ranges."""
+        unit = num_ranges * ALIGNMENT
+        return -(-self.num_elements // unit) * unit
+
+    def capacity(self, max_ranges: int) -> int:
+        """The longest that the bucket gets with 1 to `max_ranges` ranges: at most max_ranges x 64 elements more."""
+        return max(self.length(num_ranges) for num_ranges in range(1, max_ranges + 1))
+
+    @property
+    def shared(self) -> tuple[range, ...]:
+        """The elements that `key.copies` ranks hold."""
+        return tuple(span for param_slot in self.param_slots for span in param_slot.shared)
+
+    def counted(self, span: range, tp_rank: int) -> tuple[range, ...]:
+        """The parts of `span` that rank `tp_rank` counts in sums over the model: what several ranks hold, the first
+        of them counts."""
+        if self.key.tp_replicated:
+            return (span,) if tp_rank == 0 else ()
+        if tp_rank % self.key.copies == 0:
+            return (span,)
+        return _without(span, self.shared)
+
+    def range_of(self, number: int, num_ranges: int) -> range:
+        """The elements of range `number` of `num_ranges`."""
+        size = self.length(num_ranges) // num_ranges
+        return range(number * size, (number + 1) * size)
+
+
+def plan_buckets(
+    shardings: Sequence[ParamSharding],
+    *,
+    tp_size: int,
+    bucket_elements: int,
+    decay_norms_and_biases: bool,
+) -> tuple[BucketPlan, ...]:
+    """Buckets of about `bucket_elements` for parameters in forward order; the buckets come in backward order, the one
+    that is tied last."""
+    open_buckets: dict[BucketKey, list[ParamSlot]] = {}
+    full: list[BucketPlan] = []
+    for sharding in reversed(shardings):
+        key = BucketKey(
+            decay=decay_norms_and_biases or not sharding.is_norm_or_bias,
+            tp_replicated=sharding.dim is None,
+            partial_grad=sharding.partial_grad,
+            copies=sharding.copies(tp_size),
+            tied=sharding.tied,
+        )
+        param_slots = open_buckets.setdefault(key, [])
+        end = param_slots[-1].offset + param_slots[-1].length if param_slots else 0
+        offset = -(-end // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
+        shape, shared = sharding.local_shape(tp_size), _shared_elements(sharding, tp_size, offset)
+        param_slots.append(ParamSlot(name=sharding.name, offset=offset, shape=shape, shared=shared))
+        if offset + param_slots[-1].length >= bucket_elements:
+            full.append(BucketPlan(key=key, param_slots=tuple(open_buckets.pop(key))))
+    rest = (BucketPlan(key=key, param_slots=tuple(param_slots)) for key, param_slots in open_buckets.items())
+    return tuple(sorted((*full, *rest), key=lambda plan: plan.key.tied))
+
+
+def _shared_elements(sharding: ParamSharding, tp_size: int, offset: int) -> tuple[range, ...]:
+    """The elements, from `offset` on, of the rows that several ranks hold; the same on every rank."""
+    if sharding.copies(tp_size) == 1:
+        return ()
+    assert sharding.dim == 0, sharding.name
+    row = prod(sharding.shape[1:])
+    return tuple(
+        range(offset + run.local_start * row, offset + (run.local_start + run.length) * row)
+        for run in sharding.runs(0, tp_size)
+        if run.copies > 1
+    )
+
+
+def _without(span: range, holes: Sequence[range]) -> tuple[range, ...]:
+    """What is left of `span` without the holes, which are in order."""
+    parts, start = [], span.start
+    for hole in holes:
+        parts.append(range(start, min(hole.start, span.stop)))
+        start = max(start, hole.stop)
+    return tuple(part for part in (*parts, range(start, span.stop)) if part)

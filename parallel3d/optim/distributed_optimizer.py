@@ -1,0 +1,459 @@
+"""All buckets of one rank: their reduction, the update of the ranges that this rank holds, the gathering of weights.
+
+ZeRO stage 1 (Rajbhandari et al. 2020): each data-parallel rank owns one range of every bucket. Gradients are
+reduce-scattered to the owners, updated there, and the weights gathered again. With backups another replica holds the
+same range and applies the same update to a copy of the same reduced gradients, so that its state is the same::
+
+    bucket on each rank   [ range 0 | range 1 | range 2 | range 3 ]
+    reduce-scatter                    ^ rank 1 gets the sum of range 1 ...
+    copy                              ^ ... and sends it to rank 2, which backs range 1 up
+    update                            rank 1 and rank 2, each its own copy of moments (and master weights)
+    all-gather            every rank gets every range back from its owner
+
+With zero_stage 0 the one range is the whole bucket, on every rank: all-reduce, update, nothing to gather.
+
+Reductions start while the last backward passes run, as soon as a bucket has all of its gradients, in bucket order,
+which is the same on every rank. Gathers may run on under the next forward pass: a module waits for its own buckets.
+Neither changes a bit of the result.
+
+A bucket belongs to the ranks that hold its parameters: the replicas of the stage (dp), or for a tied embedding those of
+the first and the last stage together (ends). It is reduced, cut, counted in the norm, updated and gathered once over
+all of them, so both stages go on with the same bits. No rank waits for ever, whatever its part of the batch is:
+
+- reductions and gathers are begun without waiting for one, each by every rank of its group in every iteration, and are
+  waited for only when all of an iteration are begun. (Partial sums, inside a replica, are finished in between.);
+- all ranks begin a tied bucket's reduction after those of their stage's buckets, and its gather before theirs: two
+  groups never meet in different orders, should a transport run them one by one;
+- ranges are rebuilt in bucket order too: what travels between stages may wait for what travels inside them, never the
+  other way round; and backups stand in the owner's stage.
+
+Between membership generations the optimizer has no groups. `reshard` builds the ranges of new cuts beside those of the
+old ones, `commit` puts them in force.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.layers.init import InitMethod, initial_value
+from parallel3d.layers.micro_batch import GradPass, MicroBatch
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep
+from parallel3d.optim.bucket import Bucket, Shard
+from parallel3d.optim.bucket_plan import plan_buckets
+from parallel3d.optim.parameter_noise import ParameterNoise
+from parallel3d.optim.shard_map import ShardMap, ShardMaps, plan_moves
+from parallel3d.optim.state_norms import StateNorms
+from parallel3d.parallel.group import AbsentGroup, Group, Work
+from parallel3d.parallel.groups import Groups
+from parallel3d.parallel.p2p_messages import Header, Kind, Links
+from parallel3d.precision.fixed_point import ExactSum, FixedPoint
+from parallel3d.precision.policy import Policy
+
+InitialShard = Callable[[Bucket, range], Shard]
+"""Makes a range of a bucket as the run, or what is left of it, starts with it."""
+
+PhaseHook = Callable[[str], None]
+"""Told of each phase that a step or a recovery enters; where faults are injected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardPlan:
+    """From the cuts of one grid to those of another, in membership generation `generation`; `old` None: the run
+    starts."""
+
+    generation: int
+    old: ShardMaps | None
+    new: ShardMaps
+    live: Collection[int]
+    """Ranks that can still hand over what they hold."""
+    weights_gathered: bool = False
+    """Every rank of the new cuts has all weights as they shall be: they need not travel."""
+
+
+class ShardedOptimizer:
+    """Built with the weights that `initial` gives, by default those of the seed; then, in each iteration, reduce ->
+    update -> gather.
+
+    `first_shard_maps` are those of the whole grid: later ones have no more ranges.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        *,
+        rank: int,
+        seed: int,
+        tp_rank: int,
+        tp_size: int,
+        first_shard_maps: ShardMaps,
+        zero_stage: int,
+        bucket_bytes: int,
+        decay_norms_and_biases: bool,
+        policy: Policy,
+        settings: AdamWSettings,
+        initial: InitMethod | None = None,
+        overlap_reduce: bool,
+        overlap_gather: bool,
+        fixed: FixedPoint | None = None,
+        device: torch.device,
+        phase_hook: PhaseHook = lambda phase: None,
+    ):
+        self.rank = rank
+        self._is_sharded = zero_stage == 1
+        has_terms = fixed is not None or policy.rounds_accumulation  # one is closed after its last gradient
+        self._overlap_reduce = overlap_reduce and not has_terms
+        self._overlap_gather = overlap_gather
+        self._policy = policy
+        self._phase_hook = phase_hook
+        parameters = {p.sharding.name: p for p in parameters_of(stage)}
+        initial = initial or partial(initial_value, seed=seed)
+        plans = plan_buckets(
+            [p.sharding for p in parameters.values()],
+            tp_size=tp_size,
+            bucket_elements=max(1, bucket_bytes // policy.grad.itemsize),
+            decay_norms_and_biases=decay_norms_and_biases,
+        )
+        self.buckets = [
+            Bucket(
+                plan,
+                [parameters[param_slot.name] for param_slot in plan.param_slots],
+                initial=lambda p: initial(p.sharding, tp_rank=tp_rank, tp_size=tp_size),
+                max_ranges=first_shard_maps.of(plan.key).num_ranges,
+                policy=policy,
+                settings=settings,
+                fixed=fixed,
+                noise=ParameterNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
+                device=device,
+            )
+            for plan in plans
+        ]
+        uses = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
+        self._num_grads = [sum(uses[id(p)] for p in bucket.parameters) for bucket in self.buckets]
+        """Gradients that each bucket gets in a micro-batch: one from each module that uses a parameter."""
+        self._stale: set[int] = set()
+        """Buckets that were updated here and not gathered since: what others own of them is old."""
+        self._first_shard: InitialShard = Bucket.initial_shard
+        self._pending: tuple[ReshardPlan, list[list[Shard]]] | None = None
+        self._reducing: list[Work] = []
+        self._gathering: dict[int, Work] = {}
+        self._num_missing_grads: list[int] = []
+        self._iteration = 0
+        self._register_grad_hooks()
+        self._register_gather_hooks(stage)
+
+    # --- one iteration --------------------------------------------------------------------------------------------
+
+    def begin_iteration(self, iteration: int, num_micro_batches: int, loss_factor: float = 1.0) -> None:
+        """Clears the gradients and whatever an earlier iteration left unfinished.
+
+        `num_micro_batches` is how often each module of this rank will give a gradient, each times `loss_factor`, a
+        power of two: it is taken out again.
+        """
+        self._iteration = iteration
+        self._reducing = []
+        self._num_missing_grads = [num_grads * num_micro_batches for num_grads in self._num_grads]
+        self.is_finite = True
+        """False once a term of exact sums was not, which their totals can't say."""
+        for bucket in self.buckets:
+            bucket.clear(loss_factor)
+
+    def finalize_micro_batch_grads(self, micro_batch: MicroBatch, grad_pass: GradPass) -> None:
+        """After each computation that may have added gradients of one micro-batch: with exact sums, and where
+        accumulation is rounded stochastically, that is a term."""
+        finite = [bucket.finalize_micro_batch_grads(micro_batch, grad_pass) for bucket in self.buckets]
+        self.is_finite &= all(finite)
+
+    def finish_reduction(self) -> None:
+        """Starts what has not started, then waits: afterwards every range held here has its reduced gradients."""
+        self.finish_gather()  # a rank without a micro-batch has not waited for it yet
+        while len(self._reducing) < len(self.buckets):
+            self._start_reduction()
+        self._phase_hook("reduce_scatter")
+        for index, (bucket, work) in enumerate(zip(self.buckets, self._reducing)):
+            work.wait()
+            bucket.finalize_reduced_grads()
+            backup = self.shard_map_of(bucket).backup_of(self.rank)
+            if backup is not None:
+                grads = bucket.owned.grads
+                self._links.send(backup, self._header(index, grads), grads, bounded=False)
+        self._phase_hook("backup")
+        for index, bucket in enumerate(self.buckets):
+            shard_map = self.shard_map_of(bucket)
+            for shard, number in zip(bucket.shards[1:], shard_map.ranges_of(self.rank)[1:]):
+                owner = shard_map.holders[number][0]
+                shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)), non_blocking=True)
+
+    def squared_norm(self) -> ExactSum:
+        """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
+        total = sum((bucket.squared_norm(self._groups.tp.rank) for bucket in self._counted), start=ExactSum())
+        if self._is_sharded:
+            self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
+        return total
+
+    def state_norms(self) -> StateNorms:
+        """This rank's part of the norms of weights and second moments as they are before the update, likewise."""
+        return sum((bucket.state_norms(self._groups.tp.rank) for bucket in self._counted), start=StateNorms())
+
+    @property
+    def _counted(self) -> list[Bucket]:
+        """The buckets of which this rank's owned range counts in sums over the model."""
+        return [bucket for bucket in self.buckets if self._is_sharded or self._holders_of(bucket).rank == 0]
+
+    def update(self, version: int, step: UpdateStep | None) -> None:
+        """Brings every range held to `version`, and starts the gathers. None: the iteration updates nothing."""
+        for index in reversed(range(len(self.buckets))):  # forward order: the first layers are needed first
+            self.update_to(version, step, only=index)
+            if self._is_sharded:
+                self._gathering[index] = self._start_gather(self.buckets[index])
+            self._phase_hook("update")
+        self._phase_hook("all_gather")
+        if not self._overlap_gather:
+            self.finish_gather()
+
+    def update_to(self, version: int, step: UpdateStep | None, *, only: int | None = None) -> None:
+        """Applies the update that leads to `version` to every bucket (or one) that has not had it yet."""
+        for index in range(len(self.buckets)) if only is None else (only,):
+            bucket = self.buckets[index]
+            if not bucket.shards:  # a spare has nothing to update
+                bucket.version = version
+            elif bucket.version < version:
+                assert bucket.version == version - 1, f"a range at version {bucket.version} can't become {version}"
+                if step is not None:
+                    bucket.update(step, version)
+                    self._stale |= {index} if self._is_sharded else set()
+                bucket.version = version
+
+    def gather(self) -> None:
+        """Makes all weights whole from their owners, as after a change of membership."""
+        if self._is_sharded:
+            works = [self._start_gather(bucket) for bucket in reversed(self.buckets)]
+            for work in works:
+                work.wait()
+        self._mark_gathered(range(len(self.buckets)))
+
+    def finish_gather(self) -> None:
+        """Waits until all weights are whole."""
+        self._wait_for(list(self._gathering))
+
+    def state_bytes(self) -> int:
+        return sum(bucket.state_bytes() for bucket in self.buckets)
+
+    def shard_map_of(self, bucket: Bucket) -> ShardMap:
+        """The cut in force of one of the buckets."""
+        return self._shard_maps.of(bucket.plan.key)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all weights are known to be those of `version`, the ranges that others own included."""
+        return not self._stale
+
+    @property
+    def version(self) -> int:
+        """The iteration to which all ranges have been updated."""
+        return min(bucket.version for bucket in self.buckets)
+
+    def start_from(self, version: int, initial_shard: InitialShard) -> None:
+        """Begins at `version`, with the ranges that `initial_shard` gives, in place of the start of a run.
+
+        Weights that others own are old until they are gathered.
+        """
+        self._first_shard = initial_shard
+        for bucket in self.buckets:
+            bucket.version = version
+        self._stale = set(range(len(self.buckets))) if self._is_sharded else set()
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def reshard(self, change: ReshardPlan, links: Links) -> int:
+        """Builds the ranges of the new cuts beside the old ones; returns the bytes that this rank has received.
+
+        Every live holder of the old cuts and every rank of the new ones calls it. Pieces travel bucket by bucket,
+        straight from a holder to whom they are new; what a rank has already it keeps.
+        """
+        self.discard()
+        shards, num_bytes = [], 0
+        for index, bucket in enumerate(self.buckets):
+            new = change.new.of(bucket.plan.key)
+            if change.old is None:
+                spans = [bucket.plan.range_of(number, new.num_ranges) for number in new.ranges_of(self.rank)]
+                shards.append([self._first_shard(bucket, span) for span in spans])
+            else:
+                moved, received = self._move_bucket(index, change.old.of(bucket.plan.key), new, change, links)
+                shards.append(moved)
+                num_bytes += received
+        self._pending = (change, shards)
+        return num_bytes
+
+    def commit(self) -> None:
+        """Puts the new cuts in force and frees the old ranges."""
+        assert self._pending is not None
+        change, shards = self._pending
+        self._pending = None
+        self._shard_maps = change.new
+        for bucket, mine in zip(self.buckets, shards):
+            bucket.install_shards(mine, self.shard_map_of(bucket).num_ranges)
+
+    def discard(self) -> None:
+        """Forgets ranges that were not put in force."""
+        self._pending = None
+
+    def reallocate_buffers(self) -> None:
+        """Lets go of buffers into which an abandoned collective may still write; gradients are lost with them."""
+        for bucket in self.buckets:
+            bucket.reallocate_buffers()
+
+    def join(self, generation: int, groups: Groups[Group], links: Links) -> None:
+        """Takes the groups of a new generation."""
+        self._generation, self._groups, self._links = generation, groups, links
+        self._gathering = {}
+        self._reducing = []
+
+    def leave(self) -> None:
+        """Lets go of everything of a generation that is over."""
+        absent = AbsentGroup(name="none", rank=0, ranks=(self.rank,))
+        self._groups = Groups(tp=absent, dp=absent, world=absent)
+        self._gathering = {}
+        self._reducing = []
+
+    def _move_bucket(
+        self, index: int, old: ShardMap, new: ShardMap, change: ReshardPlan, links: Links
+    ) -> tuple[list[Shard], int]:
+        bucket, live = self.buckets[index], set(change.live)
+        plan = bucket.plan
+
+        def ranges(shard_map: ShardMap, rank: int) -> list[range]:
+            return [plan.range_of(number, shard_map.num_ranges) for number in shard_map.ranges_of(rank)]
+
+        held = {rank: ranges(old, rank) for ranks in old.holders for rank in ranks if rank in live}
+        wanted = {rank: ranges(new, rank) for ranks in new.holders for rank in ranks}
+        moves = plan_moves(held, wanted, plan.num_elements)
+        with_master = self._policy.has_master or not change.weights_gathered
+        num_rows = 3 if with_master else 2
+        for move in moves:
+            if move.source == self.rank and move.target != self.rank:
+                piece = _read(bucket.shards, move.start, move.stop, with_master=with_master)
+                header = self._state_header(index, change.generation, (num_rows, move.stop - move.start))
+                links.send(move.target, header, piece, bounded=False)
+        kept = {(shard.span.start, shard.span.stop): shard for shard in bucket.shards}
+        spans = ranges(new, self.rank)
+        shards = [kept.get((span.start, span.stop)) or bucket.empty_shard(span) for span in spans]
+        made = [shard for shard in shards if (shard.span.start, shard.span.stop) not in kept]
+        num_bytes = 0
+        for move in moves:
+            if move.target == self.rank == move.source:
+                for shard, old_shard in product(made, bucket.shards):
+                    shard.copy_from(old_shard, move.start, move.stop)
+            elif move.target == self.rank:
+                expected = self._state_header(index, change.generation, (num_rows, move.stop - move.start))
+                piece = links.receive(move.source, expected)
+                num_bytes += piece.nbytes
+                _write(made, move.start, piece)
+        return shards, num_bytes
+
+    def _state_header(self, index: int, generation: int, shape: tuple[int, int]) -> Header:
+        return Header(
+            generation=generation,
+            iteration=self.version,
+            kind=Kind.STATE,
+            micro_batch=self._number(index),
+            shape=shape,
+            dtype=self._policy.state,
+        )
+
+    # --- reduction ------------------------------------------------------------------------------------------------
+
+    def _header(self, index: int, grads: Tensor) -> Header:
+        return Header(
+            generation=self._generation,
+            iteration=self._iteration,
+            kind=Kind.REDUCED,
+            micro_batch=self._number(index),
+            shape=tuple(grads.shape),
+            dtype=grads.dtype,
+        )
+
+    def _number(self, index: int) -> int:
+        """How messages name a bucket. Counted from the last, so that both stages give a tied one the same number."""
+        return len(self.buckets) - 1 - index
+
+    def _holders_of(self, bucket: Bucket) -> Group:
+        """The ranks that have the same parameters in theirs."""
+        return self._groups.tied if bucket.plan.key.tied else self._groups.dp
+
+    def _register_grad_hooks(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            for parameter in bucket.parameters:
+                parameter.on_grad = lambda index=index: self._on_grad(index)
+
+    def _on_grad(self, index: int) -> None:
+        self._num_missing_grads[index] -= 1
+        if not self._overlap_reduce:
+            return
+        while len(self._reducing) < len(self.buckets) and self._num_missing_grads[len(self._reducing)] == 0:
+            self._start_reduction()
+
+    def _start_reduction(self) -> None:
+        """Of the next bucket in order; partial sums are finished inside the replica first."""
+        bucket = self.buckets[len(self._reducing)]
+        if bucket.plan.key.partial_grad:
+            self._groups.tp.all_reduce(bucket.totals)
+        if bucket.plan.key.copies > 1:
+            bucket.sum_copies(self._groups.tp)
+        holders = self._holders_of(bucket)
+        self._reducing.append(
+            holders.reduce_scatter_async(bucket.owned.sums, bucket.totals)
+            if self._is_sharded
+            else holders.all_reduce_async(bucket.totals)
+        )
+
+    def _start_gather(self, bucket: Bucket) -> Work:
+        """Of a bucket's weights, each range from its owner."""
+        return self._holders_of(bucket).all_gather_async(bucket.weights, bucket.owned_weights)
+
+    def _register_gather_hooks(self, stage: nn.Module) -> None:
+        """Every module that owns parameters waits for their buckets before its forward pass."""
+        bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        for module in stage.modules():
+            indices = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
+            if indices:
+                module.register_forward_pre_hook(lambda _module, _args, indices=indices: self._wait_for(indices))
+
+    def _wait_for(self, indices: list[int]) -> None:
+        for index in indices:
+            if index in self._gathering:
+                self._gathering[index].wait()
+                del self._gathering[index]
+                self._mark_gathered([index])
+
+    def _mark_gathered(self, indices: Iterable[int]) -> None:
+        """The waits for these gathers are over; where they are waits for the data, the weights are whole."""
+        self._stale -= {index for index in indices if self._holders_of(self.buckets[index]).waits_for_data}
+
+
+def _read(shards: list[Shard], start: int, stop: int, *, with_master: bool) -> Tensor:
+    """(rows, stop - start) from the shards that hold these elements: one, or two neighbours."""
+    parts = [
+        shard.read(max(start, shard.span.start), min(stop, shard.span.stop), with_master=with_master)
+        for shard in sorted(shards, key=lambda shard: shard.span.start)
+        if shard.span.start < stop and start < shard.span.stop
+    ]
+    piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    assert piece.shape[1] == stop - start, f"elements {start} to {stop} are not all held here"
+    return piece
+
+
+def _write(shards: list[Shard], start: int, piece: Tensor) -> None:
+    """Into every shard that holds some of the elements from `start` on."""
+    stop = start + piece.shape[1]
+    for shard in shards:
+        first, last = max(start, shard.span.start), min(stop, shard.span.stop)
+        if first < last:
+            shard.write(first, piece[:, first - start : last - start])

@@ -1,0 +1,169 @@
+"""Who holds which range of optimizer state, and how the ranges travel when that changes. Pure.
+
+A *cut* belongs to one (stage, tensor-parallel position): every bucket of it is divided into `num_ranges` equal ranges,
+and each range has holders, the owner first, then its backup on another replica of the stage (Rajbhandari et al. 2020
+has the owners; the backups are ours)::
+
+    replicas 0 1 2 3, one backup     range 0: owner 0, backup 1     range 2: owner 2, backup 3
+                                     range 1: owner 1, backup 2     range 3: owner 3, backup 0
+
+With zero_stage 0 there is one range, which every replica holds.
+
+A tied embedding is held by the replicas of two stages, the first and the last, and cut over all of them: its cut is
+that of the one stage followed by that of the other. A range's holders then also hold a range of their stage, so no loss
+takes a range of the embedding without taking a range of a stage or the stage itself: to tie it makes no loss fatal::
+
+    first stage 0 1 2, last stage 7 8       range 0: owner 0, backup 1     range 3: owner 7, backup 8
+                                            range 1: owner 1, backup 2     range 4: owner 8, backup 7
+                                            range 2: owner 2, backup 0
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from parallel3d.optim.bucket_plan import BucketKey
+from parallel3d.parallel.grid import Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMap:
+    """`holders[i]` are the global ranks that hold range i, the owner first."""
+
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_ranges(self) -> int:
+        return len(self.holders)
+
+    def ranges_of(self, rank: int) -> tuple[int, ...]:
+        """The ranges that a rank holds, the one it owns first."""
+        mine = [number for number, ranks in enumerate(self.holders) if rank in ranks]
+        return tuple(sorted(mine, key=lambda number: (self.holders[number].index(rank), number)))
+
+    def backup_of(self, rank: int) -> int | None:
+        """The rank to which a range's owner sends its reduced gradients; None without backups.
+
+        Of a single range every holder reduces the gradients itself.
+        """
+        if self.num_ranges == 1:
+            return None
+        return next((ranks[1] for ranks in self.holders if ranks[0] == rank and len(ranks) > 1), None)
+
+    def lost_ranges(self, dead: Collection[int]) -> tuple[int, ...]:
+        """Ranges of which no holder is alive."""
+        return tuple(number for number, ranks in enumerate(self.holders) if all(rank in dead for rank in ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMaps:
+    """How the buckets of one (stage, tensor-parallel position) are cut, by the ranks that hold their parameters."""
+
+    stage: ShardMap
+    """Of what the stage's replicas hold."""
+    embedding: ShardMap
+    """Of what the first and the last stage hold together."""
+
+    def of(self, key: BucketKey) -> ShardMap:
+        return self.embedding if key.tied else self.stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Elements start..stop of a bucket go from one rank's state to another's (to its own: a local copy)."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+def plan_shard_map(
+    grid: Grid, stage: int, tp: int, *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]
+) -> ShardMap:
+    """The cut of one stage at one tensor-parallel position; backups stand on other hosts as far as they can.
+
+    `zero_backups` is 0 or 1; a stage with one replica has none in either case.
+    """
+    ranks = grid.dp_ranks(stage, tp)
+    if zero_stage == 0:
+        return ShardMap(holders=(ranks,))
+    if zero_backups == 0 or len(ranks) == 1:
+        return ShardMap(holders=tuple((rank,) for rank in ranks))
+    return ShardMap(holders=tuple(zip(ranks, _rotate(ranks, _backup_shift(ranks, hosts)))))
+
+
+def plan_shard_maps(
+    grid: Grid, stage: int, tp: int, *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]
+) -> ShardMaps:
+    """The cuts of one stage at one tensor-parallel position; the owners of `ends` come as in `grid.embedding_ranks`."""
+
+    def shard_map(stage: int) -> ShardMap:
+        return plan_shard_map(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+
+    if zero_stage == 0:
+        embedding = ShardMap(holders=(grid.embedding_ranks(tp),))
+    else:
+        embedding = ShardMap(holders=tuple(ranks for end in grid.embedding_stages for ranks in shard_map(end).holders))
+    return ShardMaps(stage=shard_map(stage), embedding=embedding)
+
+
+def plan_moves(
+    held: Mapping[int, Sequence[range]], wanted: Mapping[int, Sequence[range]], num_elements: int
+) -> tuple[Move, ...]:
+    """What must travel so that every rank of `wanted` holds its ranges, from those that live holders have.
+
+    Elements from `num_elements` on are padding, which nobody needs. A rank that has an element keeps it (a move to
+    itself); the others get it from the holder that has sent least so far. Raises AssertionError for an element that
+    nobody holds.
+    """
+    ranges = [r for table in (held, wanted) for mine in table.values() for r in mine]
+    edges = sorted({num_elements, *(edge for r in ranges for edge in (r.start, r.stop) if edge < num_elements)})
+    sources, targets = _ranks_by_start(held, edges), _ranks_by_start(wanted, edges)
+    sent = dict.fromkeys(held, 0)
+    moves: list[Move] = []
+    for start, stop in zip(edges, edges[1:]):
+        for target in targets[start]:
+            assert sources[start], f"nobody holds elements {start} to {stop}"
+            here = target in sources[start]
+            source = target if here else min(sources[start], key=lambda rank: (sent[rank], rank))
+            sent[source] += 0 if here else stop - start
+            moves.append(Move(source=source, target=target, start=start, stop=stop))
+    return tuple(_join(moves))
+
+
+def _ranks_by_start(table: Mapping[int, Sequence[range]], edges: Sequence[int]) -> dict[int, list[int]]:
+    """For each piece between two edges, by its start: the ranks whose ranges cover it, ascending."""
+    ranks: dict[int, list[int]] = {edge: [] for edge in edges}
+    for rank in sorted(table):
+        for mine in table[rank]:
+            for edge in edges[bisect_left(edges, mine.start) : bisect_left(edges, mine.stop)]:
+                ranks[edge].append(rank)
+    return ranks
+
+
+def _backup_shift(ranks: Sequence[int], hosts: Mapping[int, str]) -> int:
+    """How far the backup stands behind the owner: the smallest shift with the most pairs on two hosts."""
+
+    def pairs_on_two_hosts(shift: int) -> int:
+        return sum(hosts.get(owner) != hosts.get(backup) for owner, backup in zip(ranks, _rotate(ranks, shift)))
+
+    return max(range(1, len(ranks)), key=lambda shift: (pairs_on_two_hosts(shift), -shift))
+
+
+def _rotate(ranks: Sequence[int], shift: int) -> tuple[int, ...]:
+    return (*ranks[shift:], *ranks[:shift])
+
+
+def _join(moves: list[Move]) -> list[Move]:
+    """Neighbouring moves between the same two ranks become one."""
+    joined: dict[tuple[int, int], list[Move]] = {}
+    for move in moves:
+        row = joined.setdefault((move.source, move.target), [])
+        if row and row[-1].stop == move.start:
+            row[-1] = Move(source=move.source, target=move.target, start=row[-1].start, stop=move.stop)
+        else:
+            row.append(move)
+    return sorted((move for row in joined.values() for move in row), key=lambda m: (m.start, m.target, m.source))

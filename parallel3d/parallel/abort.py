@@ -1,0 +1,82 @@
+"""The abort token: how a blocking wait learns that its membership generation is over.
+
+Every wait in this project takes a token and either polls it (`check`, at most every `POLL_S`) or registers a callback
+that wakes it (`on_abort`). Aborting is idempotent; the first reason stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from parallel3d.errors import GenerationEnded
+
+POLL_S = 0.05
+
+
+class Wait(NamedTuple):
+    """A wait for peers: the name of a group whose members must come ("": a message), and the ranks that may be late."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
+class AbortToken:
+    """A one-way switch: live until `abort(reason)`, then every wait that holds it raises GenerationEnded(reason)."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.reason = ""
+        self.on_wait: Callable[[Wait | None], None] = lambda wait: None
+        """Told when a wait for peers begins and (None) ends: a rank that waits for others is not stuck itself."""
+
+    @property
+    def aborted(self) -> bool:
+        return self._event.is_set()
+
+    def check(self) -> None:
+        """Raises GenerationEnded once the token is aborted."""
+        if self._event.is_set():
+            raise GenerationEnded(self.reason)
+
+    def abort(self, reason: str) -> None:
+        """Ends the generation and runs the callbacks, each once, on the calling thread."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self.reason = reason
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` at abort, at once if that has happened."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def remove_callback(self, callback: Callable[[], None]) -> None:
+        """Takes a callback back, so that a closed socket is not kept alive by its token."""
+        with self._lock:
+            self._callbacks = [kept for kept in self._callbacks if kept != callback]
+
+    @contextmanager
+    def waiting(self, what: str = "", ranks: Sequence[int] = ()) -> Iterator[None]:
+        """What happens within is a wait for some of these ranks; `what` names a collective's group."""
+        self.on_wait(Wait(what, tuple(ranks)))
+        try:
+            yield
+        finally:
+            self.on_wait(None)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, but wakes and raises GenerationEnded as soon as the token is aborted."""
+        if self._event.wait(seconds):
+            self.check()

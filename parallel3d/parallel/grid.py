@@ -1,0 +1,148 @@
+"""The grid of ranks: which rank holds which part of which replica of which stage. Pure data.
+
+A stage is a list of replicas, a replica is `tp_size` ranks. Stages may have different numbers of replicas, and a
+replica keeps its id when others are lost, so that "(stage 1, replica 2)" means the same ranks for a whole run::
+
+    Grid.straight(tp_size=2, pp_size=2, dp_size=2)      after the loss of rank 5
+        stage 0: replica 0 = 0 1   replica 1 = 2 3          0: 0 1   1: 2 3
+        stage 1: replica 0 = 4 5   replica 1 = 6 7          1: 6 7              spare: 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal
+
+Order = Literal["pp_dp_tp", "dp_pp_tp"]
+ReplicaId = tuple[int, int]  # (stage, replica)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Coordinates:
+    """Where a rank stands: stage, replica, position in its tensor-parallel group."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp} dp{self.dp} tp{self.tp}"
+
+    @property
+    def replica(self) -> ReplicaId:
+        return (self.pp, self.dp)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`stages[p][d]` is the tuple of ranks, in tensor-parallel order, of replica (p, d)."""
+
+    stages: tuple[Mapping[int, tuple[int, ...]], ...]
+
+    @staticmethod
+    def uniform(*, tp_size: int, pp_size: int, dp_size: int, order: Order = "pp_dp_tp") -> Grid:
+        """Every stage with `dp_size` replicas.
+
+        pp_dp_tp: rank = (pp * dp_size + dp) * tp_size + tp (HLAT, section II-B).
+        """
+        return Grid.of_replicas([dp_size] * pp_size, tp_size=tp_size, order=order)
+
+    @staticmethod
+    def of_replicas(stage_replicas: Iterable[int], *, tp_size: int, order: Order = "pp_dp_tp") -> Grid:
+        """A grid with `stage_replicas[p]` replicas of stage p; ranks are numbered densely in the given order.
+
+        dp_pp_tp numbers a whole pipeline before the next, so that a host holds pipelines rather than stages.
+        """
+        counts = list(stage_replicas)
+        replicas = [(p, d) for p, count in enumerate(counts) for d in range(count)]
+        if order == "dp_pp_tp":
+            replicas.sort(key=lambda replica: (replica[1], replica[0]))
+        first = {replica: index * tp_size for index, replica in enumerate(replicas)}
+        return Grid(
+            tuple(
+                MappingProxyType({d: tuple(range(first[p, d], first[p, d] + tp_size)) for d in range(count)})
+                for p, count in enumerate(counts)
+            )
+        )
+
+    @property
+    def pp_size(self) -> int:
+        return len(self.stages)
+
+    @property
+    def tp_size(self) -> int:
+        return max(len(ranks) for stage in self.stages for ranks in stage.values())
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks with a place in the grid, ascending."""
+        return tuple(sorted(self._coordinates))
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of the replicas of each stage."""
+        return tuple(tuple(sorted(stage)) for stage in self.stages)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands; KeyError when it has no place."""
+        return self._coordinates[rank]
+
+    def holds(self, rank: int) -> bool:
+        return rank in self._coordinates
+
+    def rank_of(self, coordinates: Coordinates) -> int:
+        return self.stages[coordinates.pp][coordinates.dp][coordinates.tp]
+
+    def tp_ranks(self, replica: ReplicaId) -> tuple[int, ...]:
+        """The ranks of one replica: its tensor-parallel group."""
+        return self.stages[replica[0]][replica[1]]
+
+    def dp_ranks(self, stage: int, tp: int) -> tuple[int, ...]:
+        """The ranks that hold the same parameters: one of each replica of the stage, in replica order."""
+        return tuple(self.stages[stage][d][tp] for d in sorted(self.stages[stage]))
+
+    @property
+    def embedding_stages(self) -> tuple[int, ...]:
+        """The first stage and the last: one stage where there is no other."""
+        return (0,) if self.pp_size == 1 else (0, self.pp_size - 1)
+
+    def embedding_ranks(self, tp: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of a tied embedding: those of the first stage, then those of the last."""
+        return tuple(rank for stage in self.embedding_stages for rank in self.dp_ranks(stage, tp))
+
+    def groups(self) -> dict[str, list[tuple[int, ...]]]:
+        """The rank lists of every group by kind: tp, dp, and the one group of all ("world")."""
+        return {
+            "tp": [self.tp_ranks((p, d)) for p, stage in enumerate(self.stages) for d in sorted(stage)],
+            "dp": [self.dp_ranks(p, t) for p in range(self.pp_size) for t in range(self.tp_size)],
+            "world": [self.ranks],
+        }
+
+    def without(self, lost: Iterable[int]) -> tuple[Grid, tuple[int, ...]]:
+        """The grid after the loss of some ranks, and the spares: live ranks whose replica went with a lost one.
+
+        A stage may be left without replicas: `stages_lost` tells.
+        """
+        gone = set(lost)
+        stages = tuple(
+            MappingProxyType({d: ranks for d, ranks in stage.items() if gone.isdisjoint(ranks)})
+            for stage in self.stages
+        )
+        kept = {rank for stage in stages for ranks in stage.values() for rank in ranks}
+        return Grid(stages), tuple(rank for rank in self.ranks if rank not in kept and rank not in gone)
+
+    def stages_lost(self) -> tuple[int, ...]:
+        """Stages that have no replica left."""
+        return tuple(p for p, stage in enumerate(self.stages) if not stage)
+
+    @cached_property
+    def _coordinates(self) -> dict[int, Coordinates]:
+        return {
+            rank: Coordinates(pp=p, dp=d, tp=t)
+            for p, stage in enumerate(self.stages)
+            for d, ranks in stage.items()
+            for t, rank in enumerate(ranks)
+        }

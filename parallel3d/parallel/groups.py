@@ -1,0 +1,90 @@
+"""Grid -> the groups that one rank belongs to, for one membership generation. The only place where groups are made.
+
+The names carry the generation, so that nothing of an old one can meet anything of a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from parallel3d.parallel.grid import Grid
+
+
+class Closable(Protocol):
+    def abort(self) -> None: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+G = TypeVar("G", bound=Closable)
+MakeGroup = Callable[[str, tuple[int, ...]], G]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups(Generic[G]):
+    """tp: the ranks of this replica; dp: the ranks that hold the same parameters; world: every rank of the grid;
+    embedding: the ranks of the first and of the last stage that share a tied embedding, if these are two stages."""
+
+    tp: G
+    dp: G
+    world: G
+    embedding: G | None = None
+
+    @property
+    def tied(self) -> G:
+        """The ranks that hold the same part of a tied embedding; asked of a rank that has one."""
+        return self.dp if self.embedding is None else self.embedding
+
+    def abort(self) -> None:
+        """Begins to end whatever is under way in any of them."""
+        for group in self._all:
+            group.abort()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something under way may still write into weights or gradients: the world's group never does."""
+        return any(group.is_busy for group in self._all if group is not self.world)
+
+    def close(self) -> None:
+        for group in self._all:
+            group.close()
+
+    @property
+    def _all(self) -> tuple[G, ...]:
+        return (self.tp, self.dp, self.world, *([] if self.embedding is None else [self.embedding]))
+
+
+def build_groups(grid: Grid, rank: int, generation: int, make_group: MakeGroup[G], *, tied: bool) -> Groups[G]:
+    """Makes this rank's groups through `make_group(name, global ranks)`, in the same order on every rank.
+
+    `tied`: the first stage and the last share an embedding.
+    """
+    coordinates = grid.coordinates(rank)
+    has_embedding = tied and grid.pp_size > 1 and coordinates.pp in grid.embedding_stages
+    return Groups(
+        world=make_group(f"generation{generation}/world", grid.ranks),
+        dp=make_group(
+            f"generation{generation}/dp/stage{coordinates.pp}/tp{coordinates.tp}",
+            grid.dp_ranks(coordinates.pp, coordinates.tp),
+        ),
+        embedding=make_group(
+            f"generation{generation}/embedding/tp{coordinates.tp}", grid.embedding_ranks(coordinates.tp)
+        )
+        if has_embedding
+        else None,
+        tp=make_group(
+            f"generation{generation}/tp/stage{coordinates.pp}/replica{coordinates.dp}",
+            grid.tp_ranks(coordinates.replica),
+        ),
+    )
+
+
+def is_world(name: str) -> bool:
+    """Whether this is the name of a group of all ranks, which is given numbers of the host alone, wherever tensors are:
+    the iteration's one all-reduce is of what every rank has read from its device by then."""
+    return name.endswith("/world")

@@ -1,0 +1,105 @@
+"""What travels between two ranks: a header that the receiver verifies, and one tensor.
+
+Pipeline stages send each other activations and gradients, replicas of a stage reduced gradients and optimizer state.
+`Links` is what they ask of a transport: sends go into a stated number of slots for each ordered pair of ranks
+and do not wait for the receiver; receives come in the order of the sends. Implementations: sockets (comm/sockets.py)
+and threads of one process (testing/threads.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import ProtocolError
+
+
+class Kind(IntEnum):
+    """What a message carries."""
+
+    ACTIVATION = 1
+    GRADIENT = 2
+    TARGETS = 3
+    REDUCED = 4  # a bucket's reduced gradients, for its backup
+    STATE = 5  # a piece of optimizer state that changes its holder
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_FORMAT = struct.Struct("<4sIQIIIII4Q")
+_MAGIC = b"p3d2"
+HEADER_BYTES = _FORMAT.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The identity of a message; the receiver states the one it expects."""
+
+    generation: int
+    iteration: int
+    kind: Kind
+    micro_batch: int
+    stage: int = 0
+    """The virtual stage that reads it: with chunks a micro-batch passes the same pair several times."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        reader = f" for stage {self.stage}" if self.stage else ""
+        what = f"{self.kind.name.lower()} of micro-batch {self.micro_batch}{reader}"
+        return f"{what}, iteration {self.iteration}, generation {self.generation}, {tuple(self.shape)} {self.dtype}"
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def pack(self) -> bytes:
+        dims = tuple(self.shape) + (0,) * (4 - len(self.shape))
+        code = _DTYPES.index(self.dtype)
+        whose = (self.generation, self.iteration, self.kind, self.micro_batch, self.stage)
+        return _FORMAT.pack(_MAGIC, *whose, code, len(self.shape), *dims)
+
+    @staticmethod
+    def unpack(data: bytes) -> Header:
+        magic, generation, iteration, kind, micro_batch, stage, code, ndim, *dims = _FORMAT.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolError(f"a message begins with {magic!r}, not with {_MAGIC!r}")
+        return Header(
+            generation=generation,
+            iteration=iteration,
+            kind=Kind(kind),
+            micro_batch=micro_batch,
+            stage=stage,
+            shape=tuple(dims[:ndim]),
+            dtype=_DTYPES[code],
+        )
+
+
+class Links(ABC):
+    """Point-to-point messages of one rank in one membership generation."""
+
+    @abstractmethod
+    def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
+        """Hands the tensor over, which must not change afterwards; waits only while all slots to it are taken.
+
+        `bounded` False waits for nothing: for a number of messages that the two sides have agreed on.
+        """
+
+    @abstractmethod
+    def receive(self, source: int, expected: Header) -> Tensor:
+        """The next message from `source`; ProtocolError when it is not the expected one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends what is still in the slots, then gives everything back."""
+
+
+def verify_header(source: int, header: Header, expected: Header) -> None:
+    """Raises ProtocolError when a message is not the one that the schedule promised."""
+    if header != expected:
+        raise ProtocolError(f"from rank {source}: expected {expected}; got {header}")

@@ -1,0 +1,220 @@
+"""Links over plain TCP sockets: one connection for each ordered pair of ranks that talk.
+
+A thread for each connection writes from the sender's slots, another reads into the receiver's; both let go of Python's
+lock while bytes move, and both end when the abort token closes their socket, even in the middle of a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import GenerationEnded, ProtocolError
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
+from parallel3d.parallel.staged_group import HostCopy
+
+_HELLO = struct.Struct("<II")  # generation, source rank
+_ABORT_GRACE_S = 0.25  # for the coordinator's word on why a link broke
+Address = tuple[str, int]
+
+
+def open_listener(host: str) -> socket.socket:
+    """A listening socket on a free port of `host`; publish its address before anyone connects."""
+    listener = socket.create_server((host, 0), backlog=128)
+    return listener
+
+
+class SocketLinks(Links):
+    """`address_of(rank)` is asked on the first send to a rank and may block until that rank has published it.
+
+    Tensors of a device may be sent; what is received is the host's, in `pinned` memory if asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        generation: int,
+        listener: socket.socket,
+        address_of: Callable[[int], Address],
+        slots: int,
+        token: AbortToken,
+        timeout_s: float,
+        pinned: bool = False,
+    ):
+        self._rank = rank
+        self._pinned = pinned
+        self._generation = generation
+        self._listener = listener
+        self._address_of = address_of
+        self._slots = slots
+        self._token = token
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._outbox: dict[int, deque[tuple[Header, HostCopy]]] = {}
+        self._inbox: dict[int, deque[tuple[Header, Tensor]]] = {}
+        self._broken: dict[int, str] = {}
+        self._sockets: list[socket.socket] = [listener]
+        self._senders: list[threading.Thread] = []
+        self._closing = False
+        token.on_abort(self._end)
+        self._start(self._accept)
+
+    def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
+        copy = HostCopy(tensor.contiguous())
+        with self._changed:
+            if destination not in self._outbox:
+                self._outbox[destination] = deque()
+                self._senders.append(self._start(self._write_to, destination))
+            queue = self._outbox[destination]
+            self._await(lambda: len(queue) < self._slots or not bounded, destination, f"to send {header}")
+            queue.append((header, copy))
+            self._changed.notify_all()
+
+    def receive(self, source: int, expected: Header) -> Tensor:
+        with self._changed:
+            queue = self._inbox.setdefault(source, deque())
+            self._await(lambda: bool(queue), source, f"for {expected}")
+            header, tensor = queue.popleft()
+            self._changed.notify_all()
+        verify_header(source, header, expected)
+        return tensor
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._senders:
+            thread.join(timeout=self._timeout_s)
+        self._token.remove_callback(self._end)
+        self._end()
+
+    def _await(self, ready: Callable[[], bool], peer: int, what: str) -> None:
+        """Waits, with the lock held, until ready; raises GenerationEnded on abort, a broken link or silence."""
+        if ready() and not self._token.aborted:
+            return
+        with self._token.waiting(ranks=(peer,)):
+            self._wait_for_peer(ready, peer, what)
+
+    def _wait_for_peer(self, ready: Callable[[], bool], peer: int, what: str) -> None:
+        self._changed.wait_for(lambda: ready() or self._token.aborted or peer in self._broken, timeout=self._timeout_s)
+        if ready():
+            return
+        self._token.check()
+        if peer in self._broken:
+            self._changed.wait_for(lambda: self._token.aborted, timeout=_ABORT_GRACE_S)  # the coordinator knows more
+            self._token.check()
+            raise GenerationEnded(f"rank {self._rank} waited {what}: link with rank {peer} broke: {self._broken[peer]}")
+        raise GenerationEnded(f"rank {self._rank} waited {self._timeout_s:.0f} s {what} with rank {peer}")
+
+    def _write_to(self, destination: int) -> None:
+        """The sender's thread: connects, then writes message after message until closed."""
+        queue = self._outbox[destination]
+        try:
+            connection = socket.create_connection(self._address_of(destination), timeout=self._timeout_s)
+            self._keep(connection)
+            connection.sendall(_HELLO.pack(self._generation, self._rank))
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: queue or self._is_over())  # bounded: close, abort
+                    if self._token.aborted or not queue:
+                        return
+                    header, copy = queue[0]
+                data = _as_bytes(copy.read())
+                self._token.check()
+                connection.sendall(header.pack())
+                connection.sendall(data)
+                with self._changed:
+                    queue.popleft()
+                    self._changed.notify_all()
+        except (OSError, GenerationEnded) as error:
+            self._break(destination, error)
+
+    def _accept(self) -> None:
+        """The listener's thread: one reader for each peer that connects and belongs to this generation."""
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()  # bounded: an abort closes it
+                self._keep(connection)
+                self._start(self._read_from, connection)
+
+    def _read_from(self, connection: socket.socket) -> None:
+        """A reader's thread: fills the peer's inbox, at most `slots` messages ahead of the receiver."""
+        source = -1
+        try:
+            generation, source = _HELLO.unpack(_read(connection, _HELLO.size))
+            if generation != self._generation:
+                connection.shutdown(socket.SHUT_RDWR)
+                return
+            with self._changed:
+                queue = self._inbox.setdefault(source, deque())
+            while True:
+                header = Header.unpack(_read(connection, HEADER_BYTES))
+                tensor = torch.empty(header.shape, dtype=header.dtype, pin_memory=self._pinned)
+                _read_into(connection, _as_bytes(tensor))
+                with self._changed:
+                    self._changed.wait_for(lambda: len(queue) < self._slots or self._is_over())  # bounded: close, abort
+                    if self._is_over():
+                        return
+                    queue.append((header, tensor))
+                    self._changed.notify_all()
+                del tensor
+        except (OSError, EOFError, ProtocolError) as error:
+            self._break(source, error)
+
+    def _is_over(self) -> bool:
+        return self._closing or self._token.aborted
+
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True, name=f"links-{target.__name__}")
+        thread.start()
+        return thread
+
+    def _keep(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:
+            self._sockets.append(connection)
+            ended = self._token.aborted
+        if ended:
+            self._end()
+
+    def _break(self, peer: int, error: Exception) -> None:
+        with self._changed:
+            self._broken[peer] = str(error) or type(error).__name__
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            sockets, self._sockets = self._sockets, []
+            self._changed.notify_all()
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    _read_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _read_into(connection: socket.socket, view: memoryview) -> None:
+    while len(view):
+        count = connection.recv_into(view)  # bounded: an abort closes it
+        if count == 0:
+            raise EOFError("closed by the peer")
+        view = view[count:]

@@ -1,0 +1,114 @@
+"""How each parameter is cut over the tensor-parallel ranks: declared once, read by initialisation, gradient norm,
+checkpoints and recovery.
+
+A parameter is sharded along one dimension, *inside each chunk*: fused QKV has the chunks q, k, v and every rank holds
+its part of each, so that a rank owns whole heads::
+
+    global rows   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
+    rank 1 of 2   |       q2 q3 |       k2 k3 |       v2 v3 |   -> local rows  q2 q3 k2 k3 v2 v3
+
+A chunk that can't be cut so far (fewer key heads than ranks) is cut as far as it can, and neighbouring ranks hold the
+same part, which belongs to the first of them::
+
+    global rows   | q0 q1 q2 q3 | k0 k1 | v0 v1 |            (heads)
+    rank 1 of 4   |    q1       | k0    | v0    |   -> k0 and v0 are copies of those of rank 0
+
+A padded parameter (the vocabulary) gives each rank ceil(size / tp_size) rows; the last ranks have rows that stand for
+nothing. Padding has no global index, is never stored, and never seen by the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedBlock:
+    """A named piece of a fused parameter along its sharded dimension, in global elements."""
+
+    name: str
+    size: int
+    max_parts: int | None = None
+    """The most parts that it may be cut into; more ranks share them. None: any number."""
+
+    def copies(self, tp_size: int) -> int:
+        """How many neighbouring ranks hold the same part."""
+        num_parts = min(tp_size, self.max_parts or tp_size)
+        assert tp_size % num_parts == 0, f"{tp_size} ranks can't share {num_parts} parts of {self.name}"
+        return tp_size // num_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRun:
+    """`length` consecutive indices along the sharded dimension: local_start.. are global_start.. of the whole."""
+
+    global_start: int
+    local_start: int
+    length: int
+    copies: int = 1
+    """How many neighbouring ranks hold these indices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSharding:
+    """The global identity of one parameter and its cut.
+
+    `shape` is global and unpadded. `dim` None: every tensor-parallel rank holds the whole; then `partial_grad` says
+    that under sequence parallelism each holds only its own tokens' part of the gradient (Korthikanti et al., "Reducing
+    activation recomputation", section 4.2.2), to be summed over the tensor-parallel group.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    fused_blocks: tuple[FusedBlock, ...] = ()
+    padded: bool = False
+    partial_grad: bool = False
+    init_std: float | None = None  # None: ones (a norm's weight); 0: zeros (a bias)
+    is_norm_or_bias: bool = False
+    tied: bool = False
+    """Embedding and output head at once: a parameter of the first stage and of the last, the same on both."""
+
+    def __post_init__(self) -> None:
+        if self.fused_blocks:
+            assert self.dim is not None and sum(c.size for c in self.fused_blocks) == self.shape[self.dim], self.name
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """The shape that each rank allocates, padding included."""
+        if self.dim is None:
+            return self.shape
+        size = sum(self._part(block, tp_size) for block in self._fused_blocks())
+        return self.shape[: self.dim] + (size,) + self.shape[self.dim + 1 :]
+
+    def runs(self, tp_rank: int, tp_size: int) -> tuple[IndexRun, ...]:
+        """What `tp_rank` holds along the sharded dimension, without padding. Empty when all of it is padding."""
+        if self.dim is None:
+            return (IndexRun(global_start=0, local_start=0, length=self.shape[0], copies=tp_size),)
+        runs, offset, local = [], 0, 0
+        for block in self._fused_blocks():
+            part, copies = self._part(block, tp_size), block.copies(tp_size)
+            start = min(part * (tp_rank // copies), block.size)
+            length = min(part, block.size - start)
+            if length:
+                runs.append(IndexRun(global_start=offset + start, local_start=local, length=length, copies=copies))
+            offset += block.size
+            local += part
+        return tuple(runs)
+
+    def copies(self, tp_size: int) -> int:
+        """How many ranks hold the parts of those chunks that can't be cut over all ranks; 1: there are none."""
+        return max((block.copies(tp_size) for block in self.fused_blocks), default=1)
+
+    def _fused_blocks(self) -> tuple[FusedBlock, ...]:
+        assert self.dim is not None
+        return self.fused_blocks or (FusedBlock(name="", size=self.shape[self.dim]),)
+
+    def _part(self, block: FusedBlock, tp_size: int) -> int:
+        num_parts = tp_size // block.copies(tp_size)
+        assert self.padded or block.size % num_parts == 0, f"{self.name}: {block.size} over {num_parts}"
+        return ceil(block.size / num_parts)

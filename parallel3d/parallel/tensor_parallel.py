@@ -1,0 +1,97 @@
+"""The tensor-parallel region's borders: autograd pairs, conjugate to each other.
+
+Activations are (tokens, hidden), tokens = micro-batch x sequence flattened. Outside of the region they are either the
+same on every rank, or, under sequence parallelism, cut along the tokens (Korthikanti et al., "Reducing activation
+recomputation in large transformer models", section 4.2.2)::
+
+                     enter: forward / backward          leave: forward / backward
+    plain            nothing / all-reduce               all-reduce / nothing
+    sequence par.    all-gather / reduce-scatter        reduce-scatter / all-gather
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from parallel3d.parallel.group import DoneWork, Group, SoloGroup, Work
+from parallel3d.parallel.recompute_context import RecomputeContext
+
+
+@dataclass(kw_only=True, eq=False)
+class TensorParallel:
+    """The group that shares one replica's layers, and whether tokens are cut over it between the layers.
+
+    Layers keep the region for their life; each membership generation puts its own group into it.
+    """
+
+    group: Group
+    sequence_parallel: bool = False
+    recompute_context: RecomputeContext = field(default_factory=RecomputeContext)
+    """Runs the products of the layers inside of the region."""
+
+    @property
+    def is_token_sharded(self) -> bool:
+        return self.sequence_parallel and self.group.size > 1
+
+    def num_local_tokens(self, num_tokens: int) -> int:
+        """Rows of this rank's activations outside of the region."""
+        return num_tokens // self.group.size if self.is_token_sharded else num_tokens
+
+    def first_local_token(self, num_local: int) -> int:
+        """Where this rank's `num_local` rows begin among the micro-batch's tokens."""
+        return num_local * self.group.rank if self.is_token_sharded else 0
+
+    def gather_async(self, x: Tensor) -> tuple[Tensor, Work]:
+        """(tokens_local, n) -> (tokens, n) when tokens are cut, else x itself."""
+        if not self.is_token_sharded:
+            return x, DoneWork()
+        x = x.contiguous()
+        whole = x.new_empty((x.shape[0] * self.group.size, *x.shape[1:]))
+        return whole, self.group.all_gather_async(whole, x)
+
+    def sum_async(self, partial: Tensor) -> tuple[Tensor, Work]:
+        """Sums (tokens, n) over the group; each rank gets all of it, or its tokens when they are cut.
+
+        `partial` must be the caller's own: it may be overwritten.
+        """
+        if not self.is_token_sharded:
+            return partial, self.group.all_reduce_async(partial)
+        part = partial.new_empty((partial.shape[0] // self.group.size, *partial.shape[1:]))
+        return part, self.group.reduce_scatter_async(part, partial)
+
+    def gather(self, x: Tensor) -> Tensor:
+        whole, work = self.gather_async(x)
+        work.wait()
+        return whole
+
+    def sum(self, partial: Tensor) -> Tensor:
+        total, work = self.sum_async(partial.contiguous())
+        work.wait()
+        return total
+
+
+class _ReduceFromRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        if tp.group.size == 1:
+            return partial.view_as(partial)
+        return tp.sum(partial.clone() if not tp.is_token_sharded else partial)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.tp.gather(grad), None
+
+
+def reduce_from_tp_region(partial: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum of the ranks' partial (tokens, n) forward; its gradient is everybody's whole gradient."""
+    return _ReduceFromRegion.apply(partial, tp)
+
+
+def solo_region() -> TensorParallel:
+    """The region of one rank: the reference model."""
+    return TensorParallel(group=SoloGroup())

@@ -1,0 +1,324 @@
+"""When a run saves, and how its ranks agree that a checkpoint is there.
+
+    step k, k due     every rank copies what it writes (snapshot.py); training goes on
+    meanwhile         a thread of each rank writes its part, and syncs it
+    steps k+1 ...     each rank says in the iteration's one all-reduce whether its part is on disk, or can't be
+    all have said so  the leader writes the index and publishes, on its own such thread
+
+A membership generation that ends takes its unfinished save along: at the same step it is begun anew, later the next one
+comes. What is due follows from the iteration alone, so that all ranks begin and end a save together.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.checkpoint.index import RunFacts
+from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
+from parallel3d.checkpoint.write import BackgroundExecutor, SaveCancelled, WriteThrottle, publish, write_rank_files
+from parallel3d.config.derived import save_intervals
+from parallel3d.errors import CheckpointError
+from parallel3d.parallel.abort import POLL_S
+from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.entry import NO_SAVE_STATUS, Entry, SaveStatus
+from parallel3d.trainer.resume import state_to_json
+
+CHECKPOINTS = "checkpoints"
+
+
+class CheckpointSaver(ABC):
+    """A rank's saves; texts that come back are for a person."""
+
+    last_step = 0
+    """The step of the newest save that was begun."""
+    has_failed = False
+    """Whether the last `save_now` has left no checkpoint; the same on all ranks of the grid."""
+
+    @abstractmethod
+    def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
+        """Whether a save comes now; `ends`: no step follows, `early`: because somebody stopped the run."""
+
+    @abstractmethod
+    def begin_generation(self) -> list[str]:
+        """What another generation has left unfinished is given up."""
+
+    @abstractmethod
+    def begin(self, training_loss: float | None) -> list[str]:
+        """Takes the snapshot of a save and leaves the rest to a thread."""
+
+    @abstractmethod
+    def save_now(self, training_loss: float | None) -> list[str]:
+        """Saves, and returns when it is done: the run ends. All ranks of the grid call it."""
+
+    @abstractmethod
+    def finish(self) -> list[str]:
+        """Returns when a save that is under way is published or given up: on all ranks of the grid together."""
+
+    @abstractmethod
+    def status(self) -> SaveStatus:
+        """This rank's part of the next entry."""
+
+    @abstractmethod
+    def on_entry(self, entry: Entry) -> list[str]:
+        """Takes from an entry what it says of the save under way."""
+
+
+class NoSaver(CheckpointSaver):
+    """A run that leaves no checkpoints."""
+
+    def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
+        return False
+
+    def begin_generation(self) -> list[str]:
+        return []
+
+    def begin(self, training_loss: float | None) -> list[str]:
+        return []
+
+    def save_now(self, training_loss: float | None) -> list[str]:
+        return []
+
+    def finish(self) -> list[str]:
+        return []
+
+    def status(self) -> SaveStatus:
+        return NO_SAVE_STATUS
+
+    def on_entry(self, entry: Entry) -> list[str]:
+        return []
+
+
+@dataclass(kw_only=True)
+class _PendingSave:
+    """One save under way on this rank."""
+
+    step: int
+    partial: Path
+    ranks: tuple[int, ...]
+    facts: RunFacts
+    written: Future[None]
+    write_throttle: WriteThrottle
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class AsyncSaver(CheckpointSaver):
+    """Saves of a run into `catalogue`, by the configuration's section `checkpoint`; `text` identifies the corpus, and
+    `files` go with each checkpoint (the tokenizer)."""
+
+    def __init__(
+        self,
+        rank: RankRuntime,
+        checkpoint_dir: CheckpointDirectory,
+        text: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ):
+        self.last_step = rank.resumed_from
+        self._rank = rank
+        self._checkpoint_dir = checkpoint_dir
+        self._text = dict(text)
+        self._files = dict(files or {})
+        self._settings = rank.config.checkpoint
+        self._executor = BackgroundExecutor("save")
+        self._save: _PendingSave | None = None
+        self._publishing: deque[tuple[int, Future[str]]] = deque()
+        """What this rank publishes, oldest first."""
+        self._was_cancelled = False
+        """Whether some rank could not write its part of the newest save; the same on all ranks."""
+        self._last_due_step: int | None = None
+        """The iteration at which a save was due, and begun or skipped, in this generation."""
+
+    def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
+        if iteration in (self._last_due_step, self._rank.resumed_from):
+            return False
+        intervals = save_intervals(self._settings)
+        if is_last:
+            return self._settings.save_at_end or (is_stopped and bool(intervals))
+        return any(iteration % steps == 0 for steps in intervals)
+
+    def begin_generation(self) -> list[str]:
+        self._last_due_step = None
+        if (save := self._save) is None:
+            return []
+        self._cancel_save()
+        return self._if_leader(f"the checkpoint of step {save.step} is given up: the workers have changed meanwhile")
+
+    def begin(self, training_loss: float | None) -> list[str]:
+        step = self._last_due_step = self._rank.state.iteration
+        if self._save is not None:
+            text = f"no checkpoint of step {step}: that of step {self._save.step} is still being written"
+            return [*self._collect_published(), *self._if_leader(text)]
+        self._start(step, training_loss)
+        return self._collect_published()
+
+    def save_now(self, training_loss: float | None) -> list[str]:
+        texts = self._finish()  # one of an earlier step
+        step = self._last_due_step = self._rank.state.iteration
+        self._start(step, training_loss)
+        return [*texts, *self.finish()]
+
+    def finish(self) -> list[str]:
+        texts = self._finish()
+        for _, future in self._publishing:
+            self._wait(future)
+        bad = [step for step, future in self._publishing if future.exception() is not None]
+        has_failed = torch.tensor([float(self._was_cancelled or self.last_step in bad)])
+        self._rank.groups.world.all_reduce(has_failed)  # the leader has published: whoever fails now harms nothing
+        self.has_failed = bool(has_failed.item())
+        return [*texts, *self._collect_published()]
+
+    def status(self) -> SaveStatus:
+        if self._save is None or not self._save.written.done():
+            return NO_SAVE_STATUS
+        failed = self._save.written.exception() is not None
+        return SaveStatus(is_on_disk=not failed, has_failed=failed)
+
+    def on_entry(self, entry: Entry) -> list[str]:
+        return [*self._apply_save_counts(entry.num_saved, entry.num_not_saved), *self._collect_published()]
+
+    # --- one save ---------------------------------------------------------------------------------------------------
+
+    def _start(self, step: int, training_loss: float | None) -> None:
+        rank = self._rank
+        assert rank.parts is not None
+        partial = self._checkpoint_dir.partial_path(step, rank.parts.generation)
+        snapshot = take_snapshot(rank.optimizer, tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size)
+        write_throttle, cancelled = WriteThrottle(self._settings.write_share), threading.Event()
+        self._save = _PendingSave(
+            step=step,
+            partial=partial,
+            ranks=rank.grid.ranks,
+            facts=self._facts(training_loss),
+            written=self._executor.submit(
+                _WriteJob(self._checkpoint_dir, partial, rank.rank, rank.is_leader, snapshot, write_throttle, cancelled)
+            ),
+            write_throttle=write_throttle,
+            cancelled=cancelled,
+        )
+        self.last_step, self._was_cancelled = step, False
+
+    def _facts(self, training_loss: float | None) -> RunFacts:
+        state = self._rank.state
+        return RunFacts(
+            state=state_to_json(state),
+            evaluation_loss=state.evaluations[-1].loss if state.is_evaluated else None,
+            training_loss=training_loss,
+            config=self._rank.config.model_dump(),
+            text=self._text,
+            versions={name: metadata.version(name) for name in ("parallel3d", "torch", "safetensors")},
+        )
+
+    def _apply_save_counts(self, num_saved: int, num_not_saved: int) -> list[str]:
+        """What all ranks have said of the save under way decides on it, on all ranks alike."""
+        save = self._save
+        if save is None:
+            return []
+        if num_not_saved:
+            error = save.written.exception() if save.written.done() else None
+            self._cancel_save()
+            self._was_cancelled = True
+            if error is None:
+                return []
+            name = f"rank {self._rank.rank}"
+            return [f"the checkpoint of step {save.step} is given up: {name} can't write its part ({_describe(error)})"]
+        if num_saved == len(save.ranks):
+            self._save = None
+            if self._rank.is_leader:
+                self._publishing.append((save.step, self._executor.submit(lambda: self._publish(save))))
+        return []
+
+    def _publish(self, save: _PendingSave) -> str:
+        """What a person shall know of it."""
+        checkpoint_dir, settings = self._checkpoint_dir, self._settings
+        index = publish(checkpoint_dir, save.partial, save.step, save.ranks, save.facts, self._files)
+        text = f"saved step {save.step}: {checkpoint_dir.path_of(save.step)}, {index.num_bytes / 1e6:,.1f} MB"
+        try:
+            checkpoint_dir.prune(
+                keep_last=settings.keep_last,
+                keep_every=settings.keep_every,
+                weights_only=settings.keep_every_weights_only,
+            )
+        except (OSError, CheckpointError) as error:
+            return f"{text}; older ones stay as they are ({_describe(error)})"
+        return text
+
+    def _finish(self) -> list[str]:
+        """Waits until the save under way, if there is one, has been settled by all ranks."""
+        texts: list[str] = []
+        while (save := self._save) is not None:
+            save.write_throttle.stop_throttling()  # training waits
+            self._wait(save.written)
+            status = self.status()
+            counts = torch.tensor([float(status.is_on_disk), float(status.has_failed)], dtype=torch.float64)
+            self._rank.groups.world.all_reduce(counts)
+            num_saved, num_not_saved = (int(count) for count in counts.tolist())
+            texts += self._apply_save_counts(num_saved, num_not_saved)
+        return texts
+
+    def _wait(self, future: Future[Any]) -> None:
+        token = self._rank.token
+        with token.waiting():
+            while not future.done():
+                token.sleep(POLL_S)
+
+    def _cancel_save(self) -> None:
+        if self._save is not None:
+            self._save.cancelled.set()
+            self._save.write_throttle.stop_throttling()
+            self._save = None
+
+    def _collect_published(self) -> list[str]:
+        """Of checkpoints that this rank, the leader, was to publish."""
+        texts = []
+        while self._publishing and self._publishing[0][1].done():
+            step, future = self._publishing.popleft()
+            error = future.exception()
+            if error is not None:
+                texts.append(f"the checkpoint of step {step} is given up: it can't be published ({_describe(error)})")
+                continue
+            texts.append(future.result())  # bounded: it is done
+        return texts
+
+    def _if_leader(self, text: str) -> list[str]:
+        return [text] if self._rank.is_leader else []
+
+
+@dataclass
+class _WriteJob:
+    """A rank's part of a save, done on its thread; it keeps nothing else alive."""
+
+    checkpoint_dir: CheckpointDirectory
+    partial: Path
+    rank: int
+    is_leader: bool
+    snapshot: Snapshot
+    write_throttle: WriteThrottle
+    cancelled: threading.Event
+
+    def __call__(self) -> None:
+        if self.is_leader:
+            with suppress(OSError):  # what can't be removed is in nobody's way
+                self.checkpoint_dir.remove_leftovers(keep=self.partial)
+        write_rank_files(self.checkpoint_dir.disk, self.partial, self.rank, self.snapshot, check=self._check)
+
+    def _check(self) -> None:
+        self.write_throttle.throttle()
+        if self.cancelled.is_set():
+            raise SaveCancelled
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror or error)
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,207 @@
+"""One rank's way from one membership generation into the next: seal, report, resolve, re-cut, confirm, regroup.
+
+    leave_generation     abort what is under way, finish a local update: the position is fixed           (seal)
+    enter_generation     report; with the record:
+                      take the entry that somebody holds and this rank lacks, apply its update      (resolve)
+                      build the new ranges of optimizer state beside the old ones                   (re-cut)
+                      tell that they are there, wait until everybody's are                          (confirm)
+                      free the old ranges, make new groups, gather the weights                      (regroup)
+
+It begins again whenever a further loss ends the generation before it is in force; until then everything goes by the old
+cut. The start of a run is the same with nothing in hand.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, LogPosition, StateReport
+from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
+from parallel3d.errors import GenerationEnded
+from parallel3d.optim.distributed_optimizer import ReshardPlan
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.background import run_in_background
+from parallel3d.parallel.group import Group
+from parallel3d.parallel.groups import Groups
+from parallel3d.parallel.p2p_messages import Links
+from parallel3d.trainer.build import Plans, RankRuntime, Transports
+from parallel3d.trainer.entry import entry_from_json
+
+
+class Network(ABC):
+    """Makes a rank's transports, generation by generation."""
+
+    @abstractmethod
+    def listen(self, generation: int) -> Address:
+        """Opens what the other ranks reach this one by in that generation; an earlier one that was not used is
+        closed."""
+
+    @abstractmethod
+    def transports(self, record: GenerationRecord, token: AbortToken) -> Transports:
+        """The links at once; groups are made when they are asked for."""
+
+
+class RecoveryManager:
+    """Takes `rank` through the generations of a run."""
+
+    def __init__(
+        self,
+        rank: RankRuntime,
+        membership: MembershipClient,
+        network: Network,
+        *,
+        host: str,
+        publish: Callable[[dict[str, Any]], None],
+    ):
+        self.rank = rank
+        self.record: GenerationRecord | None = None
+        """Of the newest committed generation."""
+        self._membership = membership
+        self._network = network
+        self._host = host
+        self._publish = publish
+        self._token = AbortToken()
+        self._abandoned: list[Groups[Group]] = []
+
+    def enter_generation(self, suspicion: str = "") -> bool:
+        """Goes on until this rank has a place in a generation that is in force; False: it shall end.
+
+        `suspicion` says why the rank has left its generation. A rank without a place waits here until it is needed.
+        """
+        while (pending := self._membership.next_generation(self._report, suspicion=suspicion)) is not None:
+            try:
+                if self._join(pending):
+                    return True
+                if self.rank.rank in pending.record.draining:
+                    return False
+                suspicion = ""  # a spare waits for the next change
+            except GenerationEnded as error:
+                suspicion = str(error)
+            self.leave_generation(suspicion)
+        return False
+
+    def leave_generation(self, reason: str = "") -> None:
+        """Fixes this rank's position: afterwards nothing of the generation changes what it holds."""
+        self._token.abort(reason or "this rank has left the generation")
+        if (groups := self.rank.leave()) is not None:
+            groups.abort()
+            self._abandoned.append(groups)
+        self.rank.optimizer.discard()
+        if self.rank.state.entries:
+            self.rank.optimizer.update_to(self.rank.state.iteration, self.rank.update_step())
+
+    def finish(self) -> None:
+        """Waits until all are done; raises GenerationEnded when somebody is lost before."""
+        self._membership.finish()
+
+    # --- the way in -----------------------------------------------------------------------------------------------
+
+    def _report(self, generation: int) -> StateReport:
+        self.rank.phase_hook("recovery_report")
+        state = self.rank.state
+        return StateReport(
+            rank=self.rank.rank,
+            generation=generation,
+            state_generation=NO_GENERATION if self.record is None else self.record.generation,
+            position=LogPosition(iteration=state.iteration, evaluation=int(state.is_evaluated)),
+            entries=tuple(entry.to_json() for entry in state.newest),
+            version=state.iteration,
+            weights_gathered=self.rank.optimizer.is_gathered,
+            host=self._host,
+            address=self._network.listen(generation),
+        )
+
+    def _join(self, pending: PendingGeneration) -> bool:
+        """Whether this rank has a place in the new generation; raises GenerationEnded when that ends before."""
+        record, self._token = pending.record, pending.token
+        self._apply_missing_entries(record)
+        transports = self._network.transports(record, pending.token)
+        try:
+            return self._join_with(record, transports)
+        finally:
+            if self.rank.parts is None:
+                transports.links.close()
+
+    def _join_with(self, record: GenerationRecord, transports: Transports) -> bool:
+        rank = self.rank
+        has_place = record.grid.holds(rank.rank)
+        building = run_in_background(  # meanwhile state moves
+            lambda: rank.build_groups(record.grid, record.generation, transports) if has_place else None,
+            "build-groups",
+        )
+        plans = Plans(rank.config, record.grid)
+        try:
+            self._move_state(record, transports.links, digest=lambda: rank.plan_next(plans).digest if has_place else "")
+        except GenerationEnded:
+            building.add_done_callback(_close_unused)
+            raise
+        started = time.perf_counter()
+        self._commit(record)
+        with self._token.waiting():
+            groups = building.result()  # bounded: it ends with the generation
+        if groups is None:
+            return False
+        rank.phase_hook("recovery_groups")
+        rank.join(record.generation, groups, plans, transports)
+        if not record.weights_gathered:
+            rank.optimizer.gather()
+        if rank.is_leader:
+            regroup_s = time.perf_counter() - started
+            self._publish(
+                {
+                    "kind": "resumed",
+                    "generation": record.generation,
+                    "regroup_s": regroup_s,
+                    "plan": rank.train_plan.reason,
+                }
+            )
+        return True
+
+    def _move_state(self, record: GenerationRecord, links: Links, *, digest: Callable[[], str]) -> None:
+        """Builds the new cut's ranges beside the old ones; returns when everybody has, raises GenerationEnded when
+        not."""
+        rank = self.rank
+        rank.phase_hook("recovery_moves")
+        moved_bytes = rank.optimizer.reshard(
+            ReshardPlan(
+                generation=record.generation,
+                old=None if record.previous is None else rank.shard_maps_on(record.previous, record.hosts),
+                new=rank.shard_maps_on(record.grid, record.hosts),
+                live=record.members,
+                weights_gathered=record.weights_gathered,
+            ),
+            links,
+        )
+        rank.phase_hook("recovery_confirm")
+        self._membership.confirm(record.generation, digest=digest(), moved_bytes=moved_bytes)
+
+    def _apply_missing_entries(self, record: GenerationRecord) -> None:
+        """Takes the newest entry that anybody holds. Its gradients are here: who holds it proves that all had them.
+
+        A spare has stood still since it lost its place: entries are nothing to it.
+        """
+        if record.previous is None or not record.previous.holds(self.rank.rank):
+            return
+        for data in record.entries:
+            self.rank.state = self.rank.state.apply(entry_from_json(data))
+        if self.rank.state.entries:
+            self.rank.optimizer.update_to(self.rank.state.iteration, self.rank.update_step())
+
+    def _commit(self, record: GenerationRecord) -> None:
+        if any(groups.is_busy for groups in self._abandoned):
+            self.rank.optimizer.reallocate_buffers()
+        for groups in self._abandoned:
+            groups.close()
+        self._abandoned = []
+        self.rank.optimizer.commit()
+        self.record = record
+
+
+def _close_unused(building: Future[Groups[Group] | None]) -> None:
+    """Gives groups back that were built for a generation which never came into force."""
+    if building.exception() is None and (groups := building.result()) is not None:  # bounded: it is done
+        groups.close()

@@ -1,0 +1,136 @@
+"""The replica check in a run: what a rank holds that others hold too, and what follows when copies differ.
+
+It covers the state before the iteration's update, after the gather of the one before: weights of every replica, weights
+that all tensor-parallel ranks hold, moments and master weights of a range's owner and its backup. The sums that decide
+ride in the iteration's all-reduce (debug/replicas.py); only when they say that something differs do the ranks exchange
+their digests, before the iteration changes anything, and name it. A check that a loss interrupts is made again with
+its iteration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from parallel3d.debug.digest import digest
+from parallel3d.debug.replica_check import ReplicaCopy, checksums_of, describe_difference, find_differences
+from parallel3d.errors import ReplicasDiffer
+from parallel3d.optim.bucket import Bucket
+from parallel3d.trainer.build import RankRuntime
+
+MAX_NAMED = 10
+STATE_NAMES = ("first moment", "second moment", "master weights")
+
+
+def is_check_due(rank: RankRuntime, iteration: int) -> bool:
+    """Whether this iteration checks the copies: the same on every rank."""
+    every = rank.config.debug.replica_check_every
+    return every is not None and iteration % every == 0
+
+
+def replica_checksums(rank: RankRuntime, iteration: int) -> dict[int, list[int]]:
+    """This rank's part of the check, by stage; what the first stage shares with the last goes to its own slots."""
+    held: defaultdict[int, list[ReplicaCopy]] = defaultdict(list)
+    rank.optimizer.finish_gather()
+    for bucket in rank.optimizer.buckets:
+        held[rank.grid.embedding_stages[0] if bucket.plan.key.tied else rank.coordinates.pp] += copies_of(rank, bucket)
+    return {stage: checksums_of(mine, rank=rank.rank, iteration=iteration) for stage, mine in held.items()}
+
+
+def report_differences(rank: RankRuntime, iteration: int) -> str:
+    """Names what differs, once the sums say that something does: all ranks call it, and get the same text.
+
+    Raises ReplicasDiffer where `debug.replica_check_action` is "stop".
+    """
+    held = [copy for bucket in rank.optimizer.buckets for copy in copies_of(rank, bucket)]
+    tables = all_gather_tables(rank, {copy.name: copy.digest for copy in held})
+    coordinates = {other: str(rank.grid.coordinates(other)) for other in rank.grid.ranks}
+    lines = [describe_difference(found, coordinates) for found in find_differences(tables)]
+    more = [f"... and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
+    head = f"copies that must be the same bits differ before the update of step {iteration}:"
+    text = "\n  ".join([head, *lines[:MAX_NAMED], *more])
+    if rank.config.debug.replica_check_action == "stop":
+        raise ReplicasDiffer(text)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRange:
+    """Elements of a bucket that others hold, too: the other replicas, or `neighbours` within the own one."""
+
+    parameter: str
+    where: str
+    """Sets apart what ranks at other tensor-parallel positions hold under the same name."""
+    offset: int
+    """Where the parameter begins in the bucket."""
+    span: range
+    neighbours: tuple[int, ...] = ()
+
+    def named(self, what: str, span: range) -> str:
+        return f"{what} of {self.parameter}[{span.start - self.offset}:{span.stop - self.offset}]{self.where}"
+
+
+def copies_of(rank: RankRuntime, bucket: Bucket) -> Iterator[ReplicaCopy]:
+    """All of a bucket that this rank holds and others too, parameter by parameter."""
+    grid, coordinates = rank.grid, rank.coordinates
+    replicas = (
+        grid.embedding_ranks(coordinates.tp) if bucket.plan.key.tied else grid.dp_ranks(coordinates.pp, coordinates.tp)
+    )
+    for shared_range in _shared_ranges(rank, bucket):
+        span, holders = shared_range.span, shared_range.neighbours or replicas
+        value = digest([bucket.weights[span.start : span.stop]])
+        yield ReplicaCopy(name=shared_range.named("weights", span), holders=holders, digest=value)
+        yield from _state(rank, bucket, shared_range)
+
+
+def _state(rank: RankRuntime, bucket: Bucket, shared_range: SharedRange) -> Iterator[ReplicaCopy]:
+    """Of the ranges held: an owner's and its backups', or the owners' among neighbours."""
+    shard_map = rank.optimizer.shard_map_of(bucket)
+    for shard, number in zip(bucket.shards, shard_map.ranges_of(rank.rank)):
+        span = range(max(shared_range.span.start, shard.span.start), min(shared_range.span.stop, shard.span.stop))
+        holders = shard_map.holders[number]
+        if not span or (shared_range.neighbours and holders[0] != rank.rank):
+            continue
+        rows = shard.read(span.start, span.stop, with_master=bucket.has_master)
+        for what, row in zip(STATE_NAMES, rows):
+            yield ReplicaCopy(
+                name=shared_range.named(what, span), holders=shared_range.neighbours or holders, digest=digest([row])
+            )
+
+
+def _shared_ranges(rank: RankRuntime, bucket: Bucket) -> Iterator[SharedRange]:
+    """Each parameter over the replicas, and what tensor-parallel ranks hold in common over those."""
+    key, tp_ranks, at = bucket.plan.key, rank.grid.tp_ranks(rank.coordinates.replica), rank.coordinates.tp
+    first = at // key.copies * key.copies
+    for param_slot in bucket.plan.param_slots:
+        where = "" if key.tp_replicated or len(tp_ranks) == 1 else f" at tp{at}"
+        whole = SharedRange(
+            parameter=param_slot.name,
+            where=where,
+            offset=param_slot.offset,
+            span=range(param_slot.offset, param_slot.offset + param_slot.length),
+        )
+        yield whole
+        if key.tp_replicated:
+            yield replace(whole, neighbours=tp_ranks)
+        for part in param_slot.shared:
+            neighbours = tp_ranks[first : first + key.copies]
+            yield replace(whole, where=f" at tp{first} to tp{first + key.copies - 1}", span=part, neighbours=neighbours)
+
+
+def all_gather_tables(rank: RankRuntime, table: dict[str, int]) -> dict[int, dict[str, int]]:
+    """Every rank's table, by rank: an all-gather over all ranks of the grid, padded to the longest."""
+    world = rank.groups.world
+    text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
+    longest = int(world.all_reduce_max(torch.tensor([len(text)], dtype=torch.int64)).item())
+    mine = torch.full((longest,), ord(" "), dtype=torch.uint8)
+    mine[: len(text)] = text
+    everybody = mine.new_empty(longest * world.size)
+    world.all_gather(everybody, mine)
+    return {
+        other: json.loads(bytes(part.tolist())) for other, part in zip(world.ranks, everybody.view(world.size, longest))
+    }

@@ -1,0 +1,173 @@
+"""The frames, and the two ends of the channel within one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.elastic.worker.control_channel import ControlChannel, FrameReader, encode_frame, open_connection
+from parallel3d.errors import GenerationEnded, LaunchError, ProtocolError
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Grid
+
+HEADERS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
+
+
+@given(frames=st.lists(st.tuples(HEADERS, st.binary(max_size=40)), max_size=5), cuts=st.lists(st.integers(0, 400)))
+def test_frames_survive_any_chunking(frames, cuts):
+    stream = b"".join(encode_frame(header, payload) for header, payload in frames)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    reader, read = FrameReader(), []
+    for start, end in zip(edges, edges[1:]):
+        read += reader.feed(stream[start:end])
+    assert read == frames
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x02\0\0\0\0[]", b"\0\0\0\x02\0\0\0\0{{", b"\0\0\0\x01\xff\0\0\0x"]
+)
+def test_what_is_no_frame_is_refused(data):
+    with pytest.raises(ProtocolError):
+        list(FrameReader().feed(data))
+
+
+def send(guardian: socket.socket, **header) -> None:
+    guardian.sendall(encode_frame(header))
+
+
+def test_get_waits_for_set(world):
+    _, connect, _, _ = world
+    first, second = connect(0), connect(1)
+    threading.Timer(0.1, first.set, ("key", b"value")).start()
+    assert second.get("key", AbortToken()) == b"value"
+    assert first.add("count", 2, AbortToken()) == 2 and second.add("count", 3, AbortToken()) == 5
+    assert not second.check(["key", "other"], AbortToken()) and second.check(["key"], AbortToken())
+
+
+def test_get_leaves_when_its_token_is_aborted(world):
+    _, connect, _, _ = world
+    control, token = connect(0), AbortToken()
+    threading.Timer(0.1, token.abort, ("enough",)).start()
+    started = time.monotonic()
+    with pytest.raises(GenerationEnded, match="enough"):
+        control.get("never", token)
+    assert time.monotonic() - started < 1
+
+
+def test_everything_said_before_finish_has_arrived_after_it(world):
+    _, connect, _, records = world
+    control = connect(0)
+    for number in range(1000):
+        control.publish({"event": "count", "number": number})
+    control.finish(0)
+    assert [record["number"] for record in records] == list(range(1000))
+
+
+def test_a_record_that_json_can_not_carry_is_refused_at_once(world):
+    with pytest.raises(TypeError):
+        world[1](0).publish({"event": "bad", "value": object()})
+
+
+def test_a_stop_reaches_every_worker_and_is_no_abort(world):
+    _, connect, guardian, records = world
+    controls = [connect(0), connect(1)]
+    assert not controls[0].check(["x"], AbortToken()) and not controls[1].check(["x"], AbortToken())  # both greeted
+    send(guardian, op="stop", signal=2, at_once=False)
+    deadline = time.monotonic() + 5
+    while not all(control.stop_requested for control in controls):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not any(control.token.aborted for control in controls)
+    assert [record["text"] for record in records] == ["stopping after this step; press Ctrl-C again to stop at once"]
+
+
+def test_a_lost_worker_aborts_the_other_with_the_reason(world):
+    _, connect, guardian, _ = world
+    control = connect(0)
+    assert not control.check(["x"], AbortToken())  # it is greeted, so the news has to be pushed
+    end = {"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 6}
+    send(guardian, op="ended", ends=[end])
+    with pytest.raises(GenerationEnded, match="rank 1 was killed by SIGKILL"):
+        control.token.sleep(5)
+
+
+def test_a_lost_guardian_is_a_lost_worker(world):
+    _, connect, guardian, _ = world
+    control = connect(0)
+    assert not control.check(["x"], AbortToken())
+    guardian.close()
+    with pytest.raises(GenerationEnded, match="its guardian on here is gone"):
+        control.token.sleep(5)
+
+
+def test_strangers_do_not_disturb(world):
+    address, connect, _, _ = world
+    for words in (b"GET / HTTP/1.1\r\n\r\n", encode_frame({"op": "set", "key": "k"}), encode_frame({"op": "hello"})):
+        with socket.create_connection(address) as stranger:
+            stranger.settimeout(5)
+            stranger.sendall(words)
+            assert stranger.recv(1) == b""  # shown the door
+    control = connect(0)
+    control.set("key", b"1")
+    assert control.get("key", AbortToken()) == b"1"
+
+
+def test_a_broken_connection_aborts_the_worker():
+    ours, theirs = socket.socketpair()
+    control = ControlChannel(ours, rank=0, world_size=1)
+    theirs.close()
+    with pytest.raises(GenerationEnded):
+        control.token.sleep(5)
+
+
+def test_a_worker_goes_on_with_the_coordinators_successor():
+    ours, first = socket.socketpair()
+    next_ours, new_coordinator = socket.socketpair()
+    asked: list[dict] = []
+    found = threading.Event()
+
+    def reconnect(membership_state: dict) -> socket.socket | None:
+        asked.append(membership_state)
+        if len(asked) > 1 or not found.wait(5):
+            return None
+        return next_ours
+
+    control = ControlChannel(ours, rank=0, world_size=1, reconnect=reconnect)
+    record = GenerationRecord(
+        generation=3, grid=Grid.uniform(tp_size=1, pp_size=1, dp_size=1), previous=None, members=(0,)
+    )
+    for frame in ({"op": "record", "record": record.to_json()}, {"op": "commit", "generation": 3}):
+        first.sendall(encode_frame(frame))
+    deadline = time.monotonic() + 5
+    while control.membership.membership_state()["committed"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.close()
+    for number in range(100):
+        control.publish({"number": number})  # while there is nobody to hear it
+    found.set()
+    reader, heard = FrameReader(), []
+    while not heard or heard[-1][0].get("record") != {"number": 99}:
+        heard += reader.feed(new_coordinator.recv(10_000))
+    numbers = [header["record"]["number"] for header, _ in heard if header["op"] == "publish"]
+    assert numbers == list(range(100)) and not control.token.aborted
+    assert asked == [{"newest_generation": 0, "committed": record.to_json()}]
+    assert control.membership._pending.token.aborted  # the generation itself is over
+    new_coordinator.close()
+    with pytest.raises(GenerationEnded):
+        control.token.sleep(5)
+
+
+def test_nobody_at_the_address_is_one_message_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = probe.getsockname()
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=f"127.0.0.1:{address[1]} within 0.3 s"):
+        open_connection(address, {}, timeout_s=0.3)
+    assert time.monotonic() - started < 2

@@ -1,0 +1,195 @@
+"""A coordinator that takes over, in one process: what it learns in the muster, and what it tells whom first."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from parallel3d.elastic.coordinator.coordinator import LaunchTimeouts, open_listener
+from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, Witness
+from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.worker.control_channel import FrameReader, encode_frame, open_connection
+from parallel3d.parallel.grid import Grid
+
+GRID = Grid.uniform(tp_size=1, pp_size=1, dp_size=4)
+HOSTS = {rank: host for rank, host in enumerate("abcd")}
+
+
+def record(generation: int, *lost: int) -> GenerationRecord:
+    return GenerationRecord(
+        generation=generation,
+        grid=GRID.without(lost)[0],
+        previous=GRID,
+        members=tuple(rank for rank in GRID.ranks if rank not in lost),
+        evicted=tuple(LostWorker(rank=rank, why="killed") for rank in lost),
+        position=LogPosition(iteration=3),
+        hosts=HOSTS,
+        last_reported_step=3,
+    )
+
+
+class FakeReport:
+    """As far as a coordinator knows one."""
+
+    last_step = 5
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.publish = self.records.append
+
+
+class World:
+    """The successor of a coordinator on host a, and the bare connections of whoever finds it."""
+
+    def __init__(self, elastic_settings, *, failover_s: float = 5.0):
+        listener = open_listener("127.0.0.1", 0)
+        self.address = ("127.0.0.1", listener.getsockname()[1])
+        self.report = FakeReport()
+        self.opened = False
+        self.readers: dict[socket.socket, FrameReader] = {}
+        guardians = tuple(GuardianInfo(ranks=(rank,), host=host, address=self.address) for rank, host in HOSTS.items())
+        self.coordinator = FailoverCoordinator(
+            listener,
+            failover_plan=FailoverPlan(coordinator=guardians[0], guardians=guardians, hosts=tuple("abcd")),
+            witness=Witness(None),
+            open_report=self._open,
+            world_size=4,
+            timeouts=LaunchTimeouts(failover_s=failover_s),
+            elastic=elastic_settings(GRID),
+            own_info=guardians[1],
+        )
+        self.coordinator.start()
+
+    def _open(self) -> FakeReport:
+        self.opened = True
+        return self.report
+
+    def connect(self, **hello: Any) -> socket.socket:
+        connection = open_connection(self.address, {"op": "hello", **hello}, timeout_s=5)
+        connection.settimeout(5)
+        self.readers[connection] = FrameReader()
+        return connection
+
+    def guardian(self, rank: int, *ends: dict[str, Any]) -> socket.socket:
+        connection = self.connect(role="guardian", ranks=[rank], host=HOSTS[rank], address=self.address)
+        if ends:
+            connection.sendall(encode_frame({"op": "ended", "ends": list(ends)}))
+        return connection
+
+    def worker(self, rank: int, committed: GenerationRecord, newest_generation: int) -> socket.socket:
+        membership_state = {"newest_generation": newest_generation, "committed": committed.to_json()}
+        return self.connect(role="worker", ranks=[rank], host=HOSTS[rank], log="", membership_state=membership_state)
+
+    def receive(self, connection: socket.socket, until: str) -> list[dict[str, Any]]:
+        """What a connection is told up to the first frame of a kind."""
+        heard: list[dict[str, Any]] = []
+        while not any(header["op"] == until for header in heard):
+            data = connection.recv(100_000)
+            assert data, f"closed after {heard}"
+            heard += [header for header, _ in self.readers[connection].feed(data)]
+        return heard
+
+
+def end_of(rank: int, exit_code: int) -> dict[str, Any]:
+    return {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None, "step": 6}
+
+
+@pytest.fixture
+def world(elastic_settings):
+    world = World(elastic_settings)
+    yield world
+    for connection in world.readers:
+        connection.close()
+    world.coordinator.join(5)
+
+
+def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all(world):
+    """Rank 1 has been told, rank 2 has only confirmed; rank 3 has heard of an attempt after it."""
+    guardians = [world.guardian(rank) for rank in (1, 2, 3)]
+    told, untold, ahead = world.worker(1, record(4), 4), world.worker(2, record(2), 4), world.worker(3, record(4), 6)
+    assert [frame["op"] for frame in world.receive(untold, "abort_generation")] == ["commit", "abort_generation"]
+    (abort_generation,) = world.receive(told, "abort_generation")
+    assert abort_generation == {
+        "op": "abort_generation",
+        "generation": 7,
+        "reason": abort_generation["reason"],
+    }  # behind every number that anybody has heard
+    assert "lost rank 0: lost in step 6: its guardian on a is gone" in abort_generation["reason"]
+    assert [frame["op"] for frame in world.receive(ahead, "abort_generation")] == ["abort_generation"]
+    for rank, worker in ((1, told), (2, untold), (3, ahead)):
+        report = StateReport(
+            rank=rank, generation=7, state_generation=4, position=LogPosition(iteration=5), host=HOSTS[rank]
+        )
+        worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
+    opened = GenerationRecord.from_json(world.receive(told, "record")[-1]["record"])
+    assert (opened.members, opened.last_reported_step, opened.previous) == ((1, 2, 3), 5, GRID)
+    assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from generation 4"
+    assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"
+
+
+def test_messages_sent_to_the_old_coordinator_are_handled_after_the_quorum_check(world):
+    """Rank 2 was killed meanwhile; rank 1 still speaks of the old generation."""
+    for rank in (1, 3):
+        world.guardian(rank)
+    first = world.worker(1, record(4), 4)
+    first.sendall(encode_frame({"op": "suspect", "generation": 4, "reason": "a link broke"}))
+    first.sendall(encode_frame({"op": "publish", "record": {"kind": "step", "step": 5}}))
+    first.sendall(encode_frame({"op": "publish", "record": {"kind": "step", "step": 6}}))
+    world.worker(3, record(4), 4)
+    world.guardian(2, end_of(2, -9))
+    seals = world.receive(first, "abort_generation")
+    seals += world.receive(first, "abort_generation") if len(seals) < 2 else []
+    assert [abort_generation["generation"] for abort_generation in seals] == [5, 6]
+    first.sendall(encode_frame({"op": "check", "id": 1, "keys": ["x"]}))
+    world.receive(first, "response")
+    assert "lost rank 0" in seals[0]["reason"] and "lost rank 2: killed by SIGKILL" in seals[1]["reason"]
+    assert [r["step"] for r in world.report.records if r.get("kind") == "step"] == [6]  # the folder had 5
+
+
+def test_what_the_old_coordinator_knew_is_not_told_as_news(world):
+    """Rank 3 was lost long ago; its guardian tells every coordinator."""
+    world.guardian(3, end_of(3, -9))
+    for rank in (1, 2):
+        world.guardian(rank)
+    waiting = [world.worker(rank, record(4, 3), 4) for rank in (1, 2)]
+    (abort_generation,) = world.receive(waiting[0], "abort_generation")
+    assert "lost rank 0" in abort_generation["reason"] and "rank 3" not in abort_generation["reason"]
+    error = {"text": "E", "exit_code": 1, "consequence": False, "is_run_wide": False, "step": 6}
+    waiting[0].sendall(encode_frame({"op": "error", "error": error}))
+    world.receive(waiting[1], "abort")
+    assert world.coordinator.join(0.0).message.startswith("rank 1 (pp0 dp1 tp0), step 6: E")
+    assert world.coordinator._status.workers[3].lost_worker is None
+
+
+def test_a_run_that_had_been_released_is_over(world):
+    for rank in (2, 3):
+        world.guardian(rank)
+    world.guardian(1, end_of(1, 0))
+    waiting = [world.worker(rank, record(4), 4) for rank in (2, 3)]
+    for worker in waiting:
+        assert [frame["op"] for frame in world.receive(worker, "finish_run")] == ["finish_run"]
+
+
+def test_without_a_quorum_nothing_is_opened(elastic_settings):
+    world = World(elastic_settings, failover_s=0.3)
+    guardian = world.guardian(1)
+    worker = world.worker(1, record(4), 4)
+    (abort,) = world.receive(worker, "abort")
+    assert "this side reaches 1 of 4 hosts" in abort["reason"] and not world.opened
+    assert world.receive(guardian, "over")[-1]["exit_code"] == 4
+    for connection in world.readers:
+        connection.close()
+    assert world.coordinator.join(5).exit_code == 4
+
+
+def test_who_connects_after_the_quorum_check_has_been_evicted(world):
+    for rank in (1, 2, 3):
+        world.guardian(rank)
+    workers = [world.worker(rank, record(4), 4) for rank in (1, 2, 3)]
+    world.receive(workers[0], "abort_generation")
+    assert world.receive(world.guardian(0), "over")[-1] == {"op": "over", "exit_code": 4}
+    late = world.worker(0, record(4), 4)
+    assert late.recv(1) == b""  # shown the door

@@ -1,0 +1,194 @@
+"""Signs of life: who is given up when, in numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.config.schema import ElasticConfig, TimeoutConfig
+from parallel3d.elastic.guardian.heartbeat import (
+    CHECK_INTERVAL_S,
+    HEARTBEAT_INTERVAL_S,
+    Heartbeat,
+    HeartbeatMonitor,
+    HeartbeatPage,
+    HeartbeatState,
+    HeartbeatTimeouts,
+    Mode,
+    diagnose,
+    is_stopped,
+    plan_heartbeat_timeouts,
+    read_heartbeat,
+)
+from parallel3d.parallel.abort import Wait
+
+PATIENCE = HeartbeatTimeouts(heartbeat_timeout_s=0.5, watchdog_timeout_s=60.0)
+
+
+def state(**fields) -> HeartbeatState:
+    healthy = {"last_beat_s": 1000.0, "last_instruction_s": 1000.0, "num_instructions": 7, "mode": Mode.RUNNING}
+    return HeartbeatState(**{**healthy, "waiting": False, "step": 3, **fields})
+
+
+def check(after_s: float, *, stopped: bool | None = False, since_s: float = 0.0, **fields) -> str:
+    """The diagnosis at 1000 + `after_s`."""
+    return diagnose(state(**fields), PATIENCE, now_s=1000.0 + after_s, since_s=since_s, stopped=stopped)
+
+
+def test_heartbeat_timeouts_follow_the_round_trip_between_their_bounds():
+    heartbeat_timeout = TimeoutConfig(multiplier=500.0, min_s=0.5, max_s=5.0)
+    watchdog_timeout = TimeoutConfig(multiplier=100_000.0, min_s=60.0, max_s=600.0)
+    for round_trip_s, heartbeat_timeout_s, watchdog_timeout_s in (
+        (0.0003, 0.5, 60.0),
+        (0.002, 1.0, 200.0),
+        (1.0, 5.0, 600.0),
+    ):
+        assert plan_heartbeat_timeouts(heartbeat_timeout, watchdog_timeout, round_trip_s) == HeartbeatTimeouts(
+            heartbeat_timeout_s=heartbeat_timeout_s, watchdog_timeout_s=watchdog_timeout_s
+        )
+    config = ElasticConfig()
+    assert (
+        plan_heartbeat_timeouts(config.heartbeat_timeout, config.watchdog_timeout, 0.0) == PATIENCE
+    )  # what people get by default
+
+
+@pytest.mark.parametrize(
+    ("after_s", "facts", "why"),
+    [
+        (0.49, {"stopped": True}, ""),
+        (0.51, {"stopped": True}, "silent for 0.5 s (stopped)"),
+        (1.09, {"stopped": True, "last_instruction_s": 1000.6}, ""),  # an instruction is a sign, too
+        (1.11, {"stopped": True, "last_instruction_s": 1000.6}, "silent for 0.5 s (stopped)"),
+        (1.99, {}, ""),  # runnable: starved
+        (2.01, {}, "silent for 2.0 s"),
+        (1.99, {"stopped": None}, ""),  # the kernel can't be asked
+        (2.01, {"stopped": None}, "silent for 2.0 s"),
+        (4.99, {"stopped": True, "mode": Mode.SUSPENDED}, ""),
+        (5.01, {"stopped": True, "mode": Mode.SUSPENDED}, "silent for 5.0 s (stopped)"),
+        (20.01, {"mode": Mode.SUSPENDED}, "silent for 20.0 s"),
+        (9999.0, {"stopped": True, "mode": Mode.STARTING}, ""),
+        (9999.0, {"stopped": True, "since_s": 10998.6}, ""),  # the guardian itself had been away until then
+        (59.0, {"last_beat_s": 1059.0}, ""),
+        (61.0, {"last_beat_s": 1061.0}, "stuck for 61 s at instruction 7"),
+        (9999.0, {"last_beat_s": 10999.0, "waiting": True}, ""),
+        (599.0, {"last_beat_s": 1599.0, "mode": Mode.SUSPENDED}, ""),
+        (601.0, {"last_beat_s": 1601.0, "mode": Mode.SUSPENDED}, "stuck for 601 s at instruction 7"),
+        (61.0, {"last_beat_s": 1061.0, "last_instruction_s": 1060.9}, ""),
+    ],
+)
+def test_who_is_given_up(after_s, facts, why):
+    assert check(after_s, **facts) == why
+
+
+@given(
+    after_s=st.floats(0.0, 1e4),
+    mode=st.sampled_from(Mode),
+    waiting=st.booleans(),
+    stopped=st.sampled_from([True, False, None]),
+    since_s=st.floats(0.0, 2e4),
+)
+def test_nobody_is_given_up_before_its_time(after_s, mode, waiting, stopped, since_s):
+    if check(after_s, mode=mode, waiting=waiting, stopped=stopped, since_s=since_s):
+        least = PATIENCE.heartbeat_timeout_s * (1 if stopped else 4) * (10 if mode is Mode.SUSPENDED else 1)
+        assert mode is not Mode.STARTING and after_s > least and 1000.0 + after_s - since_s > least
+
+
+class Ward:
+    """One child with pid 1, whose pulse and whose guardian's clock the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.slot = HeartbeatPage(1).slot(0)
+        self.monitor = HeartbeatMonitor({1: self.slot}, clock=lambda: self.now_s)
+        self.slot[:] = memoryview(bytearray(64)).cast("d")
+        self.slot[0] = self.slot[2] = self.now_s
+        self.slot[3] = Mode.RUNNING
+
+    def pass_time(self, seconds: float) -> dict[int, str]:
+        """Looks in the usual rhythm; everything that was seen."""
+        seen: dict[int, str] = {}
+        for _ in range(round(seconds / CHECK_INTERVAL_S)):
+            self.now_s += CHECK_INTERVAL_S
+            seen |= self.monitor.check([1])
+        return seen
+
+
+def test_no_worker_is_monitored_before_the_timeouts_are_known():
+    ward = Ward()
+    assert not ward.monitor.active and ward.pass_time(100.0) == {}
+    ward.monitor.begin(PATIENCE)
+    assert ward.monitor.active
+    assert ward.pass_time(1.9) == {}  # what was before does not count
+    assert ward.pass_time(0.2)[1].startswith("silent for 2.")
+
+
+def test_a_guardian_that_was_away_itself_begins_anew():
+    ward = Ward()
+    ward.monitor.begin(PATIENCE)
+    assert ward.pass_time(1.9) == {}
+    ward.now_s += 30.0  # nobody ran
+    assert ward.monitor.check([1]) == {} and ward.pass_time(1.9) == {}
+    assert list(ward.pass_time(0.3)) == [1]
+
+
+def test_a_heartbeat_is_read_by_another_process():
+    page = HeartbeatPage(3)
+    if (pid := os.fork()) == 0:
+        heartbeat = Heartbeat(page.slot(1))
+        heartbeat.start()
+        heartbeat.mode = Mode.RUNNING
+        heartbeat.step = 12
+        for _ in range(100):
+            heartbeat.tick()
+        heartbeat.on_wait(Wait("", (1,)))
+        heartbeat.on_wait(Wait("", (2,)))
+        heartbeat.on_wait(None)
+        time.sleep(60)
+        os._exit(0)
+    try:
+        deadline = time.monotonic() + 10
+        while (seen := read_heartbeat(page.slot(1))).num_instructions < 104:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(3 * HEARTBEAT_INTERVAL_S)
+        later = read_heartbeat(page.slot(1))
+        assert later.mode is Mode.RUNNING and later.waiting and later.step == 12
+        assert (
+            later.last_beat_s > seen.last_beat_s and later.last_instruction_s == seen.last_instruction_s
+        )  # it beats but does not get on
+        assert read_heartbeat(page.slot(0)).last_activity_s == read_heartbeat(page.slot(2)).last_activity_s == 0.0
+        monitor = HeartbeatMonitor({pid: page.slot(1), -1: page.slot(2)})
+        assert (monitor.step(pid), monitor.step(-1)) == (12, None)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_the_kernel_says_who_is_stopped():
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not is_stopped(sleeper.pid)
+        sleeper.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not is_stopped(sleeper.pid):
+            assert time.monotonic() < deadline
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert not is_stopped(sleeper.pid)
+
+
+def test_a_tick_is_cheap():
+    heartbeat = Heartbeat(HeartbeatPage(1).slot(0))
+    started = time.perf_counter()
+    for _ in range(10_000):
+        heartbeat.tick()
+    assert time.perf_counter() - started < 0.1  # 10 us each; 0.1 us on an idle machine

@@ -1,0 +1,80 @@
+"""The account of a run as a fold over its lines, lost ones taken out or not."""
+
+import pytest
+
+from parallel3d.monitor.uptime import AttemptEnd, RunHistory
+
+DATA_POSITION = {"tokens_read": 64, "cursors": [[0, 3, 1]]}
+
+
+def steps(first, last, step_s=2.0):
+    return [{"step": step, "loss": 1.0, "step_s": step_s} for step in range(first, last + 1)]
+
+
+def ended(exit_code, attempt_start_step, last_step):
+    return {"event": "ended", "exit_code": exit_code, "attempt_start_step": attempt_start_step, "last_step": last_step}
+
+
+def restart(step, lost_steps, skips_data=False):
+    return {"event": "restart", "step": step, "lost_steps": lost_steps, "skips_data": skips_data}
+
+
+STARTED = {"event": "started", "step": 0, "time": 1000.0}
+BEFORE = [*steps(1, 9), ended(0, 0, 9)]
+"""Of an earlier run, which this one goes on with."""
+FIRST = [{**STARTED, "step": 5}, *steps(6, 8), {"event": "failure", "text": "a loss"}, ended(3, 5, 8), restart(6, 2)]
+
+
+def test_each_step_counts_once():
+    evaluations = [{"event": "evaluation", "step": step, "seconds": 1.0} for step in (6, 8)]
+    lost = [*FIRST[:-3], *evaluations, *FIRST[-3:]]
+    run_history = RunHistory(
+        [*lost, *steps(7, 8, 3.0), {"step": 8, "loss": 1.0, "step_s": 4.0}, {"step": 9, "loss": 1.0}]
+    )
+    assert run_history.figures(1020.0) == {
+        "restarts": 1,
+        "lost_steps": 2,
+        "productive_s": 2.0 + 1.0 + 3.0 + 4.0,
+        "wall_s": 20.0,
+        "uptime": 0.5,
+    }
+    assert run_history.attempt_ends == [AttemptEnd(exit_code=3, attempt_start_step=5, last_step=8)]
+    assert (run_history.last_step, run_history.run_start_step, run_history.has_open_attempt) == (9, 5, True)
+    assert run_history.end_attempt(0) == AttemptEnd(exit_code=0, attempt_start_step=6, last_step=9)
+
+
+def test_lines_of_lost_steps_may_be_gone():
+    without = [line for line in FIRST if line.get("step") not in (7, 8)]
+    assert RunHistory(without).figures(1018.0) == RunHistory(FIRST).figures(1018.0)
+    assert RunHistory(without).attempt_ends == RunHistory(FIRST).attempt_ends
+
+
+def test_an_earlier_runs_lines_do_not_count():
+    run_history, alone = RunHistory([*BEFORE, *FIRST]), RunHistory(FIRST)
+    assert (run_history.figures(1018.0), run_history.attempt_ends) == (alone.figures(1018.0), alone.attempt_ends)
+    assert RunHistory(BEFORE).figures(1018.0) == {} and RunHistory(BEFORE).last_step == 9
+
+
+def test_whether_a_start_is_over_and_why():
+    assert RunHistory(FIRST[:-3]).has_open_attempt and not RunHistory(FIRST[:-3]).failure
+    assert RunHistory(FIRST[:-2]).has_open_attempt and RunHistory(FIRST[:-2]).failure == "a loss"
+    assert not RunHistory(FIRST[:-1]).has_open_attempt and not RunHistory().has_open_attempt
+
+
+@pytest.mark.parametrize("skips_data", [True, False])
+def test_data_that_led_into_a_divergence(skips_data):
+    diverged = RunHistory(
+        [STARTED, *steps(1, 7), {"event": "diverged", "step": 7, "data": DATA_POSITION}, ended(6, 0, 7)]
+    )
+    assert (
+        diverged.data_position_after(4, skips_data=True) == DATA_POSITION
+        and diverged.data_position_after(4, skips_data=False) is None
+    )
+    diverged.log(restart(4, 3, skips_data))
+    for step, data_position in [
+        (2, DATA_POSITION),
+        (4, DATA_POSITION),
+        (5, None),
+    ]:  # a checkpoint of step 5 stands behind it
+        assert diverged.data_position_after(step, skips_data=False) == (data_position if skips_data else None)
+    assert diverged.data_position_after(5, skips_data=True) is None  # nothing new has diverged
