@@ -246,7 +246,7 @@ def write_log(path: Path, folder: Path, cells: list[KillCell], seconds: float) -
         "# The kill matrix on processes",
         "",
         f"`make kill-matrix`: {len(cells)} runs with real signals, {len(wrong)} wrong, {seconds:.0f} s. A run is named",
-        "layout+kind-rank-phase-step. It is right when it ends with exit code 0, each step told once, the losses of",
+        "layout+kind-rank-phase-step. It is right when it ends with exit code 0, each step logged once, the losses of",
         f"all steps and evaluations within {LOSS_TOLERANCE:g} of the undisturbed run's (fp32), the number of",
         "membership changes as expected, and bitwise equal weights on all replicas that are left; or when it must",
         "stop, and does, with exit code 3 and the lost coordinates.",
@@ -264,6 +264,6 @@ if __name__ == "__main__":
         everything = [*single_kills(), *special_cells()]
         started = time.monotonic()
         run_cells(results, everything)
-        log = Path(__file__).parents[2] / "docs" / "kill_matrix.md"
+        log = Path(__file__).parents[2] / "docs" / "logs" / "kill_matrix.md"
         sys.exit(min(1, write_log(log, results, everything, time.monotonic() - started)))
     run_cells(results, list(covering_cells()))
