@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.data import TokenizerConfig  # noqa: E402
+from parallel3d.config.sections.data import TokenizerConfig  # noqa: E402
 from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
 from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
 from parallel3d.data.prepare import prepare  # noqa: E402

@@ -32,8 +32,8 @@ from parallel3d.config.command_line import config_parser, parse_config  # noqa: 
 from parallel3d.config.derived import world_size  # noqa: E402
 from parallel3d.config.layouts import Layout, alternative_layouts, current_layout  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
-from parallel3d.config.restart import RestartConfig  # noqa: E402
 from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults  # noqa: E402
+from parallel3d.config.sections.restart import RestartConfig  # noqa: E402
 from parallel3d.errors import CheckpointError, ConfigError, UserError  # noqa: E402
 from parallel3d.inprocess.compare_runs import BITWISE, LargestDifference, Tolerance, tolerance_of  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402

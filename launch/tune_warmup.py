@@ -25,7 +25,7 @@ from parallel3d.config.command_line import config_parser, parse_config  # noqa: 
 from parallel3d.config.derived import tokens_per_step  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.config.warmup import WarmupConfig  # noqa: E402
+from parallel3d.config.sections.warmup import WarmupConfig  # noqa: E402
 from parallel3d.config.warmup_builder import run_length  # noqa: E402
 from parallel3d.errors import EXIT_DIVERGED, ConfigError, Problem, UserError  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402

@@ -8,8 +8,8 @@ from math import fsum
 from os.path import expanduser
 from pathlib import Path
 
-from parallel3d.config.data import BlendConfig, BlendStageConfig
 from parallel3d.config.schema import Config
+from parallel3d.config.sections.data import BlendConfig, BlendStageConfig
 from parallel3d.errors import Problem
 
 NUM_BYTE_TOKENS = 257

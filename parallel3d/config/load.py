@@ -25,8 +25,8 @@ from pydantic.fields import FieldInfo
 from parallel3d.config import derived
 from parallel3d.config.rules import broken_rules, expand_home
 from parallel3d.config.schema import Config
-from parallel3d.config.section import Section
-from parallel3d.config.warmup import CurriculumLearning
+from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.warmup import CurriculumLearning
 from parallel3d.config.warmup_builder import length_warmup, num_steps
 from parallel3d.errors import ConfigError, Problem
 

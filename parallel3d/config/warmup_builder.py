@@ -8,7 +8,7 @@ from importlib import import_module
 from math import lcm
 
 from parallel3d.config.schema import Config
-from parallel3d.config.warmup import CurriculumLearning, SequenceLengthWarmup
+from parallel3d.config.sections.warmup import CurriculumLearning, SequenceLengthWarmup
 from parallel3d.size_schedule import (
     Adaptive,
     BatchShapeSchedule,

@@ -11,7 +11,12 @@ from itertools import pairwise
 
 from parallel3d.config import derived
 from parallel3d.config.schema import Config
-from parallel3d.config.warmup import BatchSizeWarmup, CurriculumLearning, CurriculumSchedule, SequenceLengthWarmup
+from parallel3d.config.sections.warmup import (
+    BatchSizeWarmup,
+    CurriculumLearning,
+    CurriculumSchedule,
+    SequenceLengthWarmup,
+)
 from parallel3d.config.warmup_builder import FIELDS_BY_KIND, length_multiple, length_warmup, load_function
 from parallel3d.errors import Problem
 from parallel3d.size_schedule import Custom

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.config.data import BlendConfig, BlendStageConfig, DataConfig
 from parallel3d.config.schema import Config
+from parallel3d.config.sections.data import BlendConfig, BlendStageConfig, DataConfig
 from parallel3d.config.warmup_builder import num_steps
 from parallel3d.data.blend import BlendedReader, BlendStage, Subset
 from parallel3d.data.corpus import Corpus, load_corpus, open_corpus

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.config.data import TokenizerConfig
+from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.cache import build_once
 from parallel3d.data.corpus_spec import CorpusSpec, choose_document_chars
 from parallel3d.data.document_index import load_split

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from parallel3d.config.data import TokenizerConfig
+from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.sources import SourceFile
 from parallel3d.errors import DataError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.config.data import TokenizerConfig
+from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
 from parallel3d.data.document_index import SPLITS, load_split, write_document_index, write_split
 from parallel3d.data.fingerprint import fingerprint

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from words import open_words, write_words
 
-from parallel3d.config.data import TokenizerConfig
+from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data import cache, document_index, formats, text_corpus
 from parallel3d.data.corpus import load_corpus
 from parallel3d.data.corpus_spec import choose_document_chars

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from test_columns import write_table
 from words import lines, open_words, write_words
 
-from parallel3d.config.data import TokenizerConfig
+from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data import prepare as module
 from parallel3d.data import tokenizer as tokenizer_module
 from parallel3d.data.documents import TokenizedDocuments

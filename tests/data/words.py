@@ -2,7 +2,7 @@
 
 import random
 
-from parallel3d.config.data import TokenizerConfig
+from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.corpus import open_corpus
 from parallel3d.parallel.abort import AbortToken
 

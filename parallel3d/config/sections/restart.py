@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from parallel3d.config.section import Section
+from parallel3d.config.sections.base import Section
 
 
 class RestartConfig(Section):

@@ -1,0 +1,55 @@
+"""The configuration's section `model`, and its rules."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from parallel3d.config.sections.base import Fraction, Section
+
+
+class ModelConfig(Section):
+    """The decoder's shape; fields are named as in Hugging Face configurations."""
+
+    architecture: Literal["llama", "gpt2"] = "llama"
+    """Family of the model. llama: RMSNorm, rotary positions, SwiGLU, no biases. gpt2: LayerNorm, learned positions, an
+    MLP with GELU, biases. Both normalise before each block and know grouped-query attention."""
+    vocab_size: PositiveInt
+    """Rows of the embedding and of the output head, padded where parallel.tp_size does not divide it; at least
+    data.tokenizer.vocab_size."""
+    hidden_size: PositiveInt
+    """Width of the residual stream; num_attention_heads times the head size, which llama wants even."""
+    intermediate_size: PositiveInt
+    """Inner width of the MLP; a multiple of parallel.tp_size."""
+    num_hidden_layers: PositiveInt
+    """Number of decoder layers; at least parallel.pp_size."""
+    num_attention_heads: PositiveInt
+    """Query heads; divides hidden_size; a multiple of parallel.tp_size and of num_key_value_heads."""
+    num_key_value_heads: PositiveInt | None = None
+    """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size, or a divisor: then
+    several ranks hold copies of a head. Null: one per query head."""
+    tie_word_embeddings: bool = False
+    """The output head uses the embedding's matrix: one parameter, held by the first and by the last pipeline stage."""
+    qkv_bias: bool | None = None
+    """Biases on the query, key and value projections. Null: true for gpt2, false for llama."""
+    max_position_embeddings: PositiveInt | None = None
+    """The longest sequence; gpt2 learns so many positions. Null: batch.sequence_length."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square inside llama's RMSNorm."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of llama's rotary frequencies."""
+    layer_norm_eps: PositiveFloat = 1e-5
+    """Added to the variance inside gpt2's LayerNorm."""
+    norm_backend: Literal["torch", "apex", "auto"] = "torch"
+    """What runs the norms: ours in torch, or NVIDIA apex's fused ones (CUDA; never run yet). auto: apex where it is
+    installed."""
+    activation_function: Literal["gelu_new", "gelu"] | None = None
+    """Of gpt2's MLP: GELU in the form with tanh (gelu_new) or the exact one (gelu). Null: gelu_new."""
+    hidden_dropout: Fraction = 0.0
+    """Probability of dropping an element after the embedding, the attention output and the MLP output."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    initializer_depth_scaling: Literal["none", "layer_index", "num_layers"] = "none"
+    """Scales the initial output projections of attention and MLP: layer_index by 1/sqrt(2 l), l the 1-based layer index
+    (HLAT's paper); num_layers by 1/sqrt(2 L) in every layer (HLAT's code)."""
