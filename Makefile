@@ -18,7 +18,7 @@ lint: $(VENV)/.ok
 
 kill-matrix: $(VENV)/.ok
 	rm -rf runs/kill-matrix && mkdir -p runs/kill-matrix
-	PYTHONPATH=.:tests/trainer $(VENV)/bin/python tests/trainer/kill_cells.py runs/kill-matrix all > runs/kill-matrix.log
+	$(VENV)/bin/python -m tests.support.kill_cells runs/kill-matrix all > runs/kill-matrix.log
 
 $(VENV)/.ok: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from small import save
 
 from parallel3d.checkpoint import compare_checkpoints as module
 from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints
+from tests.support.small_checkpoints import save
 
 
 def apart(tmp_path, change, noise=0.0, before=lambda snapshot: None):

@@ -7,12 +7,12 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from small import assert_is, assert_weights, save
 
 from parallel3d.checkpoint import drop_optimizer_state
 from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint, verify_resumable
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.errors import CheckpointError
+from tests.support.small_checkpoints import assert_is, assert_weights, save
 
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "link", "remove_file", "remove_folder")
 

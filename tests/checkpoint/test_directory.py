@@ -7,10 +7,10 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small import assert_is, save
 
 from parallel3d.checkpoint.directory import CheckpointDirectory, best_of, plan_pruning, verify_checkpoint
 from parallel3d.errors import CheckpointError
+from tests.support.small_checkpoints import assert_is, save
 
 
 def steps_in(directory):

@@ -5,13 +5,13 @@ import os
 from contextlib import suppress
 
 import pytest
-from test_crashes import FailingDisk, Killed
 
 from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.shard import StoredTensor, split_into_files
 from parallel3d.checkpoint.weights import write_weights
 from parallel3d.errors import CheckpointError
+from tests.checkpoint.test_crashes import FailingDisk, Killed
 
 NUM_OPERATIONS = 25
 

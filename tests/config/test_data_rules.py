@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_load import TINY, problems, write
 
 from parallel3d.config.derived import warnings
 from parallel3d.config.load import load_config, resolve
+from tests.config.test_load import TINY, problems, write
 
 SOURCES = {"web": ["."], "code": ["."]}
 BLEND: dict[str, Any] = {"sources": SOURCES, "stages": [{"weights": {"web": 0.75, "code": 0.25}}]}

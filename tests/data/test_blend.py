@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from letters import Texts, corpora, flat, lanes_of, seeds
 
 from parallel3d.data.blend import BlendedReader, BlendStage, choose_source, low_discrepancy_number, seed_offset
 from parallel3d.data.prefetch import Prefetcher
 from parallel3d.parallel.abort import AbortToken
+from tests.support.letter_corpus import Texts, corpora, flat, lanes_of, seeds
 
 HLAT_LAST_STAGE = (90 / 253.7, 104.7 / 253.7, 59 / 253.7)
 weights = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any).map(tuple)

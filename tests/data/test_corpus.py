@@ -9,7 +9,6 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from words import open_words, write_words
 
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data import cache, document_index, formats, text_corpus
@@ -21,6 +20,7 @@ from parallel3d.data.text_corpus import entropy, train_tokenizer, training_chunk
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import DataError, GenerationEnded
 from parallel3d.parallel.abort import AbortToken
+from tests.support.word_corpus import open_words, write_words
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from letters import Characters, Texts, corpora, flat, seeds
 
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Cursor, Lanes, _splitmix64, permutation
 from parallel3d.errors import DataError
+from tests.support.letter_corpus import Characters, Texts, corpora, flat, seeds
 
 
 @st.composite

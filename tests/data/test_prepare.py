@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from test_columns import write_table
-from words import lines, open_words, write_words
 
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data import prepare as module
@@ -26,6 +24,8 @@ from parallel3d.data.lanes import Cursor, Lanes
 from parallel3d.data.prepare import plan_document_ranges, prepare
 from parallel3d.data.token_file import PackedDocuments
 from parallel3d.errors import DataError
+from tests.data.test_columns import write_table
+from tests.support.word_corpus import lines, open_words, write_words
 
 ROOT = Path(__file__).parents[2]
 NUM_LANES, LENGTH, NUM_STEPS = 4, 33, 40

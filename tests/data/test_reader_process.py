@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from letters import lanes_of
 
 from parallel3d.data import reader_process as module
 from parallel3d.data.prefetch import Prefetcher
@@ -20,6 +19,7 @@ from parallel3d.data.reader import Reader
 from parallel3d.data.reader_process import ReaderProcess
 from parallel3d.errors import DataError, GenerationEnded
 from parallel3d.parallel.abort import AbortToken
+from tests.support.letter_corpus import lanes_of
 
 pytestmark = pytest.mark.slow
 TEXTS = ["abc" * number for number in range(1, 40)]
@@ -159,7 +159,7 @@ import os, sys, threading
 sys.path[:] = {sys.path!r}
 from functools import partial
 from pathlib import Path
-from test_reader_process import FolderControlledReader
+from tests.data.test_reader_process import FolderControlledReader
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.data.reader_process import ReaderProcess
 process = ReaderProcess(partial(FolderControlledReader, Path({str(tmp_path)!r})), AbortToken())

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from test_control_channel import send
 
 from parallel3d.elastic.coordinator.kv_store import generation_of
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, StateReport
@@ -19,6 +18,7 @@ from parallel3d.elastic.worker.membership_client import PendingGeneration
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
+from tests.elastic.test_control_channel import send
 
 GRID = Grid.uniform(tp_size=1, pp_size=1, dp_size=2)
 

@@ -12,45 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
-from worlds import start
+
+from tests.support.process_worlds import start
+from tests.support.processes import DEADLINE_S, alive, pids, read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-DEADLINE_S = 30
-
-
-def pids(directory: Path) -> list[int]:
-    """The processes that the workers have named: each worker and its guardian."""
-    return [int(pid) for file in directory.glob("pid-*") for pid in file.read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 def wait_for_step(directory: Path) -> None:
     metrics = directory / "metrics.jsonl"
     wait_for(lambda: len(list(directory.glob("pid-*"))) == 2 and metrics.exists() and metrics.stat().st_size, "a step")
-
-
-def read_to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What a world has written. One that does not end is a failure, but is ended."""
-    try:
-        return process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
 
 
 def end(process: subprocess.Popen[str], directory: Path) -> tuple[int, str, str]:

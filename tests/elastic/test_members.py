@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from members import BYTES_MOVED, start
-from test_launch import alive, pids, read_to_the_end, wait_for
+
+from tests.support.member_processes import BYTES_MOVED, start
+from tests.support.processes import alive, pids, read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
 

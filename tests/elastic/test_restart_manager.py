@@ -5,7 +5,6 @@ import json
 from functools import partial
 
 import pytest
-from checkpoint.small import save
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.elastic.coordinator.run_status import RunOutcome
@@ -14,6 +13,7 @@ from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
 from parallel3d.errors import UserError
 from parallel3d.monitor.run_folder import RunFolder, read_metrics
 from parallel3d.monitor.sinks import RunReporter
+from tests.support.small_checkpoints import save
 
 LOST = RunOutcome(exit_code=3, message="the run can't go on: alas\nrank 1 was killed\n  log: somewhere")
 DIVERGED = RunOutcome(exit_code=6, message="training has diverged in step 9: alas")

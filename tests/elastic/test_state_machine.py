@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from elastic.protocol_model import GONE, RUN, Model, Violation, Worker, explore, freeze, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from parallel3d.elastic.protocol.state_machine import (
 from parallel3d.elastic.protocol.survivability import Survivability
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
+from tests.support.protocol_model import GONE, RUN, Model, Violation, Worker, explore, freeze, walk
 
 GRID = Grid.uniform(tp_size=1, pp_size=2, dp_size=3)  # stage 0: ranks 0 1 2, stage 1: ranks 3 4 5
 

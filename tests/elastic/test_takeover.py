@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from members import start_on_hosts
-from test_launch import alive, pids, read_to_the_end, wait_for
-from test_members import wait_for_step
 
 from parallel3d.elastic.protocol.failover import Witness
+from tests.elastic.test_members import wait_for_step
+from tests.support.member_processes import start_on_hosts
+from tests.support.processes import alive, pids, read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
 

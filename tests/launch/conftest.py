@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch_runs import finish, start
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -53,8 +55,6 @@ def config_file(tmp_path, text, cache):
 def undisturbed(tmp_path_factory, request):
     """The losses of the module's run, with the flags UNDISTURBED, when nothing happens to it; made for the first test
     that asks."""
-    from test_train import finish, start
-
     known = []
 
     def run(config_file):

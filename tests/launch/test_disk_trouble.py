@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_train import TRAIN, finish, start
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
+from tests.support.launch_runs import TRAIN, finish, start
 
 pytestmark = pytest.mark.slow
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'

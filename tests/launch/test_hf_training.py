@@ -7,10 +7,10 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_train import finish, metrics, start
 
 from launch import train
 from launch.convert import main
+from tests.support.launch_runs import finish, metrics, start
 
 pytestmark = pytest.mark.slow
 

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import finish, metrics, start
 
 from launch import preflight
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.config.layouts import alternative_layouts
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.inprocess.compare_runs import BITWISE
+from tests.support.launch_runs import finish, metrics, start
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.json")) if path.stem != "schema"]

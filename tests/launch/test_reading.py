@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_train import finish, metrics, start, wait_for_step, workers_of
+
+from tests.support.launch_runs import finish, metrics, start, wait_for_step, workers_of
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 16

@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-from test_train import finish, metrics, start, workers_of
 
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.monitor.run_folder import read_metrics
+from tests.support.launch_runs import finish, metrics, start, workers_of
 
 pytestmark = pytest.mark.slow
 where_ci_is_set = pytest.mark.skipif(not os.environ.get("CI"), reason="seconds each: only where CI is set")

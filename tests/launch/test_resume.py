@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
-from test_train import finish, metrics, start, wait_for_step
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
+from tests.support.launch_runs import finish, metrics, start, wait_for_step
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 40

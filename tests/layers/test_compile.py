@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from stages import build, micro_batch, model_config, relative, tokens
 from torch._dynamo.testing import CompileCounter
 
 from parallel3d.layers import placement
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
+from tests.support.tiny_stages import build, micro_batch, model_config, relative, tokens
 
 # fp64: operations in another order. bf16: eager code rounds after every operation, a kernel once; 8 bits.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 3e-2}

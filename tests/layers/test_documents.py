@@ -7,11 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import BATCH, SEQ, build, differences_of_tensor_parallel, micro_batch, model_config, relative, tokens
 
 from parallel3d.layers.documents import append_document_marks, document_lengths, num_rows, split_document_marks
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
+from tests.support.tiny_stages import (
+    BATCH,
+    SEQ,
+    build,
+    differences_of_tensor_parallel,
+    micro_batch,
+    model_config,
+    relative,
+    tokens,
+)
 
 DOCUMENTS = (5, 7, 1, 3, 8)
 """Of two sequences of 12 tokens: the first document that would cross their border is cut there."""

@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from plain_gpt2 import plain_loss
-from stages import (
+
+from models.make import make_decoder
+from parallel3d.config.derived import num_parameters
+from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.world import run_threads
+from parallel3d.layers.init import initial_value
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
+from tests.support.plain_gpt2 import plain_loss
+from tests.support.tiny_stages import (
     BATCH,
     SEQ,
     assert_two_stages_split,
@@ -17,14 +25,6 @@ from stages import (
     solo,
     tokens,
 )
-
-from models.make import make_decoder
-from parallel3d.config.derived import num_parameters
-from parallel3d.config.schema import ModelConfig
-from parallel3d.inprocess.world import run_threads
-from parallel3d.layers.init import initial_value
-from parallel3d.layers.parameter import parameters_of
-from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 
 
 def gpt2_config(**changes):

@@ -2,8 +2,15 @@
 
 import pytest
 import torch
-from plain_llama import plain_loss
-from stages import (
+
+from models.make import make_decoder
+from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.world import run_threads
+from parallel3d.layers.init import initial_value
+from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
+from tests.support.plain_llama import plain_loss
+from tests.support.tiny_stages import (
     BATCH,
     SEQ,
     assert_two_stages_split,
@@ -18,13 +25,6 @@ from stages import (
     tokens,
     whole,
 )
-
-from models.make import make_decoder
-from parallel3d.config.schema import ModelConfig
-from parallel3d.inprocess.world import run_threads
-from parallel3d.layers.init import initial_value
-from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from stages import SEQ, build, micro_batch, model_config, relative, tokens
 
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
+from tests.support.tiny_stages import SEQ, build, micro_batch, model_config, relative, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 FAMILIES = {"llama": {}, "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ)}

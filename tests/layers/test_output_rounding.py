@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stages import micro_batch
 
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
@@ -14,6 +13,7 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import FusedBlock
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
+from tests.support.tiny_stages import micro_batch
 
 POLICY = replace(POLICIES["bf16_sr"], rounds_outputs=True)
 SEQ, IN, OUT = 4, 16, 24

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from stages import SEQ, backward_twice, build, micro_batch, model_config, solo, tokens
 from torch import nn
 
 from launch.plan import estimate_message_sizes
@@ -20,6 +19,7 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
 from parallel3d.recompute import run_layer
+from tests.support.tiny_stages import SEQ, backward_twice, build, micro_batch, model_config, solo, tokens
 
 MODES = ("none", "selective", "full")
 FAMILIES = {"llama": {}, "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ)}

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import torch
-from plain_llama import plain_loss
 
 from models.make import make_decoder
 from parallel3d.config.derived import num_parameters
@@ -14,6 +13,7 @@ from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
+from tests.support.plain_llama import plain_loss
 
 NAME = "embedding.weight"
 BATCH, SEQ = 2, 6

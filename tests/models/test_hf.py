@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 import torch
-from hf_models import MODELS, SIZES, their_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
+from tests.support.hf_models import MODELS, SIZES, their_model
 
 SEQ, BATCH = 12, 2
 

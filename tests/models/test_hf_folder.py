@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from hf_models import MODELS, SIZES, their_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -16,6 +15,7 @@ from models.hf_folder import open_hf_folder
 from parallel3d.config.derived import activation_function, has_qkv_bias, num_key_value_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
+from tests.support.hf_models import MODELS, SIZES, their_model
 
 EVERYTHING = (slice(None),)
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from replicas import NUM_STEPS, SHARDINGS, Rank, cut_local
 
 from parallel3d.inprocess.world import run_threads
 from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import bits, key_of
+from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, cut_local
 
 SETTINGS = AdamWSettings()
 STEP = UpdateStep(number=3, learning_rate=1e-2, grad_scale=0.25)

@@ -4,13 +4,23 @@ import itertools
 
 import pytest
 import torch
-from replicas import NUM_STEPS, SEED, SHARDINGS, Rank, backward, cut_local, gradient, reference, update_step
 
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.adamw import UpdateStep
 from parallel3d.parallel.p2p_messages import Header, Kind
+from tests.support.optimizer_ranks import (
+    NUM_STEPS,
+    SEED,
+    SHARDINGS,
+    Rank,
+    backward,
+    cut_local,
+    gradient,
+    reference,
+    update_step,
+)
 
 LAYOUTS = [*itertools.product((1, 2), (1, 2, 4), (0, 1)), (4, 2, 1)]
 

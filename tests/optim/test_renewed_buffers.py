@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from replicas import NUM_STEPS, Rank, update_step
 
 from parallel3d.inprocess.world import run_threads
+from tests.support.optimizer_ranks import NUM_STEPS, Rank, update_step
 
 
 def train(dp_size, policy, zero_stage, *, renew, dies=None):

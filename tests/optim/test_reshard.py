@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from replicas import NUM_STEPS, Rank, update_step
 
 from parallel3d.errors import ProtocolError
 from parallel3d.inprocess.world import run_threads
 from parallel3d.optim.shard_map import plan_shard_map
 from parallel3d.parallel.grid import Grid
+from tests.support.optimizer_ranks import NUM_STEPS, Rank, update_step
 
 
 class Deaths:

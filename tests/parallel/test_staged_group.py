@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_gloo_group import all_collectives
 
 from parallel3d.inprocess.world import run_threads
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.staged_group import HostCopy, StagedGroup, to_device
+from tests.parallel.test_gloo_group import all_collectives
 
 
 def test_on_the_host_there_is_nothing_to_copy():

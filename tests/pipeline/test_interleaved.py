@@ -5,7 +5,6 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from damaged import damaged_grids, plan_requests
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from parallel3d.pipeline.instructions import Op, instructions_for
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
+from tests.support.damaged_grids import damaged_grids, plan_requests
 
 COMPUTES = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 straight_grids = st.tuples(st.integers(2, 6), st.integers(2, 4), st.integers(1, 3), st.integers(1, 4))

@@ -8,7 +8,6 @@ from random import Random
 from time import perf_counter
 
 import pytest
-from damaged import damaged_grids, plan_requests
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from parallel3d.pipeline.instructions import Op, instructions_for
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
+from tests.support.damaged_grids import damaged_grids, plan_requests
 
 
 def make_request(replicas, num_micro_batches, *, schedule="1f1b", forward=1, backward=(1, 1), **options):

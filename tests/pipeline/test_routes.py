@@ -2,13 +2,13 @@
 
 from collections import Counter
 
-from damaged import damaged_grids
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.pipeline.routes import plan_routes, split_components
+from tests.support.damaged_grids import damaged_grids
 
 
 def routes_of(replicas, num_micro_batches, routing="reroute"):

@@ -6,8 +6,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import cells
 import pytest
+
+from tests.support import cells
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ def gloo_folder(tmp_path_factory):
     """What all gloo cells brought home; they run once."""
     folder = tmp_path_factory.mktemp("cells")
     done = subprocess.run(
-        [sys.executable, cells.__file__, str(folder)],
+        [sys.executable, "-m", cells.__name__, str(folder)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
         capture_output=True,

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from cells import make_config
 
 from parallel3d import backends
 from parallel3d.backends import choose_backend, find_symbol
@@ -18,6 +17,7 @@ from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_fused
 from parallel3d.optim.apex_adamw import adamw_apex
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
+from tests.support.cells import make_config
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -3,11 +3,8 @@
 import math
 from functools import partial
 
-import cells
 import pytest
 import torch
-from saves import read_all, run_layout, save
-from test_checkpointing import config_of, train
 
 from launch import average as script
 from parallel3d.checkpoint import average as module
@@ -20,6 +17,9 @@ from parallel3d.errors import CheckpointError
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.trainer.build import Transports, build_grid, start_rank
 from parallel3d.trainer.step import evaluate
+from tests.support import cells
+from tests.support.saved_layouts import read_all, run_layout, save
+from tests.trainer.test_checkpointing import config_of, train
 
 SMALL = dict(hidden_size=16, intermediate_size=24)
 MIXED = (

@@ -1,9 +1,11 @@
 """Runs on a blend: workers die, runs are resumed on other layouts, and every lane goes on in each of its sources."""
 
-import cells
 import pytest
-from saves import assert_equal, run_layout, save
-from thread_cells import (
+
+from parallel3d.errors import CheckpointError
+from tests.support import cells
+from tests.support.saved_layouts import assert_equal, run_layout, save
+from tests.support.thread_cells import (
     BLENDS,
     STEP,
     Outcome,
@@ -15,8 +17,6 @@ from thread_cells import (
     run,
     undisturbed,
 )
-
-from parallel3d.errors import CheckpointError
 
 LENGTH = dict(global_batch_size=6, micro_batch_size=1, sequence_length=8)
 SWITCH = 8 * 6 * 2 + 24

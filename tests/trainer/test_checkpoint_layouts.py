@@ -2,14 +2,14 @@
 
 import random
 
-import cells
 import pytest
 import torch
 from safetensors.torch import load_file
-from saves import assert_equal, read_all, run_layout, save
 
 from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.errors import CheckpointError
+from tests.support import cells
+from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 
 NUM_PAIRS = 40
 MANY_PAIRS = 200

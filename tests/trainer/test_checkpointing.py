@@ -5,11 +5,8 @@ import os
 import threading
 from pathlib import Path
 
-import cells
 import pytest
 import torch
-from saves import TEXT, assert_equal, read_all, run_layout
-from thread_cells import MONITORED, kill_fault
 
 from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint
 from parallel3d.checkpoint.disk import Disk
@@ -17,6 +14,9 @@ from parallel3d.inprocess.harness import run_elastic_in_threads
 from parallel3d.trainer.build import build_grid
 from parallel3d.trainer.checkpointing import AsyncSaver
 from parallel3d.trainer.resume import resume
+from tests.support import cells
+from tests.support.saved_layouts import TEXT, assert_equal, read_all, run_layout
+from tests.support.thread_cells import MONITORED, kill_fault
 
 LAYOUTS = {
     "cube": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import make_config
 
 from parallel3d.inprocess.compare_runs import BITWISE, TOLERANCES, compare_runs, tolerance_of
 from parallel3d.inprocess.harness import relative_difference
 from parallel3d.precision.policy import POLICIES
+from tests.support.cells import make_config
 
 
 def test_every_policy_says_what_it_is_allowed():

@@ -10,12 +10,10 @@ import sys
 from itertools import product
 from pathlib import Path
 
-import cells
 import pytest
 import sentencepiece
 import torch
 from safetensors import safe_open
-from saves import assert_equal, read_all, run_layout, save
 
 from launch.convert import main
 from models import hf_export
@@ -36,6 +34,8 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
+from tests.support import cells
+from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 
 SEQ = 16
 MODELS = {

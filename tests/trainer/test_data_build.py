@@ -2,7 +2,6 @@
 
 import json
 
-import cells
 import numpy as np
 import pytest
 
@@ -21,6 +20,7 @@ from parallel3d.data.build import (
 from parallel3d.data.token_file import TokenWriter
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
+from tests.support import cells
 
 NUM_LANES, LENGTH = 4, 16
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from cells import make_config, run_cell_in_threads
-from thread_cells import config_of, kill_fault, run
 
 from parallel3d.debug.compare_dumps import SECTIONS, assemble_tensors, compare_tensors, mean_loss
 from parallel3d.debug.dump import read_step
 from parallel3d.debug.recorder import name_modules
 from parallel3d.layers.linear import RowParallelLinear
+from tests.support.cells import make_config, run_cell_in_threads
+from tests.support.thread_cells import config_of, kill_fault, run
 
 STEP = 2
 TOLERANCE = 1e-10

@@ -6,10 +6,10 @@ code.
 
 import pytest
 import torch
-from cells import CELLS, load_gloo_cell, run_cell
 
 from parallel3d.inprocess.compare_runs import compare_runs
 from parallel3d.optim.bucket import Bucket
+from tests.support.cells import CELLS, load_gloo_cell, run_cell
 
 
 @pytest.mark.parametrize(

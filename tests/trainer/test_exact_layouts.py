@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import cells
 import pytest
 import torch
+
+from tests.support import cells
 
 # Sizes at which kernels add in another order as soon as addresses, threads or the number of terms differ.
 SHAPE = dict(

@@ -1,14 +1,13 @@
 """fp16 in whole runs: one scale for all ranks, an overflow skips one update everywhere, and deaths change neither."""
 
-import cells
 import pytest
-import thread_cells
 import torch
 
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
+from tests.support import cells, thread_cells
 
 DYNAMIC = dict(
     policy="fp16", loss_scale=dict(initial=2.0**21, growth_interval=2, growth_factor=64.0, backoff_factor=1 / 64)

@@ -19,9 +19,10 @@ is told of another's death first leaves the step by a shorter way, on which that
 import itertools
 import random
 
-import cells
 import pytest
-from thread_cells import (
+
+from tests.support import cells
+from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,
     DOCUMENTS,

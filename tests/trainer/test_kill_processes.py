@@ -9,9 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from kill_cells import PHASES, KillCell, covering_cells, describe_failure, special_cells
+
+from tests.support import kill_cells
+from tests.support.kill_cells import PHASES, KillCell, covering_cells, describe_failure, special_cells
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 CELLS = list(covering_cells())
 
 
@@ -19,12 +22,9 @@ CELLS = list(covering_cells())
 def kill_folder(tmp_path_factory) -> Path:
     """All covering cells, run once."""
     folder = tmp_path_factory.mktemp("kills")
-    script = Path(__file__).with_name("kill_cells.py")
-    root = script.parents[2]
-    path = os.pathsep.join(map(str, (root, root / "tests" / "trainer")))
     with open(folder / "output.txt", "w") as output:
-        command = [sys.executable, str(script), str(folder)]
-        subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path}, check=True)
+        command = [sys.executable, "-m", kill_cells.__name__, str(folder)]
+        subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     return folder
 
 

@@ -1,11 +1,11 @@
 """The monitors in whole runs: on every layout the figures of one process, also after losses and from a checkpoint."""
 
-import cells
 import pytest
 import torch
-from thread_cells import MONITORED, assert_same_run, config_of, kill_fault, run, undisturbed
 
 from parallel3d.errors import Diverged
+from tests.support import cells
+from tests.support.thread_cells import MONITORED, assert_same_run, config_of, kill_fault, run, undisturbed
 
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)
 LAYOUTS = {

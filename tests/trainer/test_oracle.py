@@ -1,13 +1,11 @@
 """One process against a training loop of nothing but torch: what all layouts are compared with is itself right."""
 
-import cells
-import plain_gpt2
-import plain_llama
 import pytest
 import torch
 
 from parallel3d.data.lanes import Cursor
 from parallel3d.inprocess.harness import largest_difference
+from tests.support import cells, plain_gpt2, plain_llama
 
 PLAIN_LOSS = {"llama": plain_llama.plain_loss, "gpt2": plain_gpt2.plain_loss}
 

@@ -1,7 +1,8 @@
 """What gloo processes show beyond their equality with one process."""
 
 import pytest
-from cells import CELLS, load_gloo_cell, run_cell
+
+from tests.support.cells import CELLS, load_gloo_cell, run_cell
 
 pytestmark = pytest.mark.slow
 BY_NAME = {cell.name: cell for cell in CELLS}

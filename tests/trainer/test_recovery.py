@@ -5,7 +5,10 @@ All runs are compared bit for bit with the undisturbed one.
 """
 
 import pytest
-from thread_cells import (
+
+from parallel3d.errors import GenerationEnded
+from parallel3d.inprocess.world import ThreadGroup
+from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,
     SPARES,
@@ -18,9 +21,6 @@ from thread_cells import (
     run,
     undisturbed,
 )
-
-from parallel3d.errors import GenerationEnded
-from parallel3d.inprocess.world import ThreadGroup
 
 
 @pytest.fixture

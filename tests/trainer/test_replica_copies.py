@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from cells import make_config
-from thread_cells import config_of, kill_fault, run, undisturbed
 
 from parallel3d.debug.replica_check import has_difference
 from parallel3d.errors import ReplicasDiffer
 from parallel3d.precision.policy import POLICIES
 from parallel3d.trainer.entry import Contribution, EntryLayout
+from tests.support.cells import make_config
+from tests.support.thread_cells import config_of, kill_fault, run, undisturbed
 
 CHECKED = dict(replica_check_every=1)
 

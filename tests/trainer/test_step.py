@@ -4,7 +4,6 @@ import hashlib
 import math
 from dataclasses import replace
 
-import cells
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,7 @@ from parallel3d.pipeline.executor import StageResult
 from parallel3d.trainer.build import Transports, build_grid
 from parallel3d.trainer.entry import Contribution
 from parallel3d.trainer.step import all_reduce_entry, bubble_of, evaluate, train_step
+from tests.support import cells
 
 
 class Recorder(Reader):

@@ -1,11 +1,11 @@
 """A tied embedding in the trainer: when its reduction begins, in what it is added exactly."""
 
-import cells
 import pytest
 
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.trainer.build import Transports, build_grid, exact_format, plan_batch
 from parallel3d.trainer.step import train_step
+from tests.support import cells
 
 
 @pytest.mark.parametrize("parallel", [dict(dp_size=2), dict(pp_size=2, stage_replicas=[2, 1])], ids=str)

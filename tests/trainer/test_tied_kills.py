@@ -6,10 +6,13 @@ stages, also on the one that has lost nobody. `assert_same_run` compares the cop
 
 import itertools
 
-import cells
 import pytest
 import torch
-from thread_cells import (
+
+from parallel3d.elastic.protocol.survivability import check_survivability
+from parallel3d.parallel.grid import Grid
+from tests.support import cells
+from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,
     TIED,
@@ -24,9 +27,6 @@ from thread_cells import (
     run,
     undisturbed,
 )
-
-from parallel3d.elastic.protocol.survivability import check_survivability
-from parallel3d.parallel.grid import Grid
 
 PHASES = ("reduce_scatter", "backup", "all_reduce", "update", "all_gather")
 """Where the shared matrix is under way."""

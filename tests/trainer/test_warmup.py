@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 from functools import cache
 
-import cells
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saves import run_layout, save
-from thread_cells import assert_same_run, kill_fault, run
 
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
@@ -26,6 +23,9 @@ from parallel3d.size_schedule import Adaptive, BatchShapeSchedule, Constant, Per
 from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
 from parallel3d.trainer.loader import LaneLoader
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to, state_from_json, state_to_json
+from tests.support import cells
+from tests.support.saved_layouts import run_layout, save
+from tests.support.thread_cells import assert_same_run, kill_fault, run
 
 CUBE = dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True)
 UNEVEN = dict(pp_size=2, stage_replicas=[1, 2], tp_size=2, sequence_parallel=True, schedule="zb-h1")

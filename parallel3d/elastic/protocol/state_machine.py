@@ -12,7 +12,7 @@ Any further death begins again at Seal with the next number. Until Commit everyt
 generation, by whose cut all workers still hold their ranges. The start of a run is generation 0: all report with
 nothing in their hands; no Seal announces it.
 
-Why it is right, and which simpler rules are wrong, is shown by exhaustive exploration: tests/elastic/protocol_model.py.
+Why it is right, and which simpler rules are wrong, is shown by exhaustive exploration: tests/support/protocol_model.py.
 """
 
 from __future__ import annotations

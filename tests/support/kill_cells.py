@@ -1,7 +1,8 @@
-"""The kill matrix on gloo processes: layouts x ranks x phases, a real signal in each; and what runs it.
+"""Kill matrix on gloo processes (layouts x ranks x phases, a real signal in each cell) and its runner.
 
-`python kill_cells.py FOLDER [all]` runs the covering cells (or all), one after the other, and leaves what the surviving
-ranks bring home in FOLDER/<cell>/<rank>.pt. `make kill-matrix` runs all and compares them with the undisturbed run.
+`python -m tests.support.kill_cells FOLDER` runs the covering cells one after the other, `FOLDER all` all cells,
+`FOLDER NAME ...` the named ones; the surviving ranks write their weights to FOLDER/<cell>/<rank>.pt. `make kill-matrix`
+runs all cells and compares them with the undisturbed run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cells import make_config, prepare
 
 from launch.train import elastic_settings
 from parallel3d.config.schema import Config
@@ -26,6 +26,7 @@ from parallel3d.monitor.sinks import RunReporter
 from parallel3d.trainer.build import build_grid
 from parallel3d.worker.faults import STEP_PHASES
 from parallel3d.worker.main import WorkerHooks, train_rank
+from tests.support.cells import make_config, prepare
 
 NUM_STEPS = 4
 PHASES = (*STEP_PHASES, "evaluate")
@@ -228,7 +229,7 @@ def _compare_replicas(directory: Path, survivors: set[int]) -> str:
 
 
 def run_cells(folder: Path, cells: list[KillCell]) -> None:
-    for layout in ALL_LAYOUTS:
+    for layout in dict.fromkeys(cell.layout for cell in cells):
         run_kill_cell(folder, layout, kill_config(layout))
     for cell in cells:
         run_kill_cell(folder, cell.name, cell.config)
@@ -266,4 +267,5 @@ if __name__ == "__main__":
         run_cells(results, everything)
         log = Path(__file__).parents[2] / "docs" / "logs" / "kill_matrix.md"
         sys.exit(min(1, write_log(log, results, everything, time.monotonic() - started)))
-    run_cells(results, list(covering_cells()))
+    wanted = sys.argv[2:]
+    run_cells(results, [cell for cell in covering_cells() if not wanted or cell.name in wanted])

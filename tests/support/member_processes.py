@@ -1,4 +1,4 @@
-"""Worlds of real processes whose members change: `python members.py RUN_DIRECTORY SPEC` is the launcher of one.
+"""Worlds of real processes whose members change: run as a script, RUN_DIRECTORY SPEC, this file is their launcher.
 
 A member takes part in the protocol as a trainer does, but what it trains is nothing: a step is a round of messages
 through the store, which ends when all of the grid have contributed. SPEC is JSON:

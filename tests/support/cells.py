@@ -1,7 +1,8 @@
-"""The table of runs that must equal one process, and what runs them: threads here, gloo processes as a script.
+"""Table of the runs that must equal one process, and their runners: threads in the test, gloo processes by script.
 
-`python cells.py FOLDER` runs every gloo cell, one after the other, each rank a process of its own, and leaves what the
-ranks bring home in FOLDER/<cell>/<rank>.pt. One script for all cells: torch is imported once.
+`python -m tests.support.cells FOLDER [NAME ...]` runs the gloo cells (all or the named ones) one after the other, each
+rank in its own process, and writes each rank's results to FOLDER/<cell>/<rank>.pt. One script runs all cells, so torch
+is imported once.
 """
 
 from __future__ import annotations
@@ -498,7 +499,7 @@ def run_cell(cell: Cell) -> RunResult:
 
 
 def load_gloo_cell(folder: Path, cell: Cell) -> RunResult:
-    """What `python cells.py` left of a cell."""
+    """What `python -m tests.support.cells` left of a cell."""
     ranks = build_grid(cell.config).ranks
     return assemble_run([torch.load(folder / cell.name / f"{rank}.pt", weights_only=False) for rank in ranks])
 
@@ -534,5 +535,6 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
 
 
 if __name__ == "__main__":
-    gloo_cells = [cell for cell in CELLS if cell.transport == "gloo"]
+    wanted = sys.argv[2:]
+    gloo_cells = [cell for cell in CELLS if cell.transport == "gloo" and (not wanted or cell.name in wanted)]
     sys.exit(max(run_cell_on_processes(Path(sys.argv[1]), cell) for cell in gloo_cells))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cells
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from parallel3d.layers.init import InitMethod
 from parallel3d.trainer.build import RankRuntime, Transports, build_grid, start_rank
 from parallel3d.trainer.resume import resume, state_to_json
 from parallel3d.trainer.step import train_step
+from tests.support import cells
 
 TEXT = {"fingerprint": "topics"}
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import cells
 import torch
 
 from parallel3d.config.schema import Config, FaultConfig
@@ -14,6 +13,7 @@ from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.build import RankRuntime, build_grid
+from tests.support import cells
 
 LAYOUTS = {
     "pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2),

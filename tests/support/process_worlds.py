@@ -1,4 +1,4 @@
-"""Small worlds of real processes for the tests: `python worlds.py CASE RUN_DIRECTORY` is the launcher of one."""
+"""Small worlds of real processes: run as a script, CASE RUN_DIRECTORY, this file is their launcher."""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+"""Starts launch/train.py as a user does, waits for it, and reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = str(Path(__file__).parents[2] / "launch" / "train.py")
+
+
+def start(*arguments, launcher=()):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, TRAIN, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout=120):
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" not in line]
+
+
+def wait_for_step(run, step, timeout=60):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").exists() and len(metrics(run)) >= step:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"step {step} never came")
+
+
+def wait_for_change(run, number, timeout=60):
+    deadline = time.monotonic() + timeout
+    while (run / "metrics.jsonl").read_text().count('"event": "membership"') < number:
+        assert time.monotonic() < deadline, f"change {number} never came"
+        time.sleep(0.05)
+
+
+def workers_of(launcher_pid):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher_pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
