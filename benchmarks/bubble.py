@@ -37,7 +37,9 @@ from parallel3d.elastic.protocol.membership import GenerationRecord  # noqa: E40
 from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics  # noqa: E402
 from parallel3d.monitor.sinks import RunReporter  # noqa: E402
 from parallel3d.parallel.tensor_parallel import TensorParallel  # noqa: E402
-from parallel3d.trainer.build import build_grid, prepare_rank  # noqa: E402
+from parallel3d.trainer.build import RunLanes, prepare_rank  # noqa: E402
+from parallel3d.trainer.context import RankHooks  # noqa: E402
+from parallel3d.trainer.plans import build_grid  # noqa: E402
 from parallel3d.worker.main import WorkerHooks, train_rank  # noqa: E402
 
 NUM_STAGES = 4
@@ -142,11 +144,9 @@ def work(config: Config, seconds: float, context: WorkerContext) -> int:
         context.rank,
         grid,
         make_stage=make_chunk,
-        train_lanes=NoText(),
-        evaluate_lanes=None,
+        lanes=RunLanes(train=NoText()),
         device=torch.device("cpu"),
-        on_instruction=phase_hook.on_instruction,
-        phase_hook=phase_hook.enter_phase,
+        hooks=RankHooks(on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase),
     )
 
     def start_watch(record: GenerationRecord) -> None:

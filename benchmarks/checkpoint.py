@@ -51,7 +51,10 @@ from parallel3d.config.load import resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
 from parallel3d.inprocess.world import ThreadWorld  # noqa: E402
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank  # noqa: E402
+from parallel3d.trainer.build import RunLanes, prepare_rank  # noqa: E402
+from parallel3d.trainer.context import RankContext, Transports  # noqa: E402
+from parallel3d.trainer.generation import start_rank  # noqa: E402
+from parallel3d.trainer.plans import build_grid  # noqa: E402
 from parallel3d.trainer.resume import state_to_json  # noqa: E402
 from parallel3d.trainer.step import train_step  # noqa: E402
 
@@ -67,7 +70,7 @@ class RandomTokens(Reader):
         return tokens, cursor
 
 
-def build(options: argparse.Namespace) -> RankRuntime:
+def build(options: argparse.Namespace) -> RankContext:
     config = Config.model_validate(
         {
             "model": {
@@ -89,19 +92,18 @@ def build(options: argparse.Namespace) -> RankRuntime:
         0,
         grid,
         make_stage=make_stage,
-        train_lanes=RandomTokens(options.vocab_size),
-        evaluate_lanes=None,
+        lanes=RunLanes(train=RandomTokens(options.vocab_size)),
         device=torch.device("cpu"),
     )
     start_rank(rank, grid, Transports(make_group=world.make_group(0), links=world.links(0), token=world.tokens[0]))
     return rank
 
 
-def snapshot_of(rank: RankRuntime) -> Snapshot:
+def snapshot_of(rank: RankContext) -> Snapshot:
     return take_snapshot(rank.optimizer, tp_rank=0, tp_size=1)
 
 
-def save(rank: RankRuntime, directory: Path, snapshot: Snapshot, write_throttle: WriteThrottle) -> None:
+def save(rank: RankContext, directory: Path, snapshot: Snapshot, write_throttle: WriteThrottle) -> None:
     """All of a save but the copy."""
     checkpoint_dir, step = CheckpointDirectory(directory), rank.state.iteration
     partial = checkpoint_dir.partial_path(step, 0)
@@ -125,7 +127,7 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def steps_during(rank: RankRuntime, is_done: Callable[[], bool]) -> list[float]:
+def steps_during(rank: RankContext, is_done: Callable[[], bool]) -> list[float]:
     """The steps that have both begun and ended before the save has."""
     steps = []
     while not is_done():
@@ -199,7 +201,7 @@ class SaveCost:
         self._writes: list[float] = []
         self._peaks: list[float] = []
 
-    def measure(self, rank: RankRuntime, begin: Callable[[], Future[Any]]) -> None:
+    def measure(self, rank: RankContext, begin: Callable[[], Future[Any]]) -> None:
         """One save; training waits until `begin` returns."""
         with peak_memory() as peak:
             started = time.perf_counter()

@@ -28,7 +28,7 @@ from parallel3d.pipeline.partition import stage_costs  # noqa: E402
 from parallel3d.pipeline.planner import Plan, complete_candidates  # noqa: E402
 from parallel3d.pipeline.timeline import draw_png, draw_text  # noqa: E402
 from parallel3d.precision.policy import POLICIES  # noqa: E402
-from parallel3d.trainer.build import build_grid, costs_of, plan_schedule, split_layers  # noqa: E402
+from parallel3d.trainer.plans import build_grid, costs_of, plan_schedule, split_layers  # noqa: E402
 
 MAX_ROUTES = 16
 

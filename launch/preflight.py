@@ -37,7 +37,7 @@ from parallel3d.config.sections.restart import RestartConfig  # noqa: E402
 from parallel3d.errors import CheckpointError, ConfigError, UserError  # noqa: E402
 from parallel3d.inprocess.compare_runs import BITWISE, LargestDifference, Tolerance, tolerance_of  # noqa: E402
 from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
-from parallel3d.trainer.build import build_grid  # noqa: E402
+from parallel3d.trainer.plans import build_grid  # noqa: E402
 from parallel3d.worker.main import choose_device  # noqa: E402
 
 NUM_STEPS, SAVED_STEP = 4, 3

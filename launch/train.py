@@ -20,7 +20,7 @@ from models.initial_weights import check_initial_weights, resolve_initial_weight
 from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
 from parallel3d.child_process import run_script  # noqa: E402
 from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.derived import save_intervals, stage_replicas, world_size  # noqa: E402
+from parallel3d.config.derived import save_intervals, world_size  # noqa: E402
 from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts  # noqa: E402
@@ -34,7 +34,7 @@ from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.monitor.environment import describe_environment  # noqa: E402
 from parallel3d.monitor.run_folder import LOGS, RunFolder  # noqa: E402
 from parallel3d.monitor.sinks import RunReporter  # noqa: E402
-from parallel3d.parallel.grid import Grid  # noqa: E402
+from parallel3d.trainer.plans import build_grid  # noqa: E402
 
 STOP_AND_SAVE_S = 120.0
 """From a stop asked for to SIGKILL, where a checkpoint is written in between."""
@@ -119,10 +119,10 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
 
 def elastic_settings(config: Config) -> ElasticSettings:
     """What the launching side must know to go on after a loss."""
-    parallel, elastic, debug = config.parallel, config.elastic, config.debug
+    elastic, debug = config.elastic, config.debug
     return ElasticSettings(
-        grid=Grid.of_replicas(stage_replicas(config), tp_size=parallel.tp_size, order=parallel.order),
-        zero_stage=parallel.zero_stage,
+        grid=build_grid(config),
+        zero_stage=config.parallel.zero_stage,
         zero_backups=elastic.zero_backups,
         enabled=elastic.enabled,
         heartbeat_timeout=elastic.heartbeat_timeout,

@@ -37,16 +37,11 @@ from parallel3d.inprocess.harness import RunResult, run_in_threads  # noqa: E402
 from parallel3d.parallel.abort import AbortToken  # noqa: E402
 from parallel3d.pipeline.check import check_plan  # noqa: E402
 from parallel3d.precision.policy import policy_of  # noqa: E402
-from parallel3d.trainer.build import (  # noqa: E402
-    RankRuntime,
-    Transports,
-    build_grid,
-    plan_batch,
-    plan_schedule,
-    prepare_rank,
-    split_layers,
-    start_rank,
-)
+from parallel3d.trainer.batching import plan_batch  # noqa: E402
+from parallel3d.trainer.build import RunLanes, prepare_rank  # noqa: E402
+from parallel3d.trainer.context import RankContext, Transports  # noqa: E402
+from parallel3d.trainer.generation import start_rank  # noqa: E402
+from parallel3d.trainer.plans import build_grid, plan_schedule, split_layers  # noqa: E402
 from parallel3d.worker.main import choose_num_threads  # noqa: E402
 
 ONE_PROCESS = "tp1.pp1.dp1"
@@ -266,17 +261,15 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> RunRe
     reader = build_reader(config, corpus)
     torch.set_num_threads(choose_num_threads(config, len(grid.ranks)))  # of every thread that begins after this
 
-    def build(rank: int, transports: Transports) -> RankRuntime:
+    def build(rank: int, transports: Transports) -> RankContext:
         torch.set_flush_denormal(True)
         runtime = prepare_rank(
             config,
             rank,
             grid,
             make_stage=make_stage,
-            train_lanes=reader,
-            evaluate_lanes=build_evaluation_lanes(config, corpus),
+            lanes=RunLanes(train=reader, evaluate=build_evaluation_lanes(config, corpus), eos_id=corpus.train.eos_id),
             device=torch.device("cpu"),
-            eos_id=corpus.train.eos_id,
             initial=open_initial_weights(resolve_initial_weights(config)),
         )
         start_rank(runtime, grid, transports)

@@ -70,6 +70,8 @@ PURE: tuple[str, ...] = (
         for name in ("instructions", "partition", "request", "routes", "simulator", "planner", "check", "timeline")
     ),
     "parallel3d.pipeline.route_map",
+    "parallel3d.layers.micro_batch",
+    "parallel3d.data.reader",
     *(f"parallel3d.optim.{name}" for name in ("bucket_plan", "shard_map", "state_norms")),
     *(f"parallel3d.checkpoint.{name}" for name in ("tensor_chunks", "index")),
     *(
@@ -84,7 +86,10 @@ PURE: tuple[str, ...] = (
     ),
     "parallel3d.elastic.coordinator.recovery_log",
     *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm")),
-    "parallel3d.trainer.learning_rate",
+    *(
+        f"parallel3d.trainer.{name}"
+        for name in ("learning_rate", "entry", "entry_layout", "state", "batching", "plans", "divergence_check")
+    ),
 )
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")
 

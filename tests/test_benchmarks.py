@@ -20,7 +20,7 @@ from benchmarks import bubble, cpu, data_wait, restarts  # noqa: E402
 from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
 from parallel3d.config.derived import world_size  # noqa: E402
 from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.trainer.build import Plans, build_grid  # noqa: E402
+from parallel3d.trainer.plans import Plans, build_grid  # noqa: E402
 
 WORKLOAD = Workload()
 

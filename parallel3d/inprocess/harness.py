@@ -24,15 +24,16 @@ from parallel3d.optim.bucket import Bucket
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.sharding import ParamSharding
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid
 from parallel3d.trainer.checkpointing import CheckpointSaver, NoSaver
+from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.loop import Trainer
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import Network, RecoveryManager
 from parallel3d.trainer.step import evaluate, train_step
 from parallel3d.worker.faults import FaultInjector
 
-BuildRank = Callable[[int, Transports], RankRuntime]
+BuildRank = Callable[[int, Transports], RankContext]
 
 GradRange = tuple[str, int, Tensor]
 """(parameter, first local element, values) of the gradient sums over an iteration."""
@@ -75,7 +76,7 @@ class RunResult:
     evaluation: float | None
 
 
-def run_rank(rank: RankRuntime, num_steps: int, on_step: Callable[[int], None] = lambda step: None) -> RankResult:
+def run_rank(rank: RankContext, num_steps: int, on_step: Callable[[int], None] = lambda step: None) -> RankResult:
     """Runs `num_steps` iterations from the start and one evaluation; `on_step` is told of each step that is done."""
     run = RankResult(
         coordinates=rank.coordinates,
@@ -150,10 +151,10 @@ class ThreadNetwork(Network):
 
 def run_elastic_in_threads(
     config: Config,
-    prepare: Callable[[int, FaultInjector], RankRuntime],
+    prepare: Callable[[int, FaultInjector], RankContext],
     faults: Sequence[FaultConfig],
     *,
-    save: Callable[[RankRuntime], CheckpointSaver] = lambda rank: NoSaver(),
+    save: Callable[[RankContext], CheckpointSaver] = lambda rank: NoSaver(),
     stop_at: int | None = None,
 ) -> ElasticRunResult:
     """Trains to the end of `config`, or to the step `stop_at`, with the real trainer, while `faults` take ranks out.
@@ -263,12 +264,12 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return distance / max(size, TINY) if math.isfinite(distance) else math.inf
 
 
-def _weights(rank: RankRuntime) -> dict[str, Tensor]:
+def _weights(rank: RankContext) -> dict[str, Tensor]:
     rank.optimizer.finish_gather()
     return {p.sharding.name: p.detach().clone() for b in rank.optimizer.buckets for p in b.parameters}
 
 
-def _grad_ranges(rank: RankRuntime) -> list[GradRange]:
+def _grad_ranges(rank: RankContext) -> list[GradRange]:
     return [piece for bucket in rank.optimizer.buckets for piece in _owned_grad_ranges(bucket)]
 
 

@@ -31,7 +31,7 @@ from parallel3d.checkpoint.write import BackgroundExecutor, SaveCancelled, Write
 from parallel3d.config.derived import save_intervals
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import POLL_S
-from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.entry import NO_SAVE_STATUS, Entry, SaveStatus
 from parallel3d.trainer.resume import state_to_json
 
@@ -119,7 +119,7 @@ class AsyncSaver(CheckpointSaver):
 
     def __init__(
         self,
-        rank: RankRuntime,
+        rank: RankContext,
         checkpoint_dir: CheckpointDirectory,
         text: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
@@ -191,8 +191,7 @@ class AsyncSaver(CheckpointSaver):
 
     def _start(self, step: int, training_loss: float | None) -> None:
         rank = self._rank
-        assert rank.parts is not None
-        partial = self._checkpoint_dir.partial_path(step, rank.parts.generation)
+        partial = self._checkpoint_dir.partial_path(step, rank.current.number)
         snapshot = take_snapshot(rank.optimizer, tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size)
         write_throttle, cancelled = WriteThrottle(self._settings.write_share), threading.Event()
         self._save = _PendingSave(

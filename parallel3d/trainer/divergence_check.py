@@ -6,7 +6,7 @@ Further signs belong here, too.
 
 from __future__ import annotations
 
-from parallel3d.trainer.entry import TrainState
+from parallel3d.trainer.state import TrainState
 
 MAX_SKIPPED_AT_MIN_SCALE = 1
 """Steps in a row whose gradients may be infinite at the smallest loss scale; the next one has diverged."""

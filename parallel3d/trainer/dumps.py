@@ -14,12 +14,12 @@ from parallel3d.debug.recorder import Recorder, name_modules, recording_hooks
 from parallel3d.debug.slab import Slab, parameter_slab
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.run_folder import DUMPS
-from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.entry import Entry
 
 
 @contextmanager
-def record_tensors(rank: RankRuntime, batch: BatchPlan) -> Iterator[Recorder | None]:
+def record_tensors(rank: RankContext, batch: BatchPlan) -> Iterator[Recorder | None]:
     """Records what runs within, if this step is to be dumped."""
     asked = rank.config.debug.dump_tensors
     if batch.iteration not in asked.steps:
@@ -30,7 +30,7 @@ def record_tensors(rank: RankRuntime, batch: BatchPlan) -> Iterator[Recorder | N
         yield recorder
 
 
-def write_step_dump(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path:
+def write_step_dump(rank: RankContext, entry: Entry, recorder: Recorder) -> Path:
     """Writes this rank's file; call it before the update, which changes the weights."""
     scale = entry.grad_scale(None)
     of_activations = scale / recorder.batch.loss_factor  # those of parameters are without it once they are reduced
@@ -52,12 +52,12 @@ def write_step_dump(rank: RankRuntime, entry: Entry, recorder: Recorder) -> Path
     return write_dump(dump_directory(rank), dump)
 
 
-def dump_directory(rank: RankRuntime) -> Path:
+def dump_directory(rank: RankContext) -> Path:
     config = rank.config
     return Path(config.debug.dump_tensors.directory or Path(str(config.run.directory)) / DUMPS)
 
 
-def _parameters(rank: RankRuntime, scale: float) -> Iterator[tuple[Slab, Tensor]]:
+def _parameters(rank: RankContext, scale: float) -> Iterator[tuple[Slab, Tensor]]:
     """Weights and gradients of the ranges that this rank owns."""
     depths = {name: (number, depth) for number, (name, depth) in enumerate(_parameter_depths(rank))}
     for bucket in rank.optimizer.buckets:
@@ -89,7 +89,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
-def _parameter_depths(rank: RankRuntime) -> Iterator[tuple[str, int]]:
+def _parameter_depths(rank: RankContext) -> Iterator[tuple[str, int]]:
     """The parameters of the stage in forward order, each with the layer that it belongs to."""
     for named in name_modules(rank.chunks):
         for parameter in named.module.parameters(recurse=False):

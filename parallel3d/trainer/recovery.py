@@ -23,13 +23,17 @@ from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, Gener
 from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
 from parallel3d.errors import GenerationEnded
 from parallel3d.optim.distributed_optimizer import ReshardPlan
+from parallel3d.optim.shard_map import ShardMaps
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.background import run_in_background
+from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import Group
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Links
-from parallel3d.trainer.build import Plans, RankRuntime, Transports
+from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.entry import entry_from_json
+from parallel3d.trainer.generation import build_rank_groups, join_generation, leave_generation, shard_maps_of
+from parallel3d.trainer.plans import Plans
 
 
 class Network(ABC):
@@ -50,7 +54,7 @@ class RecoveryManager:
 
     def __init__(
         self,
-        rank: RankRuntime,
+        rank: RankContext,
         membership: MembershipClient,
         network: Network,
         *,
@@ -87,7 +91,7 @@ class RecoveryManager:
     def leave_generation(self, reason: str = "") -> None:
         """Fixes this rank's position: afterwards nothing of the generation changes what it holds."""
         self._token.abort(reason or "this rank has left the generation")
-        if (groups := self.rank.leave()) is not None:
+        if (groups := leave_generation(self.rank)) is not None:
             groups.abort()
             self._abandoned.append(groups)
         self.rank.optimizer.discard()
@@ -101,7 +105,7 @@ class RecoveryManager:
     # --- the way in -----------------------------------------------------------------------------------------------
 
     def _report(self, generation: int) -> StateReport:
-        self.rank.phase_hook("recovery_report")
+        self.rank.hooks.phase_hook("recovery_report")
         state = self.rank.state
         return StateReport(
             rank=self.rank.rank,
@@ -123,19 +127,21 @@ class RecoveryManager:
         try:
             return self._join_with(record, transports)
         finally:
-            if self.rank.parts is None:
+            if self.rank.generation is None:
                 transports.links.close()
 
     def _join_with(self, record: GenerationRecord, transports: Transports) -> bool:
         rank = self.rank
         has_place = record.grid.holds(rank.rank)
         building = run_in_background(  # meanwhile state moves
-            lambda: rank.build_groups(record.grid, record.generation, transports) if has_place else None,
+            lambda: build_rank_groups(rank, record.grid, record.generation, transports) if has_place else None,
             "build-groups",
         )
         plans = Plans(rank.config, record.grid)
         try:
-            self._move_state(record, transports.links, digest=lambda: rank.plan_next(plans).digest if has_place else "")
+            self._move_state(
+                record, transports.links, digest=lambda: plans.next(rank.state).digest if has_place else ""
+            )
         except GenerationEnded:
             building.add_done_callback(_close_unused)
             raise
@@ -145,8 +151,8 @@ class RecoveryManager:
             groups = building.result()  # bounded: it ends with the generation
         if groups is None:
             return False
-        rank.phase_hook("recovery_groups")
-        rank.join(record.generation, groups, plans, transports)
+        rank.hooks.phase_hook("recovery_groups")
+        join_generation(rank, record.generation, groups, plans, transports)
         if not record.weights_gathered:
             rank.optimizer.gather()
         if rank.is_leader:
@@ -156,7 +162,7 @@ class RecoveryManager:
                     "kind": "resumed",
                     "generation": record.generation,
                     "regroup_s": regroup_s,
-                    "plan": rank.train_plan.reason,
+                    "plan": plans.next(rank.state).reason,
                 }
             )
         return True
@@ -165,19 +171,22 @@ class RecoveryManager:
         """Builds the new cut's ranges beside the old ones; returns when everybody has, raises GenerationEnded when
         not."""
         rank = self.rank
-        rank.phase_hook("recovery_moves")
+        rank.hooks.phase_hook("recovery_moves")
         moved_bytes = rank.optimizer.reshard(
             ReshardPlan(
                 generation=record.generation,
-                old=None if record.previous is None else rank.shard_maps_on(record.previous, record.hosts),
-                new=rank.shard_maps_on(record.grid, record.hosts),
+                old=None if record.previous is None else self._shard_maps(record.previous, record),
+                new=self._shard_maps(record.grid, record),
                 live=record.members,
                 weights_gathered=record.weights_gathered,
             ),
             links,
         )
-        rank.phase_hook("recovery_confirm")
+        rank.hooks.phase_hook("recovery_confirm")
         self._membership.confirm(record.generation, digest=digest(), moved_bytes=moved_bytes)
+
+    def _shard_maps(self, grid: Grid, record: GenerationRecord) -> ShardMaps:
+        return shard_maps_of(self.rank.config, self.rank.coordinates, grid, record.hosts)
 
     def _apply_missing_entries(self, record: GenerationRecord) -> None:
         """Takes the newest entry that anybody holds. Its gradients are here: who holds it proves that all had them.

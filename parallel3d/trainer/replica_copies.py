@@ -20,19 +20,19 @@ from parallel3d.debug.digest import digest
 from parallel3d.debug.replica_check import ReplicaCopy, checksums_of, describe_difference, find_differences
 from parallel3d.errors import ReplicasDiffer
 from parallel3d.optim.bucket import Bucket
-from parallel3d.trainer.build import RankRuntime
+from parallel3d.trainer.context import RankContext
 
 MAX_NAMED = 10
 STATE_NAMES = ("first moment", "second moment", "master weights")
 
 
-def is_check_due(rank: RankRuntime, iteration: int) -> bool:
+def is_check_due(rank: RankContext, iteration: int) -> bool:
     """Whether this iteration checks the copies: the same on every rank."""
     every = rank.config.debug.replica_check_every
     return every is not None and iteration % every == 0
 
 
-def replica_checksums(rank: RankRuntime, iteration: int) -> dict[int, list[int]]:
+def replica_checksums(rank: RankContext, iteration: int) -> dict[int, list[int]]:
     """This rank's part of the check, by stage; what the first stage shares with the last goes to its own slots."""
     held: defaultdict[int, list[ReplicaCopy]] = defaultdict(list)
     rank.optimizer.finish_gather()
@@ -41,7 +41,7 @@ def replica_checksums(rank: RankRuntime, iteration: int) -> dict[int, list[int]]
     return {stage: checksums_of(mine, rank=rank.rank, iteration=iteration) for stage, mine in held.items()}
 
 
-def report_differences(rank: RankRuntime, iteration: int) -> str:
+def report_differences(rank: RankContext, iteration: int) -> str:
     """Names what differs, once the sums say that something does: all ranks call it, and get the same text.
 
     Raises ReplicasDiffer where `debug.replica_check_action` is "stop".
@@ -74,7 +74,7 @@ class SharedRange:
         return f"{what} of {self.parameter}[{span.start - self.offset}:{span.stop - self.offset}]{self.where}"
 
 
-def copies_of(rank: RankRuntime, bucket: Bucket) -> Iterator[ReplicaCopy]:
+def copies_of(rank: RankContext, bucket: Bucket) -> Iterator[ReplicaCopy]:
     """All of a bucket that this rank holds and others too, parameter by parameter."""
     grid, coordinates = rank.grid, rank.coordinates
     replicas = (
@@ -87,7 +87,7 @@ def copies_of(rank: RankRuntime, bucket: Bucket) -> Iterator[ReplicaCopy]:
         yield from _state(rank, bucket, shared_range)
 
 
-def _state(rank: RankRuntime, bucket: Bucket, shared_range: SharedRange) -> Iterator[ReplicaCopy]:
+def _state(rank: RankContext, bucket: Bucket, shared_range: SharedRange) -> Iterator[ReplicaCopy]:
     """Of the ranges held: an owner's and its backups', or the owners' among neighbours."""
     shard_map = rank.optimizer.shard_map_of(bucket)
     for shard, number in zip(bucket.shards, shard_map.ranges_of(rank.rank)):
@@ -102,7 +102,7 @@ def _state(rank: RankRuntime, bucket: Bucket, shared_range: SharedRange) -> Iter
             )
 
 
-def _shared_ranges(rank: RankRuntime, bucket: Bucket) -> Iterator[SharedRange]:
+def _shared_ranges(rank: RankContext, bucket: Bucket) -> Iterator[SharedRange]:
     """Each parameter over the replicas, and what tensor-parallel ranks hold in common over those."""
     key, tp_ranks, at = bucket.plan.key, rank.grid.tp_ranks(rank.coordinates.replica), rank.coordinates.tp
     first = at // key.copies * key.copies
@@ -122,7 +122,7 @@ def _shared_ranges(rank: RankRuntime, bucket: Bucket) -> Iterator[SharedRange]:
             yield replace(whole, where=f" at tp{first} to tp{first + key.copies - 1}", span=part, neighbours=neighbours)
 
 
-def all_gather_tables(rank: RankRuntime, table: dict[str, int]) -> dict[int, dict[str, int]]:
+def all_gather_tables(rank: RankContext, table: dict[str, int]) -> dict[int, dict[str, int]]:
     """Every rank's table, by rank: an all-gather over all ranks of the grid, padded to the longest."""
     world = rank.groups.world
     text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)

@@ -22,8 +22,9 @@ from parallel3d.config.same_model import NON_WEIGHT_FIELDS
 from parallel3d.config.schema import Config
 from parallel3d.errors import CheckpointError
 from parallel3d.precision.loss_scale import LossScale
-from parallel3d.trainer.build import RankRuntime
-from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
+from parallel3d.trainer.context import RankContext
+from parallel3d.trainer.entry import Entry, EvaluationEntry
+from parallel3d.trainer.state import TrainState
 
 Json = dict[str, Any]
 
@@ -87,7 +88,7 @@ def skip_data_to(state: TrainState, data: Json) -> TrainState:
     )
 
 
-def resume(rank: RankRuntime, folder: Path, text: Json) -> list[str]:
+def resume(rank: RankContext, folder: Path, text: Json) -> list[str]:
     """Lets a prepared rank begin from a checkpoint, of which the bytes have been verified; what a person shall know.
 
     Raises CheckpointError for one of another run.

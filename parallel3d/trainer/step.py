@@ -15,9 +15,11 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
-from parallel3d.trainer.build import RankRuntime, plan_batch
+from parallel3d.trainer.batching import next_batch, plan_batch
+from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.dumps import record_tensors, write_step_dump
 from parallel3d.trainer.entry import NO_SAVE_STATUS, Contribution, Entry, EvaluationEntry, SaveStatus
+from parallel3d.trainer.plans import num_micro_batches_at
 from parallel3d.trainer.replica_copies import is_check_due, replica_checksums, report_differences
 
 NUM_TELEMETRY = 3
@@ -51,7 +53,7 @@ class StepReport:
 
 
 def train_step(
-    rank: RankRuntime,
+    rank: RankContext,
     *,
     stop: bool = False,
     leave: bool = False,
@@ -65,8 +67,9 @@ def train_step(
     non-finite gradient updates nothing, on all ranks alike.
     """
     started = time.perf_counter()
-    batch, plan = rank.train_batch(rank.state.iteration + 1), rank.train_plan
-    rank.optimizer.begin_iteration(batch.iteration, rank.num_micro_batches, batch.loss_factor)
+    batch, plan = next_batch(rank.config, rank.state), rank.plans.next(rank.state)
+    num_micro_batches = num_micro_batches_at(plan, rank.coordinates)
+    rank.optimizer.begin_iteration(batch.iteration, num_micro_batches, batch.loss_factor)
     rank.train_loader.begin(rank.state.cursors, rank.state.tokens_read)
     with record_tensors(rank, batch) as recorder:
         result = rank.executor.run(plan.lists.get(rank.coordinates.replica, ()), batch, rank.train_loader.load)
@@ -90,7 +93,7 @@ def train_step(
 
 
 def build_contribution(
-    rank: RankRuntime, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, save_status: SaveStatus
+    rank: RankContext, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, save_status: SaveStatus
 ) -> Contribution:
     """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
     optimizer = rank.optimizer
@@ -120,14 +123,14 @@ def build_contribution(
 
 
 def all_reduce_entry(
-    rank: RankRuntime, batch: BatchPlan, part: Contribution, result: StageResult
+    rank: RankContext, batch: BatchPlan, part: Contribution, result: StageResult
 ) -> tuple[Entry, Telemetry]:
     """The one all-reduce over all ranks of the grid: the entry, and what else they tell each other.
 
     Every rank's seconds and bytes ride behind what the entry is made of. They are never part of it: a replay is the
     same entry.
     """
-    layout = rank.layout_of(batch)
+    layout = rank.layout.for_batch(batch)
     words, own_telemetry = layout.pack(part), [0.0] * (NUM_TELEMETRY * len(rank.grid.ranks))
     coordinates = NUM_TELEMETRY * rank.grid.ranks.index(rank.rank)
     own_telemetry[coordinates : coordinates + NUM_TELEMETRY] = (
@@ -137,7 +140,7 @@ def all_reduce_entry(
     )
     vector = torch.tensor(words + own_telemetry, dtype=torch.float64)
     work = rank.groups.world.all_reduce_async(vector)
-    rank.phase_hook("all_reduce")
+    rank.hooks.phase_hook("all_reduce")
     work.wait()
     total = vector.tolist()
     busy_s, run_s, num_bytes = (total[len(words) + number :: NUM_TELEMETRY] for number in range(NUM_TELEMETRY))
@@ -164,7 +167,7 @@ def bubble_of(busy: Sequence[float], run: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def evaluate(rank: RankRuntime) -> EvaluationEntry:
+def evaluate(rank: RankContext) -> EvaluationEntry:
     """Mean loss of a token of the validation text: always the same sequences, the same result on every layout.
 
     The entry is folded into `rank.state`; its loss is None when there is no validation text.
@@ -174,7 +177,7 @@ def evaluate(rank: RankRuntime) -> EvaluationEntry:
     return entry
 
 
-def _evaluation_loss(rank: RankRuntime) -> float | None:
+def _evaluation_loss(rank: RankContext) -> float | None:
     if rank.evaluate_loader is None:
         return None
     rank.optimizer.finish_gather()
@@ -182,11 +185,12 @@ def _evaluation_loss(rank: RankRuntime) -> float | None:
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin(((),) * batch.num_slots, 0)
-    steps = rank.evaluate_plan.lists.get(rank.coordinates.replica, ())
+    steps = rank.plans.evaluate.lists.get(rank.coordinates.replica, ())
     result = rank.executor.run(steps, batch, rank.evaluate_loader.load)
-    speaks = rank.coordinates.tp == 0
-    loss_sum = ExactSum.of(result.losses.values() if speaks else ())
-    sums = torch.tensor([*loss_sum.to_floats(), result.num_target_tokens * speaks], dtype=torch.float64)
-    rank.phase_hook("evaluate")
-    *slots, num_tokens = rank.groups.world.all_reduce(sums).tolist()
-    return ExactSum.from_floats(slots).value / num_tokens
+    counts = rank.coordinates.tp == 0  # the other tensor-parallel ranks hold the same losses
+    loss_sum = ExactSum.of(result.losses.values() if counts else ())
+    num_tokens = result.num_target_tokens if counts else 0
+    sums = torch.tensor([*loss_sum.to_floats(), num_tokens], dtype=torch.float64)
+    rank.hooks.phase_hook("evaluate")
+    *loss_floats, num_tokens = rank.groups.world.all_reduce(sums).tolist()
+    return ExactSum.from_floats(loss_floats).value / num_tokens

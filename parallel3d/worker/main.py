@@ -48,10 +48,15 @@ from parallel3d.parallel.nccl_group import NCCL_ENVIRONMENT, NcclGroup
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.staged_group import StagedGroup
 from parallel3d.pipeline.instructions import Instruction
-from parallel3d.trainer.build import MakeStage, RankRuntime, Transports, build_grid, plan_batch, prepare_rank
+from parallel3d.trainer.batching import plan_batch
+from parallel3d.trainer.build import MakeStage, RunLanes, prepare_rank
 from parallel3d.trainer.checkpointing import AsyncSaver, CheckpointSaver, NoSaver
-from parallel3d.trainer.loop import Phase, Trainer, describe_layout, describe_start
+from parallel3d.trainer.context import RankContext, RankHooks, Transports
+from parallel3d.trainer.generation import close_generation
+from parallel3d.trainer.loop import Phase, Trainer
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import Network, RecoveryManager
+from parallel3d.trainer.reporting import describe_layout, describe_start
 from parallel3d.trainer.resume import resume, skip_data_to
 from parallel3d.worker.faults import FaultInjector, plan_faults
 
@@ -103,14 +108,10 @@ def run_worker(
         context.rank,
         grid,
         make_stage=make_stage,
-        train_lanes=prefetcher,
-        evaluate_lanes=build_evaluation_lanes(config, corpus),
+        lanes=RunLanes(train=prefetcher, evaluate=build_evaluation_lanes(config, corpus), eos_id=corpus.train.eos_id),
         device=device,
-        eos_id=corpus.train.eos_id,
         initial=open_initial_weights(config) if start.checkpoint is None else None,
-        on_instruction=phase_hook.on_instruction,
-        phase_hook=phase_hook.enter_phase,
-        label=trace.label,
+        hooks=RankHooks(on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase, label=trace.label),
     )
     phase_hook.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     text, total = fingerprint_data(config, corpus), describe_total(config)
@@ -135,7 +136,7 @@ def run_worker(
     return 0
 
 
-def train_rank(rank: RankRuntime, context: WorkerContext, phase_hook: WorkerHooks, **watchers: Any) -> bool:
+def train_rank(rank: RankContext, context: WorkerContext, phase_hook: WorkerHooks, **watchers: Any) -> bool:
     """Trains a rank that is prepared, to the end; False when it has left before or had no place then."""
     control = context.control
     network = SocketNetwork(rank.config, context, rank.device)
@@ -150,11 +151,11 @@ def train_rank(rank: RankRuntime, context: WorkerContext, phase_hook: WorkerHook
     )
     is_here = trainer.run()
     if is_here:
-        rank.close()
+        close_generation(rank)
     return is_here
 
 
-def build_saver(rank: RankRuntime, text: dict[str, Any], files: Mapping[str, bytes]) -> CheckpointSaver:
+def build_saver(rank: RankContext, text: dict[str, Any], files: Mapping[str, bytes]) -> CheckpointSaver:
     settings = rank.config.checkpoint
     if not (settings.save_at_end or save_intervals(settings)):
         return NoSaver()
@@ -205,7 +206,7 @@ class WorkerHooks:
         self._injector.begin_step(step)
 
 
-def corrupt_weight(rank: RankRuntime, kind: str) -> None:
+def corrupt_weight(rank: RankContext, kind: str) -> None:
     """An injected fault of this process' memory, once all weights are there: the lowest bit of the first one (flip), or
     all of its bits (nan)."""
     rank.optimizer.finish_gather()
@@ -306,7 +307,7 @@ class SocketNetwork(Network):
         return Transports(make_group=make_group, links=links, token=token)
 
 
-def measure_round_trip(rank: RankRuntime) -> float:
+def measure_round_trip(rank: RankContext) -> float:
     """Mean seconds of a small all-reduce over all ranks, there and back."""
     number = torch.zeros(1)
     rank.groups.world.all_reduce(number)
@@ -325,7 +326,7 @@ def describe_total(config: Config) -> dict[str, Any]:
 
 def log_generation(
     record: GenerationRecord,
-    rank: RankRuntime,
+    rank: RankContext,
     corpus: Corpus,
     control: ControlChannel,
     total: dict[str, Any],
@@ -340,7 +341,7 @@ def log_generation(
         print(f"generation {record.generation}: training again at {time.monotonic():.6f}", flush=True)
 
 
-def log_start(rank: RankRuntime, corpus: Corpus, control: ControlChannel, *, is_restart: bool) -> None:
+def log_start(rank: RankContext, corpus: Corpus, control: ControlChannel, *, is_restart: bool) -> None:
     """The leader tells what starts, if that is new; all take part in finding out how much state each rank holds."""
     state = torch.zeros(len(rank.grid.ranks), dtype=torch.float64)
     state[rank.grid.ranks.index(rank.rank)] = rank.optimizer.state_bytes()
@@ -368,7 +369,7 @@ def log_start(rank: RankRuntime, corpus: Corpus, control: ControlChannel, *, is_
     control.publish({"kind": "round_trip", "seconds": round_trip_s})
 
 
-def describe_run(rank: RankRuntime, corpus: Corpus) -> dict[str, Any]:
+def describe_run(rank: RankContext, corpus: Corpus) -> dict[str, Any]:
     """What the summary says beyond the trainer's own figures."""
     config = rank.config
     return {

@@ -38,7 +38,10 @@ from parallel3d.inprocess.harness import RunResult, assemble_run, run_in_threads
 from parallel3d.monitor.run_folder import RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.parallel.grid import Grid
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, prepare_rank, start_rank
+from parallel3d.trainer.build import RunLanes, prepare_rank
+from parallel3d.trainer.context import RankContext, Transports
+from parallel3d.trainer.generation import close_generation, start_rank
+from parallel3d.trainer.plans import build_grid
 from parallel3d.worker.main import SocketNetwork
 
 
@@ -87,18 +90,20 @@ def make_config(*, world_size: int | None = None, **changes) -> Config:
     return config
 
 
-def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **watchers) -> RankRuntime:
-    """One rank of a cell, on the help topics; `train_lanes` for a test that watches the reads."""
+def prepare(config: Config, grid: Grid, rank: int, train_lanes=None, **options) -> RankContext:
+    """Prepares one rank of a cell on the help topics; `train_lanes` is for tests that watch the reads."""
     return prepare_rank(
         config,
         rank,
         grid,
         make_stage=make_stage,
-        train_lanes=train_lanes or topic_lanes(config),
-        evaluate_lanes=Lanes(TokenizedDocuments(Texts(), ByteTokenizer()), config.run.seed + 1, 5),
+        lanes=RunLanes(
+            train=train_lanes or topic_lanes(config),
+            evaluate=Lanes(TokenizedDocuments(Texts(), ByteTokenizer()), config.run.seed + 1, 5),
+            eos_id=ByteTokenizer.eos_id,
+        ),
         device=torch.device("cpu"),
-        eos_id=ByteTokenizer.eos_id,
-        **watchers,
+        **options,
     )
 
 
@@ -109,7 +114,7 @@ def blend_from(token: int) -> dict:
     return dict(sources={"even": ["."], "odd": ["."]}, stages=stages)
 
 
-def build(config: Config, grid: Grid, rank: int, transports: Transports, train_lanes=None) -> RankRuntime:
+def build(config: Config, grid: Grid, rank: int, transports: Transports, train_lanes=None) -> RankContext:
     """A rank that has begun, in a world that stays as it is."""
     runtime = prepare(config, grid, rank, train_lanes)
     start_rank(runtime, grid, transports)
@@ -522,7 +527,7 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
         torch.set_num_threads(1)
         runtime = build(config, grid, context.rank, connect_transports(config, grid, context))
         torch.save(run_rank(runtime, cell.steps), directory / f"{context.rank}.pt")
-        runtime.close()
+        close_generation(runtime)
         return 0
 
     return run_workers(

@@ -23,7 +23,8 @@ from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.monitor.run_folder import METRICS, SUMMARY, RunFolder
 from parallel3d.monitor.sinks import RunReporter
-from parallel3d.trainer.build import build_grid
+from parallel3d.trainer.context import RankHooks
+from parallel3d.trainer.plans import build_grid
 from parallel3d.worker.faults import STEP_PHASES
 from parallel3d.worker.main import WorkerHooks, train_rank
 from tests.support.cells import make_config, prepare
@@ -157,9 +158,8 @@ def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
     grid = build_grid(config)
     context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
     phase_hook = WorkerHooks(config, context)
-    rank = prepare(
-        config, grid, context.rank, on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase
-    )
+    watches = RankHooks(on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase)
+    rank = prepare(config, grid, context.rank, hooks=watches)
 
     def start_watch(record: GenerationRecord) -> None:
         if record.previous is None:

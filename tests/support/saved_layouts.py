@@ -16,7 +16,9 @@ from parallel3d.config.schema import Config
 from parallel3d.inprocess.harness import RankResult, assemble_run
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.layers.init import InitMethod
-from parallel3d.trainer.build import RankRuntime, Transports, build_grid, start_rank
+from parallel3d.trainer.context import RankContext, Transports
+from parallel3d.trainer.generation import start_rank
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.resume import resume, state_to_json
 from parallel3d.trainer.step import train_step
 from tests.support import cells
@@ -26,12 +28,12 @@ TEXT = {"fingerprint": "topics"}
 
 def run_layout(
     config: Config, *, start: Path | None = None, initial: InitMethod | None = None, steps: int = 0
-) -> tuple[dict[str, Tensor], list[Snapshot], list[RankRuntime]]:
+) -> tuple[dict[str, Tensor], list[Snapshot], list[RankContext]]:
     """Global weights of a layout that begins from a checkpoint, from given weights or the seed (none where no step was
     ever made), and what each rank would save."""
     grid = build_grid(config)
 
-    def body(rank: int, world: ThreadWorld) -> tuple[RankResult, Snapshot, RankRuntime]:
+    def body(rank: int, world: ThreadWorld) -> tuple[RankResult, Snapshot, RankContext]:
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
         runtime = cells.prepare(config, grid, rank, initial=initial)
         if start is not None:
@@ -60,7 +62,7 @@ def run_layout(
 def save(
     directory: Path,
     snapshots: list[Snapshot],
-    runtime: RankRuntime,
+    runtime: RankContext,
     *,
     step: int | None = None,
 ) -> Path:

@@ -12,7 +12,9 @@ from parallel3d.config.schema import Config, FaultConfig
 from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads
 from parallel3d.parallel.grid import Grid
-from parallel3d.trainer.build import RankRuntime, build_grid
+from parallel3d.trainer.context import RankContext, RankHooks
+from parallel3d.trainer.plans import build_grid
+from parallel3d.worker.faults import FaultInjector
 from tests.support import cells
 
 LAYOUTS = {
@@ -130,23 +132,22 @@ def phases_of(grid: Grid, rank: int) -> list[str]:
     return [phase for phase in (*EARLY, *LATE) if phase != "load" or grid.coordinates(rank).pp == 0]
 
 
+def fault_hooks(injector: FaultInjector) -> RankHooks:
+    """Hooks that show a fault injector every instruction and every phase."""
+    return RankHooks(on_instruction=lambda step: injector.enter_instruction(step.op.value), phase_hook=injector)
+
+
 def run(
     config: Config,
     faults: Sequence[FaultConfig] = (),
     *,
-    watch: Callable[[int, RankRuntime], None] = lambda rank, runtime: None,
+    watch: Callable[[int, RankContext], None] = lambda rank, runtime: None,
 ) -> ElasticRunResult:
     """The configuration in threads with these faults; `watch` may put its own ear to a rank."""
     grid = build_grid(config)
 
-    def prepare(rank: int, phase_hook) -> RankRuntime:
-        runtime = cells.prepare(
-            config,
-            grid,
-            rank,
-            on_instruction=lambda step: phase_hook.enter_instruction(step.op.value),
-            phase_hook=phase_hook,
-        )
+    def prepare(rank: int, phase_hook) -> RankContext:
+        runtime = cells.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
         watch(rank, runtime)
         return runtime
 

@@ -15,7 +15,9 @@ from parallel3d.checkpoint.read import CheckpointReader, load_shard
 from parallel3d.checkpoint.weights import FILE
 from parallel3d.errors import CheckpointError
 from parallel3d.inprocess.world import ThreadWorld
-from parallel3d.trainer.build import Transports, build_grid, start_rank
+from parallel3d.trainer.context import Transports
+from parallel3d.trainer.generation import start_rank
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.step import evaluate
 from tests.support import cells
 from tests.support.saved_layouts import read_all, run_layout, save

@@ -11,12 +11,12 @@ import torch
 from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.inprocess.harness import run_elastic_in_threads
-from parallel3d.trainer.build import build_grid
 from parallel3d.trainer.checkpointing import AsyncSaver
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.resume import resume
 from tests.support import cells
 from tests.support.saved_layouts import TEXT, assert_equal, read_all, run_layout
-from tests.support.thread_cells import MONITORED, kill_fault
+from tests.support.thread_cells import MONITORED, fault_hooks, kill_fault
 
 LAYOUTS = {
     "cube": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),
@@ -47,7 +47,7 @@ class WatchedSaver(AsyncSaver):
 
     def begin_generation(self):
         texts = super().begin_generation()
-        return self._open_gate(texts, self._rank.parts.generation > 0)
+        return self._open_gate(texts, self._rank.current.number > 0)
 
     def begin(self, training_loss):
         was_busy = self._save is not None
@@ -64,13 +64,7 @@ def train(config, directory, faults=(), *, start=None, disk=None, stop_at=None):
     grid = build_grid(config)
 
     def prepare(rank, phase_hook):
-        runtime = cells.prepare(
-            config,
-            grid,
-            rank,
-            on_instruction=lambda step: phase_hook.enter_instruction(step.op.value),
-            phase_hook=phase_hook,
-        )
+        runtime = cells.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
         if start is not None:
             resume(runtime, Path(start), TEXT)
         return runtime

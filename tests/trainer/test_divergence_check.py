@@ -8,12 +8,13 @@ from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.errors import EXIT_DIVERGED, Diverged
 from parallel3d.precision.loss_scale import LossScale
 from parallel3d.trainer.divergence_check import find_divergence
-from parallel3d.trainer.entry import Entry, TrainState
+from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to
+from parallel3d.trainer.state import TrainState
 from tests.support.thread_cells import kill_fault
 from tests.trainer.test_checkpointing import GatedDisk, WatchedSaver, config_of, train
 
-START = TrainState.start(((0, 0, 0),))
+START = TrainState(cursors=((0, 0, 0),))
 FP16 = replace(START, loss_scale=LossScale(scale=4.0, growth_interval=3))
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from parallel3d.errors import ProtocolError
 from parallel3d.optim.state_norms import StateNorms
 from parallel3d.precision.fixed_point import ExactSum
-from parallel3d.trainer.entry import Contribution, Entry, EntryLayout, EvaluationEntry, TrainState, entry_from_json
+from parallel3d.trainer.entry import Contribution, Entry, EvaluationEntry, entry_from_json
+from parallel3d.trainer.entry_layout import EntryLayout
+from parallel3d.trainer.state import TrainState
 
 LAYOUT = EntryLayout(num_stages=2, num_micro_batches=3, num_slots=4, cursor_size=5)
 BACKWARD_COUNTS = {(stage, micro_batch): 1 for stage in range(2) for micro_batch in range(3)}
@@ -182,7 +184,7 @@ def histories(draw):
 
 
 def apply(history):
-    state = TrainState.start(((0, 0, 0),))
+    state = TrainState(cursors=((0, 0, 0),))
     for each in history:
         state = state.apply(each)
     return state
@@ -191,7 +193,7 @@ def apply(history):
 @given(histories(), st.data())
 def test_whatever_was_folded_already_changes_nothing(history, data):
     """Each entry again, at any later point: what a record brings to those who have it."""
-    state = TrainState.start(((0, 0, 0),))
+    state = TrainState(cursors=((0, 0, 0),))
     for number, each in enumerate(history):
         state = state.apply(each)
         again = data.draw(st.sampled_from(history[: number + 1]))
@@ -236,7 +238,7 @@ def test_nothing_is_folded_out_of_turn():
 
 
 def test_the_newest_of_nothing_is_nothing():
-    assert TrainState.start(((0,), (1,))).newest == ()
+    assert TrainState(cursors=((0,), (1,))).newest == ()
     assert apply([entry(1)]).newest == (entry(1),)
     evaluation = EvaluationEntry(iteration=1, loss=1.0)
     assert apply([entry(1), evaluation]).newest == (entry(1), evaluation)

@@ -21,6 +21,7 @@ import random
 
 import pytest
 
+from parallel3d.trainer.generation import shard_maps_of
 from tests.support import cells
 from tests.support.thread_cells import (
     AFTER_GO,
@@ -369,7 +370,7 @@ def test_only_what_is_missing_travels(rank, phase, num_rows):
     left, _ = grid.without({rank})
     survivors = left.dp_ranks(rank // 4, 0)
     one = cells.prepare(config, grid, survivors[0])
-    before, after = one.shard_maps_on(grid, {}).stage, one.shard_maps_on(left, {}).stage
+    before, after = (shard_maps_of(config, one.coordinates, each, {}).stage for each in (grid, left))
     num_elements = sum(
         len(elements_of(bucket.plan, after, other) - elements_of(bucket.plan, before, other))
         for bucket in one.optimizer.buckets

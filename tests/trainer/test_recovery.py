@@ -4,6 +4,8 @@ suspicions that only it has, the first generation and the last step.
 All runs are compared bit for bit with the undisturbed one.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from parallel3d.errors import GenerationEnded
@@ -39,7 +41,7 @@ def block_result(monkeypatch):
 
     def arrange(ranks, phase, reports):
         def watch(rank, runtime):
-            phase_hook = runtime.phase_hook
+            phase_hook = runtime.hooks.phase_hook
 
             def enter(entered):
                 state = runtime.state
@@ -52,7 +54,7 @@ def block_result(monkeypatch):
                     were_blocked.add(rank)
                 phase_hook(entered)
 
-            runtime.phase_hook = enter
+            runtime.hooks = replace(runtime.hooks, phase_hook=enter)
 
         return watch
 

@@ -1,12 +1,15 @@
 """The replica check in whole runs: a flipped bit is found at the next check and named; nothing else ever is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from parallel3d.debug.replica_check import has_difference
 from parallel3d.errors import ReplicasDiffer
 from parallel3d.precision.policy import POLICIES
-from parallel3d.trainer.entry import Contribution, EntryLayout
+from parallel3d.trainer.entry import Contribution
+from parallel3d.trainer.entry_layout import EntryLayout
 from tests.support.cells import make_config
 from tests.support.thread_cells import config_of, kill_fault, run, undisturbed
 
@@ -31,7 +34,7 @@ def before_step(rank, step, act):
     """A watcher that calls `act(runtime)` once, as `rank` begins its forward passes of `step`."""
 
     def watch(this, runtime):
-        todo, on_instruction = [step] if this == rank else [], runtime.on_instruction
+        todo, on_instruction = [step] if this == rank else [], runtime.hooks.on_instruction
 
         def watched(instruction):
             if todo == [runtime.state.iteration + 1]:
@@ -40,7 +43,7 @@ def before_step(rank, step, act):
                 act(runtime)
             on_instruction(instruction)
 
-        runtime.on_instruction = watched
+        runtime.hooks = replace(runtime.hooks, on_instruction=watched)
 
     return watch
 

@@ -6,7 +6,7 @@ import torch
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import key_of
-from parallel3d.trainer.build import build_grid
+from parallel3d.trainer.plans import build_grid
 from tests.support import cells
 
 LAYOUTS = [dict(tp_size=4), dict(tp_size=2, sequence_parallel=True), dict(tp_size=2, pp_size=2, dp_size=2)]

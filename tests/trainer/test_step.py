@@ -12,8 +12,10 @@ from parallel3d.data.reader import Reader
 from parallel3d.errors import ProtocolError
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.pipeline.executor import StageResult
-from parallel3d.trainer.build import Transports, build_grid
+from parallel3d.trainer.batching import next_batch
+from parallel3d.trainer.context import Transports
 from parallel3d.trainer.entry import Contribution
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.step import all_reduce_entry, bubble_of, evaluate, train_step
 from tests.support import cells
 
@@ -124,7 +126,7 @@ def test_a_micro_batch_counted_twice_is_no_entry():
     def body(rank, lanes):
         part = Contribution(num_target_tokens=1, backward_counts={(rank.coordinates.pp, m): 1 for m in range(8)})
         with pytest.raises(ProtocolError, match="micro-batch 0 counted 2 times at stage 0"):
-            all_reduce_entry(rank, rank.train_batch(1), part, StageResult())
+            all_reduce_entry(rank, next_batch(rank.config, rank.state), part, StageResult())
         return True
 
     assert all(run(body, parallel=dict(pp_size=2, dp_size=2)))
@@ -183,12 +185,15 @@ def test_any_split_of_the_batch_reads_the_same_tokens(dp, micro, pp):
 
 
 @pytest.mark.parametrize("layout", [dict(pp_size=2, dp_size=2), dict(tp_size=2, pp_size=2, sequence_parallel=True)])
-def test_lengths_that_change_from_step_to_step(layout):
+def test_lengths_that_change_from_step_to_step(layout, monkeypatch):
     """Messages carry their shapes, lanes read just what a step trains on: as on one process."""
 
+    def batch_of_another_length(config, state):
+        return replace(next_batch(config, state), sequence_length=(16, 4, 10)[state.iteration])
+
+    monkeypatch.setattr("parallel3d.trainer.step.next_batch", batch_of_another_length)
+
     def body(rank, lanes):
-        plain = rank.train_batch
-        rank.train_batch = lambda iteration: replace(plain(iteration), sequence_length=(16, 4, 10)[iteration - 1])
         losses = [train_step(rank).entry.loss for _ in range(3)]
         return losses, rank.state.tokens_read, rank.state.cursors
 

@@ -3,7 +3,10 @@
 import pytest
 
 from parallel3d.inprocess.world import ThreadWorld, run_threads
-from parallel3d.trainer.build import Transports, build_grid, exact_format, plan_batch
+from parallel3d.trainer.batching import plan_batch
+from parallel3d.trainer.build import exact_format
+from parallel3d.trainer.context import Transports
+from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.step import train_step
 from tests.support import cells
 

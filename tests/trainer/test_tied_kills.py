@@ -11,6 +11,7 @@ import torch
 
 from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.parallel.grid import Grid
+from parallel3d.trainer.generation import shard_maps_of
 from tests.support import cells
 from tests.support.thread_cells import (
     AFTER_GO,
@@ -150,7 +151,7 @@ def test_the_end_that_has_lost_nobody_is_cut_anew_too(rank):
     assert_same_run(run(config, [kill_fault(rank, "backup")], watch=watch), undisturbed("tied-pp2-dp4"))
     one = cells.prepare(config, grid, 4)
     plan = one.optimizer.buckets[-1].plan
-    before, after = one.shard_maps_on(grid, {}).of(plan.key), one.shard_maps_on(left, {}).of(plan.key)
+    before, after = (shard_maps_of(config, one.coordinates, each, {}).of(plan.key) for each in (grid, left))
     missing = sum(
         len(elements_of(plan, after, other) - elements_of(plan, before, other)) for other in grid.dp_ranks(1, 0)
     )

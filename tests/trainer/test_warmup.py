@@ -20,9 +20,10 @@ from parallel3d.inprocess.compare_runs import tolerance_of
 from parallel3d.inprocess.harness import largest_difference
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.size_schedule import Adaptive, BatchShapeSchedule, Constant, Periodic, Polynomial
-from parallel3d.trainer.entry import Entry, EvaluationEntry, TrainState
+from parallel3d.trainer.entry import Entry, EvaluationEntry
 from parallel3d.trainer.loader import LaneLoader
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to, state_from_json, state_to_json
+from parallel3d.trainer.state import TrainState
 from tests.support import cells
 from tests.support.saved_layouts import run_layout, save
 from tests.support.thread_cells import assert_same_run, kill_fault, run
@@ -176,8 +177,8 @@ def test_a_run_goes_on_in_mid_warmup_bitwise(tmp_path, there, recycle):
 
 @given(st.lists(st.floats(1, 9), max_size=8), st.integers(0, 8))
 def test_an_adaptive_state_survives_a_checkpoint(losses, cut):
-    fresh = TrainState.start(
-        starts(2),
+    fresh = TrainState(
+        cursors=starts(2),
         shape_schedule=BatchShapeSchedule(length=Adaptive(first=8, last=32, multiple=8, value=8), read_length=32),
     )
 
@@ -192,8 +193,8 @@ def test_an_adaptive_state_survives_a_checkpoint(losses, cut):
 
 
 def test_an_evaluation_that_comes_again_moves_the_length_once():
-    state = TrainState.start(
-        starts(1), shape_schedule=BatchShapeSchedule(length=Adaptive(first=8, last=32, multiple=8, value=8))
+    state = TrainState(
+        cursors=starts(1), shape_schedule=BatchShapeSchedule(length=Adaptive(first=8, last=32, multiple=8, value=8))
     )
     state = state.apply(step_of(state, cursors=state.cursors))
     evaluation = EvaluationEntry(iteration=1, loss=3.0)
@@ -206,7 +207,7 @@ def test_text_that_is_left_out_after_a_divergence_is_no_progress():
     shape_schedule = BatchShapeSchedule(
         length=Polynomial(first=8, last=32, duration=60, multiple=8), length_unit="tokens", read_length=32
     )
-    states = [TrainState.start(starts(1), shape_schedule=shape_schedule)]
+    states = [TrainState(cursors=starts(1), shape_schedule=shape_schedule)]
     for number in range(4):
         states.append(states[-1].apply(step_of(states[-1], cursors=((0, 0, number + 1),))))
     behind = skip_data_to(states[2], json.loads(json.dumps(data_position_to_json(states[4]))))
@@ -234,7 +235,7 @@ def step_of(state, *, cursors):
 def trained_tokens(lanes, shape_schedule, num_steps, *, resume_at):
     """The targets of each lane in order, the shapes of the steps, and the state: data and fold alone, no model."""
     loader = LaneLoader(lanes, torch.device("cpu"), read_length=shape_schedule.read_length)
-    fresh = state = TrainState.start(starts(lanes.num_lanes), shape_schedule=shape_schedule)
+    fresh = state = TrainState(cursors=starts(lanes.num_lanes), shape_schedule=shape_schedule)
     targets = [[] for _ in range(lanes.num_lanes)]
     shapes = []
     for step in range(num_steps):

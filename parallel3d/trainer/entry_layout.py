@@ -1,0 +1,160 @@
+"""The vector of float64 that carries an entry through the all-reduce. Pure.
+
+part of the vector       who adds to it
+squared gradient norm    every rank: its owned elements of the model (exact sum)
+loss                     tensor-parallel rank 0 of the last stage of each micro-batch's route (exact sum)
+non-finite               every rank: 1 if its owned gradients hold an infinity or a NaN
+target tokens            as the loss
+stop, leave              every rank that was asked to stop the run, or to leave it
+saved, not saved         every rank whose part of the current save is on disk, or can't be written
+evaluate                 the leader, when its clock says that an evaluation is due
+cursors                  tensor-parallel rank 0 of the first stage of each micro-batch's route, for its slots
+audit                    each (virtual stage, micro-batch): the replica that ran its backward pass; must be 1
+norms                    in iterations that measure them, every rank: its owned elements of weights and second
+                         moments as they are before the update; each rank has its own place for its largest one
+replica check            in iterations that have one, every rank: checksums of its stage (debug/replica_check.py)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import isfinite, sqrt
+
+from parallel3d.debug.replica_check import NUM_CHECKSUMS, has_difference
+from parallel3d.errors import ProtocolError
+from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.optim.state_norms import larger
+from parallel3d.precision.fixed_point import NUM_FLOATS, ExactSum
+from parallel3d.trainer.entry import Contribution, Entry
+
+_SUMS = ("squared_norm", "loss_sum")  # exact: the same in whatever order micro-batches and ranges are added
+_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "num_not_saved", "evaluate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryLayout:
+    """Offsets of all parts in the vector."""
+
+    num_stages: int
+    """Number of virtual stages: each runs one backward pass of every micro-batch."""
+    num_micro_batches: int
+    num_slots: int
+    cursor_size: int
+    """Number of integers in a lane's cursor."""
+    num_ranks: int = 0
+    """Ranks of the run's first grid if norms of weights and second moments are measured; else 0: no space for them."""
+
+    def for_batch(self, batch: BatchPlan) -> EntryLayout:
+        """The layout of that batch's entry: warmups change the number of micro-batches and slots."""
+        return replace(self, num_micro_batches=batch.num_micro_batches, num_slots=batch.num_slots)
+
+    @property
+    def size(self) -> int:
+        """Length without the replica check, which not every vector has."""
+        return self._maxima_offset + self.num_ranks if self.num_ranks else self._norms_offset
+
+    def pack(self, part: Contribution) -> list[float]:
+        """One rank's vector. A non-finite norm or loss travels as a flag: a NaN would erase the other ranks' parts."""
+        finite = part.is_finite and isfinite(part.squared_norm.value) and isfinite(part.loss_sum.value)
+        vector = [0.0] * self.size
+        vector[: self._cursor_offset(0)] = [
+            *(part.squared_norm if finite else ExactSum(units=part.squared_norm.units)).to_floats(),
+            *part.loss_sum.to_floats(),
+            0.0 if finite else 1.0,
+            float(part.num_target_tokens),
+            float(part.stop),
+            float(part.leave),
+            float(part.save_status.is_on_disk),
+            float(part.save_status.has_failed),
+            float(part.evaluate),
+        ]
+        for slot, cursor in part.cursors.items():
+            start = self._cursor_offset(slot)
+            vector[start : start + self.cursor_size] = map(float, cursor)
+        for (stage, micro_batch), count in part.backward_counts.items():
+            vector[self._backward_count_offset(stage, micro_batch)] = float(count)
+        if part.norms is not None:
+            sums = (1.0, *part.norms.squared_weights.to_floats(), *part.norms.variance.to_floats())
+            vector[self._norms_offset : self._norms_offset + len(sums)] = sums
+            vector[self._maxima_offset + part.rank] = part.norms.variance_max
+        if part.replica_check is not None:
+            none = (0,) * NUM_CHECKSUMS
+            vector += [float(word) for stage in range(self.num_stages) for word in part.replica_check.get(stage, none)]
+        return vector
+
+    def unpack(self, iteration: int, total: list[float]) -> Entry:
+        """The entry from the sum of all vectors. Raises ProtocolError when the audit fails."""
+        self._audit(iteration, total)
+        squared_norm, loss_sum = (
+            ExactSum.from_floats(total[number * NUM_FLOATS : (number + 1) * NUM_FLOATS]).value
+            for number in range(len(_SUMS))
+        )
+        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved, evaluate = total[
+            len(_SUMS) * NUM_FLOATS : self._cursor_offset(0)
+        ]
+        return Entry(
+            iteration=iteration,
+            squared_norm=squared_norm,
+            finite=non_finite == 0,
+            num_target_tokens=int(num_target_tokens),
+            loss_sum=loss_sum,
+            stop=stop > 0,
+            leave=leave > 0,
+            num_saved=int(num_saved),
+            num_not_saved=int(num_not_saved),
+            evaluate=evaluate > 0,
+            **self._unpack_norms(total),
+            cursors=tuple(
+                tuple(int(number) for number in total[self._cursor_offset(slot) : self._cursor_offset(slot + 1)])
+                for slot in range(self.num_slots)
+            ),
+            differing_stages=tuple(
+                stage for stage, words in enumerate(self._checksums_by_stage(total)) if has_difference(words)
+            ),
+        )
+
+    def _audit(self, iteration: int, total: list[float]) -> None:
+        """Raises ProtocolError unless each micro-batch had exactly one backward pass at each virtual stage."""
+        for stage in range(self.num_stages):
+            for micro_batch in range(self.num_micro_batches):
+                count = total[self._backward_count_offset(stage, micro_batch)]
+                if count != 1.0:
+                    raise ProtocolError(
+                        f"iteration {iteration}: micro-batch {micro_batch} counted {count:g} times at stage {stage}"
+                    )
+
+    def _unpack_norms(self, total: list[float]) -> dict[str, float]:
+        """The entry's norms; {} if they were not measured."""
+        if not self.num_ranks or total[self._norms_offset] == 0.0:
+            return {}
+        sums = total[self._norms_offset + 1 : self._maxima_offset]
+        squared_weights, variance = (
+            ExactSum.from_floats(sums[start : start + NUM_FLOATS]) for start in (0, NUM_FLOATS)
+        )
+        return {
+            "param_norm": sqrt(squared_weights.value),
+            "variance_norm": variance.value,
+            "variance_max": reduce(larger, total[self._maxima_offset : self.size]),
+        }
+
+    def _checksums_by_stage(self, total: list[float]) -> list[list[float]]:
+        """Checksums of the replica check by stage; [] without one."""
+        words = total[self.size :]
+        return [words[start : start + NUM_CHECKSUMS] for start in range(0, len(words), NUM_CHECKSUMS)]
+
+    def _cursor_offset(self, slot: int) -> int:
+        return len(_SUMS) * NUM_FLOATS + len(_SCALARS) + slot * self.cursor_size
+
+    def _backward_count_offset(self, stage: int, micro_batch: int) -> int:
+        return self._cursor_offset(self.num_slots) + stage * self.num_micro_batches + micro_batch
+
+    @property
+    def _norms_offset(self) -> int:
+        """Offset of the number of ranks that measured, followed by their two sums."""
+        return self._backward_count_offset(self.num_stages, 0)
+
+    @property
+    def _maxima_offset(self) -> int:
+        """Offset of each rank's largest element."""
+        return self._norms_offset + 1 + 2 * NUM_FLOATS

@@ -1,0 +1,103 @@
+"""The grid of a run and the pipeline plans for it, from the configuration. Pure.
+
+A plan holds the instruction list of every replica for one number of micro-batches. Warmups change that number, losses
+change the grid: each generation has its own `Plans`, which are computed on first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
+from parallel3d.config.schema import Config
+from parallel3d.parallel.grid import Coordinates, Grid
+from parallel3d.pipeline.partition import (
+    ModelCosts,
+    model_costs,
+    partition_from_counts,
+    partition_layers,
+    pass_costs,
+)
+from parallel3d.pipeline.planner import Plan, choose_plan
+from parallel3d.pipeline.request import PipelineSchedule, PlanRequest
+from parallel3d.trainer.batching import next_batch, plan_batch
+from parallel3d.trainer.state import TrainState
+
+
+def build_grid(config: Config) -> Grid:
+    """The grid with which a run begins."""
+    return Grid.of_replicas(stage_replicas(config), tp_size=config.parallel.tp_size, order=config.parallel.order)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The plans for one grid, each computed when it is first needed."""
+
+    config: Config
+    grid: Grid
+
+    _train: dict[int, Plan] = field(default_factory=dict)
+
+    def train(self, num_micro_batches: int) -> Plan:
+        """The plan of a training step of `num_micro_batches`."""
+        if num_micro_batches not in self._train:
+            schedule = self.config.parallel.schedule
+            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, schedule, num_micro_batches)
+        return self._train[num_micro_batches]
+
+    def next(self, state: TrainState) -> Plan:
+        """The plan of the iteration after `state`."""
+        return self.train(next_batch(self.config, state).num_micro_batches)
+
+    @cached_property
+    def evaluate(self) -> Plan:
+        """The forward passes of an evaluation."""
+        num_micro_batches = plan_batch(self.config, 0).num_micro_batches * self.config.run.evaluate_batches
+        return plan_schedule(self.config, self.grid, "forward", num_micro_batches)
+
+
+def num_micro_batches_at(plan: Plan, coordinates: Coordinates) -> int:
+    """Number of micro-batches that the plan routes through one replica."""
+    return sum(route[coordinates.pp] == coordinates.dp for route in plan.routes)
+
+
+def plan_schedule(config: Config, grid: Grid, schedule: PipelineSchedule, num_micro_batches: int) -> Plan:
+    """The plan for the replicas that `grid` still has; where some are lost, the best of the possible reroutings."""
+    request = PlanRequest(
+        replicas=grid.replicas,
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+        costs=pass_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
+        virtual_stages=config.parallel.virtual_stages,
+        slots=config.parallel.p2p_slots,
+    )
+    return choose_plan(
+        request,
+        may_split=config.parallel.split_backward != "never",
+        max_extra_in_flight=config.parallel.max_extra_in_flight,
+    )
+
+
+def split_layers(config: Config) -> tuple[range, ...]:
+    """The layers of each virtual stage: `parallel.layers_per_stage`, or balanced by cost (embedding and head too)."""
+    if config.parallel.layers_per_stage is not None:
+        return partition_from_counts(config.parallel.layers_per_stage)
+    costs = costs_of(config)
+    layers = [costs.layer] * config.model.num_hidden_layers
+    num_stages = config.parallel.pp_size * config.parallel.virtual_stages
+    return partition_layers(layers, num_stages, costs.embedding, costs.head)
+
+
+def costs_of(config: Config) -> ModelCosts:
+    """Cost of a token in each part of the model."""
+    model = config.model
+    return model_costs(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=num_key_value_heads(model),
+        vocab_size=model.vocab_size,
+        sequence_length=config.batch.sequence_length,
+        num_mlp_matrices=num_mlp_matrices(model),
+    )
