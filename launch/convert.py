@@ -92,8 +92,9 @@ def run_import(options: argparse.Namespace) -> Iterator[str]:
 
 def show_model(options: argparse.Namespace) -> Iterator[str]:
     """The section as JSON, without what is ours by default anyway."""
-    fields = read_model_config(find_checkpoint(options.source) or options.source).model_dump(exclude_defaults=True)
-    yield json.dumps({"model": {"architecture": "llama"} | fields}, indent=2)
+    model = read_model_config(find_checkpoint(options.source) or options.source)
+    fields = {"architecture": model.architecture} | model.model_dump(exclude_defaults=True)
+    yield json.dumps({"model": fields}, indent=2)
 
 
 if __name__ == "__main__":

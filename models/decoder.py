@@ -1,82 +1,52 @@
-"""A decoder over a range of layers, whatever its family: embedding, layers, final norm, head.
+"""A decoder of any family over a range of layers: embedding, layers, final norm, head.
 
-A stage that holds the first layer has the embedding, one that holds the last has the final norm and the head. Between
-the stages travels one tensor (tokens_local, hidden). A family says what its norms and MLPs are.
+A stage with the first layer has the embedding, one with the last layer has the final norm and the head. One tensor
+(tokens_local, hidden) travels between stages. The family's row decides the norms, MLPs and positions (blocks.py).
 
-A tied head is the embedding's matrix. The first stage and the last each hold it, as parameters of one name; a stage
+A tied head is the embedding's matrix. The first and the last stage each hold it, as parameters of one name; a stage
 that is both holds one parameter, which two modules use.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor, nn
 
+from models.blocks import BlockBuilder
 from parallel3d.config.derived import has_qkv_bias, num_key_value_heads
-from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.dropout import dropout
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import depth_scale
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.placement import LayerContext
-from parallel3d.layers.rotary import RotaryTable
 from parallel3d.recompute import Recompute, run_layer
-
-
-class Family(ABC):
-    """What sets one family of decoders apart from another: its norms, its MLP, and how it knows positions."""
-
-    table: RotaryTable | None = None
-    """Rotates queries and keys, the same table in all layers; None: nothing is rotated."""
-    has_output_bias = False
-    """Of the attention's output projection."""
-
-    def __init__(self, config: ModelConfig, *, num_positions: int, context: LayerContext):
-        self.config = config
-        self.num_positions = num_positions
-        self.context = context
-
-    def positions(self) -> nn.Module | None:
-        """What adds positions to the embedded tokens: (x (tokens_local, hidden), micro_batch) -> the same shape."""
-        return None
-
-    @abstractmethod
-    def norm(self, name: str) -> nn.Module:
-        """A norm: (tokens_local, hidden) -> the same."""
-
-    @abstractmethod
-    def mlp(self, name: str, *, output_init_std: float) -> nn.Module:
-        """A layer's MLP: (x (tokens_local, hidden), micro_batch) -> the same shape."""
 
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); `index` is 0-based."""
 
-    def __init__(self, family: Family, index: int):
+    def __init__(self, build: BlockBuilder, index: int):
         super().__init__()
-        config, context, name = family.config, family.context, f"layers.{index}"
+        config, context, name = build.config, build.context, f"layers.{index}"
         scale = depth_scale(config.initializer_depth_scaling, layer=index, num_layers=config.num_hidden_layers)
         output_init_std = config.initializer_range * scale
         self.index, self.tp, self.drop = index, context.tp, config.hidden_dropout
-        self.attention_norm = family.norm(f"{name}.attention_norm")
+        self.attention_norm = build.norm(f"{name}.attention_norm")
         self.attention = CausalSelfAttention(
             f"{name}.attention",
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=num_key_value_heads(config),
-            table=family.table,
+            table=build.rotary_table,
             init_std=config.initializer_range,
             output_init_std=output_init_std,
             qkv_bias=has_qkv_bias(config),
-            output_bias=family.has_output_bias,
+            output_bias=build.family.output_bias,
             context=context,
         )
-        self.mlp_norm = family.norm(f"{name}.mlp_norm")
-        self.mlp = family.mlp(f"{name}.mlp", output_init_std=output_init_std)
+        self.mlp_norm = build.norm(f"{name}.mlp_norm")
+        self.mlp = build.mlp(f"{name}.mlp", output_init_std)
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         x = x + self._dropout(self.attention(self.attention_norm(x), micro_batch), micro_batch, "attention")
@@ -89,13 +59,13 @@ class DecoderLayer(nn.Module):
 class DecoderStage(nn.Module):
     """Layers `layers` of the model. Input: token ids (tokens,) on the first stage, else (tokens_local, hidden).
 
-    Output: (tokens_local, hidden), or on the last stage the sum of the token losses (float64 scalar), for which it
-    needs the targets (tokens,).
+    Output: (tokens_local, hidden). On the last stage: the sum of the token losses (float64 scalar), which needs the
+    targets (tokens,).
     """
 
-    def __init__(self, family: Family, layers: range, *, recompute: Recompute = "none"):
+    def __init__(self, build: BlockBuilder, layers: range, *, recompute: Recompute = "none"):
         super().__init__()
-        config, context = family.config, family.context
+        config, context = build.config, build.context
         self.tp, self.drop, self.recompute = context.tp, config.hidden_dropout, recompute
         sizes, std, tied = (config.vocab_size, config.hidden_size), config.initializer_range, config.tie_word_embeddings
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
@@ -103,9 +73,9 @@ class DecoderStage(nn.Module):
         self.embedding = (
             VocabParallelEmbedding(name, *sizes, init_std=std, context=context, tied=tied) if is_first else None
         )
-        self.positions = family.positions() if is_first else None
-        self.layers = nn.ModuleList(DecoderLayer(family, index) for index in layers)
-        self.final_norm = family.norm("final_norm") if is_last else None
+        self.positions = build.positions() if is_first else None
+        self.layers = nn.ModuleList(DecoderLayer(build, index) for index in layers)
+        self.final_norm = build.norm("final_norm") if is_last else None
         self.head = LinearCrossEntropy(head_name, *sizes, init_std=std, context=context, tied=tied) if is_last else None
         if tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
@@ -119,9 +89,9 @@ class DecoderStage(nn.Module):
 
     @torch.no_grad()
     def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """What forward is given -> (tokens, vocab) on every rank of the tensor-parallel group; on the last stage.
+        """The logits (tokens, vocab) of forward's input, on every rank of the tensor-parallel group; last stage only.
 
-        The weights must be whole: an optimizer that gathers them may still be at it (`finish_gather`).
+        The weights must be complete: finish an optimizer's gather first (`finish_gather`).
         """
         assert self.head is not None and self.final_norm is not None, "logits come from the last stage"
         return self.head.logits(self.final_norm(self._run_layers(x, micro_batch)))

@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.hf import HfTensor, hf_tensors
-from models.hf_config import Fields, family_of, read_hf_config, read_json
+from models.hf_config import hf_model_of, read_hf_config, read_json
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
+from parallel3d.families.spec import JsonFields
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -76,7 +77,7 @@ class HfFolder:
     path: Path
     model: ModelConfig
     """Ours, resolved."""
-    config: Fields
+    config: JsonFields
     """Its config.json."""
     table: tuple[HfTensor, ...]
     stored: Mapping[str, HfLazyTensor]
@@ -92,7 +93,7 @@ def open_hf_folder(path: Path) -> HfFolder:
     model, config = read_hf_config(path)
     table = hf_tensors(model)
     there = find_tensors(path)
-    base = family_of(model).base
+    base = hf_model_of(model).base
     names = {tensor.hf_name: _name_in(there, tensor.hf_name, base) for tensor in table}
     _refuse(path, "lacks", [name for name, found in names.items() if found is None])
     stored = {name: there[found] for name, found in names.items() if found is not None}

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from models.blocks import BlockBuilder
 from models.decoder import DecoderStage
-from models.gpt2 import Gpt2
-from models.llama import Llama
 from parallel3d.backends import choose_backend
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.derived import resolved_model
+from parallel3d.config.schema import Config, ModelConfig, PrecisionConfig
 from parallel3d.layers import apex_norm
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel
-from parallel3d.precision.policy import POLICIES, policy_of
+from parallel3d.precision.policy import policy_of
 from parallel3d.recompute import Recompute
-
-FAMILIES = {"llama": Llama, "gpt2": Gpt2}
 
 
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
-    """The model's constructor as the trainer asks for it."""
+    """Layers `layers` of the configuration's model, as the trainer builds them."""
     module, name = apex_norm.SYMBOL
     asked = config.model.norm_backend
     context = LayerContext(
@@ -40,15 +38,15 @@ def make_decoder(
     config: ModelConfig, layers: range, *, num_positions: int, context: LayerContext, recompute: Recompute = "none"
 ) -> DecoderStage:
     """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
-    family = FAMILIES[config.architecture](config, num_positions=num_positions, context=context)
-    return DecoderStage(family, layers, recompute=recompute)
+    build = BlockBuilder(resolved_model(config), num_positions=num_positions, context=context)
+    return DecoderStage(build, layers, recompute=recompute)
 
 
 def shardings_of(config: ModelConfig) -> tuple[ParamSharding, ...]:
-    """All parameters of the whole model, a tied one once, in its order; nothing is allocated.
+    """All parameters of the whole model in definition order, a tied one once; nothing is allocated.
 
-    gpt2 needs max_position_embeddings resolved.
+    Learned positions need max_position_embeddings resolved.
     """
-    context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=POLICIES["fp32"], device="meta")
+    context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=policy_of(PrecisionConfig()), device="meta")
     model = make_decoder(config, range(config.num_hidden_layers), num_positions=1, context=context)
     return tuple(parameter.sharding for parameter in parameters_of(model))

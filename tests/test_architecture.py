@@ -25,7 +25,9 @@ MAX_LINES = 600
 
 FLOORS: dict[str, int] = {
     "parallel3d.errors": -2,  # below all others: everybody raises them
+    "parallel3d.config.sections.base": -2,  # pydantic's base class, for the rows' own fields
     "parallel3d.size_schedule": -1,  # the configuration builds them
+    "parallel3d.families": -1,  # rows that the configuration reads
     "parallel3d.parallel.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
     "parallel3d.ramps": 0,
     "parallel3d.backends": 0,
@@ -61,6 +63,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.size_schedule",
     "parallel3d.backends",
     "parallel3d.wait_graph",
+    "parallel3d.families",
     "parallel3d.config",
     *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding")),
     "parallel3d.precision.fixed_point",

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
 from parallel3d.config.warmup_builder import run_length, warmup_warnings
+from parallel3d.families import FAMILIES
+from parallel3d.families.spec import Family
 
 RARE_SHARE = 0.1
 """Of a blend's source that may be meant otherwise."""
@@ -29,23 +31,40 @@ def key_value_size(model: ModelConfig) -> int:
     return num_key_value_heads(model) * head_size(model)
 
 
+def family_of(model: ModelConfig) -> Family:
+    """The row of the model's family."""
+    return FAMILIES[model.architecture]
+
+
 def has_qkv_bias(model: ModelConfig) -> bool:
     """Whether the query, key and value projections have biases."""
-    return model.architecture == "gpt2" if model.qkv_bias is None else model.qkv_bias
+    return family_of(model).qkv_bias if model.qkv_bias is None else model.qkv_bias
 
 
-def activation_function(model: ModelConfig) -> str:
-    """The activation of gpt2's MLP."""
-    return model.activation_function or "gelu_new"
+def attention_window(model: ModelConfig) -> int | None:
+    """Keys that a query sees, its own included; None: all before it."""
+    field = family_of(model).window_field
+    return None if field is None else getattr(model, field)
+
+
+def resolved_model(model: ModelConfig) -> ModelConfig:
+    """The model with every null filled in that its family and its other fields decide."""
+    return model.model_copy(
+        update={
+            "num_key_value_heads": num_key_value_heads(model),
+            "qkv_bias": has_qkv_bias(model),
+            **{name: default for name, default in family_of(model).defaults.items() if getattr(model, name) is None},
+        }
+    )
 
 
 def num_mlp_matrices(model: ModelConfig) -> int:
-    """Weights of hidden_size x intermediate_size in a layer's MLP: up and down, and llama's gate."""
-    return {"llama": 3, "gpt2": 2}[model.architecture]
+    """Weights of hidden_size x intermediate_size in a layer's MLP."""
+    return family_of(model).mlp.num_matrices
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """All parameters, a tied embedding once: linear weights, embeddings, norms and biases; gpt2 needs
+    """All parameters, a tied embedding once: linear weights, embeddings, norms and biases; learned positions need
     max_position_embeddings resolved."""
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     return num_matmul_parameters(model) + embedding + _num_positions(model) + _num_norm_and_bias_parameters(model)
@@ -62,29 +81,31 @@ def num_matmul_parameters(model: ModelConfig) -> int:
 
 def _num_positions(model: ModelConfig) -> int:
     """Parameters of the learned positions."""
-    if model.architecture == "llama":
+    if not family_of(model).positions.are_learned:
         return 0
     assert model.max_position_embeddings is not None, "needs a resolved configuration"
     return model.max_position_embeddings * model.hidden_size
 
 
 def _num_norm_and_bias_parameters(model: ModelConfig) -> int:
-    """Two norms a layer and the last one, with LayerNorm's biases; the biases of the linear layers."""
-    num_norms = 2 * model.num_hidden_layers + 1
-    qkv = (model.hidden_size + 2 * key_value_size(model)) * has_qkv_bias(model)
-    if model.architecture == "llama":
-        return num_norms * model.hidden_size + model.num_hidden_layers * qkv
-    others = 2 * model.hidden_size + model.intermediate_size  # attention's output, down, up
-    return num_norms * 2 * model.hidden_size + model.num_hidden_layers * (qkv + others)
+    """Two norms a layer and the last one; the biases of the linear layers."""
+    family, hidden = family_of(model), model.hidden_size
+    norms = (2 * model.num_hidden_layers + 1) * family.norm.num_vectors * hidden
+    qkv = hidden + 2 * key_value_size(model) if has_qkv_bias(model) else 0
+    output = hidden if family.output_bias else 0
+    mlp = (family.mlp.num_matrices - 1) * model.intermediate_size + hidden if family.mlp.has_bias else 0
+    return norms + model.num_hidden_layers * (qkv + output + mlp)
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations to train on one token, forward and backward (PaLM, appendix B).
 
     6 for each matmul weight (2 forward, 4 backward), and 12 L s h for the attention scores and their sums, counted as
-    if not causal: half of that is skipped by kernels that know the mask. Recomputed activations are not counted.
+    if not causal: half of that is skipped by kernels that know the mask. A sliding window takes the place of s where it
+    is shorter. Recomputed activations are not counted.
     """
-    attention = 12 * model.num_hidden_layers * sequence_length * model.hidden_size
+    num_keys = min(sequence_length, attention_window(model) or sequence_length)
+    attention = 12 * model.num_hidden_layers * num_keys * model.hidden_size
     return 6 * num_matmul_parameters(model) + attention
 
 
@@ -155,8 +176,10 @@ def warnings(config: Config) -> list[str]:
             "parallel.sequence_parallel has no effect at parallel.tp_size 1",
         ),
         (
-            config.run.compile == "elementwise" and config.model.architecture == "gpt2",
-            'run.compile "elementwise" has no effect on gpt2, whose norms and activations are kernels already',
+            config.run.compile == "elementwise"
+            and not any(block.is_compiled for block in family_of(config.model).blocks),
+            f'run.compile "elementwise" has no effect on {config.model.architecture}, whose norms and activations are'
+            " kernels already",
         ),
         (
             lr_schedule.kind != "constant" and decay_end < 0.8 * run_end,

@@ -68,11 +68,8 @@ def resolve(config: Config, *, config_path: str | Path, world_size: int | None =
     )
     sizes = derived.batch_sizes(config.batch)
     batch["global_batch_size"], batch["micro_batch_size"], batch["num_micro_batches"] = sizes
-    model["num_key_value_heads"] = derived.num_key_value_heads(config.model)
-    model["qkv_bias"] = derived.has_qkv_bias(config.model)
+    model |= derived.resolved_model(config.model).model_dump()
     model["max_position_embeddings"] = config.model.max_position_embeddings or config.batch.sequence_length
-    if config.model.architecture == "gpt2":
-        model["activation_function"] = derived.activation_function(config.model)
     if parallel["stage_replicas"] is None:
         parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
     run["directory"] = expand_home(run["directory"] or f"runs/{Path(config_path).stem}")

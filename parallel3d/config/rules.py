@@ -23,6 +23,7 @@ from parallel3d.config.data_rules import (
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.warmup_rules import WARMUP_RULES
 from parallel3d.errors import Problem
+from parallel3d.families import FAMILIES
 
 
 def broken_rules(config: Config, world_size: int | None, broken: set[str]) -> Iterator[Problem]:
@@ -63,24 +64,9 @@ def _value(config: Config, field: str) -> Any:
     return node
 
 
-def _check_head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
-    size, rest = divmod(config.model.hidden_size, config.model.num_attention_heads)
-    if config.model.architecture == "llama" and rest == 0 and size % 2:
-        yield Problem(
-            field="model.hidden_size",
-            value=config.model.hidden_size,
-            rule=f"makes heads of odd width {size}, and rotary positions turn pairs",
-            fix="Change it, or model.num_attention_heads, so that their ratio is even",
-        )
-
-
-_ONLY_FOR = {
-    "rms_norm_eps": "llama",
-    "rope_theta": "llama",
-    "layer_norm_eps": "gpt2",
-    "activation_function": "gpt2",
-}
-"""Fields of the model that only one architecture reads."""
+def _check_family(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """The family's own rules."""
+    yield from derived.family_of(config.model).problems(config.model.model_dump())
 
 
 def _check_key_value_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -95,16 +81,18 @@ def _check_key_value_heads(config: Config, world_size: int | None) -> Iterator[P
         )
 
 
-def _check_architecture(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Settings that would be ignored; what stands there by default is none."""
-    for name, architecture in _ONLY_FOR.items():
+def _check_other_families(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Settings that would be ignored because they belong to other families. Their defaults are no settings."""
+    own = derived.family_of(config.model).fields
+    for name in _FAMILY_FIELDS:
         value = getattr(config.model, name)
-        if config.model.architecture != architecture and value != ModelConfig.model_fields[name].default:
+        if name not in own and value != ModelConfig.model_fields[name].default:
+            owners = " or ".join(family.name for family in FAMILIES.values() if name in family.fields)
             yield Problem(
                 field=f"model.{name}",
                 value=value,
-                rule=f"belongs to {architecture}; model.architecture is {config.model.architecture}",
-                fix=f"Leave it out, or use model.architecture {architecture}",
+                rule=f"belongs to {owners}; model.architecture is {config.model.architecture}",
+                fix=f"Leave it out, or use model.architecture {owners}",
             )
 
 
@@ -318,6 +306,8 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path)  # Path's raises on ~nobody
 
 
+_FAMILY_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.fields))
+"""The fields of `model` that not every family has."""
 _BATCH_SIZES = ("batch.global_batch_size", "batch.micro_batch_size", "batch.num_micro_batches")
 _RESTART = ("restart.max_restarts", "restart.backoff_s", "restart.max_backoff_s")
 _STAGES = ("parallel.pp_size", "parallel.virtual_stages", "model.num_hidden_layers")
@@ -435,9 +425,9 @@ def _num_ranks(config: Config, world_size: int | None) -> int:
 
 
 _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str, ...]], ...] = (
-    (_check_head_size, ("model.architecture", "model.hidden_size", "model.num_attention_heads")),
+    (_check_family, tuple(f"model.{name}" for name in ModelConfig.model_fields)),
     (_check_key_value_heads, ("model.num_key_value_heads", "parallel.tp_size")),
-    (_check_architecture, ("model.architecture", *(f"model.{name}" for name in _ONLY_FOR))),
+    (_check_other_families, ("model.architecture", *(f"model.{name}" for name in _FAMILY_FIELDS))),
     (_check_positions, ("model.max_position_embeddings", "batch.sequence_length")),
     (_check_sequence_shards, ("batch.sequence_length", "parallel.tp_size", "parallel.sequence_parallel")),
     (_check_stages, _STAGES),

@@ -12,20 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from models.hf_config import hf_config, model_section
 from models.hf_folder import open_hf_folder
-from parallel3d.config.derived import activation_function, has_qkv_bias, num_key_value_heads
+from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
 from tests.support.hf_models import MODELS, SIZES, their_model
 
 EVERYTHING = (slice(None),)
-
-
-def resolved(model):
-    """The model with what `load.resolve` would fill in."""
-    values = dict(num_key_value_heads=num_key_value_heads(model), qkv_bias=has_qkv_bias(model))
-    if model.architecture == "gpt2":
-        values["activation_function"] = activation_function(model)
-    return model.model_copy(update=values)
 
 
 @pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"])
@@ -34,7 +26,7 @@ def test_what_transformers_has_saved(tmp_path, name, max_shard_size):
     their_model(name).save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
     folder = open_hf_folder(tmp_path)
-    assert folder.model == resolved(MODELS[name])
+    assert folder.model == resolved_model(MODELS[name])
     state = their_model(name).state_dict()
     for tensor in folder.table:
         value = folder.read(tensor.hf_name)
@@ -141,7 +133,7 @@ BROKEN = {
         r"holds model-00001-of-\d+\.safetensors but no model\.safetensors\.index\.json",
     ),
     "an index without a map": ("gpt2", write("model.safetensors.index.json", "{}"), r"index\.json has no weight_map"),
-    "an index that is none": ("gpt2", write("model.safetensors.index.json", "{"), r"index\.json is no JSON"),
+    "an index that is none": ("gpt2", write("model.safetensors.index.json", "{"), r"index\.json is not JSON"),
     "an index that leads out": (
         "gpt2",
         write("model.safetensors.index.json", '{"weight_map": {"a": "../../a.safetensors"}}'),
@@ -242,7 +234,7 @@ def models(draw):
     )
     ties, bias = draw(st.booleans()), draw(st.booleans())
     model = ModelConfig(**SIZES, **own, architecture=architecture, tie_word_embeddings=ties, qkv_bias=bias)
-    return resolved(model)
+    return resolved_model(model)
 
 
 @settings(max_examples=50)

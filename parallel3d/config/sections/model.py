@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, create_model
 
 from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.families import DEFAULT_FAMILY, FAMILIES
+
+if TYPE_CHECKING:
+    Architecture = str
+else:
+    Architecture = Literal[tuple(FAMILIES)]
 
 
-class ModelConfig(Section):
+class DecoderConfig(Section):
     """The decoder's shape; fields are named as in Hugging Face configurations."""
 
-    architecture: Literal["llama", "gpt2"] = "llama"
-    """Family of the model. llama: RMSNorm, rotary positions, SwiGLU, no biases. gpt2: LayerNorm, learned positions, an
-    MLP with GELU, biases. Both normalise before each block and know grouped-query attention."""
+    architecture: Architecture = Field(
+        default=DEFAULT_FAMILY,
+        description=f"Family of the model. {'. '.join(family.description for family in FAMILIES.values())}."
+        " All normalise before each block and support grouped-query attention.",
+    )
     vocab_size: PositiveInt
     """Rows of the embedding and of the output head, padded where parallel.tp_size does not divide it; at least
     data.tokenizer.vocab_size."""
     hidden_size: PositiveInt
-    """Width of the residual stream; num_attention_heads times the head size, which llama wants even."""
+    """Width of the residual stream; num_attention_heads times the head size, which must be even for rotary
+    positions."""
     intermediate_size: PositiveInt
     """Inner width of the MLP; a multiple of parallel.tp_size."""
     num_hidden_layers: PositiveInt
@@ -32,20 +41,20 @@ class ModelConfig(Section):
     tie_word_embeddings: bool = False
     """The output head uses the embedding's matrix: one parameter, held by the first and by the last pipeline stage."""
     qkv_bias: bool | None = None
-    """Biases on the query, key and value projections. Null: true for gpt2, false for llama."""
+    """Biases on the query, key and value projections. Null: where the family has them."""
     max_position_embeddings: PositiveInt | None = None
-    """The longest sequence; gpt2 learns so many positions. Null: batch.sequence_length."""
+    """The longest sequence, and the number of learned positions. Null: batch.sequence_length."""
     rms_norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square inside llama's RMSNorm."""
+    """Added to the mean square inside RMSNorm."""
     rope_theta: PositiveFloat = 10000.0
-    """Base of llama's rotary frequencies."""
+    """Base of the rotary frequencies."""
     layer_norm_eps: PositiveFloat = 1e-5
-    """Added to the variance inside gpt2's LayerNorm."""
+    """Added to the variance inside LayerNorm."""
     norm_backend: Literal["torch", "apex", "auto"] = "torch"
     """What runs the norms: ours in torch, or NVIDIA apex's fused ones (CUDA; never run yet). auto: apex where it is
     installed."""
     activation_function: Literal["gelu_new", "gelu"] | None = None
-    """Of gpt2's MLP: GELU in the form with tanh (gelu_new) or the exact one (gelu). Null: gelu_new."""
+    """The MLP's GELU: the approximation with tanh (gelu_new) or the exact function (gelu). Null: gelu_new."""
     hidden_dropout: Fraction = 0.0
     """Probability of dropping an element after the embedding, the attention output and the MLP output."""
     initializer_range: PositiveFloat = 0.02
@@ -53,3 +62,13 @@ class ModelConfig(Section):
     initializer_depth_scaling: Literal["none", "layer_index", "num_layers"] = "none"
     """Scales the initial output projections of attention and MLP: layer_index by 1/sqrt(2 l), l the 1-based layer index
     (HLAT's paper); num_layers by 1/sqrt(2 L) in every layer (HLAT's code)."""
+
+
+if TYPE_CHECKING:
+    ModelConfig = DecoderConfig
+else:
+    _OWN_FIELDS = tuple(family.own_fields for family in FAMILIES.values() if family.own_fields)
+    ModelConfig = create_model(
+        "ModelConfig", __base__=(*_OWN_FIELDS, DecoderConfig), __doc__=DecoderConfig.__doc__, __module__=__name__
+    )
+    """The section `model`: the fields that all families share, then each family's own."""

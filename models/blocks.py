@@ -1,0 +1,106 @@
+"""Builds the blocks that a family's row names (parallel3d/families): its norms, its MLPs and its positions.
+
+A new kind of block is a layer in parallel3d/layers, a row in parallel3d/families/blocks.py and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from torch import nn
+
+from parallel3d.config.derived import family_of, head_size
+from parallel3d.config.schema import ModelConfig
+from parallel3d.families.blocks import GELU_MLP, LAYER_NORM, LEARNED, RMS_NORM, ROTARY, SWIGLU
+from parallel3d.layers.gelu_mlp import GeluMlp
+from parallel3d.layers.norm import LayerNorm, RMSNorm
+from parallel3d.layers.placement import LayerContext
+from parallel3d.layers.positions import LearnedPositions
+from parallel3d.layers.rotary import RotaryTable
+from parallel3d.layers.swiglu import SwiGLU
+
+
+class BlockBuilder:
+    """The blocks of one stage, for sequences of up to `num_positions` tokens.
+
+    `config` needs its nulls filled in, as by `derived.resolved_model`.
+    """
+
+    def __init__(self, config: ModelConfig, *, num_positions: int, context: LayerContext):
+        self.config = config
+        self.num_positions = num_positions
+        self.context = context
+        self.family = family_of(config)
+
+    def norm(self, name: str) -> nn.Module:
+        """A norm: (tokens_local, hidden) -> the same."""
+        return _NORMS[self.family.norm.name](self, name)
+
+    def mlp(self, name: str, output_init_std: float) -> nn.Module:
+        """A layer's MLP: (x (tokens_local, hidden), micro_batch) -> the shape of x."""
+        return _MLPS[self.family.mlp.name](self, name, output_init_std)
+
+    def positions(self) -> nn.Module | None:
+        """Adds positions to the embedded tokens: (x (tokens_local, hidden), micro_batch) -> the shape of x; None where
+        the family has other positions."""
+        if self.family.positions is not LEARNED:
+            return None
+        return LearnedPositions(
+            "positions.weight",
+            self.config.max_position_embeddings or self.num_positions,
+            self.config.hidden_size,
+            init_std=self.config.initializer_range,
+            context=self.context,
+        )
+
+    @cached_property
+    def rotary_table(self) -> RotaryTable | None:
+        """Rotates queries and keys, the same table in all layers; None where the family has other positions."""
+        if self.family.positions is not ROTARY:
+            return None
+        size, theta = head_size(self.config), self.config.rope_theta
+        dtype, device = self.context.policy.keep_fp32_dtype, str(self.context.device)
+        return RotaryTable.build(self.num_positions, size, theta, dtype, device)
+
+
+def _rms_norm(build: BlockBuilder, name: str) -> nn.Module:
+    return RMSNorm(f"{name}.weight", build.config.hidden_size, eps=build.config.rms_norm_eps, context=build.context)
+
+
+def _layer_norm(build: BlockBuilder, name: str) -> nn.Module:
+    return LayerNorm(name, build.config.hidden_size, eps=build.config.layer_norm_eps, context=build.context)
+
+
+def _swiglu(build: BlockBuilder, name: str, output_init_std: float) -> nn.Module:
+    return SwiGLU(
+        name,
+        hidden_size=build.config.hidden_size,
+        intermediate_size=build.config.intermediate_size,
+        init_std=build.config.initializer_range,
+        output_init_std=output_init_std,
+        context=build.context,
+    )
+
+
+def _gelu_mlp(build: BlockBuilder, name: str, output_init_std: float) -> nn.Module:
+    assert build.config.activation_function is not None, "needs a resolved configuration"
+    return GeluMlp(
+        name,
+        hidden_size=build.config.hidden_size,
+        intermediate_size=build.config.intermediate_size,
+        activation_function=build.config.activation_function,
+        init_std=build.config.initializer_range,
+        output_init_std=output_init_std,
+        context=build.context,
+    )
+
+
+_NORMS: dict[str, Callable[[BlockBuilder, str], nn.Module]] = {
+    RMS_NORM.name: _rms_norm,
+    LAYER_NORM.name: _layer_norm,
+}
+_MLPS: dict[str, Callable[[BlockBuilder, str, float], nn.Module]] = {
+    SWIGLU.name: _swiglu,
+    GELU_MLP.name: _gelu_mlp,
+}

@@ -1,0 +1,108 @@
+"""The row that defines a model family: its blocks, its own fields, and what Hugging Face calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel3d.config.sections.base import Section
+from parallel3d.errors import Problem
+from parallel3d.families.blocks import Block, Mlp, Norm, Positions, Values
+
+JsonFields = dict[str, Any]
+"""Fields of a Hugging Face config.json."""
+
+
+def _no_problems(model: Values) -> Iterable[Problem]:
+    return ()
+
+
+def _no_fields(model: Values) -> JsonFields:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfModel:
+    """One of Hugging Face's model types: its config.json, and the names of its weights.
+
+    `weights` maps our modules to theirs; "{}" stands for a layer's index. One name is a tensor of the whole parameter.
+    Several are one tensor for each of its fused blocks, in order::
+
+        "layers.{}.attention.output": "model.layers.{}.self_attn.o_proj"
+        "layers.{}.mlp.gate_up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj")
+    """
+
+    model_type: str
+    class_name: str
+    qkv_bias: bool | None = None
+    """Whether this type has biases on query, key and value; None: it stands for models with and without."""
+    base: str
+    """Prefix of the tensors' names, which is missing where only the base model was saved."""
+    weights: Mapping[str, str | tuple[str, ...]]
+    transposed: bool = False
+    """Products are stored as (in, out)."""
+    zero_biases: tuple[str, ...] = ()
+    """Our modules whose bias always exists there: zeros where ours has none."""
+    names: Mapping[str, str]
+    """Their name of each of our fields."""
+    defaults: JsonFields
+    """By their names: what a missing field means. A field in neither table is required."""
+    fixed: JsonFields = field(default_factory=dict)
+    """By their names: the only value that our model supports, which is also what a missing field means."""
+    extra_fields: Callable[[Values], JsonFields] = _no_fields
+    """What else is written into config.json."""
+    check: Callable[[Values], Iterable[Problem]] = _no_problems
+    """What keeps one of our models of the family from having this form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of decoders: x + attention(norm(x)), then x + mlp(norm(x)) in every layer.
+
+    Parameter counts, FLOPs, the fields of the configuration and their rules, the modules and both directions of the
+    conversion follow from this row.
+    """
+
+    name: str
+    is_default: bool = False
+    norm: Norm
+    mlp: Mlp
+    positions: Positions
+    qkv_bias: bool
+    """Whether query, key and value projections have biases where model.qkv_bias is null."""
+    output_bias: bool
+    """Whether the attention's output projection has a bias."""
+    own_fields: type[Section] | None = None
+    """Fields of `model` that only this family has, with their defaults, types and docstrings."""
+    window_field: str | None = None
+    """The field with the number of keys that a query sees, itself included; null there: all before it."""
+    check: Callable[[Values], Iterable[Problem]] = _no_problems
+    """Rules between fields of `model` that only this family has."""
+    hf_models: tuple[HfModel, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.norm, self.mlp, self.positions
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of `model` that not every family has."""
+        own = tuple(self.own_fields.model_fields) if self.own_fields else ()
+        return (*(name for block in self.blocks for name in block.fields), *own)
+
+    @property
+    def defaults(self) -> Values:
+        """What null means in these fields."""
+        return {name: value for block in self.blocks for name, value in block.defaults.items()}
+
+    @property
+    def description(self) -> str:
+        biases = "biases" if self.output_bias else "no biases but on query, key and value" if self.qkv_bias else ""
+        parts = [block.name for block in self.blocks] + [biases or "no biases"]
+        return f"{self.name}: {', '.join(parts)}"
+
+    def problems(self, model: Values) -> Iterable[Problem]:
+        """The family's broken rules, its blocks' among them."""
+        for check in (*(block.check for block in self.blocks), self.check):
+            yield from check(model)
