@@ -120,6 +120,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
         )
         executor = Executor(
             chunks=[stage],
+            layout=plan.request.layout,
             grid=grid,
             rank=rank,
             generation=0,

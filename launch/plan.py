@@ -66,7 +66,7 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
     whole = build_grid(config)
     grid, spares = remove_ranks(whole, lost)
     partition = split_layers(config)
-    plan = complete_candidates(plan_schedule(config, grid, config.parallel.schedule, num_micro_batches))
+    plan = complete_candidates(plan_schedule(config, grid, num_micro_batches))
     report = check_plan(plan, config.parallel.p2p_slots, estimate_message_sizes(config, partition))
     yield from describe_grid(config, grid)
     yield from describe_lost_ranks(whole, lost, spares)
@@ -135,10 +135,9 @@ def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, re
     model = config.model
     costs = costs_of(config)
     by_chunk = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
-    num_stages = plan.request.num_stages
     rows = []
-    for stage in range(num_stages):
-        cost, chunks = sum(by_chunk[stage::num_stages]), partition[stage::num_stages]
+    for stage, virtual_stages in enumerate(plan.request.layout.virtual_stages):
+        cost, chunks = sum(by_chunk[k] for k in virtual_stages), [partition[k] for k in virtual_stages]
         mine = [replica for replica in plan.lists if replica[0] == stage]
         held = max(report.peak_in_flight[replica] for replica in mine)
         num_bytes = max(report.peak_bytes[replica] for replica in mine)

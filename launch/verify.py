@@ -213,7 +213,7 @@ def estimate_bytes(config: Config) -> int:
 def activation_bytes(config: Config) -> int:
     """Peak of what all ranks hold for their backward passes."""
     grid = build_grid(config)
-    plan = plan_schedule(config, grid, config.parallel.schedule, plan_batch(config, 0).num_micro_batches)
+    plan = plan_schedule(config, grid, plan_batch(config, 0).num_micro_batches)
     report = check_plan(plan, config.parallel.p2p_slots, estimate_message_sizes(config, split_layers(config)))
     return sum(report.peak_bytes.values()) * grid.tp_size
 

@@ -34,6 +34,8 @@ FLOORS: dict[str, int] = {
     "parallel3d.child_process": 0,
     "parallel3d.wait_graph": 0,
     "parallel3d.random_keys": 0,
+    "parallel3d.pipeline.schedules": -1,  # the configuration takes names, limits and messages from them
+    "parallel3d.pipeline.chunk_layout": -1,
     "parallel3d.config": 0,
     "parallel3d.parallel": 1,
     "parallel3d.precision": 1,
@@ -72,6 +74,7 @@ PURE: tuple[str, ...] = (
         f"parallel3d.pipeline.{name}"
         for name in ("instructions", "partition", "request", "routes", "simulator", "planner", "check", "timeline")
     ),
+    *(f"parallel3d.pipeline.{name}" for name in ("chunk_layout", "schedules", "component_tables", "mailboxes")),
     "parallel3d.pipeline.route_map",
     "parallel3d.layers.micro_batch",
     "parallel3d.data.reader",

@@ -11,6 +11,7 @@ from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, Loss
 from parallel3d.config.warmup_builder import run_length, warmup_warnings
 from parallel3d.families import FAMILIES
 from parallel3d.families.spec import Family
+from parallel3d.pipeline.schedules import SCHEDULES
 
 RARE_SHARE = 0.1
 """Of a blend's source that may be meant otherwise."""
@@ -153,13 +154,13 @@ def warnings(config: Config) -> list[str]:
         unit, decay_end, run_end = "steps", lr_schedule.decay_steps or whole.num_steps, whole.num_steps
     else:
         unit, decay_end, run_end = "tokens", lr_schedule.decay_tokens, whole.num_tokens
-    slices = num_micro_batches / max(replicas) * parallel.virtual_stages
-    bubble = (parallel.pp_size - 1) / (slices + parallel.pp_size - 1)
+    schedule, replica_micro_batches = SCHEDULES[parallel.schedule], num_micro_batches / max(replicas)
+    bubble = schedule.bubble(parallel.pp_size, parallel.virtual_stages, replica_micro_batches)
     uneven = sorted({count for count in replicas if num_micro_batches % count})
     checks = (
         (
             bubble > 0.5,
-            f"pipeline stages idle for {bubble:.0%} of a step, at {num_micro_batches / max(replicas):g} micro-batches"
+            f"pipeline stages idle for {bubble:.0%} of a step, at {replica_micro_batches:g} micro-batches"
             f" a replica: raise batch.num_micro_batches or lower parallel.pp_size",
         ),
         (
@@ -167,9 +168,10 @@ def warnings(config: Config) -> list[str]:
             f"{num_micro_batches} micro-batches do not divide evenly over {uneven} replicas: some wait for the others",
         ),
         (
-            parallel.virtual_stages > 1 and num_micro_batches / max(replicas) % parallel.pp_size != 0,
-            f"interleaved stages idle a little longer where the micro-batches of a replica, {num_micro_batches} /"
-            f" {max(replicas)}, are no multiple of parallel.pp_size = {parallel.pp_size}",
+            not schedule.suits(parallel.pp_size, replica_micro_batches),
+            f"stages idle a little longer than they need with parallel.schedule {schedule.name}: it is made for"
+            f" {schedule.suitable_micro_batches}, and parallel.pp_size = {parallel.pp_size} stages get"
+            f" {replica_micro_batches:g}",
         ),
         (
             parallel.sequence_parallel and parallel.tp_size == 1,

@@ -1,8 +1,9 @@
 """Layouts as short strings, `tp2.pp2.dp2.sp.zero0.gpipe`, and the overrides of section `parallel` that they stand for.
 
 A layout says the whole grid: a size that it leaves out is 1, replicas that differ by stage are `dp2/1`, and layers are
-cut by cost. `v2` is schedule interleaved with 2 virtual stages; other schedules, and grids of one stage, have none.
-What else it leaves out stays as the configuration has it.
+cut by cost. `v2` is 2 virtual stages, with the default schedule for them unless one is named; grids of one stage and
+schedules without chunks have 1, and a schedule that needs a certain number has that. What else it leaves out stays as
+the configuration has it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from parallel3d.config.derived import stage_replicas
-from parallel3d.config.schema import Config, ParallelConfig
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.pipeline.schedules import SCHEDULES, default_schedule
 
 GRID_DEFAULTS: dict[str, Any] = {
     "tp_size": 1,
@@ -26,16 +28,17 @@ GRID_DEFAULTS: dict[str, Any] = {
 }
 """What a layout sets in section `parallel` whether it says so or not."""
 
-SCHEDULES = get_args(ParallelConfig.model_fields["schedule"].annotation)
 NAMED_PARTS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence_parallel", True),
     "zero0": ("zero_stage", 0),
     "zero1": ("zero_stage", 1),
-    **{name: ("schedule", name) for name in SCHEDULES},
 }
-"""Parts without a number: the field of section `parallel` and its value."""
+"""Parts without a number, and names of schedules: the field of section `parallel` and its value."""
 
-HELP = f"parts joined by dots: tpN ppN dpN (dpN/N where stages differ) vN (interleaved) {' '.join(NAMED_PARTS)}"
+HELP = (
+    "parts joined by dots: tpN ppN dpN (dpN/N where stages differ) vN (virtual stages) "
+    f"{' '.join([*NAMED_PARTS, *SCHEDULES])}"
+)
 
 DEFAULT_LAYOUTS = (
     ("tp2.sp", "tp2"),
@@ -71,11 +74,20 @@ def parse_layout(text: str) -> Layout:
         fields[name] = value
     if isinstance(fields["dp_size"], list):
         fields["stage_replicas"], fields["dp_size"] = fields["dp_size"], None
-    if "virtual_stages" in fields:
-        fields.setdefault("schedule", "interleaved")
-    elif fields["pp_size"] == 1 or fields.get("schedule", "interleaved") != "interleaved":
-        fields |= {"schedule": fields.get("schedule", "1f1b"), "virtual_stages": 1}
+    fields |= _complete_schedule(fields)
     return Layout(name=text.strip(), fields=fields)
+
+
+def _complete_schedule(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule and the number of chunks, as far as what was named decides them."""
+    name, num_chunks = fields.get("schedule"), fields.get("virtual_stages")
+    if num_chunks is not None:
+        return {} if name else {"schedule": default_schedule(num_chunks)}
+    if fields["pp_size"] == 1:
+        return {"schedule": name or default_schedule(1), "virtual_stages": 1}
+    if name and (fixed := SCHEDULES[name].min_chunks) == SCHEDULES[name].max_chunks:
+        return {"virtual_stages": fixed}
+    return {}
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:
@@ -128,6 +140,8 @@ def _parse_part(part: str, text: str) -> tuple[str, Any]:
     """The field of section `parallel` and its value."""
     if part in NAMED_PARTS:
         return NAMED_PARTS[part]
+    if part in SCHEDULES:
+        return "schedule", part
     if match := re.fullmatch(r"(tp|pp)([1-9]\d*)", part):
         return f"{match[1]}_size", int(match[2])
     if match := re.fullmatch(r"v([1-9]\d*)", part):

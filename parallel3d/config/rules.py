@@ -24,6 +24,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.warmup_rules import WARMUP_RULES
 from parallel3d.errors import Problem
 from parallel3d.families import FAMILIES
+from parallel3d.pipeline.schedules import SCHEDULES
 
 
 def broken_rules(config: Config, world_size: int | None, broken: set[str]) -> Iterator[Problem]:
@@ -117,33 +118,21 @@ def _check_sequence_shards(config: Config, world_size: int | None) -> Iterator[P
 def _check_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_hidden_layers
     if parallel.pp_size * parallel.virtual_stages > layers:
-        chunks = f" for each of its parallel.virtual_stages = {parallel.virtual_stages} chunks"
         has_chunks = parallel.virtual_stages > 1
+        chunks = f" for each of its parallel.virtual_stages = {parallel.virtual_stages} chunks" if has_chunks else ""
         yield Problem(
             field="parallel.pp_size",
             value=parallel.pp_size,
-            rule=f"every stage needs a layer{chunks * has_chunks}, and model.num_hidden_layers is {layers}",
+            rule=f"every stage needs a layer{chunks}, and model.num_hidden_layers is {layers}",
             fix="Use fewer stages or fewer chunks" if has_chunks else f"Use at most {layers} stages",
         )
 
 
 def _check_virtual_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
     parallel = config.parallel
-    if (parallel.schedule == "interleaved") != (parallel.virtual_stages > 1):
-        wanted = "at least 2" if parallel.schedule == "interleaved" else "1"
-        yield Problem(
-            field="parallel.virtual_stages",
-            value=parallel.virtual_stages,
-            rule=f"parallel.schedule {parallel.schedule} needs {wanted}",
-            fix="Change either: schedule interleaved goes with 2 virtual stages or more, the others with 1",
-        )
-    if parallel.schedule == "interleaved" and parallel.pp_size == 1:
-        yield Problem(
-            field="parallel.schedule",
-            value=parallel.schedule,
-            rule="chunks of several stages are interleaved, and parallel.pp_size is 1",
-            fix="Take 1f1b, or raise parallel.pp_size",
-        )
+    if broken := SCHEDULES[parallel.schedule].find_broken_rule(parallel.pp_size, parallel.virtual_stages):
+        value = getattr(parallel, broken.field)
+        yield Problem(field=f"parallel.{broken.field}", value=value, rule=broken.rule, fix=broken.fix)
 
 
 def _check_layers_per_stage(config: Config, world_size: int | None) -> Iterator[Problem]:

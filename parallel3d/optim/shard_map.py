@@ -96,17 +96,25 @@ def plan_shard_map(
 
 
 def plan_shard_maps(
-    grid: Grid, stage: int, tp: int, *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]
+    grid: Grid,
+    stage: int,
+    tp: int,
+    *,
+    zero_stage: int,
+    zero_backups: int,
+    hosts: Mapping[int, str],
+    embedding_stages: Sequence[int] = (),
 ) -> ShardMaps:
     """The cuts of one stage at one tensor-parallel position; the owners of `ends` come as in `grid.embedding_ranks`."""
 
     def shard_map(stage: int) -> ShardMap:
         return plan_shard_map(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
 
+    ends = tuple(embedding_stages) or grid.embedding_stages
     if zero_stage == 0:
-        embedding = ShardMap(holders=(grid.embedding_ranks(tp),))
+        embedding = ShardMap(holders=(grid.embedding_ranks(tp, ends),))
     else:
-        embedding = ShardMap(holders=tuple(ranks for end in grid.embedding_stages for ranks in shard_map(end).holders))
+        embedding = ShardMap(holders=tuple(ranks for end in ends for ranks in shard_map(end).holders))
     return ShardMaps(stage=shard_map(stage), embedding=embedding)
 
 

@@ -106,12 +106,12 @@ class Grid:
 
     @property
     def embedding_stages(self) -> tuple[int, ...]:
-        """The first stage and the last: one stage where there is no other."""
+        """The stages that share a tied embedding, unless chunks are laid out so that one stage has both of its ends."""
         return (0,) if self.pp_size == 1 else (0, self.pp_size - 1)
 
-    def embedding_ranks(self, tp: int) -> tuple[int, ...]:
-        """The ranks that hold the same part of a tied embedding: those of the first stage, then those of the last."""
-        return tuple(rank for stage in self.embedding_stages for rank in self.dp_ranks(stage, tp))
+    def embedding_ranks(self, tp: int, stages: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The ranks that hold the same part of a tied embedding, stage by stage; `stages` if not the usual ones."""
+        return tuple(rank for stage in stages or self.embedding_stages for rank in self.dp_ranks(stage, tp))
 
     def groups(self) -> dict[str, list[tuple[int, ...]]]:
         """The rank lists of every group by kind: tp, dp, and the one group of all ("world")."""

@@ -9,7 +9,7 @@
    one run ends every run ends, and if one gets stuck all do.
 4. *Memory*: in that run, timed with the plan's costs, the peak of stashed + unsent + unused bytes of each replica. A
    message in a slot is charged to both its ends: nobody knows how far the transfer has got. One that was read early is
-   charged to its reader until it is used.
+   charged to its reader until it is used. So is an activation or a gradient that a replica keeps for its next chunk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product, zip_longest
 
 from parallel3d.errors import ScheduleError
+from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.planner import Plan, costs_by_op
 
@@ -29,6 +30,9 @@ _Pair = tuple[ReplicaId, ReplicaId]
 _Received = tuple[Op, int, int]
 """(receive, micro-batch, virtual stage that reads it)"""
 _FREES_STASH = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+_TAKER_OF = {Op.KEEP_ACTIVATION: (Op.FORWARD, 1), Op.KEEP_GRADIENT: (Op.BACKWARD, -1)}
+"""The compute that takes what a replica keeps, and its virtual stage relative to the one that made it."""
 _SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
 
 
@@ -83,7 +87,7 @@ def _check_steps(plan: Plan) -> None:
                 micro_batch,
                 stage,
                 chunk,
-                virtual_stages=request.virtual_stages,
+                layout=request.layout,
                 backward=request.has_backward,
                 split=request.splits,
             )
@@ -109,14 +113,14 @@ def _compare_steps(
 
 
 def _check_pairs(plan: Plan) -> None:
-    num_stages = plan.request.num_stages
+    layout = plan.request.layout
     sent: dict[_Pair, list[_Received]] = defaultdict(list)
     received: dict[_Pair, list[_Received]] = defaultdict(list)
     for replica, steps in plan.lists.items():
         for step in steps:
             if step.peer is None:
                 continue
-            reader_stage = step.reader_stage(replica[0], num_stages)
+            reader_stage = step.reader_stage(replica[0], layout)
             if step.op in RECEIVE_OF:
                 sent[replica, step.peer].append((RECEIVE_OF[step.op], step.micro_batch, reader_stage))
             else:
@@ -124,16 +128,16 @@ def _check_pairs(plan: Plan) -> None:
     for pair in sorted(sent.keys() | received.keys()):
         for number, (has, wants) in enumerate(zip_longest(sent[pair], received[pair])):
             if has != wants:
-                sends = f"'{_SEND_OF[has[0]].value} {_message_name(has, num_stages)}'" if has else "nothing"
-                takes = f"'{wants[0].value} {_message_name(wants, num_stages)}'" if wants else "no receive"
+                sends = f"'{_SEND_OF[has[0]].value} {_message_name(has, layout)}'" if has else "nothing"
+                takes = f"'{wants[0].value} {_message_name(wants, layout)}'" if wants else "no receive"
                 raise ScheduleError(
                     f"message {number} from {pair[0]} to {pair[1]}: {pair[0]} has {sends} where {pair[1]} has {takes}"
                 )
 
 
-def _message_name(message: _Received, num_stages: int) -> str:
+def _message_name(message: _Received, layout: ChunkLayout) -> str:
     _, micro_batch, reader_stage = message
-    chunk = reader_stage // num_stages
+    chunk = layout.chunks[reader_stage]
     return f"{micro_batch} for chunk {chunk}" if chunk else str(micro_batch)
 
 
@@ -141,7 +145,7 @@ class _Execution:
     """Runs the lists as soon as possible; `clock` is when each replica ends; messages and stashes have times."""
 
     def __init__(self, plan: Plan, slots: int):
-        self.lists, self.slots, self.num_stages = plan.lists, slots, plan.request.num_stages
+        self.lists, self.slots, self.layout = plan.lists, slots, plan.request.layout
         self.costs = costs_by_op(plan.request)
         self.clock = dict.fromkeys(plan.lists, 0)
         self.next_step = dict.fromkeys(plan.lists, 0)
@@ -155,6 +159,10 @@ class _Execution:
         """Messages read and not used yet, by who needs them: (pair, place in its order)."""
         self.stashes: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)  # (time, virtual stage, +1 or -1)
         self.deferred: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)
+        self.kept: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
+        """(time, +1 or -1): activations and gradients that go from one chunk to the next on the same replica."""
+        self._kept_for: set[tuple[ReplicaId, Op, int, int]] = set()
+        """(replica, compute, micro-batch, virtual stage) that will take what is kept."""
         todo = list(plan.lists)
         while todo:
             todo += self._advance(todo.pop())
@@ -193,18 +201,36 @@ class _Execution:
         return True
 
     def _compute(self, replica: ReplicaId, step: Instruction) -> None:
-        virtual_stage = step.chunk * self.num_stages + replica[0]
+        virtual_stage = self.layout.virtual_stages[replica[0]][step.chunk]
         for pair, number in self.read_unused.pop((replica, (step.micro_batch, step.chunk)), ()):
             self.used_at[pair][number] = self.clock[replica]
+        self._keep_or_take(replica, step, virtual_stage)
         if step.op is Op.FORWARD:
             self.stashes[replica].append((self.clock[replica], virtual_stage, +1))
         if step.op in self.costs:
             self.clock[replica] += self.costs[step.op][virtual_stage]
-        if step.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        if step.op in _BACKWARDS:
             self.stashes[replica].append((self.clock[replica], virtual_stage, -1))
         if step.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
             sign = +1 if step.op is Op.BACKWARD_INPUT else -1
             self.deferred[replica].append((self.clock[replica], virtual_stage, sign))
+
+    def _keep_or_take(self, replica: ReplicaId, step: Instruction, virtual_stage: int) -> None:
+        """Follows what stays on a replica: it must be there when the compute that needs it begins."""
+        if step.op in _TAKER_OF:
+            taker, offset = _TAKER_OF[step.op]
+            self._kept_for.add((replica, taker, step.micro_batch, virtual_stage + offset))
+            self.kept[replica].append((self.clock[replica], +1))
+        elif step.op in (Op.FORWARD, *_BACKWARDS):
+            taker = Op.FORWARD if step.op is Op.FORWARD else Op.BACKWARD
+            source = virtual_stage + (-1 if taker is Op.FORWARD else 1)
+            if not (0 <= source <= self.layout.last and self.layout.stages[source] == replica[0]):
+                return
+            key = (replica, taker, step.micro_batch, virtual_stage)
+            if key not in self._kept_for:
+                raise ScheduleError(f"replica {replica}: '{step}' comes before the chunk that it continues")
+            self._kept_for.remove(key)
+            self.kept[replica].append((self.clock[replica], -1))
 
     def _raise_if_deadlocked(self) -> None:
         blocked = []
@@ -238,6 +264,9 @@ def _byte_changes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> Ite
             for replica, times in changes.items():
                 for time, virtual_stage, sign in times:
                     yield replica, time, sign * by_stage[virtual_stage]
+    for replica, kept in execution.kept.items():
+        for time, sign in kept:
+            yield replica, time, sign * sizes.activation_bytes
     for pair, ops in execution.ops_sent.items():
         event_times = (
             execution.computed_at[pair],

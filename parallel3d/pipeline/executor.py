@@ -28,6 +28,7 @@ from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
 from parallel3d.parallel.staged_group import HostCopy, to_device
 from parallel3d.parallel.tensor_parallel import TensorParallel
+from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 
 
@@ -79,11 +80,12 @@ class StageResult:
 class Executor:
     """Runs instruction lists for the rank `rank` of `grid`, in one membership generation.
 
-    `chunks[c](x, micro_batch, targets)` is chunk c of this rank's part of the model; `hidden_size` and `dtype` describe
-    what stages send each other.
+    `chunks[c](x, micro_batch, targets)` is chunk c of this rank's part of the model; `layout` says which virtual stage
+    that is; `hidden_size` and `dtype` describe what stages send each other.
     """
 
     chunks: Sequence[nn.Module]
+    layout: ChunkLayout
     grid: Grid
     rank: int
     generation: int
@@ -143,7 +145,7 @@ class Executor:
         )
         started = time.perf_counter()
         inputs = scratch.inputs.pop(key)
-        is_last = self._coordinates.pp == self.grid.pp_size - 1 and step.chunk == len(self.chunks) - 1
+        is_last = self._virtual_stage(step) == self.layout.last
         targets = scratch.targets.pop(step.micro_batch) if is_last else None
         output = self.chunks[step.chunk](inputs, micro_batch, targets)
         if is_last:
@@ -200,6 +202,15 @@ class Executor:
     def _send_gradient(self, scratch: _Scratch, step: Instruction) -> None:
         self._send(scratch, step, Kind.GRADIENT, scratch.outgoing.pop(_key(step)))
 
+    def _keep_activation(self, scratch: _Scratch, step: Instruction) -> None:
+        chunk = self.layout.chunks[self._virtual_stage(step) + 1]
+        activation = scratch.outgoing.pop(_key(step))
+        scratch.inputs[step.micro_batch, chunk] = activation.requires_grad_(scratch.batch.training)
+
+    def _keep_gradient(self, scratch: _Scratch, step: Instruction) -> None:
+        chunk = self.layout.chunks[self._virtual_stage(step) - 1]
+        scratch.gradients[step.micro_batch, chunk] = scratch.outgoing.pop(_key(step))
+
     def _receive_targets(self, scratch: _Scratch, step: Instruction) -> None:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
         targets = self._receive(scratch, step, Kind.TARGETS, (num_tokens,), torch.int64)
@@ -209,7 +220,8 @@ class Executor:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
         num_local, hidden_size = self._hidden_shape(scratch, step)
         has_documents = scratch.batch.masks_documents
-        shape = (num_local + num_rows(num_tokens, hidden_size) * has_documents, hidden_size)
+        num_mark_rows = num_rows(num_tokens, hidden_size) if has_documents else 0
+        shape = (num_local + num_mark_rows, hidden_size)
         received = self._receive(scratch, step, Kind.ACTIVATION, shape, self.dtype)
         if has_documents:
             received, scratch.documents[step.micro_batch] = split_document_marks(received, num_tokens)
@@ -240,7 +252,7 @@ class Executor:
             iteration=scratch.batch.iteration,
             kind=kind,
             micro_batch=step.micro_batch,
-            stage=step.reader_stage(self._coordinates.pp, self.grid.pp_size),
+            stage=step.reader_stage(self._coordinates.pp, self.layout),
             shape=shape,
             dtype=dtype,
         )
@@ -254,6 +266,9 @@ class Executor:
     def _hidden_shape(self, scratch: _Scratch, step: Instruction) -> tuple[int, int]:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
         return (self.tp.num_local_tokens(num_tokens), self.hidden_size)
+
+    def _virtual_stage(self, step: Instruction) -> int:
+        return self.layout.virtual_stages[self._coordinates.pp][step.chunk]
 
     @property
     def _coordinates(self) -> Coordinates:
@@ -291,6 +306,8 @@ _ACTIONS = {
     Op.RECV_TARGETS: Executor._receive_targets,
     Op.SEND_ACTIVATION: Executor._send_activation,
     Op.RECV_ACTIVATION: Executor._receive_activation,
+    Op.KEEP_ACTIVATION: Executor._keep_activation,
     Op.SEND_GRADIENT: Executor._send_gradient,
     Op.RECV_GRADIENT: Executor._receive_gradient,
+    Op.KEEP_GRADIENT: Executor._keep_gradient,
 }

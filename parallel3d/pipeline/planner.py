@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
+from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
 from parallel3d.pipeline.routes import Component, plan_routes, split_components
-from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, VirtualMicroBatch, least_makespan, simulate
+from parallel3d.pipeline.schedules.base import VirtualMicroBatch
+from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, least_makespan, simulate
 
 
 class Event(NamedTuple):
@@ -82,14 +83,14 @@ class Plan:
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """All computes by start and replica."""
-        cost_of, num_stages = costs_by_op(self.request), self.request.num_stages
+        cost_of, virtual_stages = costs_by_op(self.request), self.request.layout.virtual_stages
         events = [
             Event(
                 replica_id,
                 op,
                 component.micro_batches[micro_batch],
                 start,
-                start + cost_of[op][chunk * num_stages + replica_id[0]],
+                start + cost_of[op][virtual_stages[replica_id[0]][chunk]],
                 chunk,
             )
             for component, run in self.runs
@@ -127,7 +128,7 @@ class Plan:
         compute_time = self.busy[busiest]
         chunks = f" of {request.virtual_stages} chunks" if request.virtual_stages > 1 else ""
         what = (
-            f"{request.schedule} on {len(counts)} stages{chunks} x {grid} replicas, {len(self.routes)} micro-batches, "
+            f"{request.name} on {len(counts)} stages{chunks} x {grid} replicas, {len(self.routes)} micro-batches, "
             f"{rerouted} rerouted: "
             f"{self.makespan} units, of which {compute_time} are work of the busiest replica {busiest}"
         )
@@ -196,7 +197,7 @@ def costs_by_op(request: PlanRequest) -> dict[Op, tuple[int, ...]]:
 
 
 def _candidates(request: PlanRequest, may_split: bool, max_extra_in_flight: int) -> list[PlanRequest]:
-    splits = [False, True] if may_split and request.has_backward and request.schedule != "zb-h1" else [False]
+    splits = [False, True] if may_split and request.has_backward and not request.rules.splits_backward else [False]
     extras = range(max_extra_in_flight + 1 if request.limits_in_flight else 1)
     rerouted = [replace(request, split_backward=split, extra_in_flight=extra) for extra in extras for split in splits]
     dropped = [replace(candidate, routing="drop") for candidate in rerouted] if request.whole_pipelines else []
@@ -306,32 +307,37 @@ def _with_messages(
     steps: list[SimulatedStep],
 ) -> Iterator[Instruction]:
     """One replica's list: each compute between the receives that it needs and the send of its result."""
-    last, last_chunk = request.num_stages - 1, request.virtual_stages - 1
-    source = {Op.RECV_TARGETS: 0, Op.RECV_ACTIVATION: stage - 1, Op.RECV_GRADIENT: (stage + 1) % request.num_stages}
-    read_unused: set[tuple[Op, int]] = set()
+    read_early: set[tuple[Op, int]] = set()
+    made: dict[int, tuple[Instruction, ...]] = {}
     for op, number, _ in steps:
         position, chunk = virtual_micro_batches[number]
-        micro_batch = component.micro_batches[position]
-        route = [component.replicas[replica] for replica in component.shape[position]]
-        is_first, is_last = stage == chunk == 0, stage == last and chunk == last_chunk
-        if op in source:
-            read_unused.add((op, number))
-            yield Instruction(op, micro_batch, route[source[op]], chunk)
-            continue
-        needed = []
-        if op is Op.FORWARD:
-            needed = [Op.RECV_TARGETS] * (is_last and last > 0) + [Op.RECV_ACTIVATION] * (not is_first)
-        elif op is not Op.BACKWARD_WEIGHT:
-            needed = [Op.RECV_GRADIENT] * (not is_last)
-        for receive in needed:
-            if (receive, number) not in read_unused:
-                yield Instruction(receive, micro_batch, route[source[receive]], chunk)
-        if op is Op.FORWARD and is_first:
-            yield Instruction(Op.LOAD, micro_batch)
-        if op is Op.FORWARD and stage == 0 and chunk == last_chunk and last:
-            yield Instruction(Op.SEND_TARGETS, micro_batch, route[last], chunk)
-        yield Instruction(op, micro_batch, None, chunk)
-        if op is Op.FORWARD and not is_last:
-            yield Instruction(Op.SEND_ACTIVATION, micro_batch, route[(stage + 1) % len(route)], chunk)
-        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT) and not is_first:
-            yield Instruction(Op.SEND_GRADIENT, micro_batch, route[stage - 1], chunk)
+        if number not in made:
+            made[number] = instructions_for(
+                tuple([component.replicas[replica][1] for replica in component.shape[position]]),
+                component.micro_batches[position],
+                stage,
+                chunk,
+                layout=request.layout,
+                backward=request.has_backward,
+                split=request.splits,
+            )
+        if op in _RECEIVES:
+            read_early.add((op, number))
+            yield next(step for step in made[number] if step.op is op)
+        else:
+            yield from (step for step in _around(op, made[number]) if (step.op, number) not in read_early)
+
+
+_RECEIVES = frozenset(RECEIVE_OF.values())
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+_FIRST_OF_BACKWARD = (Op.RECV_GRADIENT, *_BACKWARDS)
+
+
+def _around(op: Op, every: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """The part of a virtual micro-batch's instructions that belongs to one of its computes."""
+    middle = next((i for i, step in enumerate(every) if step.op in _FIRST_OF_BACKWARD), len(every))
+    if op is Op.FORWARD:
+        return every[:middle]
+    if op is Op.BACKWARD_WEIGHT:
+        return every[-1:]
+    return every[middle:-1] if every[-1].op is Op.BACKWARD_WEIGHT else every[middle:]

@@ -1,57 +1,32 @@
 """The event-driven simulation of one component, with integer stage costs: what each replica computes, and when.
 
 Whenever a replica is idle it chooses among the micro-batches that have reached it, the oldest message of each ordered
-pair, the lowest micro-batch first. The rule says which kind of work comes first and how many micro-batches it may hold:
-
-    gpipe       every forward before the first backward                                        (GPipe, Huang et al.)
-    1f1b        a forward while fewer than P - stage + extra_in_flight micro-batches are forwarded but not yet
-                backwarded, else a backward                            (PipeDream-flush, Narayanan et al. 2021)
-    interleaved 1f1b with several chunks of layers a stage, below                  (Narayanan et al. 2021, section 2.2)
-    zb-h1       1f1b with a split backward, below          (Qi et al. 2023, "Zero bubble pipeline parallelism", 2.1)
-    forward     no backward: evaluation
+pair, the first in the schedule's order. The schedule (`schedules/`) also gives the kind of work that comes first and
+how many micro-batches a replica may hold; the products for weights of a split backward run when nothing else can.
 
 A forward comes first because it is what later stages wait for; on a straight grid nothing is ever there to choose from.
 
-With a split backward, T_B for the inputs and T_W for the weights, the weights' half runs when nothing else can, and no
-replica holds more than P + extra_in_flight micro-batches from their forward to the end of that half: no more than
-1f1b's first stage holds anyway. On a straight grid of equal costs that is ZB-H1, whose bubble is
-(P - 1)(T_F + T_B - T_W) where 1f1b's is (P - 1)(T_F + T_B + T_W): the paper's table 2. With extra_in_flight a backward
-comes before a forward, because there is then room to be generous: pp4 x dp4 with one replica lost takes 34 units
-instead of 36.
-
-With V chunks a stage's work comes in *slices*, (micro-batch, chunk), in the paper's order: groups of P micro-batches
-for each pipeline, a group's first chunk, its second, ..., and its backwards from the last chunk to the first. A replica
-with n micro-batches of a group (P on a straight grid) may hold
-
-    (V - 1) n + 2 (P - 1 - stage) + 1 + extra_in_flight
-
-slices, and a forward counts those before it in this order that have not come yet, so that it can't lock them out.
-Where a component is one pipeline whose number of micro-batches P divides, each replica waits for what is next in this
-order: the lists are the paper's, and with equal costs their bubble is (P - 1)(F + B) / V, F and B those of a whole
-stage and one micro-batch. Elsewhere a replica takes the first slice that is there: pp4 x dp4 without one replica takes
-3 % more than the work of the busiest replica (V = 2, split backward).
+With chunks of layers the unit is the *virtual micro-batch*, (micro-batch, chunk). A forward then counts those before it
+in the schedule's order that have not come yet, so that it can't lock them out.
 
 Why the lists can't deadlock: a replica starts a compute only when the slot for its result is free, so that in the
 simulated run no send ever waits; lists with one run that ends have no run that doesn't. The simulation itself always
 goes on, by induction over the stages: there are finitely many forwards, so the first stage always comes to read a
 gradient, so the second can always send one, and so on to the last, so backwards never stop; the halves for the weights
-need no message and send none, so they never stop either; so the caps always free up, so forwards never stop. (With two
-stages and one slot targets and activation share it: the activation is promised the slot that its targets leave at the
-last stage's next pause. There it reads in the order in which messages came, so that it never waits for somebody who
-waits for that slot; in another order one damaged grid in a hundred got stuck.)
+need no message and send none, so they never stop either; so the budgets always free up, so forwards never stop. (With
+two stages and one slot targets and activation share it: the activation is promised the slot that its targets leave at
+the last stage's next pause. There it reads in the order in which messages came, so that it never waits for a replica
+that waits for that slot; in another order one damaged grid in a hundred got stuck.)
 
 With chunks the pairs close a ring. So there the reader of a full pair reads at its next pause what it does not need
-yet: slots stop nobody for longer than that. And room? If all stood still, let s be the first slice whose forward is
-missing. All groups before its own would be done, backwards included, and if s is of the last chunk so would be the
-micro-batches of its group before it. Then at most (V - 1) n slices count against s: there is room for it.
+yet: slots stop no replica for longer than that. That budgets leave room for the next forward is for the schedule to
+show; each of those with chunks does so in its file.
 
-Messages of an ordered pair are read in the order sent: without chunks because only the oldest unread one of a pair may
-be chosen; with chunks, where a pair carries activations, gradients and targets, those before the one that is needed
-are read with it and kept. Targets are read with the forward that needs them, or earlier when their pair has no free
-slot (the first stage runs up to P micro-batches ahead of the last one; with 3 slots it would wait for it).
+Targets are read with the forward that needs them, or earlier when their pair has no free slot (the first stage runs up
+to P micro-batches ahead of the last one; with 3 slots it would wait for it).
 
 A run that is only wanted if it ends by some time is given up as soon as one replica can't be ready by then: its work
-that is left, and behind its last message the backwards of all stages before it, take too long.
+that is left, and after its last message the backwards of all stages before it, take too long.
 """
 
 from __future__ import annotations
@@ -62,30 +37,29 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
+from parallel3d.pipeline.component_tables import ComponentTables, Hop
 from parallel3d.pipeline.instructions import Op
+from parallel3d.pipeline.mailboxes import Mailboxes
 from parallel3d.pipeline.request import PlanRequest, Routes
+from parallel3d.pipeline.schedules.base import VirtualMicroBatch
 
 _FORWARD = Op.FORWARD  # a look-up less
 _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 _READ_TARGETS, _READ_ACTIVATION, _READ_GRADIENT = Op.RECV_TARGETS, Op.RECV_ACTIVATION, Op.RECV_GRADIENT
 
-_Message = tuple[Op, int]
-"""(the receive that takes it, number of the slice)"""
 _ReadyQueues = dict[int, deque[int]]
 
-VirtualMicroBatch = tuple[int, int]
-"""(micro-batch, chunk)"""
 SimulatedStep = tuple[Op, int, int]
-"""(op, number of a slice, start): a compute of the simulated run, or a message read before what needs it."""
+"""(op, number of a virtual micro-batch, start): a compute, or a message that is read before it is needed."""
 
 
 class SimulatedRun(NamedTuple):
     """How one component runs; replicas and micro-batches are positions."""
 
     virtual_micro_batches: list[VirtualMicroBatch]
-    """By number, which is the order of forwards; without chunks they are the micro-batches."""
+    """By number."""
     steps: list[list[SimulatedStep]]
-    """Of each replica, in order."""
+    """The steps of each replica, in order."""
     makespan: int
 
 
@@ -93,157 +67,148 @@ def simulate(request: PlanRequest, shape: Routes, limit: int | None = None) -> S
     """The run of one component, or, when it would end after `limit`, a time before which it can't end."""
     simulation = _Simulation(request, shape, float("inf") if limit is None else limit)
     late = simulation.run()
-    return SimulatedRun(simulation.virtual_micro_batches, simulation.steps, simulation.now) if late is None else late
+    if late is not None:
+        return late
+    return SimulatedRun(simulation.tables.virtual_micro_batches, simulation.steps, simulation.clock.now)
 
 
 def least_makespan(request: PlanRequest, loads: Iterable[tuple[int, int]]) -> int:
     """No run with these (stage, micro-batches of one of its replicas) can be shorter."""
-    min_time_before = list(accumulate(request.costs.forward, initial=0))
+    time_before = list(accumulate(request.costs.forward, initial=0))
     min_time_after, compute_time = _min_time_after(request), request.compute_time
     return max(
-        min_time_before[stage] + num_micro_batches * compute_time[stage] + min_time_after[stage]
+        time_before[request.layout.virtual_stages[stage][0]]
+        + num_micro_batches * compute_time[stage]
+        + min_time_after[stage]
         for stage, num_micro_batches in loads
     )
 
 
 def _min_time_after(request: PlanRequest) -> list[int]:
-    """What must at least follow after a stage has done all of its work: it does the first chunk's backward last."""
-    costs = request.costs
+    """By stage, what must at least follow after it has done all of its work: the first chunk's backward comes last."""
+    costs, virtual_stages = request.costs, request.layout.virtual_stages
     if not request.has_backward:
-        last_chunk = costs.forward[-request.num_stages :]
-        return [sum(last_chunk[stage + 1 :]) for stage in range(request.num_stages)]
+        return [sum(costs.forward[mine[-1] + 1 :]) for mine in virtual_stages]
     if request.splits:  # the halves for the weights may all come after the last message
         return [0] * request.num_stages
-    return [sum(costs.backward[:stage]) for stage in range(request.num_stages)]
+    return [sum(costs.backward[: mine[0]]) for mine in virtual_stages]
 
 
-def _order_virtual_micro_batches(request: PlanRequest, shape: Routes) -> tuple[list[VirtualMicroBatch], list[int]]:
-    """All slices in the order of their forwards, and of each the place in the order of backwards.
+class _Clock:
+    """Simulated time, and the computes that end at each later time."""
 
-    Groups of P micro-batches for each pipeline pass the first chunk, then the second ..., and back from the last chunk.
-    """
-    chunks = range(request.virtual_stages)
-    if len(chunks) == 1:
-        return [(micro_batch, 0) for micro_batch in range(len(shape))], list(range(len(shape)))
-    size = _group_size(request, shape)
-    groups = [range(start, min(start + size, len(shape))) for start in range(0, len(shape), size)]
-    forwards = [(micro_batch, chunk) for group in groups for chunk in chunks for micro_batch in group]
-    backwards = [(micro_batch, chunk) for group in groups for chunk in reversed(chunks) for micro_batch in group]
-    position = {virtual_micro_batch: number for number, virtual_micro_batch in enumerate(backwards)}
-    return forwards, [position[virtual_micro_batch] for virtual_micro_batch in forwards]
+    def __init__(self) -> None:
+        self.now = 0
+        self._end_times: list[int] = []  # a heap
+        self._ending_at: dict[int, list[tuple[int, Op, int]]] = {}
 
+    def add(self, end: int, replica: int, op: Op, number: int) -> None:
+        if end in self._ending_at:
+            self._ending_at[end].append((replica, op, number))
+        else:
+            self._ending_at[end] = [(replica, op, number)]
+            heappush(self._end_times, end)
 
-def _count_forwards_before(routes: list[tuple[int, ...]]) -> list[list[int]]:
-    """By stage and slice: the place among the slices of its replica."""
-    counts: Counter[int] = Counter()
-    num_forwards_before: list[list[int]] = [[] for _ in routes[0]]
-    for route in routes:
-        for positions, replica in zip(num_forwards_before, route):
-            positions.append(counts[replica])
-            counts[replica] += 1
-    return num_forwards_before
+    def advance(self) -> list[tuple[int, Op, int]]:
+        """Moves to the next end of a compute; the (replica, op, number) that end then, none when nothing runs."""
+        if not self._end_times:
+            return []
+        self.now = heappop(self._end_times)
+        return self._ending_at.pop(self.now)
 
 
-def _group_size(request: PlanRequest, shape: Routes) -> int:
-    return request.num_stages * max(len(set(column)) for column in zip(*shape))
+class _Budgets:
+    """How many more forwards each replica may start before something that it holds must be done."""
 
+    def __init__(self, request: PlanRequest, tables: ComponentTables):
+        num_all, num_replicas = len(tables.virtual_micro_batches), tables.num_replicas
+        rules, component = request.rules, tables.component
+        is_limited = request.has_backward or tables.has_chunks  # without either nothing is held
+        self.in_flight = rules.in_flight_budgets(component) if is_limited else [num_all] * num_replicas
+        """Before a backward must end."""
+        self.deferred = rules.deferred_budgets(component) if request.splits else [num_all] * num_replicas
+        """Before the weights' half of a split backward must end."""
 
-def _in_flight_budgets(request: PlanRequest, shape: Routes, stage_of: list[int]) -> list[int]:
-    """How many slices each replica may hold between their forwards and their backwards."""
-    num_stages, extra = request.num_stages, request.extra_in_flight
-    if request.virtual_stages > 1:
-        size = _group_size(request, shape)
-        shares = Counter((number // size, replica) for number, route in enumerate(shape) for replica in route)
-        share = [0] * len(stage_of)  # of a group of micro-batches, at most
-        for (_, replica), count in shares.items():
-            share[replica] = max(share[replica], count)
-        above = [2 * (num_stages - 1 - stage) + 1 + extra for stage in stage_of]
-        return [(request.virtual_stages - 1) * held + more for held, more in zip(share, above)]
-    if request.limits_in_flight:
-        return [num_stages - stage + extra for stage in stage_of]
-    return [len(shape)] * len(stage_of)
+    def take(self, replica: int) -> None:
+        self.in_flight[replica] -= 1
+        self.deferred[replica] -= 1
+
+    def left(self, replica: int) -> int:
+        return min(self.in_flight[replica], self.deferred[replica])
+
+    def give_back(self, replica: int, count: int) -> None:
+        self.in_flight[replica] += count
+        self.deferred[replica] += count
 
 
 class _Simulation:
     """Runs one component to its end, or until it is late.
 
-    A lane holds what a replica may compute next, oldest first, as numbers of slices: what came over one ordered pair;
-    the first stage's own micro-batches; the last stage's own gradients. With chunks every slice has a lane of its own.
+    A ready queue holds what a replica may compute next, oldest first, as numbers of virtual micro-batches: what came
+    over one ordered pair; the first stage's own micro-batches; the last stage's own gradients. With chunks every
+    virtual micro-batch has a queue of its own.
     """
 
     def __init__(self, request: PlanRequest, shape: Routes, limit: float):
-        costs, num_stages = request.costs, request.num_stages
-        self.virtual_micro_batches, self.backward_order = _order_virtual_micro_batches(request, shape)
-        self.routes = [shape[micro_batch] for micro_batch, _ in self.virtual_micro_batches]
-        self.chunk_of = [chunk for _, chunk in self.virtual_micro_batches]
-        number_of = {
-            virtual_micro_batch: number for number, virtual_micro_batch in enumerate(self.virtual_micro_batches)
-        }
-        self.next_chunk = [
-            number_of.get((micro_batch, chunk + 1), -1) for micro_batch, chunk in self.virtual_micro_batches
-        ]
-        self.previous_chunk = [
-            number_of.get((micro_batch, chunk - 1), -1) for micro_batch, chunk in self.virtual_micro_batches
-        ]
-        self.num_stages, self.last_stage = num_stages, num_stages - 1
-        self.last_chunk = request.virtual_stages - 1
-        self.slots = request.slots
-        takes_two = self.last_chunk and self.last_stage == 1  # a forward's targets and activation go into one pair
-        self.early_read_at = max(1, self.slots - 1) if takes_two else self.slots
-        """With so many slots of a pair taken its reader reads early."""
-        self.limit = limit
+        self.tables = tables = ComponentTables(request, shape)
+        self.limit, self.clock, self.budgets = limit, _Clock(), _Budgets(request, tables)
         self.has_backward, self.splits = request.has_backward, request.splits
-        self.early_backwards = request.schedule != "gpipe"
-        self.backward_first = request.splits and request.limits_in_flight and request.extra_in_flight > 0
-        self.backward_op = _BACKWARD_INPUT if request.splits else _BACKWARD
-        self.forward_costs, self.weight_costs = costs.forward, costs.backward_weight
-        self.backward_costs = costs.backward_input if request.splits else costs.backward
-        self.stage_of = [stage for _, stage in sorted({(r, stage) for route in shape for stage, r in enumerate(route)})]
-        self.num_replicas = len(self.stage_of)
-        counts = Counter(replica for route in shape for replica in route)
-        self.forwards_left = [counts[replica] * request.virtual_stages for replica in range(self.num_replicas)]
-        min_time_after, compute_time = _min_time_after(request), request.compute_time
-        self.time_left = [
-            counts[replica] * compute_time[stage] + min_time_after[stage] for replica, stage in enumerate(self.stage_of)
-        ]
-        """Time that must at least pass from now on, once a replica is not idle any more."""
-        self.in_flight_budget = _in_flight_budgets(request, shape, self.stage_of)
-        """Forwards that may still be started before a backward must end."""
-        held_by_first = max(self.in_flight_budget) if request.limits_in_flight else len(self.virtual_micro_batches)
-        self.weight_grad_budget = [
-            held_by_first if request.splits else len(self.virtual_micro_batches)
-        ] * self.num_replicas
-        """Forwards that may still be started before the weight's half of a backward must end."""
-        self.in_order = self.last_chunk > 0 and len(set(shape)) == 1 and len(shape) % num_stages == 0
-        """Whether each replica waits for what comes next by the paper's order, whatever else could be done."""
-        self.num_forwards_before = _count_forwards_before(self.routes) if self.last_chunk else []
-        """Of each slice at each stage: how many forwards of its replica come before it."""
-        self.forwards_begun = [0] * self.num_replicas
-        self.backwards_begun = [0] * self.num_replicas
-        self.is_busy = [False] * self.num_replicas
-        self.activations: list[_ReadyQueues] = [defaultdict(deque) for _ in self.stage_of]
-        self.gradients: list[_ReadyQueues] = [defaultdict(deque) for _ in self.stage_of]
-        self.unread: list[dict[int, deque[_Message]]] = [defaultdict(deque) for _ in self.stage_of]
-        self.arrivals: list[dict[_Message, int]] = [{} for _ in self.stage_of]
-        """Their order over all pairs of a reader."""
-        self.read_unused: list[set[_Message]] = [set() for _ in self.stage_of]
-        """Messages that were read before they are used."""
-        self.reads_early = [self.last_chunk > 0 or self._reads_targets_early(stage) for stage in self.stage_of]
-        self.weights_due: list[deque[int]] = [deque() for _ in self.stage_of]
-        self.slots_used: dict[int, int] = defaultdict(int)  # slots of a pair: unread, and promised to a compute
-        self.steps: list[list[SimulatedStep]] = [[] for _ in self.stage_of]
+        rules = request.rules
+        self.backwards_wait = rules.backwards_wait
+        self.keeps_order = rules.keeps_order(tables.component)
+        self.backward_first = self.has_backward and rules.prefers_backward(tables.component)
+        self._set_costs(request, shape)
+        replicas = range(tables.num_replicas)
+        self.forwards_begun = [0 for _ in replicas]
+        self.backwards_begun = [0 for _ in replicas]
+        self.is_busy = [False for _ in replicas]
+        self.activations: list[_ReadyQueues] = [defaultdict(deque) for _ in replicas]
+        self.gradients: list[_ReadyQueues] = [defaultdict(deque) for _ in replicas]
+        self.weights_due: list[deque[int]] = [deque() for _ in replicas]
+        self.steps: list[list[SimulatedStep]] = [[] for _ in replicas]
         self.runnable: list[int] = []  # idle replicas that may have something to do now, as a heap of -position
-        self.end_times: list[int] = []  # times at which computes end, as a heap
-        self.ending_at: dict[int, list[tuple[int, Op, int]]] = {}  # of each such time: (replica, op, slice)
-        self.now = 0
+        self._set_mail(request.slots)
+
+    def _set_costs(self, request: PlanRequest, shape: Routes) -> None:
+        costs, stage_of = request.costs, self.tables.stage_of
+        self.virtual_stages = request.layout.virtual_stages
+        self.backward_op = _BACKWARD_INPUT if self.splits else _BACKWARD
+        self.forward_costs, self.weight_costs = costs.forward, costs.backward_weight
+        self.backward_costs = costs.backward_input if self.splits else costs.backward
+        counts = Counter(replica for route in shape for replica in route)
+        self.forwards_left = [counts[replica] * request.virtual_stages for replica in range(len(stage_of))]
+        min_time_after, compute_time = _min_time_after(request), request.compute_time
+        self.time_left = [counts[r] * compute_time[stage] + min_time_after[stage] for r, stage in enumerate(stage_of)]
+        """Time that must at least pass from now on, once a replica is not idle any more."""
         self.end = 0  # before which the run can't end
+
+    def _set_mail(self, slots: int) -> None:
+        tables = self.tables
+        self.slots, share_pair = slots, tables.targets_share_pair
+        takes_two = tables.has_chunks and share_pair  # a forward fills two slots of one pair
+        self.mail = Mailboxes(
+            tables.num_replicas,
+            slots=slots,
+            early_read_at=max(1, slots - 1) if takes_two else slots,
+            tracks_all=tables.has_chunks,
+            wake=self._mark_runnable,
+            record=lambda replica, op, number: self.steps[replica].append((op, number, self.clock.now)),
+        )
+        # Targets that have a pair to themselves are read early; those that share one only where one slot asks for it.
+        reads_targets = tables.targets_travel and (not share_pair or slots == 1)
+        self.reads_early = [
+            tables.has_chunks or (reads_targets and stage == tables.last_stage) for stage in tables.stage_of
+        ]
 
     def run(self) -> int | None:
         """None when done; else a time after the limit before which it would not have been."""
-        for number, route in enumerate(self.routes):
-            if self.chunk_of[number] == 0:
-                self._enqueue(self.activations, route[0], route[0], number)
-        self.runnable = [-replica for replica, stage in reversed(list(enumerate(self.stage_of))) if stage == 0]
+        tables = self.tables
+        for number, route in enumerate(tables.routes):
+            if tables.chunk_of[number] == 0:
+                first = route[tables.first_stage]
+                self._enqueue(self.activations, first, first, number)
+        starting = [replica for replica, stage in enumerate(tables.stage_of) if stage == tables.first_stage]
+        self.runnable = sorted(-replica for replica in starting)
         while True:
             while self.runnable:  # later stages first: what they read frees slots for earlier ones
                 replica = -heappop(self.runnable)
@@ -251,210 +216,166 @@ class _Simulation:
                     self._start(replica)
             if self.end > self.limit:
                 return self.end
-            if not self.end_times:
+            ended = self.clock.advance()
+            if not ended:
                 assert not any(self.forwards_left), "the simulation stopped early"
                 return None
-            self.now = heappop(self.end_times)
-            for replica, op, number in self.ending_at.pop(self.now):
+            for replica, op, number in ended:
                 self._finish(replica, op, number)
 
+    # --- what starts ----------------------------------------------------------------------------------------------
+
     def _start(self, replica: int) -> None:
-        """Starts what the rule prefers of what can be started, if anything can."""
+        """Starts what the schedule prefers of what can be started, if anything can."""
         if self.reads_early[replica]:
-            self._read_from_full_pairs(replica)
+            self.mail.read_from_full_pairs(replica)
         done = self.backward_first and self._start_backward(replica)
         done = done or self._start_forward(replica)
         done = done or not self.backward_first and self._start_backward(replica)
         if not done and self.weights_due[replica]:
-            number = self.weights_due[replica].popleft()
-            self._compute(replica, _BACKWARD_WEIGHT, number, self.weight_costs)
+            self._compute(replica, _BACKWARD_WEIGHT, self.weights_due[replica].popleft(), self.weight_costs)
 
     def _start_forward(self, replica: int) -> bool:
-        if not (self.in_flight_budget[replica] and self.weight_grad_budget[replica]):
+        """Starts the first forward of the schedule's order that has arrived, has slots for its messages and room."""
+        if self.budgets.left(replica) <= 0:
             return False
+        tables, mail, stage = self.tables, self.mail, self.tables.stage_of[replica]
         number = queue_key = -1
-        ready_queues = self.activations[replica]
+        ranks, ready_queues = tables.forward_rank[stage], self.activations[replica]
         for key, queue in ready_queues.items():
-            if queue and (number < 0 or queue[0] < number) and self._has_slots_for_forward(replica, queue[0]):
+            if queue and (number < 0 or ranks[queue[0]] < ranks[number]) and self._has_slots(replica, queue[0]):
                 number, queue_key = queue[0], key
-        if number < 0 or self.num_forwards_before and not self._may_run_now(replica, number):
+        if number < 0 or (tables.has_chunks and not self._may_run_now(replica, number)):
             return False
-        route, stage = self.routes[number], self.stage_of[replica]
-        is_last_chunk = self.chunk_of[number] == self.last_chunk
         self._dequeue(ready_queues, queue_key)
-        if is_last_chunk and stage == self.last_stage and self.last_stage:
-            self._read(replica, route[0], _READ_TARGETS, number)
-        if stage or self.chunk_of[number]:
-            self._read(replica, route[stage - 1], _READ_ACTIVATION, number)
-        if is_last_chunk and stage == 0 and self.last_stage:
-            self._fill_slot(replica, route[-1])
-            self._deliver(replica, route[-1], _READ_TARGETS, number)
-        if not (is_last_chunk and stage == self.last_stage):
-            self._fill_slot(replica, route[(stage + 1) % self.num_stages])
+        route, chunk = tables.routes[number], tables.chunk_of[number]
+        previous, following = tables.previous[stage][chunk], tables.next[stage][chunk]
+        if following is None and tables.targets_travel:
+            mail.read(replica, route[tables.first_stage], _READ_TARGETS, number)
+        if previous is not None and previous[0] != stage:
+            mail.read(replica, route[previous[0]], _READ_ACTIVATION, number)
+        if self._sends_targets(stage, chunk):
+            mail.take_slot(replica, route[tables.last_stage])
+            mail.deliver(replica, route[tables.last_stage], _READ_TARGETS, number)
+        if following is not None and following[0] != stage:
+            mail.take_slot(replica, route[following[0]])
         self.forwards_left[replica] -= 1
         self.forwards_begun[replica] += 1
-        self.in_flight_budget[replica] -= 1
-        self.weight_grad_budget[replica] -= 1
+        self.budgets.take(replica)
         self._compute(replica, _FORWARD, number, self.forward_costs)
         return True
 
     def _start_backward(self, replica: int) -> bool:
-        if self.forwards_left[replica] and (
-            not self.early_backwards or self.in_order and self.in_flight_budget[replica]
-        ):
+        """Starts the first backward of the schedule's order that has arrived and has a slot for its gradient."""
+        waits_for_forwards = self.backwards_wait or (self.keeps_order and self.budgets.in_flight[replica] > 0)
+        if waits_for_forwards and self.forwards_left[replica]:
             return False
+        tables, mail, stage = self.tables, self.mail, self.tables.stage_of[replica]
         number = queue_key = -1
-        order, ready_queues = self.backward_order, self.gradients[replica]
+        ranks, ready_queues = tables.backward_rank[stage], self.gradients[replica]
         for key, queue in ready_queues.items():
-            if (
-                queue
-                and (number < 0 or order[queue[0]] < order[number])
-                and self._has_slot_for_backward(replica, queue[0])
-            ):
+            if queue and (number < 0 or ranks[queue[0]] < ranks[number]) and self._has_slot_back(replica, queue[0]):
                 number, queue_key = queue[0], key
-        if number < 0 or self.in_order and order[number] != self.backwards_begun[replica]:
+        if number < 0 or (self.keeps_order and ranks[number] != self.backwards_begun[replica]):
             return False
         self.backwards_begun[replica] += 1
-        stage = self.stage_of[replica]
         self._dequeue(ready_queues, queue_key)
-        if stage < self.last_stage or self.chunk_of[number] < self.last_chunk:
-            self._read(replica, self.routes[number][(stage + 1) % self.num_stages], _READ_GRADIENT, number)
-        if stage or self.chunk_of[number]:
-            self._fill_slot(replica, self.routes[number][stage - 1])
+        route, chunk = tables.routes[number], tables.chunk_of[number]
+        previous, following = tables.previous[stage][chunk], tables.next[stage][chunk]
+        if following is not None and following[0] != stage:
+            mail.read(replica, route[following[0]], _READ_GRADIENT, number)
+        if previous is not None and previous[0] != stage:
+            mail.take_slot(replica, route[previous[0]])
         self._compute(replica, self.backward_op, number, self.backward_costs)
         return True
 
     def _may_run_now(self, replica: int, number: int) -> bool:
-        """With chunks there must be room for all that comes before it too; on a straight grid nothing is skipped."""
-        skipped = self.num_forwards_before[self.stage_of[replica]][number] - self.forwards_begun[replica]
-        return (
-            skipped == 0
-            if self.in_order
-            else skipped < min(self.in_flight_budget[replica], self.weight_grad_budget[replica])
-        )
+        """With chunks there must be room for all that comes before it too; where the order is kept nothing may.
 
-    def _has_slots_for_forward(self, replica: int, number: int) -> bool:
+        So a replica always keeps a unit of its budget for each forward that it has skipped, and none is locked out.
+        """
+        before = self.tables.num_forwards_before[self.tables.stage_of[replica]][number]
+        skipped = before - self.forwards_begun[replica]
+        return skipped == 0 if self.keeps_order else skipped < self.budgets.left(replica)
+
+    def _sends_targets(self, stage: int, chunk: int) -> bool:
+        return self.tables.targets_travel and stage == self.tables.first_stage and chunk == self.tables.last_chunk
+
+    def _has_slots(self, replica: int, number: int) -> bool:
         """Whether the slots for a forward's messages are free."""
-        route, stage, slots_used = self.routes[number], self.stage_of[replica], self.slots_used
-        is_last_chunk, pair = self.chunk_of[number] == self.last_chunk, replica * self.num_replicas
-        if stage == self.last_stage and is_last_chunk:
+        tables, mail = self.tables, self.mail
+        stage, route, chunk = tables.stage_of[replica], tables.routes[number], tables.chunk_of[number]
+        following = tables.next[stage][chunk]
+        if following is None or following[0] == stage:
             return True
-        sends_targets = stage == 0 and is_last_chunk
-        if (
-            sends_targets and self.last_stage == 1
-        ):  # targets and activation share the pair; one slot serves them in turn
-            return slots_used[pair + route[1]] + 2 <= max(self.slots, 2)
-        if sends_targets and slots_used[pair + route[-1]] >= self.slots:
-            return False
-        return slots_used[pair + route[(stage + 1) % self.num_stages]] < self.slots
+        if self._sends_targets(stage, chunk):
+            if tables.targets_share_pair:  # one slot serves both in turn
+                return mail.num_taken(replica, route[following[0]]) + 2 <= max(self.slots, 2)
+            if not mail.is_free(replica, route[tables.last_stage]):
+                return False
+        return mail.is_free(replica, route[following[0]])
 
-    def _has_slot_for_backward(self, replica: int, number: int) -> bool:
-        stage = self.stage_of[replica]
-        if stage == 0 and self.chunk_of[number] == 0:
+    def _has_slot_back(self, replica: int, number: int) -> bool:
+        """Whether the slot for a backward's gradient is free."""
+        stage = self.tables.stage_of[replica]
+        previous = self.tables.previous[stage][self.tables.chunk_of[number]]
+        if previous is None or previous[0] == stage:
             return True
-        return self.slots_used[replica * self.num_replicas + self.routes[number][stage - 1]] < self.slots
+        return self.mail.is_free(replica, self.tables.routes[number][previous[0]])
 
     def _compute(self, replica: int, op: Op, number: int, costs: tuple[int, ...]) -> None:
-        cost = costs[self.chunk_of[number] * self.num_stages + self.stage_of[replica]]
-        now, end = self.now, self.now + cost
+        cost = costs[self.virtual_stages[self.tables.stage_of[replica]][self.tables.chunk_of[number]]]
+        now = self.clock.now
         self.is_busy[replica] = True
         self.steps[replica].append((op, number, now))
-        if now + self.time_left[replica] > self.end:
-            self.end = now + self.time_left[replica]
+        self.end = max(self.end, now + self.time_left[replica])
         self.time_left[replica] -= cost
-        if end in self.ending_at:
-            self.ending_at[end].append((replica, op, number))
-        else:
-            self.ending_at[end] = [(replica, op, number)]
-            heappush(self.end_times, end)
+        self.clock.add(now + cost, replica, op, number)
+
+    # --- what ends ------------------------------------------------------------------------------------------------
 
     def _finish(self, replica: int, op: Op, number: int) -> None:
-        """Delivers the result: the slot was promised at the start."""
-        stage, route = self.stage_of[replica], self.routes[number]
+        """Gives budgets back and hands the result on; its slot was taken at the start."""
+        tables, stage, chunk = self.tables, self.tables.stage_of[replica], self.tables.chunk_of[number]
         self.is_busy[replica] = False
         heappush(self.runnable, -replica)
-        if not self.has_backward and self.chunk_of[number] == self.last_chunk:  # nothing is held for a backward
-            self.in_flight_budget[replica] += self.last_chunk + 1
-            self.weight_grad_budget[replica] += self.last_chunk + 1
         if op is _BACKWARD_WEIGHT:
-            self.weight_grad_budget[replica] += 1
-        elif op is not _FORWARD:
-            self.in_flight_budget[replica] += 1
+            self.budgets.deferred[replica] += 1
+        elif op is _FORWARD:
+            if not self.has_backward and chunk == tables.last_chunk:  # all chunks of a micro-batch are done with
+                self.budgets.give_back(replica, tables.last_chunk + 1)
+            following = tables.next[stage][chunk]
+            if following is not None:
+                self._hand_on(self.activations, _READ_ACTIVATION, replica, number, following)
+            elif self.has_backward:
+                self._enqueue(self.gradients, replica, replica, number)
+        else:
+            self.budgets.in_flight[replica] += 1
             if self.splits:
                 self.weights_due[replica].append(number)
             else:
-                self.weight_grad_budget[replica] += 1
-            reader = route[stage - 1]
-            number = number if stage else self.previous_chunk[number]
-            if number >= 0:
-                self._enqueue(self.gradients, reader, replica, number)
-                self._deliver(replica, reader, _READ_GRADIENT, number)
-        elif stage < self.last_stage or self.next_chunk[number] >= 0:
-            reader = route[(stage + 1) % self.num_stages]
-            number = number if stage < self.last_stage else self.next_chunk[number]
-            self._enqueue(self.activations, reader, replica, number)
-            self._deliver(replica, reader, _READ_ACTIVATION, number)
-        elif self.has_backward:
-            self._enqueue(self.gradients, replica, replica, number)
+                self.budgets.deferred[replica] += 1
+            self._hand_on(self.gradients, _READ_GRADIENT, replica, number, tables.previous[stage][chunk])
+
+    def _hand_on(self, ready_queues: list[_ReadyQueues], op: Op, replica: int, number: int, hop: Hop) -> None:
+        """Gives a result to the replica of a neighbouring virtual stage, by a message unless that is this one."""
+        if hop is None:
+            return
+        stage, chunk = hop
+        reader, its_number = self.tables.routes[number][stage], self.tables.same_micro_batch[number][chunk]
+        self._enqueue(ready_queues, reader, replica, its_number)
+        if reader != replica:
+            self.mail.deliver(replica, reader, op, its_number)
 
     def _enqueue(self, ready_queues: list[_ReadyQueues], replica: int, source: int, number: int) -> None:
-        """Something that `replica` may compute, which comes from `source`."""
-        ready_queues[replica][number if self.last_chunk else source].append(number)
+        """Adds what `replica` may compute, which comes from `source`."""
+        ready_queues[replica][number if self.tables.has_chunks else source].append(number)
 
     def _dequeue(self, ready_queues: _ReadyQueues, queue_key: int) -> None:
         ready_queues[queue_key].popleft()
-        if self.last_chunk:
+        if self.tables.has_chunks:
             del ready_queues[queue_key]
-
-    # --- messages -------------------------------------------------------------------------------------------------
 
     def _mark_runnable(self, replica: int) -> None:
         if not self.is_busy[replica]:
             heappush(self.runnable, -replica)
-
-    def _fill_slot(self, source: int, reader: int) -> None:
-        self.slots_used[source * self.num_replicas + reader] += 1
-
-    def _deliver(self, source: int, reader: int, op: Op, number: int) -> None:
-        if self.last_chunk or op is _READ_TARGETS:  # else lanes say it all: a pair's oldest message is used first
-            self.unread[reader][source].append((op, number))
-            self.arrivals[reader][op, number] = len(self.arrivals[reader])
-        self._mark_runnable(reader)
-
-    def _read(self, replica: int, source: int, op: Op, number: int) -> None:
-        """Reads what is used now, unless it is in hand; what is older on its pair is read before it, and kept."""
-        if self.last_chunk or op is _READ_TARGETS:
-            message = (op, number)
-            if message in self.read_unused[replica]:
-                self.read_unused[replica].remove(message)
-                return
-            while self.unread[replica][source][0] != message:
-                self._read_early(replica, source)
-            self.unread[replica][source].popleft()
-        self.slots_used[source * self.num_replicas + replica] -= 1
-        self._mark_runnable(source)
-
-    def _read_early(self, replica: int, source: int) -> None:
-        """Reads the oldest message of a pair before it is used."""
-        message = self.unread[replica][source].popleft()
-        self.read_unused[replica].add(message)
-        self.steps[replica].append((*message, self.now))
-        self.slots_used[source * self.num_replicas + replica] -= 1
-        self._mark_runnable(source)
-
-    def _reads_targets_early(self, stage: int) -> bool:
-        """With two stages they share the pair with the activations: only one slot asks for it; they have it alone."""
-        return stage == self.last_stage > 0 and (self.last_stage > 1 or self.slots == 1)
-
-    def _read_from_full_pairs(self, replica: int) -> None:
-        """Frees a slot of each full pair: with chunks of any, else of those that hold targets.
-
-        In the order in which the messages came, because later ones may come from who waits for the slot of an earlier.
-        """
-        queues, arrivals = self.unread[replica], self.arrivals[replica]
-        while full := [
-            s
-            for s, queue in queues.items()
-            if queue and self.slots_used[s * self.num_replicas + replica] >= self.early_read_at
-        ]:
-            self._read_early(replica, min(full, key=lambda source: arrivals[queues[source][0]]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
 from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.training_monitor import TrainingMonitor
 from parallel3d.optim import apex_adamw
@@ -36,7 +38,7 @@ from parallel3d.trainer.entry_layout import EntryLayout
 from parallel3d.trainer.generation import shard_maps_of
 from parallel3d.trainer.learning_rate import build_lr_schedule
 from parallel3d.trainer.loader import EvaluationSequences, LaneLoader
-from parallel3d.trainer.plans import split_layers
+from parallel3d.trainer.plans import chunk_layout_of, split_layers
 from parallel3d.trainer.state import TrainState
 
 MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
@@ -73,8 +75,10 @@ def prepare_rank(
         group=AbsentGroup(name="none", rank=coordinates.tp, ranks=grid.tp_ranks(coordinates.replica)),
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    own_layers = split_layers(config)[coordinates.pp :: config.parallel.pp_size]
+    partition = split_layers(config)
+    own_layers = [partition[k] for k in chunk_layout_of(config).virtual_stages[coordinates.pp]]
     chunks = nn.ModuleList(make_stage(config, layers, tp, device) for layers in own_layers)
+    share_parameters(chunks)
     train_loader, evaluate_loader = build_loaders(config, lanes, device)
     state = build_start_state(config, lanes.train)
     return RankContext(
@@ -93,6 +97,15 @@ def prepare_rank(
         hooks=hooks,
         state=state,
     )
+
+
+def share_parameters(chunks: nn.ModuleList) -> None:
+    """Makes parameters of one name one parameter: a tied embedding, where one stage has both of its chunks."""
+    first_of: dict[str, nn.Parameter] = {}
+    for module in chunks.modules():
+        for attribute, parameter in list(module.named_parameters(recurse=False)):
+            name = cast(ShardedParameter, parameter).sharding.name
+            setattr(module, attribute, first_of.setdefault(name, parameter))
 
 
 def build_optimizer(

@@ -24,11 +24,12 @@ from parallel3d.parallel.group import Group
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Links
 from parallel3d.parallel.tensor_parallel import TensorParallel
+from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.executor import NO_LABEL, Executor, InstructionHook, Label
 from parallel3d.ramps import LrSchedule
 from parallel3d.trainer.entry_layout import EntryLayout
 from parallel3d.trainer.loader import LaneLoader
-from parallel3d.trainer.plans import Plans
+from parallel3d.trainer.plans import Plans, chunk_layout_of
 from parallel3d.trainer.state import TrainState
 
 
@@ -99,6 +100,10 @@ class RankContext:
     @property
     def grid(self) -> Grid:
         return self.current.grid
+
+    @property
+    def chunk_layout(self) -> ChunkLayout:
+        return chunk_layout_of(self.config)
 
     @property
     def groups(self) -> Groups[Group]:

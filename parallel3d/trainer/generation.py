@@ -13,7 +13,7 @@ from parallel3d.parallel.groups import Groups, build_groups
 from parallel3d.pipeline.executor import Executor
 from parallel3d.precision.policy import policy_of
 from parallel3d.trainer.context import Generation, RankContext, Transports
-from parallel3d.trainer.plans import Plans
+from parallel3d.trainer.plans import Plans, chunk_layout_of
 
 
 def start_rank(rank: RankContext, grid: Grid, transports: Transports, *, number: int = 0) -> None:
@@ -35,6 +35,7 @@ def join_generation(
     rank.optimizer.join(number, groups, transports.links)
     executor = Executor(
         chunks=list(rank.chunks),
+        layout=rank.chunk_layout,
         grid=plans.grid,
         rank=rank.rank,
         generation=number,
@@ -75,7 +76,7 @@ def close_generation(rank: RankContext) -> None:
 
 def build_rank_groups(rank: RankContext, grid: Grid, number: int, transports: Transports) -> Groups[Group]:
     """This rank's process groups in generation `number`."""
-    tied = rank.config.model.tie_word_embeddings
+    tied = rank.config.model.tie_word_embeddings and len(rank.chunk_layout.embedding_stages) > 1
     return build_groups(grid, rank.rank, number, transports.make_group, tied=tied)
 
 
@@ -88,4 +89,5 @@ def shard_maps_of(config: Config, coordinates: Coordinates, grid: Grid, hosts: M
         zero_stage=config.parallel.zero_stage,
         zero_backups=config.elastic.zero_backups,
         hosts=hosts,
+        embedding_stages=chunk_layout_of(config).embedding_stages,
     )

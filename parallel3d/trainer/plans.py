@@ -12,6 +12,7 @@ from functools import cached_property
 from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
 from parallel3d.config.schema import Config
 from parallel3d.parallel.grid import Coordinates, Grid
+from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.partition import (
     ModelCosts,
     model_costs,
@@ -20,7 +21,8 @@ from parallel3d.pipeline.partition import (
     pass_costs,
 )
 from parallel3d.pipeline.planner import Plan, choose_plan
-from parallel3d.pipeline.request import PipelineSchedule, PlanRequest
+from parallel3d.pipeline.request import PlanRequest
+from parallel3d.pipeline.schedules import SCHEDULES
 from parallel3d.trainer.batching import next_batch, plan_batch
 from parallel3d.trainer.state import TrainState
 
@@ -42,8 +44,7 @@ class Plans:
     def train(self, num_micro_batches: int) -> Plan:
         """The plan of a training step of `num_micro_batches`."""
         if num_micro_batches not in self._train:
-            schedule = self.config.parallel.schedule
-            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, schedule, num_micro_batches)
+            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, num_micro_batches)
         return self._train[num_micro_batches]
 
     def next(self, state: TrainState) -> Plan:
@@ -54,7 +55,7 @@ class Plans:
     def evaluate(self) -> Plan:
         """The forward passes of an evaluation."""
         num_micro_batches = plan_batch(self.config, 0).num_micro_batches * self.config.run.evaluate_batches
-        return plan_schedule(self.config, self.grid, "forward", num_micro_batches)
+        return plan_schedule(self.config, self.grid, num_micro_batches, has_backward=False)
 
 
 def num_micro_batches_at(plan: Plan, coordinates: Coordinates) -> int:
@@ -62,12 +63,16 @@ def num_micro_batches_at(plan: Plan, coordinates: Coordinates) -> int:
     return sum(route[coordinates.pp] == coordinates.dp for route in plan.routes)
 
 
-def plan_schedule(config: Config, grid: Grid, schedule: PipelineSchedule, num_micro_batches: int) -> Plan:
-    """The plan for the replicas that `grid` still has; where some are lost, the best of the possible reroutings."""
+def plan_schedule(config: Config, grid: Grid, num_micro_batches: int, *, has_backward: bool = True) -> Plan:
+    """The plan for the replicas that `grid` has.
+
+    Where stages have different replicas, by a loss or from the start, it is the best of those that were compared.
+    """
     request = PlanRequest(
         replicas=grid.replicas,
         num_micro_batches=num_micro_batches,
-        schedule=schedule,
+        schedule=config.parallel.schedule,
+        has_backward=has_backward,
         costs=pass_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
         virtual_stages=config.parallel.virtual_stages,
         slots=config.parallel.p2p_slots,
@@ -87,6 +92,12 @@ def split_layers(config: Config) -> tuple[range, ...]:
     layers = [costs.layer] * config.model.num_hidden_layers
     num_stages = config.parallel.pp_size * config.parallel.virtual_stages
     return partition_layers(layers, num_stages, costs.embedding, costs.head)
+
+
+def chunk_layout_of(config: Config) -> ChunkLayout:
+    """Which stage holds which virtual stage."""
+    parallel = config.parallel
+    return SCHEDULES[parallel.schedule].chunk_layout(parallel.pp_size, parallel.virtual_stages)
 
 
 def costs_of(config: Config) -> ModelCosts:

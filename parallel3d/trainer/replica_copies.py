@@ -78,7 +78,9 @@ def copies_of(rank: RankContext, bucket: Bucket) -> Iterator[ReplicaCopy]:
     """All of a bucket that this rank holds and others too, parameter by parameter."""
     grid, coordinates = rank.grid, rank.coordinates
     replicas = (
-        grid.embedding_ranks(coordinates.tp) if bucket.plan.key.tied else grid.dp_ranks(coordinates.pp, coordinates.tp)
+        grid.embedding_ranks(coordinates.tp, rank.chunk_layout.embedding_stages)
+        if bucket.plan.key.tied
+        else grid.dp_ranks(coordinates.pp, coordinates.tp)
     )
     for shared_range in _shared_ranges(rank, bucket):
         span, holders = shared_range.span, shared_range.neighbours or replicas

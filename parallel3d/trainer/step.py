@@ -113,10 +113,8 @@ def build_contribution(
         part.loss_sum = ExactSum.of(result.losses.values())
         part.num_target_tokens = result.num_target_tokens
         part.cursors = rank.train_loader.next_cursors
-        num_stages = rank.grid.pp_size
-        part.backward_counts = {
-            (c * num_stages + rank.coordinates.pp, m): count for (m, c), count in result.backwarded.items()
-        }
+        virtual_stages = rank.chunk_layout.virtual_stages[rank.coordinates.pp]
+        part.backward_counts = {(virtual_stages[c], m): count for (m, c), count in result.backwarded.items()}
     if is_check_due(rank, rank.state.iteration + 1):
         part.replica_check = replica_checksums(rank, rank.state.iteration + 1)
     return part

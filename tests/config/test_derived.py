@@ -109,7 +109,7 @@ def test_layout_and_tokens():
         ({"parallel": {"dp_size": 3}}, "[3] replicas"),
         (
             {"parallel": {"pp_size": 3, "schedule": "interleaved", "virtual_stages": 2}},
-            "no multiple of parallel.pp_size",
+            "made for a multiple of parallel.pp_size",
         ),
         ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"model": {"architecture": "gpt2"}, "run": {"compile": "elementwise"}}, "no effect on gpt2"),

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.config.layouts import SCHEDULES, current_layout, default_layouts, parse_layout, parse_layouts
+from parallel3d.config.layouts import current_layout, default_layouts, parse_layout, parse_layouts
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import UserError
+from parallel3d.pipeline.schedules import SCHEDULES
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.json"
 ONE_STAGE = {"schedule": "1f1b", "virtual_stages": 1}

@@ -11,11 +11,14 @@ from parallel3d.pipeline.instructions import Instruction, Op
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
+from tests.support.damaged_grids import schedule_fields
 
 
 def make_plan(replicas=((0,),) * 3, num_micro_batches=6, **options):
     costs = StageCosts.equal(len(replicas))
-    fields = {"schedule": "1f1b", "costs": replace(costs, forward=options.pop("forward_costs", costs.forward))}
+    fields = schedule_fields(options.pop("schedule", "1f1b")) | {
+        "costs": replace(costs, forward=options.pop("forward_costs", costs.forward))
+    }
     return plan_pipeline(PlanRequest(replicas=replicas, num_micro_batches=num_micro_batches, **fields | options))
 
 

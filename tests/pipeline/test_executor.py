@@ -22,6 +22,7 @@ from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.precision.policy import POLICIES
+from tests.support.damaged_grids import schedule_fields
 
 MODEL = ModelConfig(
     vocab_size=50,
@@ -41,7 +42,7 @@ def make_plan(grid, schedule, virtual_stages=1, **options):
         PlanRequest(
             replicas=grid.replicas,
             num_micro_batches=NUM_MICRO_BATCHES,
-            schedule=schedule,
+            **schedule_fields(schedule, virtual_stages),
             costs=StageCosts.equal(grid.pp_size * virtual_stages),
             virtual_stages=virtual_stages,
             **options,
@@ -91,6 +92,7 @@ def run(grid, plan, batch=None, model=MODEL):
             p.on_grad = lambda name=p.sharding.name: counts.update([(name, told[-1])])
         executor = Executor(
             chunks=list(chunks),
+            layout=plan.request.layout,
             grid=grid,
             rank=rank,
             generation=0,

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.check import MessageSizes, check_plan
+from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.instructions import Op, instructions_for
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
-from tests.support.damaged_grids import damaged_grids, plan_requests
+from tests.support.damaged_grids import damaged_grids, plan_requests, schedule_fields
 
 COMPUTES = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 straight_grids = st.tuples(st.integers(2, 6), st.integers(2, 4), st.integers(1, 3), st.integers(1, 4))
@@ -29,7 +30,7 @@ def make_request(replicas, num_micro_batches, virtual_stages, *, schedule="inter
     return PlanRequest(
         replicas=replicas,
         num_micro_batches=num_micro_batches,
-        schedule=schedule,
+        **schedule_fields(schedule, virtual_stages),
         virtual_stages=virtual_stages,
         costs=StageCosts(forward=forward, backward_input=of_input, backward_weight=of_weight),
         **options,
@@ -244,16 +245,18 @@ def test_what_no_loss_touches_keeps_the_papers_list():
     ],
 )
 def test_steps_of_a_chunk(stage, chunk, expected):
-    assert ", ".join(map(str, instructions_for((5, 6), 7, stage, chunk, virtual_stages=2))) == expected
+    assert (
+        ", ".join(map(str, instructions_for((5, 6), 7, stage, chunk, layout=ChunkLayout.round_robin(2, 2)))) == expected
+    )
 
 
 def test_both_ends_agree_on_who_reads_a_message():
     """The virtual stage that stands in the header: 2 stages of 2 chunks are virtual stages 0 to 3."""
     reader_stage = {
-        (step.op, stage, chunk): step.reader_stage(stage, 2)
+        (step.op, stage, chunk): step.reader_stage(stage, ChunkLayout.round_robin(2, 2))
         for stage in range(2)
         for chunk in range(2)
-        for step in instructions_for((0, 0), 0, stage, chunk, virtual_stages=2)
+        for step in instructions_for((0, 0), 0, stage, chunk, layout=ChunkLayout.round_robin(2, 2))
         if step.peer is not None
     }
     activations = {

@@ -17,7 +17,7 @@ from parallel3d.pipeline.instructions import Op, instructions_for
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
-from tests.support.damaged_grids import damaged_grids, plan_requests
+from tests.support.damaged_grids import damaged_grids, plan_requests, schedule_fields
 
 
 def make_request(replicas, num_micro_batches, *, schedule="1f1b", forward=1, backward=(1, 1), **options):
@@ -29,7 +29,7 @@ def make_request(replicas, num_micro_batches, *, schedule="1f1b", forward=1, bac
         backward_weight=(of_weight,) * num_stages,
     )
     return PlanRequest(
-        replicas=replicas, num_micro_batches=num_micro_batches, schedule=schedule, costs=costs, **options
+        replicas=replicas, num_micro_batches=num_micro_batches, costs=costs, **schedule_fields(schedule), **options
     )
 
 
@@ -130,8 +130,8 @@ def assert_textbook(plan):
     request, num_stages = plan.request, len(plan.request.replicas)
     for (stage, replica), steps in plan.lists.items():
         mine = range(replica, request.num_micro_batches, len(request.replicas[stage]))
-        computes = textbook(request.schedule, num_stages, stage, mine)
-        expected = with_messages(computes, (replica,) * num_stages, stage, request.schedule)
+        computes = textbook(request.name, num_stages, stage, mine)
+        expected = with_messages(computes, (replica,) * num_stages, stage, request.name)
         if request.slots < num_stages:  # then targets are read early, to free a slot of their pair
             steps = [step for step in steps if step.op is not Op.RECV_TARGETS]
             expected = [step for step in expected if step.op is not Op.RECV_TARGETS]
@@ -214,7 +214,7 @@ def test_two_stages_with_one_slot_never_get_stuck(seed, schedule):
     request = PlanRequest(
         replicas=tuple(tuple(numbers.sample(range(6), numbers.randint(1, 4))) for _ in range(2)),
         num_micro_batches=numbers.randint(4, 30),
-        schedule=schedule,
+        **schedule_fields(schedule, chunks),
         virtual_stages=chunks,
         costs=StageCosts(forward=costs[0], backward_input=costs[1], backward_weight=costs[2]),
         slots=1,
@@ -423,12 +423,12 @@ def test_two_stages_share_a_pair_for_targets_and_activations():
         ({"num_micro_batches": 0}, "0 micro-batches"),
         ({"schedule": "zigzag"}, "unknown schedule 'zigzag'"),
         ({"costs": StageCosts.equal(1)}, "costs of 1 stages, 2 stages"),
-        ({"virtual_stages": 2}, "'1f1b' has one chunk a stage; costs of 2 stages, 4 stages"),
-        ({"schedule": "interleaved"}, "'interleaved' needs several chunks a stage"),
-        ({"schedule": "interleaved", "virtual_stages": 2, "replicas": ((0,),)}, "several chunks need several stages"),
+        ({"virtual_stages": 2}, "2 virtual stages: .* 1f1b needs 1; costs of 2 stages, 4 stages"),
+        ({"schedule": "interleaved"}, "1 virtual stages: .* interleaved needs at least 2"),
+        ({"schedule": "interleaved", "virtual_stages": 2, "replicas": ((0,),)}, "chunks alternate between stages"),
         ({"virtual_stages": 0}, "0 virtual stages"),
         ({"routing": "drop", "replicas": ((0,), (1,))}, "no id is alive at every stage"),
-        ({"schedule": "forward", "split_backward": True}, "'forward' has no backward to split"),
+        ({"has_backward": False, "split_backward": True}, "no backward pass to split"),
         ({"slots": 0}, "0 slots"),
         ({"extra_in_flight": -1}, "extra_in_flight -1"),
     ],

@@ -4,6 +4,14 @@ from hypothesis import strategies as st
 
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.request import PlanRequest
+from parallel3d.pipeline.schedules import default_schedule
+
+
+def schedule_fields(schedule, num_chunks=1):
+    """A request's fields for a schedule, or for "forward": evaluation by a schedule with that number of chunks."""
+    if schedule != "forward":
+        return {"schedule": schedule}
+    return {"schedule": default_schedule(num_chunks), "has_backward": False}
 
 
 @st.composite
@@ -21,7 +29,7 @@ def plan_requests(draw, *, grids, schedules, chunks=None, max_micro_batches=40, 
     return PlanRequest(
         replicas=replicas,
         num_micro_batches=draw(st.integers(1, max_micro_batches)),
-        schedule=schedule,
+        **schedule_fields(schedule, num_chunks),
         virtual_stages=num_chunks,
         costs=StageCosts(forward=draw(costs), backward_input=draw(costs), backward_weight=draw(costs)),
         slots=draw(st.integers(1, max_slots)),

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from parallel3d.config.sections.base import Section
+from parallel3d.pipeline.schedules import SCHEDULES, default_schedule
 
 CountPerStage = Annotated[list[PositiveInt], Field(min_length=1)]
 """One number for each pipeline stage, or virtual stage."""
+
+GridSize = Annotated[int, Field(ge=1, le=65536)]
+"""A size of the grid; the limit keeps a mistyped one from being built."""
+
+
+def _known_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        raise PydanticCustomError("schedule", "should be {names}", {"names": " or ".join(SCHEDULES)})
+    return name
+
+
+ScheduleName = Annotated[
+    str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})
+]
+"""A name in SCHEDULES."""
 
 
 class ParallelConfig(Section):
     """How the model, its layers and the batch are spread over ranks."""
 
-    tp_size: PositiveInt = 1
+    tp_size: GridSize = 1
     """Ranks that share each layer (tensor parallel); divides heads and intermediate_size."""
-    pp_size: PositiveInt = 1
+    pp_size: GridSize = 1
     """Pipeline stages; at most model.num_hidden_layers."""
-    dp_size: PositiveInt | None = None
+    dp_size: GridSize | None = None
     """Replicas of every stage. Null: what the number of ranks leaves, world / (tp_size * pp_size); 1 if nobody says how
     many ranks there are. Excludes stage_replicas."""
     stage_replicas: CountPerStage | None = None
@@ -30,20 +47,21 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Norms and dropout work on sequence shards over the tensor-parallel ranks; batch.sequence_length becomes a
     multiple of tp_size. Without effect at tp_size 1."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] = "1f1b"
-    """Order of the micro-batches in a pipeline: 1f1b (PipeDream-flush) holds the activations of at most pp_size, gpipe
-    of all; zb-h1 (zero bubble) holds pp_size on every stage and splits the backward pass: a third of 1f1b's bubble.
-    interleaved gives each stage virtual_stages chunks of layers: 1f1b's bubble by that number, for as many more
-    messages and some more activations; best where pp_size divides the micro-batches of a replica."""
-    virtual_stages: PositiveInt = 1
-    """Chunks of layers on each stage: at least 2 for schedule interleaved, 1 for the others. pp_size * virtual_stages
-    is at most model.num_hidden_layers. Chunk c of stage p is the (c * pp_size + p)-th in the order of layers."""
+    schedule: ScheduleName = Field(
+        default=default_schedule(1),
+        description="\n".join(
+            ["Order of the micro-batches in a pipeline.", *(f"{s.name}: {s.summary}" for s in SCHEDULES.values())]
+        ),
+    )
+    virtual_stages: GridSize = 1
+    """Chunks of layers on each stage; the schedule says how many it can use. pp_size * virtual_stages is at most
+    model.num_hidden_layers."""
     split_backward: Literal["auto", "never"] = "auto"
     """auto: where replicas were lost the backward pass is split, gradients of inputs first, if that makes the iteration
-    shorter. never: only schedule zb-h1 splits it."""
+    shorter. never: only a schedule that always splits it does."""
     max_extra_in_flight: NonNegativeInt = 2
     """Micro-batches that a replica may hold above its schedule's limit where replicas were lost: that many more
-    activations of its stage (or chunk). Without effect on gpipe."""
+    activations of its stage (or chunk). Without effect on a schedule that holds all micro-batches anyway."""
     layers_per_stage: CountPerStage | None = None
     """Layers of each stage, summing to model.num_hidden_layers; with virtual stages pp_size * virtual_stages numbers,
     in the order of layers. Null: cut so that the costliest stage is cheapest."""
@@ -57,7 +75,7 @@ class ParallelConfig(Section):
     """Size of a gradient bucket, in MiB of main gradients."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What a layer recomputes in the backward pass to keep less until then: selective keeps its matrix products and
-    attention, full only its input. Neither changes a number. Where the backward pass is split (zb-h1), what its second
+    attention, full only its input. Neither changes a number. Where the backward pass is split, what its second
     half needs is kept from the first half on, all the same."""
     p2p_slots: PositiveInt = 3
     """Messages in flight between two stages' replicas, per ordered pair."""
