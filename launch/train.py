@@ -34,6 +34,7 @@ from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.monitor.environment import describe_environment  # noqa: E402
 from parallel3d.monitor.run_folder import LOGS, RunFolder  # noqa: E402
 from parallel3d.monitor.sinks import RunReporter  # noqa: E402
+from parallel3d.monitor.tensorboard import check_tensorboard  # noqa: E402
 from parallel3d.trainer.plans import build_grid  # noqa: E402
 
 STOP_AND_SAVE_S = 120.0
@@ -82,6 +83,8 @@ def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers under this process's guard; returns the run's exit code."""
+    if config.monitor.tensorboard:
+        check_tensorboard()
     directory, restart = Path(str(config.run.directory)), config.restart
 
     def open_folder(history_until_step: int) -> RunFolder:
