@@ -33,6 +33,7 @@ def test_it_compares_policies_that_there_are():
     assert set(POLICIES) <= ROWS.keys()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_of_three_steps():
     small = ["model.hidden_size=12", "model.intermediate_size=16", "run.evaluate_batches=1"]
