@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused  # noqa: E402
-from parallel3d.random_keys import bits, key_of  # noqa: E402
+from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
+from parallel3d.random_keys import bits, key_of
 
 STEP, SETTINGS = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5), AdamWSettings()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.checkpoint.average import average  # noqa: E402
-from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
-from parallel3d.errors import UserError  # noqa: E402
+from parallel3d.checkpoint.average import average
+from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.errors import UserError
 
 
 def main(arguments: list[str]) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.debug.compare_dumps import SECTIONS, TensorComparison, assemble_tensors, compare_tensors, mean_loss  # noqa: E402
-from parallel3d.debug.dump import read_step  # noqa: E402
-from parallel3d.errors import UserError  # noqa: E402
+from parallel3d.debug.compare_dumps import SECTIONS, TensorComparison, assemble_tensors, compare_tensors, mean_loss
+from parallel3d.debug.dump import read_step
+from parallel3d.errors import UserError
 
 
 def main(arguments: list[str]) -> int:

@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.errors import UserError  # noqa: E402
-from parallel3d.monitor.correlation import Correlation  # noqa: E402
-from parallel3d.monitor.evaluation_interval import plan_evaluations  # noqa: E402
-from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference  # noqa: E402
-from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics  # noqa: E402
+from parallel3d.errors import UserError
+from parallel3d.monitor.correlation import Correlation
+from parallel3d.monitor.evaluation_interval import plan_evaluations
+from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
+from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics
 
 PLANNED_SHARE = 0.05
 """Share of the training time that the advised evaluations may take."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.convergence import POLICIES, Result, run, table  # noqa: E402
-from benchmarks.updates import make_variants  # noqa: E402
-from parallel3d.precision.policy import POLICIES as ROWS  # noqa: E402
+from benchmarks.convergence import POLICIES, Result, run, table
+from benchmarks.updates import make_variants
+from parallel3d.precision.policy import POLICIES as ROWS
 
 
 def result(final: float | None, evaluation: float | None) -> Result:
