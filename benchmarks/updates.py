@@ -20,12 +20,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
+import torch  # noqa: E402
 
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
-from parallel3d.random_keys import bits, key_of
+from parallel3d.config.sections.optimizer import OptimizerConfig  # noqa: E402
+from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep  # noqa: E402
+from parallel3d.random_keys import bits, key_of  # noqa: E402
 
-STEP, SETTINGS = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5), AdamWSettings()
+STEP = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5)
+RULE = UpdateRules.build(OptimizerConfig(learning_rate=1.0)).element
 
 
 def main() -> None:
@@ -63,14 +65,14 @@ def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
     copy = mixed[0].bfloat16()
 
     def update_mixed() -> None:
-        adamw_fused(*mixed, STEP, SETTINGS, weight_decay=0.1)
+        RULE.update(*mixed, STEP, weight_decay=0.1)
         copy.copy_(mixed[0])
 
     return {
-        "fp32, fused": lambda: adamw_fused(*wide, STEP, SETTINGS, weight_decay=0.1),
+        "fp32, fused": lambda: RULE.update(*wide, STEP, weight_decay=0.1),
         "bf16 with fp32 master weights, fused": update_mixed,
-        "bf16_pure": lambda: adamw_bf16(*near, STEP, SETTINGS, weight_decay=0.1, noise=None),
-        "bf16_sr": lambda: adamw_bf16(*stochastic, STEP, SETTINGS, weight_decay=0.1, noise=noise),
+        "bf16_pure": lambda: RULE.update_bf16(*near, STEP, weight_decay=0.1, noise=None),
+        "bf16_sr": lambda: RULE.update_bf16(*stochastic, STEP, weight_decay=0.1, noise=noise),
     }
 
 

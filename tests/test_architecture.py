@@ -405,7 +405,7 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
             "parallel3d/optim/clip.py",
             "import torch\nfrom parallel3d.parallel import group\nfrom . import adamw",
         ),
-        (check_floors, "parallel3d/optim/clip.py", "from parallel3d.optim.adamw import AdamW"),
+        (check_floors, "parallel3d/optim/clip.py", "from parallel3d.optim.update_rules.base import UpdateRule"),
         (check_floors, "parallel3d/parallel/groups.py", "from parallel3d.parallel.abort import AbortToken"),
         (check_floors, "parallel3d/ramps.py", "from parallel3d.errors import ConfigError"),
         (check_floors, "launch/train.py", "from models.llama import Llama\nfrom parallel3d.trainer.loop import run"),

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.directory import read_index
-from parallel3d.checkpoint.index import KINDS, WEIGHT
+from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.read import CheckpointReader
-from parallel3d.checkpoint.tensor_chunks import IntTuple, row_blocks
+from parallel3d.checkpoint.tensor_chunks import row_blocks
+from parallel3d.config.specs.update_rules import EXP_AVG_SQ_KIND
 from parallel3d.errors import CheckpointError
 
 BLOCK_ELEMENTS = 4 << 20
@@ -39,41 +40,46 @@ class TensorDifference:
 
 @torch.no_grad()
 def compare_checkpoints(ours: Path, theirs: Path, *, noise: float) -> Iterator[TensorDifference]:
-    """Every tensor and kind. Elements are left out whose gradients, by the second moment, are below `noise` x those of
-    their parameter: rounding decides what such a gradient is, and AdamW makes whole steps of it. 0: none are.
+    """Yields the difference of every tensor in each of its kinds.
 
+    Elements are left out whose gradients, by the second moment, are below `noise` x those of their parameter: rounding
+    decides what such a gradient is, and AdamW makes whole steps of it. With 0, or without second moments, none are.
     Raises CheckpointError where the two hold different tensors, or a file is damaged.
     """
     mine, right = (CheckpointReader(folder, read_index(folder)) for folder in (ours, theirs))
-    shapes = {name: tensor.shape for name, tensor in right.index.tensors.items()}
-    if {name: tensor.shape for name, tensor in mine.index.tensors.items()} != shapes:
-        raise CheckpointError(f"{ours} and {theirs} are of different models")
-    floors = _floors(right, shapes, noise)
-    for name, shape in shapes.items():
-        floor = floors[_parameter_of(name)]
-        apart, size = [0.0] * len(KINDS), [0.0] * len(KINDS)
+    tensors = {name: (tensor.shape, tensor.kinds.keys()) for name, tensor in right.index.tensors.items()}
+    if {name: (tensor.shape, tensor.kinds.keys()) for name, tensor in mine.index.tensors.items()} != tensors:
+        raise CheckpointError(f"{ours} and {theirs} are of different models or update rules")
+    floors = _floors(right, noise)
+    for name, (shape, kinds) in tensors.items():
+        floor = floors.get(_parameter_of(name))
+        apart, size = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0.0)
         for start, block in row_blocks(shape, BLOCK_ELEMENTS):
-            moment2 = right.read("moment2", name, start, block).double()
-            counts = ~((moment2 > 0) & (moment2 < floor))  # what is not finite counts
-            for number, kind in enumerate(KINDS):
+            counts = torch.ones(block, dtype=torch.bool)
+            if floor is not None:
+                exp_avg_sq = right.read(EXP_AVG_SQ_KIND, name, start, block).double()
+                counts = ~((exp_avg_sq > 0) & (exp_avg_sq < floor))  # what is not finite counts
+            for kind in kinds:
                 a, b = (reader.read(kind, name, start, block).double() for reader in (mine, right))
-                apart[number] += _squares((a - b)[counts])
-                size[number] += _squares(b)
-        for number, kind in enumerate(KINDS):
-            relative = sqrt(apart[number]) / max(sqrt(size[number]), 1e-30) if isfinite(apart[number]) else float("inf")
+                apart[kind] += _squares((a - b)[counts])
+                size[kind] += _squares(b)
+        for kind in kinds:
+            relative = sqrt(apart[kind]) / max(sqrt(size[kind]), 1e-30) if isfinite(apart[kind]) else float("inf")
             yield TensorDifference(kind=kind, tensor=name, relative=relative)
 
 
-def _floors(reader: CheckpointReader, shapes: dict[str, IntTuple], noise: float) -> dict[str, float]:
-    """Of each parameter, the second moment below which an element's gradient is noise."""
+def _floors(reader: CheckpointReader, noise: float) -> dict[str, float]:
+    """By parameter that has second moments, the one below which an element's gradient is noise."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for name, shape in shapes.items():
+    for name, tensor in reader.index.tensors.items():
+        if EXP_AVG_SQ_KIND not in tensor.kinds:
+            continue
         parameter = _parameter_of(name)
-        for start, block in row_blocks(shape, BLOCK_ELEMENTS):
-            total = reader.read("moment2", name, start, block).sum(dtype=torch.float64).item()
+        for start, block in row_blocks(tensor.shape, BLOCK_ELEMENTS):
+            total = reader.read(EXP_AVG_SQ_KIND, name, start, block).sum(dtype=torch.float64).item()
             sums[parameter] = sums.get(parameter, 0.0) + total
-        counts[parameter] = counts.get(parameter, 0) + prod(shape)
+        counts[parameter] = counts.get(parameter, 0) + prod(tensor.shape)
     return {parameter: noise**2 * sums[parameter] / counts[parameter] for parameter in sums}
 
 

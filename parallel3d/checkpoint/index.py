@@ -1,8 +1,8 @@
 """A checkpoint's index: what it holds, where, and in which state the run was. Pure.
 
 One JSON file beside the shards. Tensors are named as in the model, with the chunks of fused parameters apart; each is
-there in some *kinds*: weight (master weights where there are any), and the two moments of AdamW. The rectangles
-("pieces") of a tensor are the same for all of its kinds::
+there in some *kinds*: weight (master weights where there are any), and the states of its update rule
+(config/specs/update_rules.py). The rectangles ("pieces") of a tensor are the same for all of its kinds::
 
     tensors: layers.0.attention.q.weight: {shape: [4096, 4096], kinds: {weight: F32, moment1: F32, moment2: F32},
                                            pieces: [{file: rank-00003.safetensors, start: [0, 0], shape: [1024, 4096]}]}
@@ -28,7 +28,6 @@ from parallel3d.errors import CheckpointError
 FORMAT_VERSION = 2
 INDEX = "index.json"
 WEIGHT = "weight"
-KINDS = (WEIGHT, "moment1", "moment2")
 Format = Literal["F64", "F32", "F16", "BF16"]
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
@@ -104,8 +103,8 @@ class Index(_Record):
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether the optimizer's state is there, too: no run goes on from weights alone."""
-        return all(tensor.kinds.keys() >= set(KINDS) for tensor in self.tensors.values())
+        """Whether there is more than weights: no run goes on from weights alone."""
+        return all(tensor.kinds.keys() > {WEIGHT} for tensor in self.tensors.values())
 
 
 def key_of(kind: str, tensor: str, start: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from parallel3d.checkpoint.index import KINDS, WEIGHT, Index, key_of
+from parallel3d.checkpoint.index import WEIGHT, Index, key_of
 from parallel3d.checkpoint.snapshot import bucket_tensor_chunks
 from parallel3d.checkpoint.tensor_chunks import IntTuple, overlap, tensor_chunks_of, tensors_of
 from parallel3d.errors import CheckpointError
@@ -97,16 +97,18 @@ def load_shard(
     *,
     tp_rank: int,
     tp_size: int,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] | None = None,
 ) -> Shard:
-    """A range of optimizer state as the checkpoint has it; padding is zero, and so are moments that are not among the
-    `kinds` to read."""
+    """A range of optimizer state as the checkpoint has it; padding is zero, and so are states that are not among the
+    `kinds` to read (None: all)."""
     check_shapes(reader, [parameter.sharding for parameter in bucket.parameters])
     shard = bucket.empty_shard(span)
-    shard.moments.zero_()
-    states = (shard.master, *shard.moments)
+    shard.states.zero_()
+    known = (WEIGHT, *bucket.rule.spec.state_kinds)
+    every = zip(known, (shard.master, *shard.states))
+    states = [(kind, state) for kind, state in every if kinds is None or kind in kinds]
     for tensor_chunk in bucket_tensor_chunks(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
-        for kind, state in zip(kinds, states):
+        for kind, state in states:
             values = reader.read(kind, tensor_chunk.tensor, tensor_chunk.start, tensor_chunk.shape)
             torch.as_strided(
                 state,
@@ -130,6 +132,22 @@ def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp_rank: i
         share = values.new_zeros(param_slot.shape) if share is None else share
         torch.as_strided(share, tensor_chunk.shape, tensor_chunk.strides, tensor_chunk.offset).copy_(values)
     return torch.zeros(param_slot.shape) if share is None else share
+
+
+def check_states(reader: CheckpointReader, buckets: Iterable[Bucket]) -> None:
+    """Raises CheckpointError where the checkpoint lacks a state that the update rule keeps."""
+    for bucket in buckets:
+        wanted = set(bucket.rule.spec.state_kinds)
+        names = (name for parameter in bucket.parameters for name in tensors_of(parameter.sharding))
+        for name in names:
+            tensor = reader.index.tensors.get(name)
+            if tensor is not None and not tensor.kinds.keys() >= wanted:
+                there, needed = (", ".join(sorted(kinds - {WEIGHT})) for kinds in (tensor.kinds.keys(), wanted))
+                raise CheckpointError(
+                    f"{reader.folder} was saved with another update rule: of {name} it holds {there}, and"
+                    f" {bucket.rule.spec.name} needs {needed}. Set optimizer.kind as it was, or begin a new run from"
+                    " its weights (run.initialize_from)"
+                )
 
 
 def check_shapes(reader: CheckpointReader, shardings: Iterable[ParamSharding]) -> None:

@@ -1,8 +1,8 @@
 """A consistent copy of what one rank writes, in host memory: training goes on while it is written.
 
 Taken between two steps, when every range that the rank owns is at the same version. It holds weights (the master
-weights where there are any) and both moments of the owned ranges: (1 + 2) x the state's format x parameters / replicas,
-which is the memory that a save takes, beside one contiguous piece at a time.
+weights where there are any) and states of the owned ranges: (1 + states) x the state's format x parameters / replicas,
+which is the memory that a save takes, in addition to one contiguous piece at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.index import KINDS
+from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.tensor_chunks import IntTuple, TensorChunk, tensor_chunks_of, tensors_of, written_span
 from parallel3d.optim.bucket import Bucket
 from parallel3d.optim.distributed_optimizer import ShardedOptimizer
@@ -25,12 +25,12 @@ class BucketRange:
 
     start: int
     pieces: tuple[TensorChunk, ...]
-    states: tuple[Tensor, ...]
-    """In the order of `KINDS`."""
+    states: dict[str, Tensor]
+    """By kind: weights first, then the update rule's states."""
 
     def tensors(self) -> Iterator[tuple[str, TensorChunk, Tensor]]:
         """(kind, piece, values) of everything, values of the piece's shape."""
-        for kind, state in zip(KINDS, self.states):
+        for kind, state in self.states.items():
             for tensor_chunk in self.pieces:
                 yield (
                     kind,
@@ -49,7 +49,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        return sum(state.nbytes for part in self.ranges for state in part.states)
+        return sum(state.nbytes for part in self.ranges for state in part.states.values())
 
 
 @torch.no_grad()
@@ -64,8 +64,9 @@ def take_snapshot(optimizer: ShardedOptimizer, *, tp_rank: int, tp_size: int) ->
             continue
         shard = bucket.owned
         part = slice(span.start - shard.span.start, span.stop - shard.span.start)
-        states = (shard.master[part], shard.moments[0, part], shard.moments[1, part])
-        ranges.append(BucketRange(start=span.start, pieces=pieces, states=tuple(_copy(state) for state in states)))
+        kinds = (WEIGHT, *bucket.rule.spec.state_kinds)
+        states = {kind: _copy(state[part]) for kind, state in zip(kinds, (shard.master, *shard.states))}
+        ranges.append(BucketRange(start=span.start, pieces=pieces, states=states))
         named = {tensor_chunk.tensor for tensor_chunk in pieces}
         for parameter in bucket.parameters:
             shapes |= {name: shape for name, shape in tensors_of(parameter.sharding).items() if name in named}

@@ -22,7 +22,6 @@ from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import (
     INDEX,
-    KINDS,
     Format,
     Index,
     IndexedChunk,
@@ -137,15 +136,15 @@ def bytes_of(values: Tensor) -> memoryview:
 
 def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:
     pieces: dict[str, list[IndexedChunk]] = {name: [] for name in snapshot.shapes}
-    formats: dict[str, Format] = {}
+    kinds: dict[str, dict[str, Format]] = {}
     for part in snapshot.ranges:
         for tensor_chunk in part.pieces:
             pieces[tensor_chunk.tensor].append(
                 IndexedChunk(file=shard_name(rank), start=tensor_chunk.start, shape=tensor_chunk.shape)
             )
-            formats[tensor_chunk.tensor] = FORMATS[part.states[0].dtype]
+            kinds[tensor_chunk.tensor] = {kind: FORMATS[state.dtype] for kind, state in part.states.items()}
     return {
-        name: IndexedTensor(shape=shape, kinds=dict.fromkeys(KINDS, formats[name]), pieces=tuple(pieces[name]))
+        name: IndexedTensor(shape=shape, kinds=kinds[name], pieces=tuple(pieces[name]))
         for name, shape in snapshot.shapes.items()
     }
 

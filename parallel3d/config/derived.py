@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
+from parallel3d.config.specs.update_rules import has_exp_avg_sq
 from parallel3d.config.warmup_builder import run_length, warmup_warnings
 from parallel3d.families import FAMILIES
 from parallel3d.families.spec import Family
@@ -217,8 +218,10 @@ def warnings(config: Config) -> list[str]:
             f"precision.loss_scale has no effect on policy {config.precision.policy}",
         ),
         (
-            config.precision.policy in ("bf16_sr", "bf16_pure") and config.optimizer.beta2 >= 0.99,
-            f"optimizer.beta2 {config.optimizer.beta2:g} with moments in bf16: the second moment follows a spike of the"
+            config.precision.policy in ("bf16_sr", "bf16_pure")
+            and has_exp_avg_sq(config.optimizer.kind)
+            and (config.optimizer.beta2 or 0.0) >= 0.99,
+            f"optimizer.beta2 {config.optimizer.beta2} with moments in bf16: the second moment follows a spike of the"
             " gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
         ),
         (

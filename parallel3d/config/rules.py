@@ -20,6 +20,7 @@ from parallel3d.config.data_rules import (
     check_tokenizer,
     check_tokenizer_path,
 )
+from parallel3d.config.optimizer_rules import OPTIMIZER_RULES
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.warmup_rules import WARMUP_RULES
 from parallel3d.errors import Problem
@@ -393,17 +394,6 @@ def _check_length(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def _check_optimizer_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    policy, fitting = config.precision.policy, ("fp32", "fp16", "bf16")
-    if config.optimizer.backend == "apex" and policy not in fitting:
-        yield Problem(
-            field="optimizer.backend",
-            value="apex",
-            rule=f"apex updates fp32 weights, and precision.policy {policy} has none",
-            fix=f"Take torch or auto, or a policy of {', '.join(fitting)}",
-        )
-
-
 def _last_step(config: Config) -> float:
     """The last step that can be asked for; a run that ends by tokens does not name it."""
     return inf if config.run.num_steps is None else config.run.num_steps
@@ -441,7 +431,7 @@ _RULES: tuple[tuple[Callable[[Config, int | None], Iterator[Problem]], tuple[str
     (_check_length, ("run.num_steps", "run.num_tokens")),
     (_check_restart, (*_RESTART, "checkpoint.every")),
     (_check_loss_scale, ("precision.loss_scale",)),
-    (_check_optimizer_backend, ("optimizer.backend", "precision.policy")),
+    *OPTIMIZER_RULES,
     (_check_timeouts, ("elastic",)),
     (_check_faults, ("elastic.faults", "run.num_steps", *_LAYOUT)),
     (_check_evaluations, ("run.evaluate_every", "run.evaluate_share")),

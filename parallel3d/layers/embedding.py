@@ -30,7 +30,7 @@ class _LookUp(Function):
         return weight.detach()[local].masked_fill_(elsewhere.unsqueeze(1), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
         local, elsewhere = ctx.saved_tensors
         buffer = ctx.weight.grad_buffer()
         rows = grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0)
@@ -61,7 +61,9 @@ class VocabParallel(nn.Module):
         super().__init__()
         self.tp = context.tp
         shape = (vocab_size, hidden_size)
-        sharding = ParamSharding(name=name, shape=shape, dim=0, padded=True, init_std=init_std, tied=tied)
+        sharding = ParamSharding(
+            name=name, shape=shape, dim=0, padded=True, init_std=init_std, is_token_table=True, tied=tied
+        )
         self.weight = context.parameter(sharding)
         self.first, self.num_valid = vocab_range(sharding, context.tp)
 

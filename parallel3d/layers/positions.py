@@ -28,7 +28,7 @@ class _AddPositions(Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         buffer = ctx.weight.grad_buffer()
         for token_span in ctx.token_spans:
             buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]
@@ -43,7 +43,11 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.tp = context.tp
         sharding = ParamSharding(
-            name=name, shape=(num_positions, hidden_size), partial_grad=context.tp.is_token_sharded, init_std=init_std
+            name=name,
+            shape=(num_positions, hidden_size),
+            partial_grad=context.tp.is_token_sharded,
+            init_std=init_std,
+            is_token_table=True,
         )
         self.weight = context.parameter(sharding)
 

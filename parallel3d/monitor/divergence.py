@@ -32,7 +32,7 @@ SMOOTHING_STEPS = 20
 class DivergenceRules:
     """What is taken for divergence."""
 
-    beta2: float = 0.95
+    beta2: float | None = 0.95
     max_loss_ratio: float | None = None
     ends_run: bool = True
     """Whether divergence ends the run; else it is only told."""
@@ -40,7 +40,7 @@ class DivergenceRules:
     @property
     def num_flat(self) -> int:
         """Updates over which the largest sqrt(v) must be flat."""
-        half_life = -2.0 * log(2.0) / log(self.beta2) if self.beta2 > 0.0 else 0.0
+        half_life = -2.0 * log(2.0) / log(self.beta2) if self.beta2 else 0.0
         return max(MIN_FLAT_UPDATES, round(half_life))
 
 

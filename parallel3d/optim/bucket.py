@@ -1,4 +1,4 @@
-"""One flat bucket of weights and main gradients, and AdamW on the ranges of it that this rank holds.
+"""One flat bucket of weights and main gradients, and the update of the ranges of it that this rank holds.
 
 The buffers are as long as the bucket can get with fewer replicas, so that a new cut moves no parameter.
 """
@@ -12,55 +12,57 @@ from torch import Tensor
 
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
-from parallel3d.optim.apex_adamw import adamw_apex
 from parallel3d.optim.bucket_plan import BucketPlan
+from parallel3d.optim.matrices import gather_matrices, make_directions
 from parallel3d.optim.measure import measure_state
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.state_norms import StateNorms
-from parallel3d.parallel.group import Group
+from parallel3d.optim.update_rules.base import MatrixRule, UpdateRule, UpdateRules, UpdateStep
+from parallel3d.parallel.group import Group, Work, WorkThen
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import ExactSum, FixedPoint
 from parallel3d.precision.policy import Policy
 from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
 
-KERNELS = {"torch": adamw_fused, "apex": adamw_apex}
-
 
 class Shard:
-    """One range of a bucket on this rank: master weights and moments, and the reduced gradients they get."""
+    """One range of a bucket on this rank: master weights, the update rule's states, and reduced gradients."""
 
-    def __init__(self, span: range, *, master: Tensor, moments: Tensor, grads: Tensor, sums: Tensor):
+    def __init__(self, span: range, *, master: Tensor, states: Tensor, grads: Tensor, sums: Tensor):
         self.span = slice(span.start, span.stop)
         self.master = master
         """(elements,) in the policy's state format: a copy, or the weights themselves where that is their format."""
-        self.moments = moments
-        """First and second moment (2, elements)."""
+        self.states = states
+        """(num_states, elements), in the order of the update rule's row."""
         self.grads = grads
         """(elements,) in the policy's gradient format: the sum over all micro-batches of the iteration."""
         self.sums = sums
         """What the reduction writes: the gradients, or the integers that they are made of."""
+        self.gathered: Tensor | None = None
+        """Of a matrix-wise rule, between the reduction and the update: gradients and states of all tensor-parallel
+        ranks."""
 
     def read(self, start: int, stop: int, *, with_master: bool) -> Tensor:
-        """Moments and master weights (2 or 3, stop - start) of elements start..stop of the bucket, as a copy."""
+        """States, then master weights, (rows, stop - start) of elements start..stop of the bucket, as a copy."""
         part = self._part(start, stop)
-        rows = [self.moments[:, part], *([self.master[part].unsqueeze(0)] if with_master else [])]
+        rows = [self.states[:, part], *([self.master[part].unsqueeze(0)] if with_master else [])]
         return torch.cat(rows)
 
     def write(self, start: int, piece: Tensor) -> None:
         """Takes over what another rank has read."""
         part = self._part(start, start + piece.shape[1])
-        self.moments[:, part] = piece[:2]
-        if len(piece) > 2:
-            self.master[part] = piece[2]
+        num_states = len(self.states)
+        self.states[:, part] = piece[:num_states]
+        if len(piece) > num_states:
+            self.master[part] = piece[num_states]
 
     def copy_from(self, other: Shard, start: int, stop: int) -> None:
         """Takes elements start..stop over from a shard on the same rank, as far as both hold them."""
         start, stop = max(start, self.span.start, other.span.start), min(stop, self.span.stop, other.span.stop)
         if start < stop:
             mine, theirs = self._part(start, stop), other._part(start, stop)
-            self.moments[:, mine] = other.moments[:, theirs]
+            self.states[:, mine] = other.states[:, theirs]
             if self.master.data_ptr() != other.master.data_ptr() + (
                 (self.span.start - other.span.start) * self.master.element_size()
             ):  # else both are views of the weights
@@ -84,7 +86,7 @@ class Bucket:
         initial: Callable[[ShardedParameter], Tensor],
         max_ranges: int,
         policy: Policy,
-        settings: AdamWSettings,
+        rules: UpdateRules,
         fixed: FixedPoint | None,
         noise: ParameterNoise,
         device: torch.device,
@@ -97,7 +99,11 @@ class Bucket:
         """The iteration to which the shards have been updated."""
         self.shards: list[Shard] = []
         self._policy = policy
-        self._settings = settings
+        self.rule: UpdateRule = rules.element
+        if plan.key.is_matrix_wise:
+            assert rules.matrix is not None
+            self.rule = rules.matrix
+        self._weight_decay = rules.weight_decay if plan.key.decay else 0.0
         self._noise = noise
         self._unscale = 1.0
         capacity = plan.capacity(max_ranges)
@@ -123,6 +129,10 @@ class Bucket:
         """Whether master weights are copies of their own."""
         return self._policy.has_master
 
+    def num_rows(self, *, with_master: bool) -> int:
+        """Rows of what `Shard.read` gives."""
+        return len(self.rule.spec.states) + (1 if with_master else 0)
+
     @property
     def owned(self) -> Shard:
         return self.shards[0]
@@ -133,12 +143,15 @@ class Bucket:
         return self.weights[self.owned.span]
 
     def state_bytes(self) -> int:
-        """Bytes of moments and master weights on this rank."""
-        return sum(s.moments.nbytes + self._policy.has_master * s.master.nbytes for s in self.shards)
+        """Bytes of states and master weights on this rank."""
+        masters = sum(shard.master.nbytes for shard in self.shards) if self.has_master else 0
+        return masters + sum(shard.states.nbytes for shard in self.shards)
 
     def clear(self, loss_factor: float = 1.0) -> None:
         """Forgets all gradients; those to come are multiplied by `loss_factor`."""
         self._unscale = 1.0 / loss_factor
+        for shard in self.shards:
+            shard.gathered = None
         self._grads.zero_()
         if self._totals is not self._grads:
             self._totals.zero_()
@@ -166,6 +179,25 @@ class Bucket:
         else:
             _scale(self.owned.grads, self._unscale)
 
+    def gather_matrices(self, tp: Group) -> None:
+        """Where the rule needs whole matrices, gathers what is theirs over the ranks of the replica: afterwards an
+        update is local."""
+        for shard in self.shards if self.plan.key.is_matrix_wise else ():
+            if len(shard.grads):
+                shard.gathered = gather_matrices(shard.grads, shard.states, tp)
+
+    def _directions(self, shard: Shard, step: UpdateStep) -> Tensor | None:
+        """Of a matrix-wise rule, for each element; None for others."""
+        if not isinstance(self.rule, MatrixRule) or not len(shard.grads):
+            return None
+        assert shard.gathered is not None, "matrices are gathered before the update"
+        gathered, shard.gathered = shard.gathered, None
+        parameters = [(parameter.sharding, slot) for parameter, slot in zip(self.parameters, self.plan.param_slots)]
+        span = range(shard.span.start, shard.span.stop)
+        return make_directions(
+            self.rule, gathered, parameters, span, grad_scale=step.grad_scale, tp_rank=self._noise.tp_rank
+        )
+
     def squared_norm(self, tp_rank: int) -> ExactSum:
         """Of the owned gradients that rank `tp_rank` counts."""
         parts = self._counted(tp_rank)
@@ -176,10 +208,14 @@ class Bucket:
         return ExactSum.of(HostCopy(torch.stack(norms).square()).read().tolist()) if norms else ExactSum()
 
     def state_norms(self, tp_rank: int) -> StateNorms:
-        """Of the owned weights and second moments that rank `tp_rank` counts."""
-        master, second_moment, exact = self.owned.master, self.owned.moments[1], self.fixed is not None
+        """Norms of the owned weights, and of exp_avg_sq where the rule has it, that rank `tp_rank` counts."""
+        master, row, exact = self.owned.master, self.rule.spec.row_of_exp_avg_sq, self.fixed is not None
+        exp_avg_sq = None if row is None else self.owned.states[row]
         parts = (part for part in self._counted(tp_rank) if part.stop > part.start)
-        return sum((measure_state(master[p], second_moment[p], exact=exact) for p in parts), start=StateNorms())
+        return sum(
+            (measure_state(master[p], None if exp_avg_sq is None else exp_avg_sq[p], exact=exact) for p in parts),
+            start=StateNorms(),
+        )
 
     def _counted(self, tp_rank: int) -> list[slice]:
         """The parts of the owned range that rank `tp_rank` counts in sums over the model."""
@@ -203,17 +239,16 @@ class Bucket:
             self.totals[span.start : span.stop] = part
 
     def update(self, step: UpdateStep, iteration: int) -> None:
-        """One AdamW step on every range held, with its gradients times the step's factor; `iteration` keys noise."""
-        weight_decay = self._settings.weight_decay if self.plan.key.decay else 0.0
+        """One step on every range held, with its gradients times the step's factor; `iteration` keys the noise."""
         for shard in self.shards:
-            tensors = (shard.master, shard.moments, shard.grads)
+            tensors, directions = (shard.master, shard.states, shard.grads), self._directions(shard, step)
             if self._policy.update_rounding == "none":
-                KERNELS[self._settings.backend](*tensors, step, self._settings, weight_decay=weight_decay)
+                self.rule.update(*tensors, step, weight_decay=self._weight_decay, directions=directions)
                 continue
             noise = None
             if self._policy.update_rounding == "stochastic":
                 noise = self._noise.of_range(self.plan, self.parameters, shard.span.start, "update", iteration)
-            adamw_bf16(*tensors, step, self._settings, weight_decay=weight_decay, noise=noise)
+            self.rule.update_bf16(*tensors, step, weight_decay=self._weight_decay, noise=noise, directions=directions)
         self.copy_master_to_weights()
 
     def copy_master_to_weights(self) -> None:
@@ -222,6 +257,40 @@ class Bucket:
             if self._policy.has_master:
                 self.weights[shard.span].copy_(shard.master)
 
+    # --- collectives ----------------------------------------------------------------------------------------------
+
+    def reduce_async(self, holders: Group) -> Work:
+        """Reduces the totals over `holders`, each range to its owner."""
+        if not self.plan.key.is_matrix_wise or self._num_ranges == 1:
+            return holders.reduce_scatter_async(self.owned.sums, self.totals)
+        ranges = self._padded_ranges(self.totals)
+        mine, sums = ranges.new_empty(ranges.shape[1]), self.owned.sums
+        work = holders.reduce_scatter_async(mine, ranges.view(-1))
+        return WorkThen(work, lambda: sums.copy_(mine[: len(sums)]))
+
+    def gather_async(self, holders: Group) -> Work:
+        """Gathers the weights, each range from its owner."""
+        if not self.plan.key.is_matrix_wise or self._num_ranges == 1:
+            return holders.all_gather_async(self.weights, self.owned_weights)
+        ranges, weights, spans = self._padded_ranges(self.weights), self.weights, self._ranges()
+
+        def write() -> None:
+            for values, span in zip(ranges, spans):
+                weights[span.start : span.stop] = values[: len(span)]
+
+        return WorkThen(holders.all_gather_async(ranges.view(-1), ranges[holders.rank].clone()), write)
+
+    def _ranges(self) -> list[range]:
+        return [self.plan.range_of(number, self._num_ranges) for number in range(self._num_ranges)]
+
+    def _padded_ranges(self, flat: Tensor) -> Tensor:
+        """(num_ranges, longest): the ranges of `flat`, each padded to the longest."""
+        spans = self._ranges()
+        padded = flat.new_zeros(len(spans), max(len(span) for span in spans))
+        for row, span in zip(padded, spans):
+            row[: len(span)] = flat[span.start : span.stop]
+        return padded
+
     # --- cuts -----------------------------------------------------------------------------------------------------
 
     def initial_shard(self, span: range) -> Shard:
@@ -229,7 +298,7 @@ class Bucket:
         assert self._initial is not None, "the initial weights are gone"
         shard = self.empty_shard(span)
         shard.master.copy_(self._initial[shard.span])
-        shard.moments.zero_()
+        shard.states.zero_()
         return shard
 
     def empty_shard(self, span: range) -> Shard:
@@ -240,11 +309,11 @@ class Bucket:
         """
         part = self._weights[span.start : span.stop]
         master = part.to(self._policy.state) if self._policy.has_master else part
-        moments = master.new_empty((2, len(span)))
-        moments[:, max(0, self.plan.num_elements - span.start) :] = 0
+        states = master.new_empty((len(self.rule.spec.states), len(span)))
+        states[:, max(0, self.plan.num_elements - span.start) :] = 0
         grads = part.new_zeros(len(span), dtype=self._policy.grad)
         sums = grads if self.fixed is None else part.new_zeros(len(span), dtype=torch.int64)
-        return Shard(span, master=master, moments=moments, grads=grads, sums=sums)
+        return Shard(span, master=master, states=states, grads=grads, sums=sums)
 
     def install_shards(self, shards: list[Shard], num_ranges: int) -> None:
         """Puts a cut in force; no shards: this rank holds nothing from now on."""

@@ -11,7 +11,8 @@ their stage's before what two stages share, and there is no ring of ranks that w
 Nobody loses by it: the first stage has this gradient last of all, and before that its reduction can't end anywhere.
 
 Where n ranks share the optimizer state the length is padded to a multiple of n x 64 elements: each owns an aligned
-range of equal length. n changes when replicas are lost; the places of the parameters never do.
+range of equal length. n changes when replicas are lost; the offsets of the parameters never do. A matrix-wise update
+rule needs whole matrices: their buckets are cut at the borders of parameters, into ranges of unequal length.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class BucketKey:
     """So many neighbouring ranks hold the same `shared` elements, and each a part of their gradient."""
     tied: bool = False
     """Held by the first and by the last stage."""
+    is_matrix_wise: bool = False
+    """Updated as whole matrices: ranges are cut at the borders of parameters only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ class BucketPlan:
 
     def length(self, num_ranges: int) -> int:
         """Elements with the padding that makes `num_ranges` equal, aligned ranges."""
-        unit = num_ranges * ALIGNMENT
+        unit = ALIGNMENT if self.key.is_matrix_wise else num_ranges * ALIGNMENT
         return -(-self.num_elements // unit) * unit
 
     def capacity(self, max_ranges: int) -> int:
@@ -91,9 +94,19 @@ class BucketPlan:
         return _without(span, self.shared)
 
     def range_of(self, number: int, num_ranges: int) -> range:
-        """The elements of range `number` of `num_ranges`."""
+        """The elements of range `number` of `num_ranges`; of a matrix-wise bucket some may be empty."""
+        if self.key.is_matrix_wise:
+            return range(self._border(number, num_ranges), self._border(number + 1, num_ranges))
         size = self.length(num_ranges) // num_ranges
         return range(number * size, (number + 1) * size)
+
+    def _border(self, number: int, num_ranges: int) -> int:
+        """Where range `number` begins: at the parameter border next to an equal cut."""
+        length = self.length(num_ranges)
+        if number in (0, num_ranges):
+            return length if number else 0
+        borders = (*(param_slot.offset for param_slot in self.param_slots), length)
+        return min(borders, key=lambda border: abs(border * num_ranges - number * length))
 
 
 def plan_buckets(
@@ -102,9 +115,10 @@ def plan_buckets(
     tp_size: int,
     bucket_elements: int,
     decay_norms_and_biases: bool,
+    matrix_wise: bool = False,
 ) -> tuple[BucketPlan, ...]:
     """Buckets of about `bucket_elements` for parameters in forward order; the buckets come in backward order, the one
-    that is tied last."""
+    that is tied last. `matrix_wise`: the layers' matrices have buckets of their own."""
     open_buckets: dict[BucketKey, list[ParamSlot]] = {}
     full: list[BucketPlan] = []
     for sharding in reversed(shardings):
@@ -114,6 +128,7 @@ def plan_buckets(
             partial_grad=sharding.partial_grad,
             copies=sharding.copies(tp_size),
             tied=sharding.tied,
+            is_matrix_wise=matrix_wise and sharding.is_layer_matrix,
         )
         param_slots = open_buckets.setdefault(key, [])
         end = param_slots[-1].offset + param_slots[-1].length if param_slots else 0

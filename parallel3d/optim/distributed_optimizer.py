@@ -45,12 +45,12 @@ from torch import Tensor, nn
 from parallel3d.layers.init import InitMethod, initial_value
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.bucket_plan import plan_buckets
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.shard_map import ShardMap, ShardMaps, plan_moves
 from parallel3d.optim.state_norms import StateNorms
+from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
 from parallel3d.parallel.group import AbsentGroup, Group, Work
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
@@ -96,9 +96,8 @@ class ShardedOptimizer:
         first_shard_maps: ShardMaps,
         zero_stage: int,
         bucket_bytes: int,
-        decay_norms_and_biases: bool,
         policy: Policy,
-        settings: AdamWSettings,
+        rules: UpdateRules,
         initial: InitMethod | None = None,
         overlap_reduce: bool,
         overlap_gather: bool,
@@ -119,7 +118,8 @@ class ShardedOptimizer:
             [p.sharding for p in parameters.values()],
             tp_size=tp_size,
             bucket_elements=max(1, bucket_bytes // policy.grad.itemsize),
-            decay_norms_and_biases=decay_norms_and_biases,
+            decay_norms_and_biases=rules.decay_norms_and_biases,
+            matrix_wise=rules.matrix is not None,
         )
         self.buckets = [
             Bucket(
@@ -128,7 +128,7 @@ class ShardedOptimizer:
                 initial=lambda p: initial(p.sharding, tp_rank=tp_rank, tp_size=tp_size),
                 max_ranges=first_shard_maps.of(plan.key).num_ranges,
                 policy=policy,
-                settings=settings,
+                rules=rules,
                 fixed=fixed,
                 noise=ParameterNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
                 device=device,
@@ -181,15 +181,19 @@ class ShardedOptimizer:
             work.wait()
             bucket.finalize_reduced_grads()
             backup = self.shard_map_of(bucket).backup_of(self.rank)
-            if backup is not None:
+            if backup is not None and len(bucket.owned.grads):
                 grads = bucket.owned.grads
                 self._links.send(backup, self._header(index, grads), grads, bounded=False)
         self._phase_hook("backup")
         for index, bucket in enumerate(self.buckets):
             shard_map = self.shard_map_of(bucket)
             for shard, number in zip(bucket.shards[1:], shard_map.ranges_of(self.rank)[1:]):
+                if not len(shard.grads):
+                    continue
                 owner = shard_map.holders[number][0]
                 shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)), non_blocking=True)
+        for bucket in self.buckets:
+            bucket.gather_matrices(self._groups.tp)
 
     def squared_norm(self) -> ExactSum:
         """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
@@ -336,7 +340,7 @@ class ShardedOptimizer:
         wanted = {rank: ranges(new, rank) for ranks in new.holders for rank in ranks}
         moves = plan_moves(held, wanted, plan.num_elements)
         with_master = self._policy.has_master or not change.weights_gathered
-        num_rows = 3 if with_master else 2
+        num_rows = bucket.num_rows(with_master=with_master)
         for move in moves:
             if move.source == self.rank and move.target != self.rank:
                 piece = _read(bucket.shards, move.start, move.stop, with_master=with_master)
@@ -409,14 +413,12 @@ class ShardedOptimizer:
             bucket.sum_copies(self._groups.tp)
         holders = self._holders_of(bucket)
         self._reducing.append(
-            holders.reduce_scatter_async(bucket.owned.sums, bucket.totals)
-            if self._is_sharded
-            else holders.all_reduce_async(bucket.totals)
+            bucket.reduce_async(holders) if self._is_sharded else holders.all_reduce_async(bucket.totals)
         )
 
     def _start_gather(self, bucket: Bucket) -> Work:
         """Of a bucket's weights, each range from its owner."""
-        return self._holders_of(bucket).all_gather_async(bucket.weights, bucket.owned_weights)
+        return bucket.gather_async(self._holders_of(bucket))
 
     def _register_gather_hooks(self, stage: nn.Module) -> None:
         """Every module that owns parameters waits for their buckets before its forward pass."""

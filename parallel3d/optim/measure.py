@@ -24,11 +24,14 @@ _COARSE_LOG2, _FINE_LOG2 = 20, 60
 """Two digits of an element: whole multiples of 2**-20, and what is left in multiples of 2**-60."""
 
 
-def measure_state(weights: Tensor, second_moment: Tensor, *, exact: bool) -> StateNorms:
-    """Of `weights` (n,) and v (n,), n > 0, of any float formats; sums in fp32 at least, over blocks in fp64."""
+def measure_state(weights: Tensor, exp_avg_sq: Tensor | None, *, exact: bool) -> StateNorms:
+    """Norms of `weights` (n,) and v (n,), n > 0, of any float formats; sums in fp32 at least, over blocks in fp64.
+
+    Without v only the weights are measured.
+    """
     size = _BLOCK if exact or weights.device.type == "cpu" else _DEVICE_BLOCK  # exact digits of more would overflow
-    roots = _roots(second_moment, size)
-    largest = torch.sqrt(_wide(second_moment.max()))
+    roots = [] if exp_avg_sq is None else _roots(exp_avg_sq, size)
+    largest = weights.new_zeros((), dtype=torch.float32) if exp_avg_sq is None else torch.sqrt(_wide(exp_avg_sq.max()))
     if exact:
         squares = (block.double().square() for block in weights.split(size))
         return StateNorms(
@@ -37,17 +40,16 @@ def measure_state(weights: Tensor, second_moment: Tensor, *, exact: bool) -> Sta
             variance_max=HostCopy(largest).read().item(),
         )
     norms = torch.stack([torch.linalg.vector_norm(_wide(block)) for block in weights.split(size)]).double()
-    sums = torch.stack([block.sum() for block in roots]).double()
-    squared, variance, maximum = (
-        HostCopy(torch.stack([norms.square().sum(), sums.sum(), largest.double()])).read().tolist()
-    )
-    return StateNorms(squared_weights=ExactSum.of([squared]), variance=ExactSum.of([variance]), variance_max=maximum)
+    sums = [block.sum().double() for block in roots]
+    variance = torch.stack(sums).sum() if sums else torch.zeros_like(norms[0])
+    squared, total, maximum = HostCopy(torch.stack([norms.square().sum(), variance, largest.double()])).read().tolist()
+    return StateNorms(squared_weights=ExactSum.of([squared]), variance=ExactSum.of([total]), variance_max=maximum)
 
 
-def _roots(second_moment: Tensor, size: int) -> Iterator[Tensor]:
+def _roots(exp_avg_sq: Tensor, size: int) -> Iterator[Tensor]:
     """Block by block; each is gone with the next: memory that is allocated anew costs three times the roots."""
-    scratch = _wide(second_moment.new_empty(min(size, len(second_moment))))
-    for block in second_moment.split(size):
+    scratch = _wide(exp_avg_sq.new_empty(min(size, len(exp_avg_sq))))
+    for block in exp_avg_sq.split(size):
         yield scratch[: len(block)].copy_(block).sqrt_()
 
 

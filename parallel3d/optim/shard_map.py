@@ -92,7 +92,8 @@ def plan_shard_map(
         return ShardMap(holders=(ranks,))
     if zero_backups == 0 or len(ranks) == 1:
         return ShardMap(holders=tuple((rank,) for rank in ranks))
-    return ShardMap(holders=tuple(zip(ranks, _rotate(ranks, _backup_shift(ranks, hosts)))))
+    positions = [grid.dp_ranks(stage, position) for position in range(grid.tp_size)]
+    return ShardMap(holders=tuple(zip(ranks, _rotate(ranks, _backup_shift(positions, hosts)))))
 
 
 def plan_shard_maps(
@@ -152,13 +153,18 @@ def _ranks_by_start(table: Mapping[int, Sequence[range]], edges: Sequence[int]) 
     return ranks
 
 
-def _backup_shift(ranks: Sequence[int], hosts: Mapping[int, str]) -> int:
-    """How far the backup stands behind the owner: the smallest shift with the most pairs on two hosts."""
+def _backup_shift(positions: Sequence[Sequence[int]], hosts: Mapping[int, str]) -> int:
+    """How many replicas the backup is after the owner: the smallest shift with the most pairs on two hosts.
+
+    `positions` are the ranks of each tensor-parallel position, by replica. One shift serves all of them, so that the
+    ranks of a replica hold the same ranges: a matrix-wise update rule joins these to whole matrices.
+    """
 
     def pairs_on_two_hosts(shift: int) -> int:
-        return sum(hosts.get(owner) != hosts.get(backup) for owner, backup in zip(ranks, _rotate(ranks, shift)))
+        pairs = (pair for ranks in positions for pair in zip(ranks, _rotate(ranks, shift)))
+        return sum(hosts.get(owner) != hosts.get(backup) for owner, backup in pairs)
 
-    return max(range(1, len(ranks)), key=lambda shift: (pairs_on_two_hosts(shift), -shift))
+    return max(range(1, len(positions[0])), key=lambda shift: (pairs_on_two_hosts(shift), -shift))
 
 
 def _rotate(ranks: Sequence[int], shift: int) -> tuple[int, ...]:

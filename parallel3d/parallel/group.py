@@ -8,6 +8,7 @@ of one process (testing/threads.py), and `SoloGroup`, which makes one rank the r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -71,6 +72,19 @@ class Group(ABC):
 
     def close(self) -> None:  # noqa: B027 - nothing to close is a fine default
         """Gives the group's resources back. The group must not be used again."""
+
+
+class WorkThen:
+    """A collective, and what is done with its result when it has been waited for."""
+
+    def __init__(self, work: Work, then: Callable[[], object]):
+        self._work = work
+        self._then = then
+
+    def wait(self) -> None:
+        self._work.wait()
+        then, self._then = self._then, lambda: None  # lets go of the tensors that it needed
+        then()
 
 
 class DoneWork:

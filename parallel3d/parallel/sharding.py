@@ -67,12 +67,19 @@ class ParamSharding:
     partial_grad: bool = False
     init_std: float | None = None  # None: ones (a norm's weight); 0: zeros (a bias)
     is_norm_or_bias: bool = False
+    is_token_table: bool = False
+    """One row for each token or position: embeddings and the output head, which matrix-wise update rules leave out."""
     tied: bool = False
     """Embedding and output head at once: a parameter of the first stage and of the last, the same on both."""
 
     def __post_init__(self) -> None:
         if self.fused_blocks:
             assert self.dim is not None and sum(c.size for c in self.fused_blocks) == self.shape[self.dim], self.name
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix that multiplies activations inside a layer."""
+        return len(self.shape) == 2 and not (self.is_norm_or_bias or self.is_token_table)
 
     @property
     def num_elements(self) -> int:

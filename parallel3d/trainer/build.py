@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from parallel3d.backends import Backend, choose_backend
 from parallel3d.config.schema import Config
+from parallel3d.config.specs.update_rules import has_exp_avg_sq
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
@@ -23,9 +23,9 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.training_monitor import TrainingMonitor
-from parallel3d.optim import apex_adamw
-from parallel3d.optim.adamw import AdamWSettings
 from parallel3d.optim.distributed_optimizer import ShardedOptimizer
+from parallel3d.optim.update_rules.apex import choose_update_backend
+from parallel3d.optim.update_rules.base import UpdateRules
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -119,7 +119,7 @@ def build_optimizer(
     hooks: RankHooks,
 ) -> ShardedOptimizer:
     """The optimizer of a rank's chunks; it owns buckets, initial weights and the rank's ranges of state."""
-    parallel, settings, coordinates = config.parallel, config.optimizer, grid.coordinates(rank)
+    parallel, policy, coordinates = config.parallel, policy_of(config.precision), grid.coordinates(rank)
     tp_size = len(grid.tp_ranks(coordinates.replica))
     return ShardedOptimizer(
         chunks,
@@ -130,15 +130,8 @@ def build_optimizer(
         first_shard_maps=shard_maps_of(config, coordinates, grid, hosts={}),
         zero_stage=parallel.zero_stage,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
-        decay_norms_and_biases=settings.decay_norms_and_biases,
-        policy=policy_of(config.precision),
-        settings=AdamWSettings(
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            backend=optimizer_backend(config, device),
-        ),
+        policy=policy,
+        rules=UpdateRules.build(config.optimizer, choose_update_backend(config.optimizer, policy.state, device.type)),
         initial=initial,
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
@@ -178,16 +171,8 @@ def build_entry_layout(config: Config, grid: Grid, *, cursor_size: int) -> Entry
         num_slots=batch.num_slots,
         num_ranks=len(grid.ranks) if config.monitor.norms_every is not None else 0,
         cursor_size=cursor_size,
+        has_variance=has_exp_avg_sq(config.optimizer.kind),
     )
-
-
-def optimizer_backend(config: Config, device: torch.device) -> Backend:
-    """The kernels that run the updates; ConfigError when the wanted ones are not installed."""
-    asked = config.optimizer.backend
-    if asked == "auto" and policy_of(config.precision).state != torch.float32:
-        asked = "torch"
-    module, name = apex_adamw.SYMBOL
-    return choose_backend("optimizer.backend", asked, module=module, name=name, device_type=device.type)
 
 
 def exact_format(config: Config, batch: BatchPlan, tp_size: int) -> FixedPoint | None:
@@ -220,7 +205,7 @@ def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
 def build_training_monitor(config: Config) -> TrainingMonitor:
     """A monitor with the run's rules that has seen no step yet."""
     rules = DivergenceRules(
-        beta2=config.optimizer.beta2,
+        beta2=config.optimizer.beta2 if has_exp_avg_sq(config.optimizer.kind) else None,
         max_loss_ratio=config.monitor.max_loss_ratio,
         ends_run=config.monitor.divergence == "stop",
     )

@@ -44,6 +44,8 @@ class EntryLayout:
     """Number of integers in a lane's cursor."""
     num_ranks: int = 0
     """Ranks of the run's first grid if norms of weights and second moments are measured; else 0: no space for them."""
+    has_variance: bool = True
+    """Whether the update rule keeps second moments; if not, only the weights are measured."""
 
     def for_batch(self, batch: BatchPlan) -> EntryLayout:
         """The layout of that batch's entry: warmups change the number of micro-batches and slots."""
@@ -132,6 +134,8 @@ class EntryLayout:
         squared_weights, variance = (
             ExactSum.from_floats(sums[start : start + NUM_FLOATS]) for start in (0, NUM_FLOATS)
         )
+        if not self.has_variance:
+            return {"param_norm": sqrt(squared_weights.value)}
         return {
             "param_norm": sqrt(squared_weights.value),
             "variance_norm": variance.value,

@@ -23,7 +23,6 @@ from parallel3d.optim.bucket import Bucket
 from parallel3d.trainer.context import RankContext
 
 MAX_NAMED = 10
-STATE_NAMES = ("first moment", "second moment", "master weights")
 
 
 def is_check_due(rank: RankContext, iteration: int) -> bool:
@@ -98,7 +97,8 @@ def _state(rank: RankContext, bucket: Bucket, shared_range: SharedRange) -> Iter
         if not span or (shared_range.neighbours and holders[0] != rank.rank):
             continue
         rows = shard.read(span.start, span.stop, with_master=bucket.has_master)
-        for what, row in zip(STATE_NAMES, rows):
+        titles = (*(state.title for state in bucket.rule.spec.states), "master weights")
+        for what, row in zip(titles, rows):
             yield ReplicaCopy(
                 name=shared_range.named(what, span), holders=shared_range.neighbours or holders, digest=digest([row])
             )

@@ -17,7 +17,7 @@ from typing import Any
 
 from parallel3d.checkpoint.directory import read_index
 from parallel3d.checkpoint.index import Index
-from parallel3d.checkpoint.read import CheckpointReader, load_shard
+from parallel3d.checkpoint.read import CheckpointReader, check_states, load_shard
 from parallel3d.config.same_model import NON_WEIGHT_FIELDS
 from parallel3d.config.schema import Config
 from parallel3d.errors import CheckpointError
@@ -112,9 +112,9 @@ def resume(rank: RankContext, folder: Path, text: Json) -> list[str]:
         )
     rank.state = state
     rank.resumed_from = rank.state.iteration
-    load = partial(
-        load_shard, CheckpointReader(folder, index), tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size
-    )
+    reader = CheckpointReader(folder, index)
+    check_states(reader, rank.optimizer.buckets)
+    load = partial(load_shard, reader, tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size)
     rank.optimizer.start_from(rank.state.iteration, load)
     changed = ", ".join(_changes(index.facts.config, rank.config.model_dump()))
     message = f"going on from {folder}, after step {rank.state.iteration}"

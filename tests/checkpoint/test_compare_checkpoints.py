@@ -19,7 +19,7 @@ def apart(tmp_path, change, noise=0.0, before=lambda snapshot: None):
 
 def state(snapshot, kind):
     """The elements of a rank's range: 15 of a, on the second rank of b from 15 to 21."""
-    return snapshot.ranges[0].states[kind]
+    return list(snapshot.ranges[0].states.values())[kind]
 
 
 def is_second(snapshot):

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import run_threads
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep, adamw_bf16, adamw_fused
 from parallel3d.optim.parameter_noise import ParameterNoise
+from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
 from parallel3d.random_keys import bits, key_of
 from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, cut_local
 
-SETTINGS = AdamWSettings()
+ADAMW = UpdateRules.build(OptimizerConfig(learning_rate=1.0)).element
 STEP = UpdateStep(number=3, learning_rate=1e-2, grad_scale=0.25)
 
 
@@ -25,13 +26,13 @@ def noise(span):
 
 def update(block=None, noise=noise, dtype=torch.bfloat16):
     weights, moments, grads = tensors(dtype=dtype)
-    adamw_bf16(weights, moments, grads, STEP, SETTINGS, weight_decay=0.1, noise=noise, block=block)
+    ADAMW.update_bf16(weights, moments, grads, STEP, weight_decay=0.1, noise=noise, block_size=block)
     return torch.cat([weights[None], moments])
 
 
 def fused(dtype):
     weights, moments, grads = (tensor.to(dtype) for tensor in tensors())
-    adamw_fused(weights, moments, grads, STEP, SETTINGS, weight_decay=0.1)
+    ADAMW.update(weights, moments, grads, STEP, weight_decay=0.1)
     return torch.cat([weights[None], moments])
 
 
@@ -70,7 +71,7 @@ def test_updates_far_below_a_step_of_the_weights_arrive_on_average():
             draw = lambda span, n=number: bits(key_of("update", 1, n, "w"), torch.arange(span.start, span.stop))  # noqa: E731
             step = UpdateStep(number=number, learning_rate=1e-4, grad_scale=1.0)
             grads = torch.ones(4096, dtype=torch.bfloat16)
-            adamw_bf16(weights, moments, grads, step, SETTINGS, weight_decay=0.0, noise=draw if words else None)
+            ADAMW.update_bf16(weights, moments, grads, step, weight_decay=0.0, noise=draw if words else None)
         ends[name] = weights.float().mean().item()
     assert ends["nearest"] == 1.0
     # sqrt(100 x 1e-4 x 3.9e-3 / 4096) = 1e-4 is one standard error; rounded moments change the updates' size a little.
@@ -104,7 +105,6 @@ def test_tensor_parallel_parts_are_parts_of_the_whole(tp_size, policy):
             assert torch.equal(local[sharding.name], expected), sharding.name
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "settings",
     [dict(zero_stage=0), dict(zero_backups=1), dict(bucket_bytes=100), dict(bucket_bytes=10**6)],
@@ -116,7 +116,7 @@ def test_ranges_backups_and_buckets_decide_no_bit(dp_size, settings):
     for (mine, rank), (yours, _) in zip(other, plain):
         assert all(torch.equal(mine[name], yours[name]) for name in yours)
         for bucket in rank.buckets:
-            assert {shard.moments.dtype for shard in bucket.shards} == {torch.bfloat16}
+            assert {shard.states.dtype for shard in bucket.shards} == {torch.bfloat16}
 
 
 def test_a_backup_is_the_same_as_what_it_backs_up():

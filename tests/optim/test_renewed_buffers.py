@@ -32,13 +32,12 @@ def train(dp_size, policy, zero_stage, *, renew, dies=None):
             rank.reduce(step)
             rank.optimizer.update(step + 1, update_step(step))
         rank.optimizer.finish_gather()
-        state = [tensor for b in rank.buckets for s in b.shards for tensor in (s.master.clone(), s.moments.clone())]
+        state = [tensor for b in rank.buckets for s in b.shards for tensor in (s.master.clone(), s.states.clone())]
         return [module() for module in rank.stage], state
 
     return run_threads(dp_size, body)
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("dies", [None, 1], ids=["the same members", "one less"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize(("dp_size", "zero_stage"), [(2, 1), (3, 1), (3, 0)])

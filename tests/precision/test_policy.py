@@ -46,5 +46,5 @@ def test_the_two_narrow_rows_differ_in_their_rounding_alone():
     stochastic, nearest = (POLICIES[name] for name in NARROW)
     assert {stochastic.compute, stochastic.grad, stochastic.state} == {torch.bfloat16}
     assert (stochastic.update_rounding, nearest.update_rounding) == ("stochastic", "nearest")
-    for field in ("compute", "grad", "state", "sensitive", "has_master", "scales_loss"):
+    for field in ("compute", "grad", "state", "keep_fp32_dtype", "has_master", "scales_loss"):
         assert getattr(stochastic, field) == getattr(nearest, field)

@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.optim.adamw import AdamWSettings, UpdateStep
 from parallel3d.optim.distributed_optimizer import PhaseHook, ReshardPlan, ShardedOptimizer
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
+from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.groups import build_groups
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
@@ -111,6 +112,7 @@ class Rank:
         zero_backups: int = 0,
         hosts: Mapping[int, str] | None = None,
         policy: str = "fp64",
+        kind: str = "adamw",
         bucket_bytes: int = 2000,
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
@@ -132,9 +134,8 @@ class Rank:
             first_shard_maps=self.shard_maps_on(self.grid),
             zero_stage=zero_stage,
             bucket_bytes=bucket_bytes,
-            decay_norms_and_biases=False,
             policy=POLICIES[policy],
-            settings=AdamWSettings(),
+            rules=UpdateRules.build(OptimizerConfig(learning_rate=1.0, kind=kind)),
             overlap_reduce=overlap_reduce,
             overlap_gather=overlap_gather,
             device=torch.device("cpu"),
@@ -218,7 +219,7 @@ def reference(num_parts: int, dtype: torch.dtype = torch.float64) -> tuple[list[
     }
     decayed = [weights[s.name] for s in SHARDINGS if not s.is_norm_or_bias]
     others = [weights[s.name] for s in SHARDINGS if s.is_norm_or_bias]
-    constants = AdamWSettings()
+    constants = OptimizerConfig(learning_rate=1.0)
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": constants.weight_decay}, {"params": others, "weight_decay": 0.0}],
         betas=(constants.beta1, constants.beta2),

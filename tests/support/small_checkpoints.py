@@ -25,7 +25,8 @@ def snapshot(rank: int, step: int) -> Snapshot:
     pieces = [TensorChunk(tensor="a.weight", start=(3 * rank, 0), shape=(3, 5), offset=10, strides=(5, 1))]
     if rank == 1:
         pieces.append(TensorChunk(tensor="b.bias", start=(0,), shape=(7,), offset=25, strides=(1,)))
-    states = tuple(torch.arange(25.0) + 1000 * step + 100 * kind + 50 * rank for kind in range(3))
+    kinds = ("weight", "moment1", "moment2")
+    states = {kind: torch.arange(25.0) + 1000 * step + 100 * row + 50 * rank for row, kind in enumerate(kinds)}
     shapes = {tensor_chunk.tensor: SHAPES[tensor_chunk.tensor] for tensor_chunk in pieces}
     return Snapshot(ranges=(BucketRange(start=10, pieces=tuple(pieces), states=states),), shapes=shapes)
 

@@ -58,7 +58,6 @@ CELLS = [
 ]
 
 
-@pytest.mark.pairwise("precision", "tied")
 @pytest.mark.parametrize(
     "layout, precision, tied",
     CELLS,
