@@ -154,8 +154,9 @@ class _Simulation:
         self.limit, self.clock, self.budgets = limit, _Clock(), _Budgets(request, tables)
         self.has_backward, self.splits = request.has_backward, request.splits
         rules = request.rules
-        self.backwards_wait = rules.backwards_wait
+        self.backwards_wait, self.weights_follow = rules.backwards_wait, rules.weights_follow
         self.keeps_order = rules.keeps_order(tables.component)
+        self.fills_budget = self.keeps_order and rules.fills_budget
         self.backward_first = self.has_backward and rules.prefers_backward(tables.component)
         self._set_costs(request, shape)
         replicas = range(tables.num_replicas)
@@ -229,11 +230,17 @@ class _Simulation:
         """Starts what the schedule prefers of what can be started, if anything can."""
         if self.reads_early[replica]:
             self.mail.read_from_full_pairs(replica)
+        if self.weights_follow and self.forwards_left[replica] and self.weights_due[replica]:
+            self._start_weights(replica)
+            return
         done = self.backward_first and self._start_backward(replica)
         done = done or self._start_forward(replica)
         done = done or not self.backward_first and self._start_backward(replica)
         if not done and self.weights_due[replica]:
-            self._compute(replica, _BACKWARD_WEIGHT, self.weights_due[replica].popleft(), self.weight_costs)
+            self._start_weights(replica)
+
+    def _start_weights(self, replica: int) -> None:
+        self._compute(replica, _BACKWARD_WEIGHT, self.weights_due[replica].popleft(), self.weight_costs)
 
     def _start_forward(self, replica: int) -> bool:
         """Starts the first forward of the schedule's order that has arrived, has slots for its messages and room."""
@@ -267,7 +274,7 @@ class _Simulation:
 
     def _start_backward(self, replica: int) -> bool:
         """Starts the first backward of the schedule's order that has arrived and has a slot for its gradient."""
-        waits_for_forwards = self.backwards_wait or (self.keeps_order and self.budgets.in_flight[replica] > 0)
+        waits_for_forwards = self.backwards_wait or (self.fills_budget and self.budgets.in_flight[replica] > 0)
         if waits_for_forwards and self.forwards_left[replica]:
             return False
         tables, mail, stage = self.tables, self.mail, self.tables.stage_of[replica]

@@ -77,6 +77,12 @@ class Schedule(ABC):
     """The micro-batches a replica with which the formula's bubble is reached, in words; `suits` decides."""
     backwards_wait: bool = False
     """Whether a replica runs all of its forwards before its first backward."""
+    weights_follow: bool = False
+    """With a split backward, whether the products for weights come right after it as long as forwards are left; else
+    they run when nothing else can."""
+
+    fills_budget: bool = True
+    """Where the order is kept, whether a replica waits for forwards up to its budget before it runs a backward."""
 
     # --- where it fits --------------------------------------------------------------------------------------------
 
