@@ -1,7 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
+PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: train demo test lint kill-matrix
+.PHONY: train demo test test-rest test-all lint kill-matrix
 
 train: $(VENV)/.ok
 	$(VENV)/bin/python launch/train.py --config configs/quickstart.json
@@ -9,8 +10,14 @@ train: $(VENV)/.ok
 demo: $(VENV)/.ok
 	$(VENV)/bin/python launch/demo.py
 
-test: lint
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+test: lint  # every axis once, in five minutes on two cores
+	$(PYTEST) --tier quick
+
+test-rest: lint  # what `test` leaves out
+	$(PYTEST) --tier rest
+
+test-all: lint  # everything
+	$(PYTEST) --tier full
 
 lint: $(VENV)/.ok
 	$(VENV)/bin/ruff check .

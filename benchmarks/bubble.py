@@ -23,24 +23,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from benchmarks.sleeping import HIDDEN, SleepingStage  # noqa: E402
-from launch.train import elastic_settings  # noqa: E402
-from parallel3d.config.load import check_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
-from parallel3d.elastic.guardian.spawn import WorkerContext  # noqa: E402
-from parallel3d.elastic.launch import run_workers  # noqa: E402
-from parallel3d.elastic.protocol.membership import GenerationRecord  # noqa: E402
-from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics  # noqa: E402
-from parallel3d.monitor.sinks import RunReporter  # noqa: E402
-from parallel3d.parallel.tensor_parallel import TensorParallel  # noqa: E402
-from parallel3d.trainer.build import RunLanes, prepare_rank  # noqa: E402
-from parallel3d.trainer.context import RankHooks  # noqa: E402
-from parallel3d.trainer.plans import build_grid  # noqa: E402
-from parallel3d.worker.main import WorkerHooks, train_rank  # noqa: E402
+from benchmarks.sleeping import HIDDEN, SleepingStage
+from launch.train import elastic_settings
+from parallel3d.config.load import check_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
+from parallel3d.elastic.guardian.spawn import WorkerContext
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.parallel.tensor_parallel import TensorParallel
+from parallel3d.trainer.build import RunLanes, prepare_rank
+from parallel3d.trainer.context import RankHooks
+from parallel3d.trainer.plans import build_grid
+from parallel3d.worker.main import WorkerHooks, train_rank
 
 NUM_STAGES = 4
 NUM_LAYERS = 8

@@ -35,28 +35,28 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
 
-from models.make import make_stage  # noqa: E402
-from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
-from parallel3d.checkpoint.index import RunFacts  # noqa: E402
-from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot  # noqa: E402
-from parallel3d.checkpoint.write import BackgroundExecutor, WriteThrottle, publish, write_rank_files  # noqa: E402
-from parallel3d.config.derived import num_parameters  # noqa: E402
-from parallel3d.config.load import resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
-from parallel3d.inprocess.world import ThreadWorld  # noqa: E402
-from parallel3d.trainer.build import RunLanes, prepare_rank  # noqa: E402
-from parallel3d.trainer.context import RankContext, Transports  # noqa: E402
-from parallel3d.trainer.generation import start_rank  # noqa: E402
-from parallel3d.trainer.plans import build_grid  # noqa: E402
-from parallel3d.trainer.resume import state_to_json  # noqa: E402
-from parallel3d.trainer.step import train_step  # noqa: E402
+from models.make import make_stage
+from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.checkpoint.index import RunFacts
+from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
+from parallel3d.checkpoint.write import BackgroundExecutor, WriteThrottle, publish, write_rank_files
+from parallel3d.config.derived import num_parameters
+from parallel3d.config.load import resolve
+from parallel3d.config.schema import Config
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
+from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.trainer.build import RunLanes, prepare_rank
+from parallel3d.trainer.context import RankContext, Transports
+from parallel3d.trainer.generation import start_rank
+from parallel3d.trainer.plans import build_grid
+from parallel3d.trainer.resume import state_to_json
+from parallel3d.trainer.step import train_step
 
 
 class RandomTokens(Reader):

@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
-from parallel3d.monitor.environment import describe_environment  # noqa: E402
+from benchmarks.peers.workload import Workload, add_workload, read_workload
+from parallel3d.monitor.environment import describe_environment
 
 WARMUP_STEPS = 2  # first touches of memory, kernels built on first use
 POLL_S = 0.2

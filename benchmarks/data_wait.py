@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # computing takes one core, tokenising another
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from parallel3d.data.prefetch import Prefetcher  # noqa: E402
-from parallel3d.data.reader import LaneCursor, Reader, ReadResult  # noqa: E402
-from parallel3d.data.reader_process import ReaderProcess  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
+from parallel3d.data.prefetch import Prefetcher
+from parallel3d.data.reader import LaneCursor, Reader, ReadResult
+from parallel3d.data.reader_process import ReaderProcess
+from parallel3d.parallel.abort import AbortToken
 
 WARM_STEPS = 20
 """Left out: the corpus is met for the first time, kernels are made."""

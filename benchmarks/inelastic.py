@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.elastic.guardian.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
-from parallel3d.parallel.gloo_group import GlooGroup  # noqa: E402
-from parallel3d.trainer.loop import Trainer  # noqa: E402
+from parallel3d.elastic.guardian.heartbeat import HEARTBEAT_INTERVAL_S, Heartbeat
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.gloo_group import GlooGroup
+from parallel3d.trainer.loop import Trainer
 
 PARTS = ("waits", "notes", "beats")
 switch = threading.Event()

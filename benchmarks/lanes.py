@@ -9,10 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.sections.data import TokenizerConfig  # noqa: E402
-from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
-from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
+from parallel3d.config.sections.data import TokenizerConfig
+from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.parallel.abort import AbortToken
 
 NUM_LANES, NUM_TOKENS, NUM_STEPS = 16, 512, 100
 

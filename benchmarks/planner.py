@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.pipeline.partition import StageCosts  # noqa: E402
-from parallel3d.pipeline.planner import choose_plan  # noqa: E402
-from parallel3d.pipeline.request import PlanRequest  # noqa: E402
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import choose_plan
+from parallel3d.pipeline.request import PlanRequest
 
 ROUNDS = 5
 NO_LOSS: list[tuple[int, int]] = []

@@ -19,16 +19,16 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.decoder import DecoderStage  # noqa: E402
-from models.make import make_decoder  # noqa: E402
-from parallel3d.config.schema import ModelConfig  # noqa: E402
-from parallel3d.inprocess.live_bytes import LiveBytes  # noqa: E402
-from parallel3d.layers.micro_batch import MicroBatch  # noqa: E402
-from parallel3d.layers.parameter import parameters_of  # noqa: E402
-from parallel3d.layers.placement import LayerContext  # noqa: E402
-from parallel3d.parallel.tensor_parallel import solo_region  # noqa: E402
-from parallel3d.precision.policy import POLICIES  # noqa: E402
-from parallel3d.recompute import Recompute  # noqa: E402
+from models.decoder import DecoderStage
+from models.make import make_decoder
+from parallel3d.config.schema import ModelConfig
+from parallel3d.inprocess.live_bytes import LiveBytes
+from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import solo_region
+from parallel3d.precision.policy import POLICIES
+from parallel3d.recompute import Recompute
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 

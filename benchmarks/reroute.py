@@ -22,16 +22,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.sleeping import HIDDEN, SleepingStage  # noqa: E402
-from parallel3d.layers.micro_batch import BatchPlan  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
-from parallel3d.parallel.grid import Grid  # noqa: E402
-from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener  # noqa: E402
-from parallel3d.parallel.tensor_parallel import solo_region  # noqa: E402
-from parallel3d.pipeline.executor import Executor, LoadedMicroBatch  # noqa: E402
-from parallel3d.pipeline.partition import StageCosts  # noqa: E402
-from parallel3d.pipeline.planner import Plan, choose_plan, complete_candidates  # noqa: E402
-from parallel3d.pipeline.request import PlanRequest  # noqa: E402
+from benchmarks.sleeping import HIDDEN, SleepingStage
+from parallel3d.layers.micro_batch import BatchPlan
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
+from parallel3d.parallel.tensor_parallel import solo_region
+from parallel3d.pipeline.executor import Executor, LoadedMicroBatch
+from parallel3d.pipeline.partition import StageCosts
+from parallel3d.pipeline.planner import Plan, choose_plan, complete_candidates
+from parallel3d.pipeline.request import PlanRequest
 
 STAGES, WIDTH, MICRO_BATCHES, SLOTS = 4, 4, 32, 3
 LOSSES: dict[str, list[tuple[int, int]]] = {

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.monitor.run_folder import METRICS, SUMMARY, read_metrics  # noqa: E402
+from parallel3d.monitor.run_folder import METRICS, SUMMARY, read_metrics
 
 
 def main() -> None:

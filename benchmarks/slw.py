@@ -30,10 +30,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.errors import EXIT_DIVERGED  # noqa: E402
-from parallel3d.monitor.correlation import Correlation, correlate  # noqa: E402
-from parallel3d.monitor.loss_ratio import LossRatio  # noqa: E402
-from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
+from parallel3d.errors import EXIT_DIVERGED
+from parallel3d.monitor.correlation import Correlation, correlate
+from parallel3d.monitor.loss_ratio import LossRatio
+from parallel3d.monitor.run_folder import METRICS, read_metrics
 
 FULL, BATCH, STEPS = 128, 32, 100
 """Tokens of a sequence, sequences of a step, steps of the baseline."""

@@ -21,13 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.sections.data import TokenizerConfig  # noqa: E402
-from parallel3d.data.corpus import Corpus, open_corpus  # noqa: E402
-from parallel3d.data.lanes import Cursor, Lanes  # noqa: E402
-from parallel3d.data.prepare import prepare  # noqa: E402
-from parallel3d.data.sources import TRAIN_TOKENS, find_files  # noqa: E402
-from parallel3d.data.token_file import TokenWriter, open_token_file  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
+from parallel3d.config.sections.data import TokenizerConfig
+from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.data.lanes import Cursor, Lanes
+from parallel3d.data.prepare import prepare
+from parallel3d.data.sources import TRAIN_TOKENS, find_files
+from parallel3d.data.token_file import TokenWriter, open_token_file
+from parallel3d.parallel.abort import AbortToken
 
 KINDS = ("text", "jsonl", "arrow", "parquet", "tokens")
 SUFFIXES = {"text": ".txt", "tokens": ""}

@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from parallel3d.config.sections.optimizer import OptimizerConfig  # noqa: E402
-from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep  # noqa: E402
-from parallel3d.random_keys import bits, key_of  # noqa: E402
+from parallel3d.config.sections.optimizer import OptimizerConfig
+from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
+from parallel3d.random_keys import bits, key_of
 
 STEP = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5)
 RULE = UpdateRules.build(OptimizerConfig(learning_rate=1.0)).element

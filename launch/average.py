@@ -1,7 +1,7 @@
-"""Averages checkpoints: `python launch/average.py --last 2 --checkpoints FOLDER --out FOLDER`, or their names.
+"""Averages the weights of checkpoints: `python launch/average.py --last 2 --checkpoints FOLDER --out FOLDER`.
 
-The mean of the weights, summed in fp64 and rounded to fp32, of checkpoints of one model on whatever layouts and in
-whatever precision, as a checkpoint of weights alone. Exit codes: 0 done, 2 a mistake in what it was given.
+The checkpoints, named one by one or the last N of a run, are of one model; layouts and precisions may differ. Sums are
+in fp64, rounded once to fp32. The result is a checkpoint of weights only. Exit codes: 0 done, 2 invalid arguments.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.checkpoint.average import average  # noqa: E402
-from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
-from parallel3d.errors import UserError  # noqa: E402
+from parallel3d.checkpoint.average import average
+from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.errors import UserError
 
 
 def main(arguments: list[str]) -> int:
@@ -36,20 +36,20 @@ def main(arguments: list[str]) -> int:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Average the weights of checkpoints.")
-    parser.add_argument("named", nargs="*", type=Path, metavar="CHECKPOINT", help="folders to average, by name")
-    parser.add_argument("--last", type=int, metavar="N", help="the newest N of --checkpoints in place of names")
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="a run's folder of checkpoints")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the new checkpoint")
+    parser.add_argument("named", nargs="*", type=Path, metavar="CHECKPOINT", help="checkpoint folders to average")
+    parser.add_argument("--last", type=int, metavar="N", help="average the newest N of --checkpoints")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="the checkpoint folder of a run")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the new checkpoint")
     options = parser.parse_intermixed_args(arguments)
     if bool(options.named) == bool(options.checkpoints) or (options.last is None) != (options.checkpoints is None):
-        parser.error("give either the names of checkpoints, or --last N with --checkpoints FOLDER")
+        parser.error("give either checkpoint folders, or --last N with --checkpoints FOLDER")
     if options.last is not None and options.last < 1:
-        parser.error("--last takes a number from 1 on")
+        parser.error("--last must be at least 1")
     return options
 
 
 def choose_checkpoints(options: argparse.Namespace) -> list[Path]:
-    """The folders to average; UserError where there are not as many."""
+    """The folders to average. Raises UserError when there are too few, or the same one twice."""
     if options.named:
         folders = [folder.resolve() for folder in options.named]  # links such as latest and best
         if len(set(folders)) < len(folders):

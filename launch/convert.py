@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.hf_export import export  # noqa: E402
-from models.hf_import import import_folder  # noqa: E402
-from models.initial_weights import find_checkpoint, read_model_config  # noqa: E402
-from parallel3d.checkpoint.index import Format  # noqa: E402
-from parallel3d.errors import CheckpointError, UserError  # noqa: E402
+from models.hf_export import export
+from models.hf_import import import_folder
+from models.initial_weights import find_checkpoint, read_model_config
+from parallel3d.checkpoint.index import Format
+from parallel3d.errors import CheckpointError, UserError
 
 FORMATS: Mapping[str, Format | None] = {"keep": None, "fp32": "F32", "bf16": "BF16"}
 EXIT_INTERRUPTED = 130

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
+from parallel3d.monitor.run_folder import METRICS, read_metrics
 
 CONFIG = ROOT / "configs" / "demo.json"
 FOLDER = ROOT / "runs" / "demo"

@@ -16,19 +16,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices  # noqa: E402
-from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.config.warmup_builder import describe_warmup  # noqa: E402
-from parallel3d.errors import UserError  # noqa: E402
-from parallel3d.parallel.grid import Grid  # noqa: E402
-from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan  # noqa: E402
-from parallel3d.pipeline.partition import stage_costs  # noqa: E402
-from parallel3d.pipeline.planner import Plan, complete_candidates  # noqa: E402
-from parallel3d.pipeline.timeline import draw_png, draw_text  # noqa: E402
-from parallel3d.precision.policy import POLICIES  # noqa: E402
-from parallel3d.trainer.plans import build_grid, costs_of, plan_schedule, split_layers  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices
+from parallel3d.config.load import load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.config.warmup_builder import describe_warmup
+from parallel3d.errors import UserError
+from parallel3d.parallel.grid import Grid
+from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan
+from parallel3d.pipeline.partition import stage_costs
+from parallel3d.pipeline.planner import Plan, complete_candidates
+from parallel3d.pipeline.timeline import draw_png, draw_text
+from parallel3d.precision.policy import POLICIES
+from parallel3d.trainer.plans import build_grid, costs_of, plan_schedule, split_layers
 
 MAX_ROUTES = 16
 

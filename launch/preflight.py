@@ -25,20 +25,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints  # noqa: E402
-from parallel3d.checkpoint.directory import CheckpointDirectory, read_index  # noqa: E402
-from parallel3d.child_process import run_script  # noqa: E402
-from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.derived import world_size  # noqa: E402
-from parallel3d.config.layouts import Layout, alternative_layouts, current_layout  # noqa: E402
-from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
-from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults  # noqa: E402
-from parallel3d.config.sections.restart import RestartConfig  # noqa: E402
-from parallel3d.errors import CheckpointError, ConfigError, UserError  # noqa: E402
-from parallel3d.inprocess.compare_runs import BITWISE, LargestDifference, Tolerance, tolerance_of  # noqa: E402
-from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
-from parallel3d.trainer.plans import build_grid  # noqa: E402
-from parallel3d.worker.main import choose_device  # noqa: E402
+from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints
+from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
+from parallel3d.child_process import run_script
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.derived import world_size
+from parallel3d.config.layouts import Layout, alternative_layouts, current_layout
+from parallel3d.config.load import dump_config, load_config, resolve
+from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults
+from parallel3d.config.sections.restart import RestartConfig
+from parallel3d.errors import CheckpointError, ConfigError, UserError
+from parallel3d.inprocess.compare_runs import BITWISE, LargestDifference, Tolerance, tolerance_of
+from parallel3d.monitor.run_folder import METRICS, read_metrics
+from parallel3d.trainer.plans import build_grid
+from parallel3d.worker.main import choose_device
 
 NUM_STEPS, SAVED_STEP = 4, 3
 SCRATCH, LOCK, CHECKPOINTS = "preflight", ".lock", "checkpoints"

@@ -20,17 +20,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tqdm import tqdm  # noqa: E402
+from tqdm import tqdm
 
-from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.data.build import open_run_corpus  # noqa: E402
-from parallel3d.data.corpus import Corpus  # noqa: E402
-from parallel3d.data.documents import TokenizedDocuments  # noqa: E402
-from parallel3d.data.prepare import prepare, refuse_existing  # noqa: E402
-from parallel3d.data.tokenizer import MODEL_FILE  # noqa: E402
-from parallel3d.errors import DataError, UserError  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.load import load_config, resolve
+from parallel3d.data.build import open_run_corpus
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.documents import TokenizedDocuments
+from parallel3d.data.prepare import prepare, refuse_existing
+from parallel3d.data.tokenizer import MODEL_FILE
+from parallel3d.errors import DataError, UserError
+from parallel3d.parallel.abort import AbortToken
 
 EXIT_INTERRUPTED = 130
 MIXED = (

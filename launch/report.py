@@ -1,8 +1,8 @@
-"""What a run's record says of its course: `python launch/report.py RUN_FOLDER [--against OTHER] [--every S]`.
+"""Reports on a run, finished or not: `python launch/report.py RUN_FOLDER [--against OTHER] [--every S]`.
 
-Of a run that is over or still going on: how stable it was (loss ratio, spikes of the gradient norm, correlation of the
-loss ratio with Adam's sqrt(v)), its best evaluation, what changes of membership did, how often to evaluate; and its
-charts, drawn anew. With `--against` both readings of a win over another run.
+Prints how stable the run was (loss ratio, spikes of the gradient norm, correlation of the loss ratio with Adam's
+sqrt(v)), its best evaluation, the effect of changes of membership and how often to evaluate, and redraws its charts.
+`--against` compares it with another run: tokens and time to the other's best loss, and both losses at equal tokens.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.errors import UserError  # noqa: E402
-from parallel3d.monitor.correlation import Correlation  # noqa: E402
-from parallel3d.monitor.evaluation_interval import plan_evaluations  # noqa: E402
-from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference  # noqa: E402
-from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics  # noqa: E402
+from parallel3d.errors import UserError
+from parallel3d.monitor.correlation import Correlation
+from parallel3d.monitor.evaluation_interval import plan_evaluations
+from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
+from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics
 
 PLANNED_SHARE = 0.05
+"""Share of the training time that the advised evaluations may take."""
 MAX_CHANGES = 10
+"""Changes of membership that are listed."""
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="What a run's record says of its course.")
+    parser = argparse.ArgumentParser(description="Report on a run, finished or not, and redraw its charts.")
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
-    parser.add_argument("--json", action="store_true", help="print one object in place of text")
-    parser.add_argument(
-        "--every", type=float, metavar="S", help="draw the charts anew every S seconds until it is over"
-    )
-    parser.add_argument("--no-charts", action="store_true", help="leave the folder's charts as they are")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--every", type=float, metavar="S", help="redraw the charts every S seconds until the run ends")
+    parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
     options = parser.parse_args(arguments)
     try:
         if options.every is not None:
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_history(folder: Path) -> MetricsLog:
-    """Raises UserError where there is no record of a run."""
+    """The metrics of a run. Raises UserError when the folder has none."""
     try:
         history = MetricsLog.of(read_metrics(folder / METRICS))
     except (OSError, ValueError) as error:
@@ -69,7 +69,7 @@ def read_history(folder: Path) -> MetricsLog:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty where it is not there: a run that goes on has no summary yet."""
+    """The object in the file; {} without one, as for the summary of a run that is still going on."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -78,6 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def draw(folder: Path, history: MetricsLog) -> list[str]:
+    """Draws the charts into the folder; returns their names."""
     from parallel3d.monitor.charts import draw_all  # matplotlib takes most of a second to import
 
     entropy = read_json(folder / SUMMARY).get("unigram_entropy")
@@ -86,18 +87,18 @@ def draw(folder: Path, history: MetricsLog) -> list[str]:
             folder, history, title=folder.resolve().name, config=read_json(folder / CONFIG), entropy=entropy
         )
     except OSError as error:
-        raise UserError(f"can't draw into {folder} ({error.strerror}): --no-charts leaves the charts out") from None
+        raise UserError(f"can't draw into {folder} ({error.strerror}): use --no-charts") from None
 
 
 def redraw_until_finished(folder: Path, every_s: float) -> None:
-    """Draws the charts of a run that goes on, in a process of its own, until it has left its summary."""
+    """Draws the charts of a running run, from this process, until its summary appears."""
     while not (folder / SUMMARY).exists():
         draw(folder, read_history(folder))
         time.sleep(every_s)
 
 
 def report_as_dict(history: MetricsLog, win: ReferenceComparison | None) -> dict[str, Any]:
-    """Everything that is printed, as one object."""
+    """All that the text says, as one object."""
     stability, best = analyse(history), history.best
     return {
         "steps": history.steps[-1]["step"],
@@ -113,7 +114,7 @@ def report_as_dict(history: MetricsLog, win: ReferenceComparison | None) -> dict
 
 
 def describe(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]:
-    """One run, for a person."""
+    """The lines about one run."""
     stability, last = analyse(history), history.steps[-1]
     ratio, spikes = stability.loss_ratio, stability.spikes
     yield f"steps                        {last['step']:,} ({last.get('tokens', 0):,} tokens)"
@@ -146,7 +147,7 @@ def _describe_correlation(found: Correlation) -> str:
 
 
 def _describe_plan(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]:
-    """How often to evaluate, from the measured times."""
+    """The advised evaluation settings, from the measured times."""
     run = config.get("run", {})
     seconds = [event["seconds"] for event in history.events if event.get("seconds") and event["event"] == "evaluation"]
     steps_s = [line["step_s"] for line in history.steps if line.get("step_s")]
@@ -155,14 +156,19 @@ def _describe_plan(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]
         plan = plan_evaluations(
             num_steps=run["num_steps"], step_s=median(steps_s), batch_s=batch_s, share=PLANNED_SHARE
         )
+        if plan is None:
+            reason = f"a batch of {batch_s:.2g} s is over {PLANNED_SHARE:.0%} of all steps"
+            yield f"advised evaluations          none: {reason}"
+            return
         yield (
-            f"50 evaluations in {PLANNED_SHARE:.0%} more time  run.evaluate_every={plan.every}"
-            f" run.evaluate_batches={plan.num_batches} ({plan.evaluation_s:.2g} s each; a batch takes {batch_s:.2g} s)"
+            f"advised evaluations          {plan.num_evaluations} in {plan.share:.1%} more time:"
+            f" run.evaluate_every={plan.every} run.evaluate_batches={plan.num_batches}"
+            f" ({plan.evaluation_s:.2g} s each; a batch takes {batch_s:.2g} s)"
         )
 
 
 def describe_win(win: ReferenceComparison | None, other: Path | None) -> Iterator[str]:
-    """Both readings, for a person."""
+    """The lines about the comparison with another run."""
     if other is None:
         return
     if win is None:

@@ -16,25 +16,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.initial_weights import check_initial_weights, resolve_initial_weights  # noqa: E402
-from parallel3d.checkpoint.directory import CheckpointDirectory  # noqa: E402
-from parallel3d.child_process import run_script  # noqa: E402
-from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.derived import save_intervals, world_size  # noqa: E402
-from parallel3d.config.load import dump_config, load_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts  # noqa: E402
-from parallel3d.elastic.coordinator.slow_step import SlowStepRule  # noqa: E402
-from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env  # noqa: E402
-from parallel3d.elastic.guardian.spawn import WorkerContext  # noqa: E402
-from parallel3d.elastic.launch import run_workers  # noqa: E402
-from parallel3d.elastic.protocol.restart_policy import RestartPolicy  # noqa: E402
-from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager  # noqa: E402
-from parallel3d.errors import UserError  # noqa: E402
-from parallel3d.monitor.environment import describe_environment  # noqa: E402
-from parallel3d.monitor.run_folder import LOGS, RunFolder  # noqa: E402
-from parallel3d.monitor.sinks import RunReporter  # noqa: E402
-from parallel3d.trainer.plans import build_grid  # noqa: E402
+from models.initial_weights import check_initial_weights, resolve_initial_weights
+from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.child_process import run_script
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.derived import save_intervals, world_size
+from parallel3d.config.load import dump_config, load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.coordinator.slow_step import SlowStepRule
+from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env
+from parallel3d.elastic.guardian.spawn import WorkerContext
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.protocol.restart_policy import RestartPolicy
+from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
+from parallel3d.errors import UserError
+from parallel3d.monitor.environment import describe_environment
+from parallel3d.monitor.run_folder import LOGS, RunFolder
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.monitor.tensorboard import check_tensorboard
+from parallel3d.trainer.plans import build_grid
 
 STOP_AND_SAVE_S = 120.0
 """From a stop asked for to SIGKILL, where a checkpoint is written in between."""
@@ -82,6 +83,8 @@ def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers under this process's guard; returns the run's exit code."""
+    if config.monitor.tensorboard:
+        check_tensorboard()
     directory, restart = Path(str(config.run.directory)), config.restart
 
     def open_folder(history_until_step: int) -> RunFolder:

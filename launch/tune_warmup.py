@@ -21,15 +21,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.derived import tokens_per_step  # noqa: E402
-from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.config.sections.warmup import WarmupConfig  # noqa: E402
-from parallel3d.config.warmup_builder import run_length  # noqa: E402
-from parallel3d.errors import EXIT_DIVERGED, ConfigError, Problem, UserError  # noqa: E402
-from parallel3d.monitor.run_folder import METRICS, read_metrics  # noqa: E402
-from parallel3d.monitor.tuning import (  # noqa: E402
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.derived import tokens_per_step
+from parallel3d.config.load import load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.config.sections.warmup import WarmupConfig
+from parallel3d.config.warmup_builder import run_length
+from parallel3d.errors import EXIT_DIVERGED, ConfigError, Problem, UserError
+from parallel3d.monitor.run_folder import METRICS, read_metrics
+from parallel3d.monitor.tuning import (
     Fluctuation,
     SearchResult,
     SearchSpace,

@@ -19,31 +19,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from launch.plan import estimate_message_sizes  # noqa: E402
-from models.initial_weights import check_initial_weights, open_initial_weights, resolve_initial_weights  # noqa: E402
-from models.make import make_stage  # noqa: E402
-from parallel3d.config.command_line import config_parser, parse_config  # noqa: E402
-from parallel3d.config.derived import num_parameters, stage_replicas, world_size  # noqa: E402
-from parallel3d.config.layouts import HELP, Layout, current_layout, default_layouts, parse_layout, parse_layouts  # noqa: E402
-from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.config.specs.update_rules import specs_of  # noqa: E402
-from parallel3d.data.build import build_evaluation_lanes, build_reader, open_run_corpus  # noqa: E402
-from parallel3d.data.corpus import Corpus  # noqa: E402
-from parallel3d.errors import ConfigError, UserError  # noqa: E402
-from parallel3d.inprocess.compare_runs import OVERFLOW, RunComparison, compare_runs, tolerance_of  # noqa: E402
-from parallel3d.inprocess.harness import RunResult, run_in_threads  # noqa: E402
-from parallel3d.parallel.abort import AbortToken  # noqa: E402
-from parallel3d.pipeline.check import check_plan  # noqa: E402
-from parallel3d.precision.policy import policy_of  # noqa: E402
-from parallel3d.trainer.batching import plan_batch  # noqa: E402
-from parallel3d.trainer.build import RunLanes, prepare_rank  # noqa: E402
-from parallel3d.trainer.context import RankContext, Transports  # noqa: E402
-from parallel3d.trainer.generation import start_rank  # noqa: E402
-from parallel3d.trainer.plans import build_grid, plan_schedule, split_layers  # noqa: E402
-from parallel3d.worker.main import choose_num_threads  # noqa: E402
+from launch.plan import estimate_message_sizes
+from models.initial_weights import check_initial_weights, open_initial_weights, resolve_initial_weights
+from models.make import make_stage
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.derived import num_parameters, stage_replicas, world_size
+from parallel3d.config.layouts import HELP, Layout, current_layout, default_layouts, parse_layout, parse_layouts
+from parallel3d.config.load import load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.config.specs.update_rules import specs_of
+from parallel3d.data.build import build_evaluation_lanes, build_reader, open_run_corpus
+from parallel3d.data.corpus import Corpus
+from parallel3d.errors import ConfigError, UserError
+from parallel3d.inprocess.compare_runs import OVERFLOW, RunComparison, compare_runs, tolerance_of
+from parallel3d.inprocess.harness import RunResult, run_in_threads
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.pipeline.check import check_plan
+from parallel3d.precision.policy import policy_of
+from parallel3d.trainer.batching import plan_batch
+from parallel3d.trainer.build import RunLanes, prepare_rank
+from parallel3d.trainer.context import RankContext, Transports
+from parallel3d.trainer.generation import start_rank
+from parallel3d.trainer.plans import build_grid, plan_schedule, split_layers
+from parallel3d.worker.main import choose_num_threads
 
 ONE_PROCESS = "tp1.pp1.dp1"
 MAX_USUAL_RANKS = 8

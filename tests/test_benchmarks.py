@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bubble, cpu, data_wait, restarts
+from benchmarks.peers.workload import Workload, add_workload, read_workload
+from parallel3d.config.derived import world_size
+from parallel3d.config.load import load_config, resolve
+from parallel3d.trainer.plans import Plans, build_grid
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import bubble, cpu, data_wait, restarts  # noqa: E402
-from benchmarks.peers.workload import Workload, add_workload, read_workload  # noqa: E402
-from parallel3d.config.derived import world_size  # noqa: E402
-from parallel3d.config.load import load_config, resolve  # noqa: E402
-from parallel3d.trainer.plans import Plans, build_grid  # noqa: E402
-
 WORKLOAD = Workload()
 
 

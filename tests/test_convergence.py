@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.convergence import POLICIES, Result, run, table  # noqa: E402
-from benchmarks.updates import make_variants  # noqa: E402
-from parallel3d.precision.policy import POLICIES as ROWS  # noqa: E402
+from benchmarks.convergence import POLICIES, Result, run, table
+from benchmarks.updates import make_variants
+from parallel3d.precision.policy import POLICIES as ROWS
 
 
 def result(final: float | None, evaluation: float | None) -> Result:
@@ -33,6 +28,7 @@ def test_it_compares_policies_that_there_are():
     assert set(POLICIES) <= ROWS.keys()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_of_three_steps():
     small = ["model.hidden_size=12", "model.intermediate_size=16", "run.evaluate_batches=1"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks import slw  # noqa: E402
-from parallel3d.config.load import check_config, resolve  # noqa: E402
-from parallel3d.config.schema import Config  # noqa: E402
+from benchmarks import slw
+from parallel3d.config.load import check_config, resolve
+from parallel3d.config.schema import Config
 
 
 def result_of(folder: Path, recipe: str, losses: list[float | None], evaluations: list[float], **changes) -> slw.Result:

@@ -24,7 +24,7 @@ class Disk:
     def create(self, path: Path) -> Iterator[BinaryIO]:
         """A new file, or an emptied one, open for writing."""
         with path.open("wb", buffering=0) as file:
-            yield file  # type: ignore[misc]
+            yield file
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         """All of the data: a write may take less than it is given."""

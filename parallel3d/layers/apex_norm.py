@@ -27,7 +27,7 @@ class _MainGrad(Function):
         return parameter.detach().view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> None:
         ctx.parameter.grad_buffer().add_(grad)
         ctx.parameter.register_grad_ready()
 

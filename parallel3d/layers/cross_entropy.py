@@ -61,7 +61,7 @@ class _LinearCrossEntropy(Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
         ctx.weight.register_grad_ready()
         return hidden_grad, None, None, None, None, None, None, None

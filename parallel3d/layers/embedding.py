@@ -30,7 +30,7 @@ class _LookUp(Function):
         return weight.detach()[local].masked_fill_(elsewhere.unsqueeze(1), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         local, elsewhere = ctx.saved_tensors
         buffer = ctx.weight.grad_buffer()
         rows = grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0)

@@ -47,7 +47,7 @@ class _ColumnParallel(Function):
         return tp.recompute_context.run(product)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = ctx.saved_tensors
         whole, gathering = ctx.tp.gather_async(x)
         input_grad, summing = ctx.tp.sum_async(matmul(grad, ctx.weight))
@@ -69,7 +69,7 @@ class _RowParallel(Function):
         return tp.recompute_context.run(lambda: tp.sum(multiply(x, weight)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         grad = ctx.tp.gather(grad)
         input_grad = matmul(grad, ctx.weight)
@@ -86,7 +86,7 @@ class _AddBias(Function):
         return x + bias.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         add_bias_grad(ctx.bias, grad)
         return grad, None
 

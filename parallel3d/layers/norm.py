@@ -60,7 +60,7 @@ class _RmsNorm(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, scale = ctx.saved_tensors
         input_grad, weight_grad = ctx.kernels.backward(grad, x, scale, ctx.weight.detach())
         ctx.weight.grad_buffer().add_(weight_grad)
@@ -82,7 +82,7 @@ class _LayerNorm(Function):
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, mean, scale = ctx.saved_tensors
         weight, bias = (parameter.detach().to(scale.dtype) for parameter in (ctx.weight, ctx.bias))
         input_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(

@@ -28,7 +28,7 @@ class _AddPositions(Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         buffer = ctx.weight.grad_buffer()
         for token_span in ctx.token_spans:
             buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]

@@ -68,7 +68,7 @@ class _SplitRotate(Function):
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v.clone()
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         grad = dq.new_empty((dq.shape[0], dq.shape[1], ctx.shape[-1]))
         gq, gk, gv = split_heads(grad, ctx.heads)

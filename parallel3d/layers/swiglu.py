@@ -28,7 +28,7 @@ class _SiluTimes(Function):
         return silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """d up = grad * silu(gate); d gate = grad * up * silu'(gate)."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)

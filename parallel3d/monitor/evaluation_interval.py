@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import ceil
 
 WINDOW = 10
 """Steps of the moving window (HLAT)."""
@@ -75,18 +76,34 @@ class EvaluationInterval:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """How often to evaluate, on how many global batches, and how long each takes."""
+    """How often to evaluate, on how many global batches, how long each takes, and what all of them add to the run."""
 
     every: int
     num_batches: int
     evaluation_s: float
+    num_evaluations: int
+    share: float
+    """Seconds of all evaluations / seconds of all steps."""
 
 
 def plan_evaluations(
     *, num_steps: int, step_s: float, batch_s: float, share: float, num_evaluations: int = 50
-) -> EvaluationPlan:
-    """`num_evaluations` over a run of `num_steps`, which together take `share` of the training's time (as measured:
-    seconds of a step, and of a batch in an evaluation)."""
-    every = max(1, round(num_steps / num_evaluations))
-    batches = max(1, int(share * every * step_s / batch_s))
-    return EvaluationPlan(every=every, num_batches=batches, evaluation_s=batches * batch_s)
+) -> EvaluationPlan | None:
+    """Evaluations of a run of `num_steps` that together take at most `share` of the training's time.
+
+    As many as `num_evaluations` if one batch each fits into the share; fewer in shorter runs; None when not even one
+    fits. `step_s` and `batch_s` are measured: seconds of a step, and of a batch in an evaluation.
+    """
+    affordable_steps = ceil(batch_s / (share * step_s) - 1e-9)  # steps that pay for one batch
+    every = max(1, round(num_steps / num_evaluations), affordable_steps)
+    if every > num_steps:
+        return None
+    batches = max(1, int(share * every * step_s / batch_s + 1e-9))
+    count, evaluation_s = num_steps // every, batches * batch_s
+    return EvaluationPlan(
+        every=every,
+        num_batches=batches,
+        evaluation_s=evaluation_s,
+        num_evaluations=count,
+        share=count * evaluation_s / (num_steps * step_s),
+    )

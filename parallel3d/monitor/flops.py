@@ -1,11 +1,10 @@
-"""How much of a device's arithmetic a run uses (MFU, PaLM, Chowdhery et al. 2022, appendix B). Pure.
+"""Model FLOPs utilisation (MFU; PaLM, Chowdhery et al. 2022, appendix B). Pure.
 
     MFU = tokens/s * FLOPs per token / (devices * peak FLOP/s of a device)
 
-FLOPs per token are those of the model alone (`config.derived.flops_per_token`): what is recomputed does not count. The
-peak is the vendor's figure for dense products in the format in which the model computes. A CPU has no such figure, nor
-has a device that is not in the table: there it is measured at the start, by the model's own kind of matrix product, and
-MFU is the share of *that*.
+FLOPs per token are those of the model alone (`config.derived.flops_per_token`); recomputation does not count. The peak
+is the vendor's figure for dense products in the format in which the model computes. For CPUs and for devices missing
+from the table it is measured at the start, with the layers' own matrix product, and MFU is relative to that.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100", {"fp16": 125, "fp32": 15.7, "fp64": 7.8}),
     ("T4", {"fp16": 65, "fp32": 8.1}),
 )
-"""TFLOP/s of dense products by words of the device's name, the first that fit; vendors' data sheets. fp32 without
-TF32, bf16 and fp16 with sums in fp32, without sparsity."""
+"""TFLOP/s of dense products, from the vendors' data sheets; the first row whose words are in the device's name counts.
+fp32 without TF32; bf16 and fp16 with fp32 accumulation; no sparsity."""
 
 PeakSource = Literal["configuration", "data sheet", "measured"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What one rank's device can do, in FLOP/s, and where the figure is from."""
+    """Peak FLOP/s of one rank's device, and where the figure is from."""
 
     flops_per_s: float
     source: PeakSource
 
 
 def data_sheet_peak(device_name: str, number_format: str) -> Peak | None:
-    """The data sheet's, for a device that torch names so and a format "fp32", "bf16", ...; None where there is none."""
+    """The data sheet's peak for a device name of torch and a format ("fp32", "bf16", ...); None if not listed."""
     for part, peaks in _PEAKS:
         if re.search(rf"\b{part}\b", device_name):
             value = peaks.get(number_format)
@@ -60,5 +59,15 @@ def data_sheet_peak(device_name: str, number_format: str) -> Peak | None:
 
 
 def mfu(*, flops_per_s: float, num_devices: int, peak: Peak) -> float:
-    """The share of the devices' peak that the model's `flops_per_s`, tokens/s x FLOPs per token, are."""
+    """The model's `flops_per_s` (tokens/s x FLOPs per token) as a share of the devices' peak."""
     return flops_per_s / (num_devices * peak.flops_per_s)
+
+
+def describe_mfu(value: float, peak_flops_per_s: float | None, source: PeakSource | None) -> str:
+    """For example "41.3%". No run exceeds its device's peak: above 100 %, says that the peak is wrong."""
+    if value <= 1.0 or peak_flops_per_s is None:
+        return f"{value:.1%}"
+    peak = f"{peak_flops_per_s / 1e9:,.0f} GFLOP/s per rank"
+    if source == "measured":
+        return f"unknown: above the peak of {peak}, which was measured under load; set monitor.peak_flops"
+    return f"unknown: above the peak of {peak} ({source}), which is too low for this device; set monitor.peak_flops"

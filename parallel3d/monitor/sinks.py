@@ -1,14 +1,17 @@
-"""What a run tells and to whom: records go to the terminal (a bar, or plain lines) and to the run folder.
+"""Writes a run's records to the terminal (a progress bar, or plain lines) and to the run folder.
 
 A record is a dict with "kind" (or "event"):
 
-    step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   a line of metrics.jsonl
-    evaluation  step, loss        total       num_steps: the length of the bar; the sizes of a whole batch
-    notice      text              summary     the run's figures, once, at its end
-    membership  text, live, spare, lost: who takes part from now on
-    diverged    step, sign, data  restart   text, step: the run begins again, with all workers, after this step
+    step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   becomes a line of metrics.jsonl
+    evaluation  step, loss
+    notice      text
+    membership  text, live, spare, lost: the workers from now on
+    diverged    step, reason, data
+    restart     text, step: the run starts again, with all workers, after this step
+    total       num_steps: the length of the bar; the sizes of a full batch
+    summary     the run's figures, once, at its end
 
-Records with "event" go to metrics.jsonl as they are.
+Records with "event" go to metrics.jsonl unchanged.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog
 from parallel3d.monitor.run_folder import (
     CHARTS,
@@ -41,9 +45,10 @@ from parallel3d.monitor.uptime import RunHistory
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
 FLUSH_S = 30.0
+"""Longest wait for the writing thread when the run ends or pauses."""
 
 SIZES = {"sequence_length": "seq", "num_sequences": "batch"}
-"""Sizes of a step's batch in the records, and their names in the bar."""
+"""Sizes of a step's batch in the records, and their labels in the bar."""
 
 SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("final_loss", "final loss", "{:.4f} nats per token".format),
@@ -55,7 +60,7 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("seconds", "seconds", "{:,.1f}".format),
     ("tokens_per_s", "tokens/s", "{:,.0f}".format),
     ("evaluation_seconds", "seconds of evaluations", "{:,.1f}".format),
-    ("mfu", "MFU", "{:.1%}".format),
+    ("mfu", "MFU", str),
     ("unstable_steps", "steps above 1.2 x lowest loss", "{:,}".format),
     ("largest_loss_ratio", "largest loss ratio", "{:.3f}".format),
     ("fraction_clipped", "updates with clipped gradient", "{:.1%}".format),
@@ -64,18 +69,18 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("world", "workers", str),
     ("layout", "layout", str),
     ("restarts", "restarts", str),
-    ("lost_steps", "steps lost by them", "{:,}".format),
+    ("lost_steps", "steps lost by restarts", "{:,}".format),
     ("productive_s", "productive seconds", "{:,.1f}".format),
-    ("wall_s", "seconds in all", "{:,.1f}".format),
-    ("uptime", "uptime (productive / all)", "{:.2%}".format),
+    ("wall_s", "wall-clock seconds", "{:,.1f}".format),
+    ("uptime", "uptime (productive / wall)", "{:.2%}".format),
     ("state_bytes", "optimizer state per rank", lambda size: f"{size / 2**20:,.1f} MiB"),
 )
-OF_RESTARTS = ("restarts", "lost_steps", "productive_s", "wall_s", "uptime")
-"""Figures that are shown where there were any."""
+RESTART_FIGURES = ("restarts", "lost_steps", "productive_s", "wall_s", "uptime")
+"""Figures that are shown only after a restart."""
 
 
 class ProgressDisplay(Protocol):
-    """The one line that says how far the run is."""
+    """Shows the progress of the run."""
 
     def show(self, step: int, total: int | None, text: str, step_s: float) -> None: ...
 
@@ -85,7 +90,7 @@ class ProgressDisplay(Protocol):
 
 
 class BarDisplay:
-    """A bar on a terminal."""
+    """A progress bar on a terminal."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -108,7 +113,7 @@ class BarDisplay:
 
 
 class PlainDisplay:
-    """A line now and then where there is no terminal: about every 10 s or 5 % of the steps, first and last included."""
+    """Plain lines for logs: about every 10 s or 5 % of the steps, the first and the last included."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
         self._stream = stream
@@ -131,7 +136,7 @@ class PlainDisplay:
 
 
 class RunReporter:
-    """Takes records from any thread and writes them on its own, so that a slow disk holds nobody up."""
+    """Takes records from any thread and writes them on its own thread, so that a slow disk delays no caller."""
 
     def __init__(
         self,
@@ -152,21 +157,21 @@ class RunReporter:
         self._thread: threading.Thread | None = None
         self._total: int | None = None
         self._full_sizes: dict[str, int] = {}
-        """The sizes of a whole batch."""
+        """The sizes of a full batch."""
         self._workers = ""
-        """Who is left, once somebody is lost."""
+        """Counts of live, spare and lost workers, once one is lost."""
         self.run_history = RunHistory(self._read_existing_lines())
-        """What its lines come to: up to date while it is paused."""
+        """The account of the run so far; complete while the thread is paused."""
         self._summary: dict[str, Any] = {}
         self._disk_works = True
 
     @property
     def last_step(self) -> int:
-        """The last step of which this run has been told; 0 before the first."""
+        """The last step reported; 0 before the first."""
         return self.run_history.last_step
 
     def start(self) -> None:
-        """Starts its thread, for the first time or after a pause; call it after the forks."""
+        """Starts the writing thread, for the first time or after a pause; call it after all forks."""
         if self._thread is None:
             self._display.log(f"{self._title}: run folder {self._folder.path}")
             if self._folder.moved_to:
@@ -175,20 +180,20 @@ class RunReporter:
         self._thread.start()
 
     def pause(self) -> None:
-        """Writes what is left and ends its thread, so that this process may fork."""
+        """Writes all pending records and ends the thread, so that this process may fork."""
         if self._thread is not None and self._thread.is_alive():
             self._records.put(None)
             self._thread.join(FLUSH_S)
 
     def publish(self, record: dict[str, Any]) -> None:
-        """Takes a record; never waits."""
+        """Queues a record; never blocks."""
         self._records.put(record)
 
     def close(self, message: str, *, exit_code: int) -> None:
-        """Writes what is left, the summary and the chart, and says how the run ended."""
+        """Writes all pending records, the summary and the charts, and prints how the run ended."""
         self.pause()
         self._records.put(None)
-        self._write_all()  # what has come since a pause
+        self._write_all()  # records since the last pause
         self._display.close()
         newest = self.run_history.newest
         last = {"last_step": newest.get("step"), "last_loss": newest.get("loss")}
@@ -240,15 +245,15 @@ class RunReporter:
                 self._append_event(record["event"], fields)
 
     def _shape_text(self, record: dict[str, Any]) -> str:
-        """What is still smaller than it will be."""
+        """The sizes that a warmup still keeps below their full values."""
         sizes = [(word, record.get(name), self._full_sizes.get(name)) for name, word in SIZES.items()]
-        return "  ".join(f"{word} {now:,}/{whole:,}" for word, now, whole in sizes if now and whole and now < whole)
+        return "  ".join(f"{word} {now:,}/{full:,}" for word, now, full in sizes if now and full and now < full)
 
     def _append_event(self, event: str, fields: dict[str, Any]) -> None:
         self._append({"event": event, **fields, "time": round(time.time(), 3)})
 
     def _append(self, line: dict[str, Any]) -> None:
-        """To the account, metrics.jsonl, and TensorBoard's file."""
+        """Adds a line to the account, metrics.jsonl and the TensorBoard file."""
         self.run_history.log(line)
         if self._tensorboard and self._tensorboard_file is None:
             self._try_write(self._open_tensorboard_file)
@@ -257,12 +262,12 @@ class RunReporter:
             self._try_write(self._tensorboard_file.add, line, time.time())
 
     def _open_tensorboard_file(self) -> None:
-        """They begin with what metrics.jsonl holds already."""
+        """Opens it with the history that metrics.jsonl already holds."""
         path, lines = self._folder.path, read_metrics(self._folder.path / METRICS)
         self._tensorboard_file = TensorBoardFile(path / TENSORBOARD, started_at=time.time(), history=lines)
 
     def _try_write(self, write: Callable[..., None], *arguments: Any) -> None:
-        """Calls `write`. A full disk must not end the training: it is said once."""
+        """Calls `write`. A full disk must not end the training: the first error is printed, later ones are ignored."""
         try:
             write(*arguments)
         except OSError as error:
@@ -282,7 +287,10 @@ class RunReporter:
     def _format_summary(self) -> str:
         figures = dict(self._summary)
         if not figures.get("restarts"):
-            figures = {key: value for key, value in figures.items() if key not in OF_RESTARTS}
+            figures = {key: value for key, value in figures.items() if key not in RESTART_FIGURES}
+        if figures.get("mfu") is not None:
+            peak = figures.get("peak_flops_per_s"), figures.get("peak_source")
+            figures["mfu"] = describe_mfu(figures["mfu"], *peak)
         loss, entropy = figures.get("final_loss"), figures.get("unigram_entropy")
         if loss is not None and entropy:
             figures["loss_ratio"] = loss / entropy
@@ -293,7 +301,7 @@ class RunReporter:
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
     def _read_existing_lines(self) -> list[dict[str, Any]]:
-        """What is in the folder: there is something when this report goes on with another process' run."""
+        """Lines already in the folder: those of another process whose run this report continues."""
         try:
             return read_metrics(self._folder.path / METRICS)
         except OSError:

@@ -53,7 +53,7 @@ class NcclGroup(Group):
 
         def build() -> Any:
             torch.cuda.set_device(device)  # of this thread
-            nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+            nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timedelta(seconds=timeout_s)
             pg = nccl(dist.PrefixStore(name, store), rank, len(ranks), options)

@@ -83,7 +83,7 @@ class _ReduceFromRegion(Function):
         return tp.sum(partial.clone() if not tp.is_token_sharded else partial)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.tp.gather(grad), None
 
 

@@ -72,7 +72,7 @@ class ThroughputMeter:
     def summary(self, peak: Peak | None) -> dict[str, Any]:
         """Of all steps that this rank has timed."""
         return {
-            "evaluation_seconds": self.evaluation_s,
+            "evaluation_seconds": self.evaluation_s or None,
             "mfu": self._flops / (self._device_s * peak.flops_per_s) if peak and self._device_s else None,
             "peak_flops_per_s": peak.flops_per_s if peak else None,
             "peak_source": peak.source if peak else None,

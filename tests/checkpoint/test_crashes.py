@@ -79,6 +79,7 @@ def test_every_operation_is_counted(tmp_path):
 NUM_OPERATIONS = 70
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("last", range(1, NUM_OPERATIONS))
 def test_killed_at_any_operation(tmp_path, last):
     history(tmp_path)
@@ -104,6 +105,7 @@ def test_all_operations_were_among_these(tmp_path):
     assert len(operations_of_a_save(tmp_path)) < NUM_OPERATIONS
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("last", range(1, NUM_OPERATIONS, 3))
 def test_killed_while_a_step_is_saved_again(tmp_path, last):
     """After a loss at the run's end its last step is saved anew: the one before it stays in any case."""
@@ -118,6 +120,7 @@ def test_killed_while_a_step_is_saved_again(tmp_path, last):
     assert [name for name in sorted(os.listdir(tmp_path)) if "." in name] == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("last", range(1, NUM_OPERATIONS, 4))
 def test_a_failing_disk_leaves_the_checkpoint_before(tmp_path, last, number):
@@ -151,6 +154,7 @@ def longer_history(directory, disk=None):
 NUM_STRIP_OPERATIONS = 65
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("last", range(40, NUM_STRIP_OPERATIONS))
 def test_killed_while_moments_are_dropped(tmp_path, last):
     """The checkpoint is whole or of weights alone, and good in any case; the next save finishes what was begun."""

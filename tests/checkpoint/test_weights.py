@@ -23,6 +23,7 @@ def write(target, disk=None):
     return write_weights(target, tensors, chunks, facts=facts, step=3, files={"tokenizer.model": b"pieces"}, disk=disk)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "full")], ids=["killed", "full"])
 @pytest.mark.parametrize("last", range(1, NUM_OPERATIONS))
 def test_ended_at_any_operation(tmp_path, last, error):

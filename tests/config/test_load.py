@@ -16,6 +16,7 @@ from parallel3d.config import derived
 from parallel3d.config.load import check_config, dump_config, load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError, Problem
+from tests.support.tiers import examples
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {
@@ -319,7 +320,7 @@ def test_resolve_knows_the_architecture(tiny: Path):
     assert (model.qkv_bias, model.max_position_embeddings, model.activation_function) == (True, 16, "gelu_new")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     world_size=st.one_of(st.none(), st.sampled_from([4, 8])),
     seed=st.integers(0, 2**70),
@@ -367,7 +368,7 @@ def damaged(draw: st.DrawFn) -> dict[str, Any]:
     return raw
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(damaged())
 def test_any_file_is_accepted_or_refused_with_reasons(tmp_path_factory: pytest.TempPathFactory, raw: dict[str, Any]):
     path = write(tmp_path_factory.getbasetemp(), raw, "damaged.json")

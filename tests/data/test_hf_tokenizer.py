@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files, merges_of, parse_model
 from parallel3d.data.tokenizer import UNK_ID, ByteTokenizer, SentencePieceTokenizer, train_tokenizer
 from parallel3d.errors import DataError
+from tests.support.tiers import examples
 
 SAMPLES = {
     "code": ["def f(x):\n    return x + 1\n\n\nclass A:\n\tpass  # a comment\n", "the cat sat on the mat, the end.\n"]
@@ -44,7 +45,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 CLOSE_TEXT = st.text(" ab\n\t-=▁<>/s0x41unk漢ßö\ufeff\0", max_size=60)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(ANY_TEXT | CLOSE_TEXT)
 @example("")
 @example("▁ ▁▁a  ▁")

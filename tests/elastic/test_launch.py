@@ -75,6 +75,7 @@ def test_a_workers_own_exit_code_is_the_runs(tmp_path):
     assert code == 9 and err.startswith("rank 1 ended with exit code 9")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_lets_the_workers_finish(tmp_path, number, expected):
     process = start("endless", tmp_path)
@@ -135,6 +136,7 @@ def test_under_torchrun_the_guardians_meet_and_stay_light(tmp_path):
     assert {file.name for file in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 
 
+@pytest.mark.full
 def test_under_torchrun_a_killed_worker_fails_every_guardian(tmp_path):
     code, _, err = end(start("killed", tmp_path, launcher=TORCHRUN), tmp_path)
     assert code != 0

@@ -74,6 +74,7 @@ def test_nobody_is_lost(tmp_path):
     assert_went_on(run(tmp_path), num_changes=0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_killed_worker_is_done_without(tmp_path, rank):
     ended = run(tmp_path, faults=[[rank, "step", 5, "kill"]])
@@ -98,6 +99,7 @@ def test_peers_of_a_lost_worker_in_its_tensor_parallel_group_become_spares(tmp_p
     assert "generation 1: [0, 1] from step 3" in ended.logs[2] and "done" not in ended.logs[2]
 
 
+@pytest.mark.full
 def test_two_losses_at_once_are_one_change(tmp_path):
     process = start(tmp_path, num_steps=60)
     wait_for_step(tmp_path, 3)
@@ -110,6 +112,7 @@ def test_two_losses_at_once_are_one_change(tmp_path):
     assert [gone["rank"] for gone in ended.changes[0]["who"]] == [1, 2] and ended.changes[0]["live"] == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", ["report", "moves", "confirm"])
 def test_a_loss_during_recovery_begins_it_again(tmp_path, point):
     ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [0, point, 1, "kill"]])
@@ -118,6 +121,7 @@ def test_a_loss_during_recovery_begins_it_again(tmp_path, point):
     assert ended.changes[0]["step"] == 5 and ended.changes[0]["moved_bytes"] == 2 * BYTES_MOVED
 
 
+@pytest.mark.full
 def test_a_loss_right_after_the_commit_is_a_change_of_its_own(tmp_path):
     ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [0, "commit", 1, "kill"]])
     assert_went_on(ended, num_changes=2)
@@ -125,6 +129,7 @@ def test_a_loss_right_after_the_commit_is_a_change_of_its_own(tmp_path):
     assert ended.changes[0]["regroup_s"] is None  # its leader was lost before it trained
 
 
+@pytest.mark.full
 def test_a_loss_after_the_last_step_is_waited_out(tmp_path):
     ended = run(tmp_path, faults=[[0, "finish", 0, "kill"]])
     assert_went_on(ended, num_changes=1)
@@ -160,6 +165,7 @@ def test_a_worker_that_is_to_leave_hands_over_and_goes(tmp_path):
     assert ended.changes[0]["detect_s"] is None and "done" not in ended.logs[2]
 
 
+@pytest.mark.full
 def test_a_worker_that_can_not_be_spared_stops_the_run_instead(tmp_path):
     process = start(tmp_path, layout=[2, 1, 1], num_steps=100_000)
     wait_for_step(tmp_path, 3)
@@ -170,6 +176,7 @@ def test_a_worker_that_can_not_be_spared_stops_the_run_instead(tmp_path):
     assert ended.out.count("stopping after this step; press Ctrl-C again to stop at once") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_of_all_is_a_stop_of_the_run(tmp_path, number, expected):
     process = start(tmp_path, num_steps=100_000)
@@ -196,11 +203,13 @@ def test_a_range_without_holder_halts_the_run(tmp_path):
     assert ended.code == 3 and not ended.changes and "zero_backups" in ended.err
 
 
+@pytest.mark.full
 def test_everybody_killed_is_no_success(tmp_path):
     ended = run(tmp_path, faults=[[rank, "step", 5, "kill"] for rank in range(4)])
     assert ended.code == 3 and not ended.changes and "the run can't go on" in ended.err
 
 
+@pytest.mark.full
 def test_everybody_killed_after_the_last_step_is_no_success(tmp_path):
     ended = run(tmp_path, faults=[[rank, "finish", 0, "kill"] for rank in range(4)])
     assert ended.code == 3 and not ended.changes

@@ -26,6 +26,7 @@ from parallel3d.elastic.protocol.survivability import Survivability
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_model import GONE, RUN, Model, Violation, Worker, explore, freeze, walk
+from tests.support.tiers import examples
 
 GRID = Grid.uniform(tp_size=1, pp_size=2, dp_size=3)  # stage 0: ranks 0 1 2, stage 1: ranks 3 4 5
 
@@ -549,7 +550,7 @@ def worlds(draw: st.DrawFn) -> tuple[Model, dict[str, int]]:
     return model, {**faults, "drains": draw(st.integers(0, 2))}
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(world=worlds(), seed=st.integers(0, 2**32), fault_rate=st.sampled_from([0.01, 0.05, 0.3]))
 def test_random_ways_through_larger_worlds(world: tuple[Model, dict[str, int]], seed: int, fault_rate: float):
     model, faults = world

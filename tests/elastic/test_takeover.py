@@ -57,6 +57,7 @@ def test_two_hosts_and_a_witness_go_on_without_the_first(tmp_path):
     assert steps == list(range(1, 201)) and [change["live"] for change in changes] == [1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("witness", [None, "held"])
 def test_two_hosts_without_a_witness_stop_without_the_first(tmp_path, witness):
     processes = start_on_hosts(tmp_path, ["a", "b"], num_steps=100_000, witness=witness and str(tmp_path / witness))
@@ -73,6 +74,7 @@ def test_two_hosts_without_a_witness_stop_without_the_first(tmp_path, witness):
     assert errs[1].count("\n") == 1 and metrics(tmp_path)[1] == []
 
 
+@pytest.mark.full
 def test_two_hosts_go_on_without_the_second(tmp_path):
     processes = start_on_hosts(tmp_path, ["a", "b"], num_steps=200)
     wait_for_step(tmp_path, 5)
@@ -84,6 +86,7 @@ def test_two_hosts_go_on_without_the_second(tmp_path):
     assert "lost rank 1 (pp0 dp1 tp0): lost in step " in outs[0] and "its guardian on b is gone" in outs[0]
 
 
+@pytest.mark.full
 def test_the_first_host_stops_when_most_others_are_out_of_reach(tmp_path):
     """They might go on without it."""
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d", "e"], num_steps=100_000, zero_stage=0)
@@ -97,6 +100,7 @@ def test_the_first_host_stops_when_most_others_are_out_of_reach(tmp_path):
     assert codes[:2] == [4, 4] and errs[0].startswith("the run can't go on here: this side reaches 2 of 5 hosts; ")
 
 
+@pytest.mark.full
 def test_a_successor_is_succeeded(tmp_path):
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d"], num_steps=500)
     for number, step in ((0, 5), (1, 150)):
@@ -109,6 +113,7 @@ def test_a_successor_is_succeeded(tmp_path):
     assert "without its coordinator on a" in outs[1] and "without its coordinator on b" in outs[2]
 
 
+@pytest.mark.full
 def test_the_coordinator_and_its_failover_candidate_are_lost_together(tmp_path):
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d", "e"], num_steps=200, zero_stage=0)
     wait_for_step(tmp_path, 5)
@@ -122,6 +127,7 @@ def test_the_coordinator_and_its_failover_candidate_are_lost_together(tmp_path):
     assert steps == list(range(1, 201)) and changes[-1]["live"] == 3
 
 
+@pytest.mark.full
 def test_a_lost_coordinator_takes_all_ranks_of_its_host_along(tmp_path):
     """Two ranks on each host; the guardian of rank 1 outlives the coordinator's, but not as a part of the run."""
     hosts = ["a", "a", "b", "b", "c", "c"]
@@ -135,6 +141,7 @@ def test_a_lost_coordinator_takes_all_ranks_of_its_host_along(tmp_path):
     assert steps == list(range(1, 201)) and [gone["rank"] for gone in changes[0]["who"]] == [0, 1]
 
 
+@pytest.mark.full
 def test_on_a_single_host_the_run_ends_with_its_coordinator(tmp_path):
     processes = start_on_hosts(tmp_path, ["a"] * 4, num_steps=100_000)
     wait_for_step(tmp_path, 5)
@@ -145,6 +152,7 @@ def test_on_a_single_host_the_run_ends_with_its_coordinator(tmp_path):
     assert errs[1:] == ["guardian of rank 1: the run's coordinator is gone\n", "", ""]
 
 
+@pytest.mark.full
 def test_the_coordinator_is_lost_while_a_worker_is_replaced(tmp_path):
     """Rank 2 dies at once; rank 1 holds its confirmation back until the coordinator has gone, too."""
     faults = [[2, "step", 5, "kill"], [1, "confirm", 1, "dawdle"]]
@@ -158,6 +166,7 @@ def test_the_coordinator_is_lost_while_a_worker_is_replaced(tmp_path):
     assert sorted(gone["rank"] for gone in changes[0]["who"]) == [0, 2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_host_that_is_told_to_go_hands_over(tmp_path, number):
     """Its guardian stays to the end: it may be the coordinator's, and its exit code is the run's."""

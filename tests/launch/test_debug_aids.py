@@ -93,6 +93,7 @@ def test_traces_of_the_ranks_asked_for(finished):
     assert {"step 3", "step 4", "load 0", "forward 0", "backward 0", "send activation 0 -> (1, 0)"} <= names
 
 
+@pytest.mark.full
 def test_an_overdue_step_is_told_and_the_run_goes_on(config_file, tmp_path):
     """Rank 1 sleeps in a step; a table says who waits for it, and where it sleeps stands in its log. Then on demand."""
     fault = {"rank": 1, "step": 8, "phase": "forward", "kind": "sleep", "seconds": 4.0}
@@ -137,6 +138,7 @@ def test_an_overdue_step_is_told_and_the_run_goes_on(config_file, tmp_path):
     assert "most recent call first" in log and "faults.py" in log
 
 
+@pytest.mark.full
 def test_a_flipped_bit_ends_the_run_with_its_name(config_file, tmp_path):
     fault = {"rank": 3, "step": 4, "phase": "forward", "kind": "flip"}
     process = start(config_file, f"run.directory={tmp_path}", f"elastic.faults=[{json.dumps(fault)}]")

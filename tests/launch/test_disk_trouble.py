@@ -70,6 +70,7 @@ class Notices:
         pytest.fail(f"nobody has said {words}")
 
 
+@pytest.mark.full
 def test_full_then_read_only_then_gone(config_file, tmp_path):
     """Each trouble costs checkpoints and nothing else; when it is over the next save succeeds."""
     disk = tmp_path / "disk"
@@ -160,6 +161,7 @@ def test_the_whole_run_folder_on_a_full_disk(config_file, tmp_path):
     os.close(kept)
 
 
+@pytest.mark.full
 def test_a_file_in_the_folders_place_and_files_that_may_not_grow(config_file, tmp_path):
     """What needs no rights: the folder vanishes and a file takes its name; then it may be a folder again."""
     checkpoints = tmp_path / "run" / "checkpoints"

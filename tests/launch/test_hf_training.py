@@ -64,6 +64,7 @@ def changes(trained, run, weights, *more):
     return ["--config", str(trained / "tiny.json"), *fields, tokenizer, *more]
 
 
+@pytest.mark.full
 def test_a_run_begins_where_another_ended(trained, tmp_path):
     run, weights = tmp_path / "run", trained / "hf"
     code, out, err = finish(start(*changes(trained, run, weights)))

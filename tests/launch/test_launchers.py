@@ -30,6 +30,7 @@ CELLS = {
     "one of each stage": [dict(rank=1, step=2, phase="update"), dict(rank=2, step=4, phase="forward")],
 }
 """2 stages x 2 replicas; faults kill the process by SIGKILL."""
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in CELLS if name != "one of each stage"]
 
 
 class Folder:
@@ -100,8 +101,10 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "cell", ["one of each stage", *(pytest.param(cell, marks=pytest.mark.full) for cell in OTHERS)]
+)
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str):
     name = f"{launcher} {cell}".replace(" ", "-")
     command = {
@@ -141,6 +144,7 @@ def open_mpi(rank: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variables", [slurm, open_mpi], ids=["srun", "mpirun"])
 def test_processes_that_another_launcher_has_started(folder: Folder, variables):
     faults = CELLS["the leader in a backward pass"]

@@ -37,6 +37,7 @@ def test_the_run_begins_after_its_rehearsal(config_file, tmp_path):
     assert "previous" not in out  # the preflight has left nothing for the run to move aside
 
 
+@pytest.mark.full
 def test_a_difference_ends_it_before_the_run(config_file, tmp_path, monkeypatch, capsys):
     """The resumed trial takes the checkpoint of step 3 with one weight changed."""
     plain = preflight.run
@@ -63,6 +64,7 @@ def corrupt_weight(checkpoint):
     shard.write_bytes(data)
 
 
+@pytest.mark.full
 def test_a_mistake_in_the_data_is_told_and_its_log_kept(config_file, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
@@ -79,6 +81,7 @@ def test_under_a_launcher_there_is_one_clear_error(config_file):
     assert code != 0 and err.count("--preflight starts workers of its own") == 1 and "launch/preflight.py" in err
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_a_rehearsal(config_file, tmp_path):
     process = start("--config", config_file, "--preflight", *ONE)
     scratch = tmp_path / "run" / "checkpoints" / "preflight"
@@ -117,6 +120,7 @@ def test_which_layout_comes_first(config_file, parallel, first):
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_can_be_rehearsed(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -30,6 +30,7 @@ def arguments(config_file, run, *more):
     return ["--config", config_file, *changes, *more]
 
 
+@pytest.mark.full
 def test_killed_tokenisers_and_a_killed_worker_change_nothing(config_file, tmp_path):
     code, out, err = finish(start(*arguments(config_file, tmp_path / "undisturbed")))
     assert code == 0, out + err

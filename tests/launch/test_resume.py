@@ -27,6 +27,7 @@ def wait_for_checkpoint(run, timeout=60):
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, tmp_path, undisturbed):
     run = tmp_path / "run"
     stalled = 'elastic.faults=[{"rank": 0, "step": 36, "phase": "forward", "kind": "stop"}]'
@@ -67,6 +68,7 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     assert code == 2 and "the text is another one" in err and "document_chars was" in err, out + err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_saves_and_the_run_goes_on(config_file, tmp_path, undisturbed, number, code):
     run = tmp_path / "run"
@@ -82,6 +84,7 @@ def test_a_stop_saves_and_the_run_goes_on(config_file, tmp_path, undisturbed, nu
     assert losses(run) == undisturbed(config_file)
 
 
+@pytest.mark.full
 def test_a_fresh_run_in_the_same_folder_leaves_the_old_checkpoints_alone(config_file, tmp_path):
     run = tmp_path / "run"
     for _ in range(2):
@@ -102,6 +105,7 @@ def test_a_path_that_is_no_checkpoint(config_file, tmp_path):
     assert code == 2 and "index.json can't be read" in err and "Traceback" not in out + err
 
 
+@pytest.mark.full
 def test_a_folder_that_can_not_be(config_file, tmp_path):
     """A file stands in its place: that is said before anything starts."""
     (tmp_path / "file").write_text("")

@@ -92,6 +92,7 @@ class Soak:
         return int(re.findall(r"is process (\d+)", (self.folder / "logs" / f"rank-{rank}.log").read_text())[0])
 
 
+@pytest.mark.full
 def test_three_minutes_under_fire(tmp_path: Path):
     soak = Soak(tmp_path)
     try:

@@ -105,6 +105,7 @@ def test_a_killed_worker_is_lost_and_the_run_goes_on(config_file, tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@pytest.mark.full
 def test_without_elasticity_a_killed_worker_is_named_and_nobody_hangs(config_file, tmp_path):
     process = start("--config", config_file, "run.num_steps=100000", "elastic.enabled=false")
     wait_for_step(tmp_path / "run", 3)
@@ -145,6 +146,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_get_one_clear_message(config_file, mistake, tmp_path):
     arguments, named = MISTAKES[mistake]
@@ -154,6 +156,7 @@ def test_mistakes_get_one_clear_message(config_file, mistake, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_an_empty_corpus(config_file, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
@@ -161,6 +164,7 @@ def test_an_empty_corpus(config_file, tmp_path):
     assert code == 2 and "empty.txt" in err and "Traceback" not in out + err, out + err
 
 
+@pytest.mark.full
 def test_a_taken_port(config_file):
     """A launcher without a store of its own names a port; somebody else listens there."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -96,6 +96,7 @@ def test_a_finished_run_is_read_again_unless_the_question_is_another(tmp_path, m
         assert len(trained) == count
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("CI"), reason="some short runs, half a minute: CI runs it")
 def test_a_real_search_and_its_repetition(tmp_path):

@@ -37,6 +37,7 @@ def run(arguments: list[str], capsys) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.full
 def test_as_people_run_it(arguments: list[str]):
     command = [sys.executable, str(ROOT / "launch" / "verify.py"), *arguments, "precision.policy=fp64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -84,6 +85,7 @@ def test_a_wrong_gradient_is_found_and_named(arguments: list[str], capsys, monke
     assert f"tp2: the first step's gradient of {BROKEN} differs by 1.0e-02 (0.0001 is allowed)" in findings
 
 
+@pytest.mark.full
 def test_ranks_that_disagree_are_a_finding(arguments: list[str], capsys, monkeypatch):
     """Norms under sequence parallelism see a part of the tokens each, and nobody adds their gradients up."""
     make_stage = verify.make_stage

@@ -54,6 +54,7 @@ def test_a_second_length_makes_a_kernel_for_all_lengths(monkeypatch):
     assert counter.frame_count <= 3 * 4  # a length of 1 is a case of its own
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_a_compiler_makes_of_them():
     """Takes some 20 s: six kernels of C++ for one format, whatever the number of layers."""

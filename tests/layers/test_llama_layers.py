@@ -40,6 +40,7 @@ def test_one_rank_equals_plain_torch(kv_heads):
         assert relative(grad, weights[name].grad) < 1e-11, name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kv_heads,vocab", [(4, 50), (4, 49), (4, 5)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 4])

@@ -21,6 +21,7 @@ def gradients(config, policy, recompute, device, documents=None):
     return loss.item(), {p.sharding.name: p.main_grad.cpu() for p in parameters_of(stage)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("policy", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,6 +33,7 @@ def test_loss_and_gradients(family, policy, recompute):
     assert {name: grad for name, grad in grads.items() if relative(grad, expected[name]) > TOLERANCE[policy]} == {}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("policy", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,6 +33,7 @@ def region(world, rank, size, sequence_parallel):
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("policy", ["fp64", "bf16"])
 @pytest.mark.parametrize("size,sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
@@ -204,6 +205,7 @@ def test_a_layer_that_needs_its_last_product_shows_it(recompute):
     assert x.grad is not None and x.grad.isnan().all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("call", range(1, 21))
 def test_an_end_in_the_middle_leaves_nothing_behind(recompute, call):

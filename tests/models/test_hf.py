@@ -18,6 +18,7 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
 from tests.support.hf_models import MODELS, SIZES, their_model
+from tests.support.tiers import examples
 
 SEQ, BATCH = 12, 2
 
@@ -68,6 +69,7 @@ def gradient_of(tensor, grads):
     return total
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tp_size, sequence_parallel", [(1, False), (2, True), (4, False)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_all_gradients_are_hugging_faces(name, tp_size, sequence_parallel):
@@ -106,7 +108,7 @@ def layouts(draw):
     return MODELS[name], tp_size, range(start, draw(st.integers(start + 1, 2)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(layouts())
 def test_shares_are_parts_of_their_tensors_and_come_together_again(layout):
     """Elements are numbered from 1: zeros are padding."""

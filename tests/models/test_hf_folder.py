@@ -16,6 +16,7 @@ from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
 from tests.support.hf_models import MODELS, SIZES, their_model
+from tests.support.tiers import examples
 
 EVERYTHING = (slice(None),)
 
@@ -198,6 +199,7 @@ def test_pickles_are_not_read(tmp_path):
         open_hf_folder(tmp_path)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_changed_byte_is_an_error_of_ours_or_none(tmp_path, whole, seed):
     """Weights have no hashes there; whatever else is changed must not end in another exception."""
@@ -237,7 +239,7 @@ def models(draw):
     return resolved_model(model)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(models())
 def test_the_configuration_comes_back(model):
     assert model_section(json.loads(json.dumps(hf_config(model))), "config.json") == model

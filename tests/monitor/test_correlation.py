@@ -73,3 +73,15 @@ def test_what_has_no_correlation():
     assert correlate([1.0, math.nan, 2.0, math.inf], [1.0, 2.0, 2.0, 3.0]) is None
     perfect = correlate([1.0, 2.0, 3.0], [1e200, 2e200, 3e200])
     assert perfect.r == pytest.approx(1.0) and perfect.p < 1e-7
+
+
+@pytest.mark.parametrize("num_pairs, slope", [(3, 0.5), (10, 0.0), (30, 0.3), (500, 0.1), (2000, 1.0)])
+def test_r_and_p_are_scipys(num_pairs, slope):
+    """1e-9 of p: both evaluate the incomplete beta function in fp64, scipy by Boost; a p of 1e-200 included."""
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(num_pairs)
+    x = [draw.gauss(0, 1) for _ in range(num_pairs)]
+    y = [slope * a + draw.gauss(0, 1) for a in x]
+    ours, theirs = correlate(x, y), stats.pearsonr(x, y)
+    assert ours.r == pytest.approx(theirs.statistic, rel=1e-12, abs=1e-15)
+    assert ours.p == pytest.approx(theirs.pvalue, rel=1e-9)

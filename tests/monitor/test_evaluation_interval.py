@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel3d.monitor.device_peak import measure_peak
 from parallel3d.monitor.evaluation_interval import EvaluationInterval, MovingThroughput, plan_evaluations
-from parallel3d.monitor.flops import Peak, data_sheet_peak, mfu
+from parallel3d.monitor.flops import Peak, data_sheet_peak, describe_mfu, mfu
 
 
 def test_the_moving_window_holds_ten_steps():
@@ -56,6 +56,18 @@ def test_the_plan_of_a_run_of_three_and_a_quarter_hours():
     assert plan.evaluation_s == pytest.approx(33.0)
 
 
+@given(st.integers(1, 100_000), st.floats(0.001, 10.0), st.floats(0.001, 1000.0), st.floats(0.001, 0.5))
+def test_a_plan_keeps_its_share(num_steps, step_s, batch_s, share):
+    """Also in short runs, where 50 evaluations of one batch would take more."""
+    plan = plan_evaluations(num_steps=num_steps, step_s=step_s, batch_s=batch_s, share=share)
+    if plan is None:
+        assert batch_s > share * num_steps * step_s * (1 - 1e-6)
+        return
+    assert plan.num_evaluations == num_steps // plan.every >= 1
+    assert plan.share == pytest.approx(plan.num_evaluations * plan.num_batches * batch_s / (num_steps * step_s))
+    assert plan.share <= share * (1 + 1e-6)
+
+
 def test_peaks_are_found_by_the_devices_name():
     assert data_sheet_peak("NVIDIA H100 80GB HBM3", "bf16") == Peak(flops_per_s=989.4e12, source="data sheet")
     assert data_sheet_peak("NVIDIA H100 PCIe", "bf16").flops_per_s == 756.4e12
@@ -78,3 +90,12 @@ def test_mfu_by_hand():
 def test_a_cpus_peak_is_measured(number_format):
     peak = measure_peak(torch.device("cpu"), number_format)
     assert peak.source == "measured" and 1e8 < peak.flops_per_s < 1e15
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("measured", "measured under load"), ("configuration", "(configuration), which is too low")]
+)
+def test_an_mfu_above_100_percent_is_never_printed(source, words):
+    assert describe_mfu(0.413, 1e12, source) == "41.3%"
+    told = describe_mfu(1.029, 3e10, source)
+    assert "102" not in told and "30 GFLOP/s" in told and words in told and "monitor.peak_flops" in told

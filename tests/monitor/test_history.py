@@ -95,7 +95,7 @@ def write_run(folder, lines):
     return folder
 
 
-def test_the_report_as_a_person_calls_it(tmp_path):
+def test_the_report_on_the_command_line(tmp_path):
     """Another process, without a display; a run that goes on has no summary yet."""
     norms = [1.0] * 30 + [3.0] + [1.0] * 9
     events = [{"event": "evaluation", "step": 40, "loss": 3.5, "seconds": 1.0}, {"event": "membership", "step": 31}]
@@ -109,11 +109,26 @@ def test_the_report_as_a_person_calls_it(tmp_path):
         "largest loss ratio           1.500, step 31",
         "gradient spikes by length    1: 1; 100% last one step",
         "change of membership         step 31, loss ratio 1.500, within a gradient spike",
-        "run.evaluate_every=100 run.evaluate_batches=20 (10 s each; a batch takes 0.5 s)",
+        "50 in 5.0% more time: run.evaluate_every=100 run.evaluate_batches=20 (10 s each; a batch takes 0.5 s)",
         "drawn: loss.png, course.png, instability.png",
     ):
         assert words in done.stdout, done.stdout
     assert (run / "course.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "advice"),
+    [
+        (400, "6 in 4.5% more time: run.evaluate_every=60 run.evaluate_batches=1"),  # steps of 2 s, a batch of 6 s
+        (59, "none: a batch of 6 s is over 5% of all steps"),
+    ],
+)
+def test_a_short_run_is_advised_fewer_evaluations(tmp_path, capsys, num_steps, advice):
+    evaluation = {"event": "evaluation", "step": 40, "loss": 3.5, "seconds": 6.0}
+    run = write_run(tmp_path / "run", [*lines_of([4.0] * 40), evaluation])
+    (run / "config.json").write_text(json.dumps({"run": {"num_steps": num_steps, "evaluate_batches": 1}}))
+    assert main([str(run), "--no-charts"]) == 0
+    assert f"advised evaluations          {advice}" in capsys.readouterr().out
 
 
 def test_the_charts_of_a_run_that_goes_on_are_drawn_until_it_is_over(tmp_path, monkeypatch, capsys):

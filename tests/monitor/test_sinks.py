@@ -46,6 +46,16 @@ def test_a_whole_run(tmp_path):
     assert err.getvalue() == ""
 
 
+def test_a_summary_with_an_impossible_mfu_says_why(tmp_path):
+    report, _ = report_of(tmp_path, out := io.StringIO())
+    report.start()
+    peak = {"peak_flops_per_s": 3e10, "peak_source": "measured"}
+    report.publish({"kind": "summary", "mfu": 1.029, "seconds": None, "tokens_per_s": None, **peak})
+    report.close("", exit_code=0)
+    assert "102.9" not in out.getvalue() and "measured under load" in out.getvalue()
+    assert "seconds" not in out.getvalue() and "tokens/s" not in out.getvalue()
+
+
 def test_a_run_that_fails_early_still_has_its_summary(tmp_path):
     report, err = report_of(tmp_path, io.StringIO())
     report.start()

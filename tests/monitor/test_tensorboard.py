@@ -1,4 +1,4 @@
-"""Event files: known checksums, what a run's lines become, and bytes that TensorBoard 2.21 has read."""
+"""TensorBoard files: which curves a run's lines become, and what happens without the package or the disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import struct
 
 import pytest
 
+from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_folder import RunFolder
 from parallel3d.monitor.sinks import RunReporter
-from parallel3d.monitor.tensorboard import TensorBoardFile, crc32c, encode_event, encode_record, scalars
+from parallel3d.monitor.tensorboard import TensorBoardFile, check_tensorboard, scalars
 
 LINES = [
     {"step": 1, "loss": 2.5, "num_updates": 1, "grad_norm": None, "lr": 1e-3},
@@ -21,81 +22,37 @@ LINES = [
 
 
 def read(path):
-    """(step, {tag: value}) of every record, by the format's own rules; checks the framing."""
+    """(step, {tag: value}) of every event; the first one, the file's version, has no value."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     data, found = path.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        message, data = data[12 : 12 + length], data[16 + length :]
-        found.append(decode_event(message))
+        event = event_pb2.Event.FromString(data[12 : 12 + length])
+        found.append((event.step, {value.tag: value.simple_value for value in event.summary.value}))
+        data = data[16 + length :]
     return found
 
 
-def decode_event(message):
-    step, values = 0, {}
-    for number, content in fields(message):
-        if number == 2:
-            step = content
-        if number == 5:
-            for _, value in fields(content):
-                tag, number_bits = (part for _, part in fields(value))
-                values[tag.decode()] = struct.unpack("<f", number_bits)[0]
-    return step, values
-
-
-def fields(message):
-    at = 0
-    while at < len(message):
-        key, at = varint(message, at)
-        kind = key & 7
-        if kind == 0:
-            content, at = varint(message, at)
-        else:
-            size, at = varint(message, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
-            content, at = message[at : at + size], at + size
-        yield key >> 3, content
-
-
-def varint(data, at):
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        shift, at = shift + 7, at + 1
-        if data[at - 1] < 0x80:
-            return value, at
-
-
-@pytest.mark.parametrize(
-    "data, crc", [(b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (b"", 0)]
-)
-def test_checksums_as_published(data, crc):
-    """RFC 3720, appendix B.4, and the check value of CRC-32C."""
-    assert crc32c(data) == crc
-
-
-def test_the_bytes_of_one_record():
-    message = encode_event(1.5, step=300, values={"train/loss": 2.5})
-    assert message.hex() == "09000000000000f83f10ac022a130a110a0a747261696e2f6c6f73731500002040"
-    assert encode_record(b"").hex() == "0000000000000000" + "29039807" + "d8ea82a2"
-
-
 def test_lines_become_curves(tmp_path):
+    pytest.importorskip("tensorboardX")
     file = TensorBoardFile(tmp_path / "deep" / "er", started_at=1000.0, history=LINES[:3])
     file.add(LINES[3], 1001.0)
-    file.close()
     (path,) = (tmp_path / "deep" / "er").iterdir()
-    start, first, evaluation, last = read(path)
-    assert start == (0, {}) and path.name == "events.out.tfevents.1000.parallel3d"
+    start, first, evaluation, last = read(path)  # flushed: the file is still open
+    file.close()
+    assert start == (0, {}) and path.name.startswith("events.out.tfevents.")
     assert first == (1, {"train/loss": 2.5, "train/lr": pytest.approx(1e-3)})
     assert evaluation == (1, {"evaluation/loss": 2.0})
     assert last[0] == 300 and math.isinf(last[1]["train/loss"]) and last[1]["train/lr"] == 2.0
 
 
-def test_what_is_no_number_is_no_curve():
+def test_values_that_are_not_numbers_make_no_curve():
     assert dict(scalars({"event": "membership", "step": 3, "generation": 1})) == {}
     assert dict(scalars({"step": 3, "loss": "nan", "flag": True})) == {}
 
 
-def test_a_report_that_goes_on_has_whole_curves(tmp_path):
+def test_a_resumed_report_has_whole_curves(tmp_path):
+    pytest.importorskip("tensorboardX")
     for number in (1, 2):
         folder = RunFolder(tmp_path, config="{}", environment={}, history_until_step=number - 1)
         report = RunReporter(folder, title="a", tensorboard=True, out=io.StringIO(), err=io.StringIO())
@@ -108,6 +65,7 @@ def test_a_report_that_goes_on_has_whole_curves(tmp_path):
 
 
 def test_a_folder_that_can_not_be_written_costs_the_curves_alone(tmp_path):
+    pytest.importorskip("tensorboardX")
     folder, err = RunFolder(tmp_path, config="{}", environment={}), io.StringIO()
     (tmp_path / "tensorboard").write_text("in the way")
     report = RunReporter(folder, title="a", tensorboard=True, out=io.StringIO(), err=err)
@@ -116,3 +74,9 @@ def test_a_folder_that_can_not_be_written_costs_the_curves_alone(tmp_path):
         report.publish({"kind": "step", "step": number, "loss": 1.0, "step_s": 1.0})
     report.close("", exit_code=0)
     assert "can't write" in err.getvalue() and (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_a_missing_package_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("parallel3d.monitor.tensorboard.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="monitor.tensorboard.*tensorboardX, which is not installed"):
+        check_tensorboard()

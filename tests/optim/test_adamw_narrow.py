@@ -105,6 +105,7 @@ def test_tensor_parallel_parts_are_parts_of_the_whole(tp_size, policy):
             assert torch.equal(local[sharding.name], expected), sharding.name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "settings",
     [dict(zero_stage=0), dict(zero_backups=1), dict(bucket_bytes=100), dict(bucket_bytes=10**6)],

@@ -42,6 +42,7 @@ def train(tp_size, dp_size, zero_stage, **settings):
     return run_threads(tp_size * dp_size, body)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tp_size, dp_size, zero_stage", LAYOUTS)
 def test_every_layout_is_adamw_on_the_whole_parameters(tp_size, dp_size, zero_stage):
     expected, _ = reference(dp_size)
@@ -55,6 +56,7 @@ def test_every_layout_is_adamw_on_the_whole_parameters(tp_size, dp_size, zero_st
                 assert difference < 1e-14, (step, sharding.name)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tp_size, dp_size, zero_stage", LAYOUTS)
 def test_the_norm_counts_every_element_once(tp_size, dp_size, zero_stage):
     _, expected = reference(dp_size)
@@ -92,6 +94,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("dp_size", [2, 3, 4])
 @pytest.mark.parametrize("policy", ["fp64", "fp32", "bf16"])
@@ -121,6 +124,7 @@ def test_a_backup_is_bitwise_its_owner(policy, dp_size, hosts):
         assert len(seen) == dp_size and any(state[:2].all(dim=0).any() for state in seen.values())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("zero_stage, zero_backups", [(0, 0), (1, 0), (1, 1)])
 @pytest.mark.parametrize("overlap_reduce, overlap_gather", [(True, False), (False, True), (True, True)])
 def test_neither_overlap_nor_backups_change_a_bit(zero_stage, zero_backups, overlap_reduce, overlap_gather):

@@ -38,6 +38,7 @@ def train(dp_size, policy, zero_stage, *, renew, dies=None):
     return run_threads(dp_size, body)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dies", [None, 1], ids=["the same members", "one less"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize(("dp_size", "zero_stage"), [(2, 1), (3, 1), (3, 0)])

@@ -15,6 +15,7 @@ from parallel3d.inprocess.world import run_threads
 from parallel3d.optim.shard_map import plan_shard_map
 from parallel3d.parallel.grid import Grid
 from tests.support.optimizer_ranks import NUM_STEPS, Rank, update_step
+from tests.support.tiers import examples
 
 
 class Deaths:
@@ -140,7 +141,7 @@ def random_deaths(draw):
     return Deaths(tp_size, dp_size, zero_stage, zero_backups, before, hosts, whole=draw(st.booleans()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(random_deaths(), st.sampled_from(["fp64", "fp32", "bf16"]))
 def test_whatever_can_be_survived_is_survived_bitwise(deaths, policy):
     assume(deaths.is_survivable())
@@ -173,7 +174,7 @@ def test_a_spare_may_be_the_only_holder():
     assert_bitwise_undisturbed(deaths)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.permutations(range(5)), st.integers(1, NUM_STEPS - 1), st.sampled_from(["fp64", "bf16"]), st.booleans())
 @example([0, 1, 2, 3, 4], 2, "fp64", False)
 def test_until_a_cut_is_in_force_the_old_one_stays(order, step, policy, whole):

@@ -238,6 +238,7 @@ def rebuild(group, token, folder):
     return total.item()
 
 
+@pytest.mark.full
 def test_the_next_generation_meets_under_its_own_name(tmp_path):
     assert run_processes(rebuild, tmp_path, with_folder=True) == [3.0, 3.0, 3.0]
 

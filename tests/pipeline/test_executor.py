@@ -133,6 +133,7 @@ def test_zb_h1_is_bitwise_1f1b(tp_size):
         assert (result.losses, result.backwarded) == (other.losses, other.backwarded)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("extra", [0, 2])
 @pytest.mark.parametrize("routing", ["reroute", "drop"])
 @pytest.mark.parametrize("split", [False, True])
@@ -162,6 +163,7 @@ def test_every_plan_of_a_damaged_grid_has_the_gradients_of_one_process(routing, 
 DEEP = MODEL.model_copy(update={"num_hidden_layers": 6})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from tests.support.damaged_grids import damaged_grids, plan_requests, schedule_fields
+from tests.support.tiers import examples
 
 COMPUTES = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 straight_grids = st.tuples(st.integers(2, 6), st.integers(2, 4), st.integers(1, 3), st.integers(1, 4))
@@ -104,7 +105,7 @@ def test_chunks_make_the_bubble_smaller():
     assert [span - compute_time for span in spans] == [108, 54, 36, 27]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(straight_grids, st.integers(1, 11), slots_of_a_pair)
 def test_micro_batches_that_do_not_come_in_whole_groups(grid, more, slots):
     """The last group is shorter: no list of the paper's, and at most the time that it would take if it were whole."""
@@ -119,7 +120,7 @@ def test_micro_batches_that_do_not_come_in_whole_groups(grid, more, slots):
         assert plan.makespan <= whole.makespan
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(straight_grids, slots_of_a_pair)
 def test_evaluation_passes_all_chunks_and_holds_few(grid, slots):
     num_stages, num_chunks, width, groups = grid
@@ -139,7 +140,7 @@ def test_evaluation_passes_all_chunks_and_holds_few(grid, slots):
 # --- damaged grids ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     plan_requests(
         grids=GRIDS,
@@ -166,6 +167,7 @@ def test_damaged_grids_have_sound_plans(requested):
     assert plan.makespan == max(ends.values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("num_stages", "width", "num_micro_batches", "lost", "most"),
@@ -193,7 +195,7 @@ def test_the_choice_keeps_the_busiest_replica_busy(num_stages, width, num_micro_
     assert compute_time <= plan.makespan <= most * compute_time, plan.reason
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(GRIDS, st.integers(2, 3), st.integers(1, 20), st.integers(1, 3))
 def test_the_choice_is_the_best_of_its_table(replicas, num_chunks, num_micro_batches, slots):
     request = make_request(replicas, num_micro_batches, num_chunks, slots=slots)

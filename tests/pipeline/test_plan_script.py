@@ -40,6 +40,7 @@ def test_the_report(tmp_path):
     assert (tmp_path / "plan.png").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_report_after_losses(tmp_path):
     sizes = ["parallel.pp_size=4", "parallel.stage_replicas=null", "parallel.dp_size=4", "batch.num_micro_batches=32"]
@@ -72,6 +73,7 @@ def test_the_report_of_virtual_stages(tmp_path):
     assert "stage 0   0a  1a  2a  0b  1b  2b" in done.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "message"),

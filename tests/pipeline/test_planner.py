@@ -18,6 +18,7 @@ from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import choose_plan, complete_candidates, costs_by_op, plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from tests.support.damaged_grids import damaged_grids, plan_requests, schedule_fields
+from tests.support.tiers import examples
 
 
 def make_request(replicas, num_micro_batches, *, schedule="1f1b", forward=1, backward=(1, 1), **options):
@@ -181,7 +182,7 @@ def test_targets_do_not_hold_up_a_deep_pipeline():
 # --- damaged grids ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(plan_requests(grids=damaged_grids(), schedules=["1f1b", "gpipe", "zb-h1", "forward"]))
 def test_damaged_grids_have_sound_plans(requested):
     request, replicas, slots = requested, requested.replicas, requested.slots
@@ -204,7 +205,7 @@ def test_damaged_grids_have_sound_plans(requested):
     assert plan.makespan == max(ends.values())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "gpipe", "zb-h1", "forward", "interleaved"]))
 def test_two_stages_with_one_slot_never_get_stuck(seed, schedule):
     """Targets and activation of a micro-batch share it, so that a send may wait; about 1 % of these are delicate."""
@@ -279,6 +280,7 @@ def test_pp4_dp4_after_losses(lost, chosen, dropping, name):
     check_plan(plan, slots=3)
 
 
+@pytest.mark.pairwise("num_losses", "num_stages", "width")
 @pytest.mark.parametrize(("num_stages", "width", "num_micro_batches"), [(4, 4, 32), (4, 8, 64), (8, 8, 64), (2, 5, 40)])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("num_losses", [1, 2, 3])
@@ -292,7 +294,7 @@ def test_the_choice_is_near_the_least_there_can_be(num_stages, width, num_micro_
     assert plan.makespan <= 1.05 * fastest(plan.request), plan.reason
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     plan_requests(grids=damaged_grids(), schedules=["1f1b", "gpipe", "zb-h1", "forward"], max_slots=3),
     st.booleans(),

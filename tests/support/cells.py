@@ -168,6 +168,13 @@ class Cell:
     def config(self) -> Config:
         return make_config(**self.changes)
 
+    @property
+    def axes(self) -> dict[str, str]:
+        """What the quick tier covers: the transport and every setting that the cell changes."""
+        changes = {section: values for section, values in self.changes.items() if section not in ("run", "optimizer")}
+        settings = {f"{s}.{name}": repr(value) for s, values in changes.items() for name, value in values.items()}
+        return {"transport": self.transport, **settings}
+
 
 SIZES = [sizes for sizes in product((1, 2, 4), repeat=3) if prod(sizes) <= 8]
 # Each pair of values of two switches stands in some row; the rows rotate over the layouts, three for each.
@@ -498,6 +505,9 @@ CELLS: list[Cell] = [
 ]
 
 
+GLOO_CELLS = {cell.name: cell for cell in CELLS if cell.transport == "gloo"}
+
+
 def run_cell(cell: Cell) -> RunResult:
     """A cell of threads, here and now."""
     return run_cell_in_threads(steps=cell.steps, **cell.changes)
@@ -540,6 +550,5 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[2:]
-    gloo_cells = [cell for cell in CELLS if cell.transport == "gloo" and (not wanted or cell.name in wanted)]
-    sys.exit(max(run_cell_on_processes(Path(sys.argv[1]), cell) for cell in gloo_cells))
+    wanted = sys.argv[2:] or list(GLOO_CELLS)
+    sys.exit(max(run_cell_on_processes(Path(sys.argv[1]), GLOO_CELLS[name]) for name in wanted))

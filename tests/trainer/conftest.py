@@ -20,11 +20,16 @@ def run_layout():
 
 
 @pytest.fixture(scope="session")
-def gloo_folder(tmp_path_factory):
-    """What all gloo cells brought home; they run once."""
+def gloo_folder(request, tmp_path_factory):
+    """Results of the gloo cells that the selected tests ask for, run once in one process of the launcher."""
     folder = tmp_path_factory.mktemp("cells")
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = [each["cell"].name for each in parameters if isinstance(each.get("cell"), cells.Cell)]
+    gloo_names = [name for name in dict.fromkeys([*names, "gloo-pp2-dp2"]) if name in cells.GLOO_CELLS]
+    if any(item.name == "test_fifty_steps_learn" for item in request.session.items):
+        gloo_names.append("gloo-cube-fifty-steps")
     done = subprocess.run(
-        [sys.executable, "-m", cells.__name__, str(folder)],
+        [sys.executable, "-m", cells.__name__, str(folder), *dict.fromkeys(gloo_names)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
         capture_output=True,

@@ -150,6 +150,7 @@ def test_norms_are_ours(apex, norm, policy, tolerance):
         assert distance < tolerance
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_run_on_eight_ranks_is_torchs(apex, run_layout, architecture):
     """Everything wired: 3 steps in fp32, sequence parallelism, recomputed layers."""

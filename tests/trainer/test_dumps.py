@@ -74,6 +74,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
     layout, model = LAYOUTS[name]
@@ -163,7 +164,19 @@ def test_a_broken_layer_is_the_first_to_be_named(ranks, alone, tmp_path, monkeyp
     assert ("copies within a dump differ" in out) == (len(ranks) == 1)
     assert "weights: 0 of " in out
     assert script.main([str(tmp_path / "whole"), str(tmp_path / "whole")]) == 0
-    assert script.main([str(tmp_path / "whole"), str(reference)]) == 2  # other steps
+    assert script.main([str(tmp_path / "whole"), str(reference)]) == 2
+    assert "no step in both: [1] in" in capsys.readouterr().err
+
+
+def test_a_folder_without_dumps_is_one_clear_error(tmp_path, capsys):
+    script = importlib.import_module("launch.compare_dumps")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dumps" / "step-3").mkdir(parents=True)
+    for name, problem in (("missing", "is not a directory"), ("empty", "holds no step-N folder")):
+        assert script.main([str(tmp_path / name), str(tmp_path / "dumps")]) == 2
+        assert script.main([str(tmp_path / "dumps"), str(tmp_path / name)]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 2 and all(f"{tmp_path / name} {problem}" in line for line in told)
 
 
 def test_a_missing_part_is_no_agreement(alone, tmp_path, capsys):

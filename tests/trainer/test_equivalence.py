@@ -12,6 +12,7 @@ from parallel3d.optim.bucket import Bucket
 from tests.support.cells import CELLS, load_gloo_cell, run_cell
 
 
+@pytest.mark.pairwise("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.schedule")
 @pytest.mark.parametrize(
     "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.transport == "gloo")) for c in CELLS]
 )
@@ -32,6 +33,7 @@ def test_formats_stay_near_fp64(run_layout):
     assert run_layout(model=dict(hidden_dropout=0.2)).losses != pytest.approx(wide, rel=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp,pp,dp,zero", [(1, 1, 4, 1), (2, 2, 2, 1), (1, 4, 2, 0)])
 def test_overlap_changes_no_bit(run_layout, tp, pp, dp, zero, tied):

@@ -58,6 +58,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.pairwise("precision", "tied")
 @pytest.mark.parametrize(
     "layout, precision, tied",
     CELLS,

@@ -59,6 +59,7 @@ SINGLE = [
 ]
 
 
+@pytest.mark.pairwise("layout", "phase")
 @pytest.mark.parametrize("layout, rank, phase", SINGLE)
 def test_one_death(layout, rank, phase):
     done = run(config_of(layout), [kill_fault(rank, phase)])
@@ -66,6 +67,7 @@ def test_one_death(layout, rank, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce_scatter", "backup", "all_reduce", "update"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in MODELS for rank in (0, 3, 6)])
 def test_one_death_with_another_model(layout, rank, phase):
@@ -74,6 +76,7 @@ def test_one_death_with_another_model(layout, rank, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout, rank, phase",
     [
@@ -99,6 +102,7 @@ def test_one_death_with_recomputed_layers(layout, rank, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["forward", "send", "backward", "all_reduce"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in DOCUMENTS for rank in (0, 3, 5)])
 def test_one_death_where_documents_are_kept_apart(layout, rank, phase):
@@ -123,6 +127,7 @@ def test_two_deaths_at_two_stages_under_every_schedule(layout):
     assert all(0 <= record["bubble"] < 1 for record in done.steps.values() if "bubble" in record)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", phases_of(grid_of("pp2-dp4"), 0))
 @pytest.mark.parametrize("layout", PRECISIONS)
 def test_one_death_in_another_precision(layout, phase):
@@ -168,6 +173,7 @@ def recovery_cells():
                 yield pytest.param(layout, first, phase, second, recovery, id=name)
 
 
+@pytest.mark.pairwise("phase", "recovery")
 @pytest.mark.parametrize("layout, first, phase, second, recovery", list(recovery_cells()))
 def test_a_second_death_in_the_recovery(layout, first, phase, second, recovery):
     config = config_of(layout)
@@ -181,6 +187,7 @@ def test_a_second_death_in_the_recovery(layout, first, phase, second, recovery):
         assert "no replica left" in done.abort_reason or "no holder left" in done.abort_reason
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", BEFORE_GO)
 @pytest.mark.parametrize("trio", [(0, 2, 3), (0, 1, 4), (1, 6, 4), (7, 5, 2), (3, 4, 5)], ids=str)
 def test_three_deaths_before_the_go_are_one_change(trio, phase):
@@ -254,6 +261,7 @@ RANDOM = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layout, seed", RANDOM)
 def test_several_deaths(layout, seed):
     config, faults = config_of(layout, num_steps=5), random_faults(layout, seed)
@@ -271,6 +279,7 @@ def test_random_deaths_do_not_all_end_alike():
     assert {frozenset({True}), frozenset({False})} <= kinds
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("order", [(0, 1, 2, 4, 5, 6), (7, 0, 6, 3, 5, 1), (2, 7, 1, 6, 3, 4)], ids=str)
 def test_down_to_one_replica_of_each_stage(order, zero_stage):
@@ -336,6 +345,7 @@ def count_iterations(config, faults):
     return run(config, faults, watch=watch), begun
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["forward", "all_reduce", "update", "evaluate"])
 @pytest.mark.parametrize("layout, rank", [("pp2-dp2-tp2", 5), ("pp3-dp2", 2), ("pp2-dp4", 0)])
 def test_who_takes_its_leave_costs_no_step(layout, rank, phase):
@@ -348,6 +358,7 @@ def test_who_takes_its_leave_costs_no_step(layout, rank, phase):
     assert [step for number, step in begun if number == rank] == [1, 2, 3]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("phase", [phase for phase in (*EARLY, *LATE) if phase != "load"])
 def test_a_death_costs_at_most_the_step_it_happens_in(phase):
     """After the entry is held by anybody the step is not repeated: all finish it from what they have."""

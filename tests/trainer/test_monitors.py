@@ -27,6 +27,7 @@ def norms_of(done):
     return [tuple(getattr(entry, name) for name in NORMS) for entry in done.entries]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_norms_are_those_of_one_process(name):
     parallel, model = LAYOUTS[name]

@@ -36,6 +36,7 @@ def plain_run(config, initial, num_steps):
     return losses, norms, {name: weight.detach() for name, weight in weights.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("architecture", PLAIN_LOSS)
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e9])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -16,6 +16,7 @@ def test_threads_and_processes_are_the_same_run(gloo_folder):
     assert [entry.cursors for entry in processes.entries] == [entry.cursors for entry in threads.entries]
 
 
+@pytest.mark.full
 def test_fifty_steps_learn(gloo_folder):
     """The run that follows one process for fifty steps is a run that learns."""
     losses = load_gloo_cell(gloo_folder, BY_NAME["gloo-cube-fifty-steps"]).losses

@@ -65,6 +65,7 @@ def block_result(monkeypatch):
 # --- entries that a rank lacks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4"])
 @pytest.mark.parametrize("who", ["one", "its group", "all but the dead"])
 @pytest.mark.parametrize("phase", ["update", "all_gather"])
@@ -137,6 +138,7 @@ def leave_once(who, phase, step):
     return watch
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["reduce_scatter", "backup", "update", "all_gather"])
 @pytest.mark.parametrize("rank", [0, 5])
 def test_a_suspicion_is_a_change_with_the_same_members(rank, phase):
@@ -157,6 +159,7 @@ def test_a_suspicion_that_never_ends_ends_the_run():
 # --- the first generation, the last step ------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp2-dp4"])
 @pytest.mark.parametrize("phase, num_changes", [*((phase, 0) for phase in BEFORE_GO), (AFTER_GO, 1)])
 @pytest.mark.parametrize("ranks", [(0,), (5, 2)], ids=str)
@@ -168,6 +171,7 @@ def test_a_run_may_lose_ranks_before_it_has_begun(layout, phase, num_changes, ra
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["backward", "update", "all_gather", "evaluate"])
 @pytest.mark.parametrize("layout, rank", [("pp2-dp2-tp2", 0), ("pp2-dp2-tp2", 7), ("pp3-dp2", 2), ("pp2-dp4", 6)])
 def test_the_last_step_is_made_by_those_who_are_left(layout, rank, phase):

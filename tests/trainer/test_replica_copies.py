@@ -153,6 +153,7 @@ def test_a_warning_lets_the_run_go_on(monkeypatch):
     assert [bool(entry.differing_stages) for entry in done.run.entries] == [True, False], "the gather has mended it"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4", "tied-pp2-dp2-tp2"])
 @pytest.mark.parametrize("zero_stage, zero_backups", [(1, 1), (1, 0), (0, 1)])
 def test_no_false_alarm(layout, zero_stage, zero_backups):

@@ -52,6 +52,7 @@ def survives(grid: Grid, dead: set[int]) -> bool:
     return check_survivability(grid, zero_stage=1, zero_backups=1, hosts={}, dead=dead).can_continue
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout, rank, phase", list(single_cells()))
 def test_one_death(layout, rank, phase):
     done = run(config_of(layout), [kill_fault(rank, phase)])
@@ -86,6 +87,7 @@ def pairs():
             yield pytest.param(layout, first, phase, second, recovery, id=name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout, first, phase, second, recovery", list(pairs()))
 def test_two_deaths(layout, first, phase, second, recovery):
     """Owner and backup of a range of the matrix are owner and backup of a range of their stage: who takes both is told

@@ -27,6 +27,7 @@ from parallel3d.trainer.state import TrainState
 from tests.support import cells
 from tests.support.saved_layouts import run_layout, save
 from tests.support.thread_cells import assert_same_run, kill_fault, run
+from tests.support.tiers import examples
 
 CUBE = dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True)
 UNEVEN = dict(pp_size=2, stage_replicas=[1, 2], tp_size=2, sequence_parallel=True, schedule="zb-h1")
@@ -269,7 +270,7 @@ def dropped_tails(shapes):
             position[lane] = begin + shape.read_length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     length=st.sampled_from(
         [

@@ -213,6 +213,6 @@ def _write_output_to(log: Path) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = LogStream(1), LogStream(2)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     faulthandler.enable(file=2)
     faulthandler.register(STACK_DUMP_SIGNAL, file=2, all_threads=True)  # in C: it needs nothing of a Python that hangs

@@ -1,0 +1,58 @@
+"""The quick tier's choice of rows covers what it promises, and little more."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.cells import CELLS
+from tests.support.tiers import Row, axes_of, covering_rows, examples, spread_rows
+
+AXES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "schedule": ("1f1b", "gpipe"), "zero": (0, 1)}
+VALUES = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in AXES.items()})
+
+
+def parts(rows: list[Row], size: int) -> set[frozenset[tuple[str, object]]]:
+    return {frozenset(part) for row in rows for part in combinations(row.items(), size)}
+
+
+@given(st.lists(VALUES, max_size=40))
+def test_every_value_and_every_pair_appears(rows: list[Row]):
+    chosen = covering_rows(rows)
+    assert chosen == sorted(set(chosen))
+    left = [rows[index] for index in chosen]
+    assert all(parts(left, size) == parts(rows, size) for size in (1, 2))
+
+
+@given(st.lists(VALUES, max_size=40))
+def test_pairs_of_some_axes_and_values_of_all(rows: list[Row]):
+    left = [rows[index] for index in covering_rows(rows, frozenset({"tp", "pp"}))]
+    assert parts(left, 1) == parts(rows, 1)
+    wanted = [{name: value for name, value in row.items() if name in ("tp", "pp")} for row in rows]
+    assert parts(left, 2) >= parts(wanted, 2)
+
+
+def test_a_product_takes_little_more_rows_than_its_largest_pair_of_axes():
+    rows = [dict(zip(AXES, values)) for values in product(*AXES.values())]
+    assert len(rows) == 36 and 9 <= len(covering_rows(rows)) <= 11
+    assert len(covering_rows(rows, frozenset())) == 3
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_spread_rows_have_both_ends(num_rows: int, num_wanted: int):
+    chosen = spread_rows(num_rows, num_wanted)
+    assert chosen == sorted(set(chosen)) and len(chosen) == min(num_rows, num_wanted)
+    assert chosen[0] == 0 and set(chosen) <= set(range(num_rows))
+    assert num_wanted == 1 or chosen[-1] == num_rows - 1
+
+
+def test_a_parameter_may_list_its_axes():
+    cell = next(cell for cell in CELLS if cell.name == "gloo-tp2-sp")
+    assert axes_of("cell", cell)["transport"] == "gloo" and axes_of("cell", cell)["parallel.tp_size"] == "2"
+    assert axes_of("rank", 3) == {"rank": "3"}
+
+
+def test_the_full_tier_draws_all_examples():
+    assert examples(300) in (30, 300) and examples(20) in (10, 20)
