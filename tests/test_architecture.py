@@ -14,14 +14,42 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.support import english
+
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 600
+MAX_LINES = 450
+MAX_FUNCTION_LINES = 60
+LONGER: dict[str, int] = {
+    "parallel3d/elastic/coordinator/coordinator.py": 508,
+    "parallel3d/optim/distributed_optimizer.py": 461,
+    "parallel3d/config/derived.py warnings": 85,
+    "parallel3d/inprocess/harness.py run_elastic_in_threads": 83,
+    "parallel3d/optim/distributed_optimizer.py __init__": 63,
+    "parallel3d/worker/main.py run_worker": 67,
+}
+"""Files and functions that were longer when the limits came. Their limits only fall."""
+
+SAME_CLASS_NAMES: frozenset[str] = frozenset({"Block", "Component", "Rule"})
+SAME_FILE_NAMES: frozenset[str] = frozenset(
+    {"average", "base", "blocks", "build", "compare_dumps", "coordinator", "documents", "prepare"}
+)
+"""Names that two modules had when the rule came: one name, one thing."""
+
+UNWANTED_WORDING: dict[str, int] = {
+    "parallel3d": 430,
+    "models": 6,
+    "launch": 24,
+    "benchmarks": 15,
+    "docs": 40,
+    "README.md": 0,
+}
+"""Findings of tests/support/english.py that are left. The numbers only fall: lower them with your rewriting."""
 
 FLOORS: dict[str, int] = {
     "parallel3d.errors": -2,  # below all others: everybody raises them
@@ -183,9 +211,14 @@ def check_docstring(path: str, source: str) -> Iterator[str]:
 
 
 def check_length(path: str, source: str) -> Iterator[str]:
-    """Files too long to be read in one go."""
-    if (num_lines := len(source.splitlines())) > MAX_LINES:
-        yield f"{path}: {num_lines} lines, more than {MAX_LINES}"
+    """Files and functions too long to be read in one go."""
+    if (num_lines := len(source.splitlines())) > (limit := max(MAX_LINES, LONGER.get(path, 0))):
+        yield f"{path}: {num_lines} lines, more than {limit}"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > (limit := max(MAX_FUNCTION_LINES, LONGER.get(f"{path} {node.name}", 0))):
+                yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines, more than {limit}"
 
 
 CHECKERS: tuple[Checker, ...] = (
@@ -335,6 +368,60 @@ def test_the_tree(checker: Checker):
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+def names_used_twice(paths_and_names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names that stand for several things: name -> paths."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for path, name in paths_and_names:
+        paths[name].append(path)
+    return {name: found for name, found in paths.items() if len(found) > 1}
+
+
+def test_a_class_name_is_used_once():
+    classes = (
+        (path, node.name)
+        for path, source in sources()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    )
+    twice = names_used_twice(classes)
+    assert set(twice) <= SAME_CLASS_NAMES, twice
+
+
+def test_a_file_name_is_used_once():
+    twice = names_used_twice((path, PurePosixPath(path).stem) for path, _ in sources() if "__init__" not in path)
+    assert set(twice) <= SAME_FILE_NAMES, twice
+
+
+@pytest.mark.parametrize("folder", UNWANTED_WORDING)
+def test_english(folder: str):
+    found = english.findings(folder)
+    print(f"{folder}: {len(found)} of {UNWANTED_WORDING[folder]}")
+    assert len(found) <= UNWANTED_WORDING[folder], "\n" + "\n".join(found)
+
+
+def floor_table() -> str:
+    """FLOORS and PURE as a table for docs/architecture.md, lowest floor first."""
+    rows = ["| floor | modules | pure among them |", "|---|---|---|"]
+    for floor in sorted(set(FLOORS.values())):
+        modules = [module for module in FLOORS if FLOORS[module] == floor]
+        pure = [module for module in PURE if floor_of(module) == floor]
+        rows.append(f"| {floor} | {_short(modules)} | {_short(pure)} |")
+    return "\n".join(rows)
+
+
+def _short(modules: Iterable[str]) -> str:
+    return ", ".join(f"`{module}`" for module in sorted(modules))
+
+
+FLOORS_IN_DOCS = re.compile(r"(<!-- floors -->\n).*?(<!-- /floors -->)", re.DOTALL)
+
+
+def test_the_documentation_has_the_floors():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    found = FLOORS_IN_DOCS.search(text)
+    assert found and found[0] == f"{found[1]}{floor_table()}\n{found[2]}", "run python -m tests.test_architecture"
+
+
 def test_files_are_found():
     found = dict(sources())
     assert {"parallel3d/errors.py", "parallel3d/config/load.py", "parallel3d/ramps.py"} <= set(found)
@@ -456,3 +543,15 @@ def test_no_two_files_of_tests_have_the_same_name():
     """pytest imports them by it: of two the second is not run where both are collected."""
     names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_wording():
+    python = '"""What a run leaves."""\n# is no test, is no longer\nx = "nobody is told"\nshall = 1\n'
+    assert [word for _, word in english.unwanted_in_python(python)] == ["is no ", "nobody", "told", "What a ..."]
+    markdown = "Anew.\n```\nshall\n```\nfor a person"
+    assert list(english.unwanted_in_markdown(markdown)) == [(1, "Anew"), (5, "for a person")]
+
+
+if __name__ == "__main__":  # writes the table of floors into the documentation
+    page = ROOT / "docs" / "architecture.md"
+    page.write_text(FLOORS_IN_DOCS.sub(lambda found: f"{found[1]}{floor_table()}\n{found[2]}", page.read_text()))
