@@ -76,7 +76,7 @@ def only_while_elastic(owner: type, name: str, otherwise: Any) -> None:
 
 
 def beat(heartbeat: Heartbeat) -> None:
-    """In place of Pulse._beat: sleeps while off, so that no thread wakes."""
+    """Replaces Heartbeat._beat: sleeps while off, so that no thread wakes."""
     while True:
         switch.wait()
         heartbeat._slot[0] = time.monotonic()

@@ -135,14 +135,14 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path, monkeypatch):
 SCAN = """
 import sys
 from pathlib import Path
-from parallel3d.data.columns import scan_arrow, unpack
+from parallel3d.data.columns import scan_arrow, extract_text
 import pyarrow, pyarrow.ipc, pyarrow.parquet
 path = Path(sys.argv[1])
 peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 before = peak()
 with open(sys.argv[2], "wb") as target:
     kind = path.suffix[1:]
-    rows = unpack(path, kind, "text", target) if kind == "parquet" else scan_arrow(path, "text")
+    rows = extract_text(path, kind, "text", target) if kind == "parquet" else scan_arrow(path, "text")
     total = sum(size for _, size in rows)
 print(total, peak() - before)
 """

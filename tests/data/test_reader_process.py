@@ -129,7 +129,7 @@ def test_one_that_hangs_is_replaced(make, tmp_path, monkeypatch):
     process = make(partial(FolderControlledReader, tmp_path))
     process.read(0, (0, 0, 0), 1)
     monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(module, "END_S", 0.1)
+    monkeypatch.setattr(module, "EXIT_TIMEOUT_S", 0.1)
     stopped = process.pid
     os.kill(stopped, signal.SIGSTOP)
     monkeypatch.setattr(process, "_log", lambda text: monkeypatch.setattr(module, "READ_TIMEOUT_S", 60.0))
@@ -138,7 +138,7 @@ def test_one_that_hangs_is_replaced(make, tmp_path, monkeypatch):
 
 
 def test_an_abort_ends_the_wait_and_close_the_process(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "END_S", 0.1)
+    monkeypatch.setattr(module, "EXIT_TIMEOUT_S", 0.1)
     token = AbortToken()
     process = make(partial(FolderControlledReader, tmp_path), token=token)
     process.read(0, (0, 0, 0), 1)

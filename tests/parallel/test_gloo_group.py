@@ -177,6 +177,7 @@ def abandon_what_one_peer_never_answers(group, token, folder):
     buffers = [torch.ones(1 << 20), torch.ones(1 << 20), torch.ones(SIZE << 18)]
     arrive(group, folder, "built")
     if group.rank == 2:
+        arrive(group, folder, "woken")
         arrive(group, folder, "over")
         group.abort()
         group.close()
@@ -190,6 +191,7 @@ def abandon_what_one_peer_never_answers(group, token, folder):
     with pytest.raises(GenerationEnded, match="rank 12 is lost"):
         works[0].wait()
     was_busy = group.is_busy
+    arrive(group, folder, "woken")  # an abort ends the other's collectives, too
     started = time.monotonic()
     group.abort()
     abandoned_s = time.monotonic() - started
