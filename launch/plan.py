@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,7 +22,7 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import describe_warmup
 from parallel3d.errors import UserError
-from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.grid import Grid, ReplicaId
 from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan
 from parallel3d.pipeline.partition import stage_costs
 from parallel3d.pipeline.planner import Plan, complete_candidates
@@ -79,7 +79,8 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
     yield f"{plan.reason}; bubble {plan.bubble:.1%}"
     yield draw_text(plan, width=shutil.get_terminal_size((120, 40)).columns)
     if png is not None:
-        write_png(plan, png)
+        gone = [replica for stage in range(whole.pp_size) for replica in lost_replicas(whole, grid, stage)]
+        write_png(plan, png, gone)
         yield f"wrote {png}"
 
 
@@ -95,6 +96,11 @@ def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, .
             "and training would end there. Lose fewer ranks, or raise parallel.dp_size"
         )
     return grid, spares
+
+
+def lost_replicas(whole: Grid, grid: Grid, stage: int) -> list[ReplicaId]:
+    """The replicas of a stage that `whole` has and `grid` has not."""
+    return [(stage, replica) for replica in whole.stages[stage] if replica not in grid.stages[stage]]
 
 
 def list_numbers(numbers: Iterable[int]) -> str:
@@ -202,9 +208,10 @@ def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> Mess
     )
 
 
-def write_png(plan: Plan, path: Path) -> None:
+def write_png(plan: Plan, path: Path, lost: Sequence[ReplicaId]) -> None:
+    """Draws the plan into a file; UserError where that can't be written."""
     try:
-        draw_png(plan, path)
+        draw_png(plan, path, lost=lost)
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no picture format
         raise UserError(f"--png {path}: the picture can't be written: {error}") from error
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
-from parallel3d.pipeline.routes import Component, plan_routes, split_components
+from parallel3d.pipeline.routes import Component, home_replicas, plan_routes, split_components
 from parallel3d.pipeline.schedules.base import VirtualMicroBatch
 from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, least_makespan, simulate
 
@@ -101,6 +101,15 @@ class Plan:
         ]
         return tuple(sorted(events, key=lambda event: (event.start, event.replica)))
 
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The replica id at which each micro-batch is at home."""
+        return home_replicas(self.request)
+
+    def is_rerouted(self, event: Event) -> bool:
+        """Whether a compute runs away from the home of its micro-batch, which that stage has lost."""
+        return event.replica[1] != self.homes[event.micro_batch]
+
     @property
     def bubble(self) -> float:
         """Share of the makespan in which the replicas with the most work are idle.
@@ -120,7 +129,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """One line for a person."""
+        """One line for logs and reports."""
         request, counts = self.request, [len(ids) for ids in self.request.replicas]
         grid = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
         rerouted = sum(len(set(route)) > 1 for route in self.routes)

@@ -29,12 +29,19 @@ class Component:
 
 
 def plan_routes(request: PlanRequest) -> Routes:
-    """routes[micro-batch][stage] = replica id."""
-    dropped = (request.whole_pipelines,) * request.num_stages
-    replicas = dropped if request.routing == "drop" else request.replicas
-    homes = sorted({replica for ids in replicas for replica in ids})
-    home_of = [homes[m % len(homes)] for m in range(request.num_micro_batches)]
-    return tuple(zip(*(_route_stage(ids, home_of) for ids in replicas)))
+    """Returns routes[micro-batch][stage] = replica id."""
+    home_of = home_replicas(request)
+    return tuple(zip(*(_route_stage(ids, home_of) for ids in _replicas_in_use(request))))
+
+
+def home_replicas(request: PlanRequest) -> tuple[int, ...]:
+    """The home of each micro-batch."""
+    homes = sorted({replica for ids in _replicas_in_use(request) for replica in ids})
+    return tuple(homes[m % len(homes)] for m in range(request.num_micro_batches))
+
+
+def _replicas_in_use(request: PlanRequest) -> Routes:
+    return (request.whole_pipelines,) * request.num_stages if request.routing == "drop" else request.replicas
 
 
 def split_components(routes: Routes) -> list[Component]:
@@ -58,7 +65,7 @@ def split_components(routes: Routes) -> list[Component]:
     return [_build_component({route: by_route[route] for route in group}) for group in groups.values()]
 
 
-def _route_stage(ids: tuple[int, ...], home_of: list[int]) -> list[int]:
+def _route_stage(ids: tuple[int, ...], home_of: tuple[int, ...]) -> list[int]:
     """The replica of each micro-batch at a stage with these live replicas."""
     alive = set(ids)
     kept = Counter(home for home in home_of if home in alive)

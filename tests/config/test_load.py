@@ -157,6 +157,10 @@ def test_all_kinds_of_mistakes_come_in_one_error(tmp_path: Path):
             {"batch.sequence_length"},
         ),
         (["parallel.pp_size=5"], {"parallel.pp_size"}),
+        (["parallel.pp_size=1000000000"], {"parallel.pp_size"}),  # before a tuple of that size is built
+        (["parallel.virtual_stages=1000000000"], {"parallel.virtual_stages"}),
+        (["parallel.schedule=zigzag"], {"parallel.schedule"}),
+        (["parallel.pp_size=2", "parallel.schedule=zb-v"], {"parallel.virtual_stages"}),
         (["parallel.pp_size=2", "parallel.schedule=interleaved"], {"parallel.virtual_stages"}),
         (["parallel.pp_size=2", "parallel.virtual_stages=2"], {"parallel.virtual_stages"}),
         (["parallel.schedule=interleaved", "parallel.virtual_stages=2"], {"parallel.schedule"}),

@@ -57,10 +57,11 @@ def test_fine_costs_are_scaled():
 def test_a_wide_plan_is_cut_with_a_notice():
     plan = make_plan(((0, 1),) * 4, 16)
     whole, cut = draw_text(plan, width=1000).splitlines(), draw_text(plan, width=60, max_rows=5).splitlines()
-    assert len(whole) == 8 and len(cut) == 6
-    assert all(len(row) <= 60 and full.startswith(row) for row, full in zip(cut[:5], whole))
+    assert len(whole) == 8 and len(cut) == 5  # the rows of replica 0 and the notice
+    assert all(len(row) <= 60 and full.startswith(row) for row, full in zip(cut[:4], whole[::2]))
     columns_cut = (len(whole[0]) - len(cut[0])) // 4  # a column has two digits, a quote and a space
-    assert cut[5] == f"({columns_cut} more columns to the right, 3 more replicas)"
+    left_out = "4 more replicas, which run like these or would not fit"
+    assert cut[4] == f"({columns_cut} more columns to the right, {left_out})"
 
 
 def test_the_picture_is_a_png_that_grows_with_the_plan(tmp_path):

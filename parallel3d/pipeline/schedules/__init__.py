@@ -10,7 +10,8 @@ from parallel3d.pipeline.schedules.base import Schedule
 
 def _find_schedules() -> dict[str, Schedule]:
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-    found = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
+    found: list[Schedule] = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
+    found.sort(key=lambda schedule: (not schedule.is_default, schedule.min_chunks, schedule.name))
     return {schedule.name: schedule for schedule in found}
 
 
