@@ -158,6 +158,7 @@ def test_the_error_in_a_log(tmp_path: Path):
     assert cpu.last_error(log) == "no output"
 
 
+@pytest.mark.full
 def test_the_benchmark_of_checkpoints(tmp_path):
     """Two tiny saves of each kind; nothing is left in the folder."""
     small = "--hidden-size 64 --num-hidden-layers 1 --sequence-length 8 --vocab-size 64 --saves 2 --steps 1 --warmup 1"

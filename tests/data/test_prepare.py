@@ -268,6 +268,7 @@ def test_the_command(tmp_path, config_file):
     assert code == 2 and reported.strip() == f"{out} is there already: remove it, or give another --out"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "term", "kill"])
 def test_whoever_ends_it_no_half_folder_has_the_name_and_no_process_stays(tmp_path, config_file, end):

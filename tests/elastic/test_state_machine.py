@@ -491,6 +491,7 @@ def test_two_deaths_anywhere_in_two_stages_of_two_replicas():
     assert found.num_worlds > 50_000 and found.ends.keys() == {"released", "halted"}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("grid", "settings", "faults"),
     [
@@ -509,6 +510,7 @@ def test_other_small_worlds(grid: Grid, settings: dict[str, int], faults: dict[s
     assert "released" in found.ends and found.num_worlds > 100
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("grid", "faults"),
     [

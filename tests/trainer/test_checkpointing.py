@@ -107,6 +107,7 @@ def test_the_same_layout_goes_on_bitwise(tmp_path, layout, policy, model):
     assert_equal(read_all(tmp_path / "again" / "step-00000006"), read_all(tmp_path / "whole" / "step-00000006"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("there", ["pp2-dp2", "dp3-zero0", "one", "pp2-interleaved", "stages-2-1"])
 def test_exact_sums_go_on_bitwise_on_any_layout(tmp_path, there):
     """At equal tensor-parallel size."""
@@ -115,6 +116,7 @@ def test_exact_sums_go_on_bitwise_on_any_layout(tmp_path, there):
     assert_goes_on(moved, whole)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("there", ["pp2-dp2", "one", "dp3-zero0"])
 def test_another_layout_goes_on_within_tolerance(tmp_path, there):
     whole = train(config_of("cube", policy="fp64"), tmp_path / "whole")
@@ -222,6 +224,7 @@ def test_a_death_after_the_step_that_is_saved(tmp_path, phase):
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".partial", ".removed"))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["update", "all_gather", "evaluate"])
 def test_a_death_after_the_last_step(tmp_path, phase):
     config = config_of("pp2-dp3", sums="exact", every=None)
@@ -271,6 +274,7 @@ class BadDisk(Disk):
         super().rename(path, target)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "operation, words", [("make_folder", "can't write its part"), ("rename", "can't be published")]
 )

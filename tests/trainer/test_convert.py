@@ -170,6 +170,7 @@ def begin(folder, config):
     return read_all(save(folder, snapshots, runtimes[0], step=1))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", ["fp32", "bf16_sr"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
 def test_every_layout_begins_with_the_folders_weights(tmp_path, capsys, checkpoint, name, policy):
@@ -372,6 +373,7 @@ print(memory("VmHWM") - before, file=sys.stderr)
 """
 
 
+@pytest.mark.full
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     """130 MB in tensors of at most 8 MB; pages of files that are mapped count, too. A tensor and the one
     before it take 17 MB."""

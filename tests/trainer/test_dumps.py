@@ -74,7 +74,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
     layout, model = LAYOUTS[name]
@@ -150,6 +150,7 @@ def break_forward(monkeypatch, name, ranks):
     monkeypatch.setattr(RowParallelLinear, "forward", wrong)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
 def test_a_broken_layer_is_the_first_to_be_named(ranks, alone, tmp_path, monkeypatch, capsys):
     reference, _ = alone()

@@ -94,6 +94,7 @@ def test_one_death_under_every_schedule(layout, rank, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("layout, rank", [(layout, rank) for layout in RECOMPUTED for rank in (0, 6)])
 def test_one_death_with_recomputed_layers(layout, rank, phase):
@@ -173,7 +174,7 @@ def recovery_cells():
                 yield pytest.param(layout, first, phase, second, recovery, id=name)
 
 
-@pytest.mark.pairwise("phase", "recovery")
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout, first, phase, second, recovery", list(recovery_cells()))
 def test_a_second_death_in_the_recovery(layout, first, phase, second, recovery):
     config = config_of(layout)
@@ -371,6 +372,7 @@ def test_a_death_costs_at_most_the_step_it_happens_in(phase):
     assert_same_run(done, undisturbed("pp2-dp4"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase, num_rows", [("backup", 2), ("update", 3)])
 @pytest.mark.parametrize("rank", [0, 3, 5, 6])
 def test_only_what_is_missing_travels(rank, phase, num_rows):

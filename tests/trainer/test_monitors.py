@@ -37,6 +37,7 @@ def test_the_norms_are_those_of_one_process(name):
         assert mine == pytest.approx(yours, rel=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy, tolerance", [("fp32", 1e-4), ("bf16", 0.05), ("fp16", 0.05), ("bf16_sr", 0.05)])
 def test_the_norms_of_other_formats(policy, tolerance):
     changes = dict(precision=dict(policy=policy))

@@ -162,6 +162,7 @@ def test_no_false_alarm(layout, zero_stage, zero_backups):
     assert [entry.differing_stages for entry in done.run.entries] == [(), ()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "fp64"])
 def test_no_false_alarm_in_other_formats(policy):
     config = make_config(

@@ -108,6 +108,7 @@ def test_the_pairs_end_both_ways():
     assert fates == {True, False}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("order", [(0, 1, 2, 4, 5, 6), (7, 0, 6, 3, 5, 1)], ids=str)
 def test_down_to_one_replica_of_each_end(order, zero_stage):
