@@ -23,12 +23,12 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|mnt|Users)/\S+")
 
 
 def missing_paths(text: str) -> Iterator[str]:
-    """Paths in `text` that do not exist: from the root; a module in backticks may start in parallel3d."""
+    """Paths in `text` that do not exist: from the root; a module in backticks may lack its first folders."""
     for name in PATH.findall(text):
         if not (ROOT / name).exists():
             yield name
     for name in MODULE.findall(text):
-        if not ((ROOT / name).is_file() or (ROOT / "parallel3d" / name).is_file()):
+        if not ((ROOT / name).is_file() or any((ROOT / "parallel3d").rglob(name))):
             yield name
 
 
