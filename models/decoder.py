@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import BlockBuilder
-from parallel3d.config.derived import has_qkv_bias, num_key_value_heads
+from parallel3d.config.derived import attention_window, has_qkv_bias, num_key_value_heads
 from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.dropout import dropout
@@ -43,6 +43,7 @@ class DecoderLayer(nn.Module):
             output_init_std=output_init_std,
             qkv_bias=has_qkv_bias(config),
             output_bias=build.family.output_bias,
+            window=attention_window(config),
             context=context,
         )
         self.mlp_norm = build.norm(f"{name}.mlp_norm")

@@ -99,7 +99,8 @@ class Family:
     @property
     def description(self) -> str:
         biases = "biases" if self.output_bias else "no biases but on query, key and value" if self.qkv_bias else ""
-        parts = [block.name for block in self.blocks] + [biases or "no biases"]
+        window = ["attention within a sliding window"] if self.window_field else []
+        parts = [*(block.name for block in self.blocks), *window, biases or "no biases"]
         return f"{self.name}: {', '.join(parts)}"
 
     def problems(self, model: Values) -> Iterable[Problem]:

@@ -4,8 +4,17 @@ The masked half is not computed and no mask tensor exists: torch's SDPA with is_
 query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer than ranks, a copy of the one head that
 its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
 
-Where documents are kept apart, nobody sees a token of another document: as if each were a sequence of its own. On CPUs
-that is what happens, one SDPA for each; on CUDA in 16-bit formats torch's varlen_attn takes all of them at once.
+A document mask hides the tokens of other documents, as if each document were a sequence of its own. That is what happens
+on CPUs, with one SDPA for each; on CUDA in 16-bit formats torch's varlen_attn takes all of them at once.
+
+A sliding window (Jiang et al. 2023, section 2; Beltagy et al. 2020) of w keys cuts the sequence into blocks of w queries.
+A block needs the keys of its own block and of the one before, so no mask is larger than (w, 2 w)::
+
+    window 2, keys      0 1 2 3 4 5
+    query block 0   0   x               is_causal, no mask
+                    1   x x
+    query block 1   2     x x           keys of blocks 0 and 1
+                    3       x x
 """
 
 from __future__ import annotations
@@ -27,7 +36,8 @@ from parallel3d.parallel.staged_group import to_device
 class CausalSelfAttention(nn.Module):
     """(tokens_local, hidden) -> (tokens_local, hidden); tokens are the micro-batch's sequences laid end to end.
 
-    `table` None: nothing is rotated.
+    `table` None: nothing is rotated. `window` is the number of keys that a query sees, its own included; None: all
+    before it.
     """
 
     def __init__(
@@ -42,10 +52,12 @@ class CausalSelfAttention(nn.Module):
         output_init_std: float,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        window: int | None = None,
         context: LayerContext,
     ):
         super().__init__()
         self.table = table
+        self.window = window
         head_size = hidden_size // num_heads
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
@@ -81,34 +93,56 @@ class CausalSelfAttention(nn.Module):
             q, k, v = q.float(), k.float(), v.float()
         with self.qkv.tp.recompute_context.attention():
             documents = micro_batch.documents
-            mixed = attend(q, k, v) if documents is None else attend_per_document(documents, q, k, v)
+            if documents is None:
+                mixed = attend(q, k, v, self.window)
+            else:
+                mixed = attend_per_document(documents, q, k, v, self.window)
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if window is None or window >= q.shape[2]:
+        return _attention(q, k, v).transpose(1, 2)
+    # split once and concatenate once: slices would each have a gradient of the whole, to be added up
+    blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
+    mixed = [_attention(*blocks[0])]
+    for (_, k_before, v_before), (q_block, k_block, v_block) in zip(blocks, blocks[1:]):
+        keys, values = torch.cat([k_before, k_block], dim=2), torch.cat([v_before, v_block], dim=2)
+        # query i of the block stands window keys after the first one: it sees keys i + 1 to i + window
+        mask = torch.ones(q_block.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+        mixed.append(_attention(q_block, keys, values, mask=mask.triu_(1).tril_(window)))
+    return torch.cat(mixed, dim=2).transpose(1, 2)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """SDPA of (batch, heads, seq, size) each, causal where there is no mask (queries, keys)."""
     if q.is_cuda and q.dtype.itemsize > 2 and k.shape[1] != q.shape[1]:  # no fused kernel of a GPU groups heads there
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]).transpose(1, 2)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
+    )
 
 
-def attend_per_document(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same for each of the documents, whose lengths add up to batch * seq: -> (1, batch * seq, query heads, size).
+def attend_per_document(
+    documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+) -> Tensor:
+    """`attend` for each document; their lengths add up to batch * seq: -> (1, batch * seq, query heads, size).
 
-    Splits once and concatenates once: slices would each give a gradient of the whole, to be added up.
+    Splits once and concatenates once, as the window does.
     """
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
     if q.is_cuda and q.dtype.itemsize == 2:
-        return _attend_varlen(documents, q, k, v).unsqueeze(0)
+        return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
     parts = zip(*(each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v)))
-    return torch.cat([attend(*part) for part in parts], dim=1)
+    return torch.cat([attend(*part, window) for part in parts], dim=1)
 
 
-def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """(tokens, heads, size) each, by torch's kernel for sequences of many lengths. Written, not run yet.
 
-    Key-value heads are repeated: torch 2.11 does not know grouped ones here.
+    Key-value heads are repeated: torch 2.11 does not support grouped ones here.
     """
     from torch.nn.attention.varlen import varlen_attn  # on CPUs it has no kernel
 
@@ -116,6 +150,7 @@ def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) 
     k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
     begins = to_device(torch.tensor([0, *accumulate(documents)], dtype=torch.int32), q.device)
     longest = max(documents)
-    mixed = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=(-1, 0))
-    assert isinstance(mixed, Tensor)  # there are more results for whoever asks
+    keys_before = -1 if window is None else window - 1
+    mixed = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=(keys_before, 0))
+    assert isinstance(mixed, Tensor)  # it is a tuple only where more results are asked for
     return mixed
