@@ -81,6 +81,16 @@ def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tupl
     assert (config.model.initializer_range, config.model.initializer_depth_scaling) == (0.02, "num_layers")
 
 
+def test_mistral_7b():
+    """Table 1 of the paper; 7,241,732,096 is what Hugging Face's mistralai/Mistral-7B-v0.1 counts."""
+    config = shipped("mistral_7b.json")
+    assert derived.num_parameters(config.model) == 7_241_732_096
+    assert derived.attention_window(config.model) == 4096
+    assert derived.tokens_per_step(config) == 4_194_304
+    assert derived.tokens_per_step(config) * config.run.num_steps == pytest.approx(2e12, rel=1e-5)
+    assert derived.world_size(config) == 512
+
+
 def test_gpt2_163m():
     config = shipped("gpt2_163m.json")
     assert derived.num_parameters(config.model) == 163_009_536

@@ -150,7 +150,7 @@ BROKEN = {
     "another architecture": (
         "gpt2",
         with_config(model_type="mamba"),
-        "model_type is 'mamba'; known are gpt2, llama, qwen2",
+        "model_type is 'mamba'; known are gpt2, llama, mistral, qwen2",
     ),
     "no architecture": ("gpt2", with_config(model_type=None), "model_type is None"),
     "a field is missing": ("llama-gqa", with_config(hidden_size=None), "hidden_size is missing"),
@@ -224,17 +224,19 @@ def test_any_changed_byte_is_an_error_of_ours_or_none(tmp_path, whole, seed):
 
 @st.composite
 def models(draw):
-    architecture = draw(st.sampled_from(["llama", "gpt2"]))
+    architecture = draw(st.sampled_from(["llama", "gpt2", "mistral"]))
     own = (
         dict(
             rms_norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
             rope_theta=draw(st.sampled_from([1e4, 5e5])),
             num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
         )
-        if architecture == "llama"
+        if architecture != "gpt2"
         else dict(activation_function=draw(st.sampled_from(["gelu", "gelu_new"])), layer_norm_eps=1e-6)
     )
-    ties, bias = draw(st.booleans()), draw(st.booleans())
+    if architecture == "mistral":
+        own["sliding_window"] = draw(st.sampled_from([None, 1, 4096]))
+    ties, bias = draw(st.booleans()), draw(st.booleans()) and architecture != "mistral"
     model = ModelConfig(**SIZES, **own, architecture=architecture, tie_word_embeddings=ties, qkv_bias=bias)
     return resolved_model(model)
 
@@ -254,3 +256,11 @@ def test_what_a_short_config_means():
     llama = model_section({"model_type": "llama", **sizes, "rope_scaling": None, "rope_theta": 5e5}, "x")
     assert (llama.rms_norm_eps, llama.rope_theta, llama.num_key_value_heads) == (1e-6, 5e5, 4)
     assert (llama.tie_word_embeddings, llama.qkv_bias, llama.max_position_embeddings) == (False, False, 2048)
+
+
+def test_what_a_short_config_of_mistral_means():
+    """transformers' MistralConfig: 8 key-value heads, and a window of 4096 unless it is null."""
+    sizes = dict(SIZES, num_attention_heads=8, model_type="mistral")
+    short = model_section(sizes, "x")
+    assert (short.num_key_value_heads, short.sliding_window, short.rms_norm_eps) == (8, 4096, 1e-6)
+    assert model_section({**sizes, "sliding_window": None}, "x").sliding_window is None

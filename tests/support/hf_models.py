@@ -23,6 +23,8 @@ MODELS = {
     "llama-gqa": ModelConfig(**SIZES, num_key_value_heads=2),
     "llama-qkv-bias": ModelConfig(**SIZES, num_key_value_heads=2, qkv_bias=True),
     "gpt2": ModelConfig(**SIZES, architecture="gpt2", layer_norm_eps=1e-6),
+    "mistral": ModelConfig(**SIZES, architecture="mistral", num_key_value_heads=2),
+    "mistral-window": ModelConfig(**SIZES, architecture="mistral", num_key_value_heads=2, sliding_window=5),
     "llama-tied": ModelConfig(**SIZES, tie_word_embeddings=True),
     "gpt2-tied": ModelConfig(**SIZES, architecture="gpt2", tie_word_embeddings=True),
     "gpt2-gelu-no-qkv-bias": ModelConfig(**SIZES, architecture="gpt2", activation_function="gelu", qkv_bias=False),

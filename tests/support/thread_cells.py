@@ -56,6 +56,10 @@ MODELS = {
         dict(architecture="gpt2", hidden_dropout=0.1),
         dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True),
     ),
+    "mistral-pp2-dp2-tp2": (
+        dict(architecture="mistral", num_key_value_heads=2, sliding_window=3),
+        dict(pp_size=2, dp_size=2, tp_size=2),
+    ),
     "copied-heads-dp2-tp4": (
         dict(num_attention_heads=4, num_key_value_heads=2),
         dict(dp_size=2, tp_size=4, sequence_parallel=True),

@@ -42,6 +42,7 @@ MODELS = {
     "llama": dict(num_key_value_heads=2),
     "llama-tied": dict(tie_word_embeddings=True, rope_theta=500.0),
     "qwen2": dict(qkv_bias=True, rms_norm_eps=1e-6),
+    "mistral": dict(architecture="mistral", num_key_value_heads=2, sliding_window=6),
     "gpt2": dict(architecture="gpt2", tie_word_embeddings=True, max_position_embeddings=32),
     "gpt2-untied": dict(architecture="gpt2", activation_function="gelu", qkv_bias=False),
 }
