@@ -4,11 +4,11 @@ The masked half is not computed and no mask tensor exists: torch's SDPA with is_
 query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer than ranks, a copy of the one head that
 its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
 
-A document mask hides the tokens of other documents, as if each document were a sequence of its own. That is what happens
-on CPUs, with one SDPA for each; on CUDA in 16-bit formats torch's varlen_attn takes all of them at once.
+A document mask hides the tokens of other documents, as if each document were a sequence of its own. CPUs run one SDPA
+for each; on CUDA in 16-bit formats torch's varlen_attn takes all of them at once.
 
-A sliding window (Jiang et al. 2023, section 2; Beltagy et al. 2020) of w keys cuts the sequence into blocks of w queries.
-A block needs the keys of its own block and of the one before, so no mask is larger than (w, 2 w)::
+A sliding window of w keys (Jiang et al. 2023, section 2; Beltagy et al. 2020) cuts the sequence into blocks of w
+queries. A block needs the keys of its own block and of the one before, so no mask is larger than (w, 2 w)::
 
     window 2, keys      0 1 2 3 4 5
     query block 0   0   x               is_causal, no mask
@@ -136,7 +136,7 @@ def attend_per_document(
     if q.is_cuda and q.dtype.itemsize == 2:
         return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
     parts = zip(*(each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v)))
-    return torch.cat([attend(*part, window) for part in parts], dim=1)
+    return torch.cat([attend(*part, window=window) for part in parts], dim=1)
 
 
 def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
