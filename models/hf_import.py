@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.hf import check_zeros
+from models.hf_config import read_json
 from models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES, HfFolder, HfLazyTensor, open_hf_folder
 from models.make import shardings_of
 from parallel3d.checkpoint.disk import refuse_existing
@@ -47,6 +48,7 @@ def import_folder(path: Path, target: Path, *, weight_format: Format | None) -> 
     """
     refuse_existing(target)
     source = open_hf_folder(path)
+    files = side_files(source)
     check_zeros(source.table, source.read)
     shardings = shardings_of(source.model)
     shapes = {name: shape for sharding in shardings for name, shape in tensors_of(sharding).items()}
@@ -62,7 +64,7 @@ def import_folder(path: Path, target: Path, *, weight_format: Format | None) -> 
             versions={name: metadata.version(name) for name in ("parallel3d", "torch", "safetensors")},
         ),
         step=0,
-        files=side_files(source),
+        files=files,
     )
     yield f"{len(source.stored)} tensors, {index.num_bytes / 1e6:,.1f} MB, written to {target}"
 
@@ -78,8 +80,10 @@ def checkpoint_tensors(sharding: ParamSharding, source: HfFolder) -> Iterator[tu
 
 
 def side_files(source: HfFolder) -> dict[str, bytes]:
-    """The tokenizer's files as they are, and the ids that begin and end a text."""
+    """The tokenizer's files as they are, and the ids that begin and end a text. CheckpointError for damaged JSON."""
     paths = (source.path / name for name in (*TOKENIZER_FILES, GENERATION))
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    if GENERATION in files:
+        read_json(source.path / GENERATION)  # the way back reads it
     ids = {name: source.config[name] for name in SPECIAL_IDS if name in source.config}
     return {GENERATION: json.dumps(ids).encode()} | files

@@ -135,8 +135,8 @@ def attend_per_document(
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
     if q.is_cuda and q.dtype.itemsize == 2:
         return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
-    parts = zip(*(each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v)))
-    return torch.cat([attend(*part, window=window) for part in parts], dim=1)
+    queries, keys, values = (each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v))
+    return torch.cat([attend(*part, window) for part in zip(queries, keys, values)], dim=1)
 
 
 def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

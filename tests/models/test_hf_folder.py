@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from models.hf_config import hf_config, model_section
 from models.hf_folder import open_hf_folder
+from models.hf_import import import_folder
 from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
@@ -165,6 +166,9 @@ BROKEN = {
     "biases": ("llama-gqa", with_config(attention_bias=True), "attention_bias is True, ours is False"),
     "wide heads": ("llama-gqa", with_config(head_dim=64), "head_dim is 64, ours is hidden_size / num_attention_heads"),
     "uneven heads": ("llama-gqa", with_config(num_attention_heads=5, head_dim=None), "num_attention_heads is 5"),
+    "a base of positions that is a text": ("llama-gqa", with_config(rope_theta="x", rope_parameters=None), "is 'x'"),
+    "positions that are no object": ("llama-gqa", with_config(rope_scaling=[2]), r"rope_scaling is \[2\]"),
+    "deep nesting": ("gpt2", write("config.json", "[" * 100_000), "nested too deeply"),
     "quantisation": ("llama-gqa", with_config(quantization_config={"bits": 4}), "its weights are quantised"),
 }
 
@@ -264,3 +268,17 @@ def test_what_a_short_config_of_mistral_means():
     short = model_section(sizes, "x")
     assert (short.num_key_value_heads, short.sliding_window, short.rms_norm_eps) == (8, 4096, 1e-6)
     assert model_section({**sizes, "sliding_window": None}, "x").sliding_window is None
+
+
+def test_the_path_of_config_json_itself(whole):
+    with pytest.raises(CheckpointError, match="config.json is a file: give the Hugging Face folder"):
+        open_hf_folder(whole["gpt2"] / "config.json")
+
+
+def test_a_damaged_generation_config_is_refused_before_anything_is_written(tmp_path, whole):
+    folder = tmp_path / "folder"
+    shutil.copytree(whole["gpt2"], folder)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="generation_config.json is not JSON"):
+        list(import_folder(folder, tmp_path / "new", weight_format=None))
+    assert not (tmp_path / "new").exists()
