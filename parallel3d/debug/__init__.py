@@ -1,1 +1,1 @@
-"""Aids for the case that something is wrong: replica check, tensor dumps, traces."""
+"""Debugging: replica check, tensor dumps, traces."""

@@ -1,9 +1,8 @@
-"""Two dumps of one step compared, whatever their layouts: which tensor differs first in the order of computation.
+"""Compares two dumps of one step, on any layouts, and finds the first tensor that differs.
 
-Parts are put together to global tensors by their slabs; copies that several ranks hold of a part must agree, too. What
-is compared comes in the order in which a step makes it, so that the first difference is the cause of the others:
-weights, activations from the embedding to the loss, gradients of activations back to the embedding, gradients of
-parameters.
+Parts are assembled to global tensors by their slabs; copies of a part on several ranks must agree too. Tensors come in
+the order in which a step computes them, so that the first difference is the cause of the others: weights, activations
+from the embedding to the loss, gradients of activations back to the embedding, gradients of parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTensor:
-    """A tensor put together: float64, NaN where no rank had it."""
+    """A tensor assembled from all ranks: float64, NaN where no rank had it."""
 
     name: str
     values: Tensor
     """(rows, columns)."""
     covered: Tensor
-    """Where some rank has said what it is; bool like `values`."""
+    """True where a rank had the element; bool, shaped like `values`."""
     copy_difference: float
-    """The largest difference between two ranks' copies of one element."""
+    """Largest difference between two ranks' copies of an element."""
     position: tuple[int, int]
     """(depth, order), as in its slabs."""
 
@@ -48,18 +47,18 @@ SECTIONS = ("weights", "forward", "backward", "gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
-    """How far one tensor of two dumps is apart."""
+    """The difference of one tensor between two dumps."""
 
     name: str
     section: str
     largest: float
-    """max |a - b|; infinite where one has numbers and the other has not."""
+    """max |a - b|; infinite if only one of the two is a number."""
     relative: float
     """largest over max |b|."""
     where: tuple[int, int] | None
     """Row and column of the largest difference."""
     copy_difference: float
-    """The largest difference between copies of one element within a dump, over max |b|."""
+    """Largest difference between copies of an element within a dump, over max |b|."""
     complete: bool
     """Both dumps hold every element."""
 
@@ -84,7 +83,7 @@ def mean_loss(dumps: Sequence[RankDump]) -> float | None:
 
 
 def compare_tensors(ours: dict[str, GlobalTensor], theirs: dict[str, GlobalTensor]) -> Iterator[TensorComparison]:
-    """What both hold, in the order of computation."""
+    """Comparisons of the tensors in both dumps, in the order of computation."""
     for name, global_tensor in ours.items():
         if name in theirs:
             yield _compare(global_tensor, theirs[name])
@@ -140,7 +139,7 @@ def _compare(ours: GlobalTensor, theirs: GlobalTensor) -> TensorComparison:
 
 
 def _largest(ours: Tensor, theirs: Tensor) -> tuple[float, int]:
-    """max |a - b| and where; what is the same, infinities and NaN included, does not differ."""
+    """max |a - b| and its index; equal infinities, and NaN against NaN, do not differ."""
     if not len(ours):
         return 0.0, 0
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())

@@ -1,8 +1,8 @@
-"""A 64-bit digest of a tensor's bits, on whatever device it is: the same for the same bytes, anything for others.
+"""Computes a 64-bit digest of a tensor's bits, on its device.
 
 The bytes are read as 64-bit words; word i adds bits(key, word ^ bits(salt, i)) modulo 2**64, `bits` being the mixing
-function of random_keys. One word that differs always changes the digest, since `bits` is a bijection; several leave it
-as it was with a probability of about 2**-64. A sum, so that it does not matter how many words are dealt with at a time.
+function of random_keys. One different word always changes the digest, since `bits` is a bijection; several leave it
+unchanged with a probability of about 2**-64. It is a sum, so the chunk size does not matter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel3d.random_keys import bits, key_of
 
 CHUNK_WORDS = 1 << 16
-"""Words at a time: half a megabyte, which stays in a cache through the dozen passes of the mixing."""
+"""Words at a time: half a megabyte, which stays in the cache through the dozen passes of the mixing."""
 _MASK = (1 << 64) - 1
 
 
@@ -35,11 +35,11 @@ def _digest_one(tensor: Tensor, number: int) -> int:
     for start in range(0, len(words), CHUNK_WORDS):
         part = words[start : start + CHUNK_WORDS]
         total += bits(key_of("digest", number, start), part ^ salts[: len(part)]).sum()
-    return int(total.item())  # the one wait for a device
+    return int(total.item())  # the only synchronisation with the device
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as int64 (words,), zeros at the end."""
+    """The bytes of a tensor as int64 (words,), padded with zeros."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     missing = -len(flat) % 8
     if missing or flat.data_ptr() % 8:

@@ -1,9 +1,9 @@
-"""Dumps of one step as files: one for each rank, in the safetensors format, with what it takes to put them together.
+"""Dumps of one step as files: one per rank, in the safetensors format, with the slabs needed to assemble the tensors.
 
     DIRECTORY/step-3/rank-0.safetensors     tensors "0", "1", ... and, in the metadata, the slab of each as JSON
 
-Gradients are those of the mean loss of a target token over the whole iteration, before clipping: a layout changes none
-of what is in a dump but the last digits.
+Gradients are those of the iteration's mean loss per target token, before clipping: dumps of different layouts differ by
+rounding only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RankDump:
     step: int
     rank: int
     coordinates: str
-    """Its coordinates, for people."""
+    """Its coordinates as text."""
     ranks: tuple[int, ...]
     """All ranks of the grid that made the step."""
     losses: Mapping[int, float]
-    """By the first sequence slot of each micro-batch that ended here: the sum of its token losses, in nats."""
+    """Sum of the token losses, in nats, of each micro-batch that ended here, by its first sequence slot."""
     num_target_tokens: int
     sequence_length: int
     tensors: Sequence[tuple[Slab, Tensor]]
@@ -43,7 +43,7 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def write_dump(directory: Path, dump: RankDump) -> Path:
-    """Writes one rank's file in one go; returns its path."""
+    """Writes one rank's file, complete or not at all; returns its path."""
     folder = step_folder(directory, dump.step)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {
@@ -64,6 +64,7 @@ def write_dump(directory: Path, dump: RankDump) -> Path:
 
 
 def read_dump(path: Path) -> RankDump:
+    """Reads one rank's file."""
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["dump"])
         tensors = [file.get_tensor(str(number)) for number in range(len(metadata["slabs"]))]
@@ -80,10 +81,10 @@ def read_dump(path: Path) -> RankDump:
 
 
 def read_step(folder: Path) -> list[RankDump]:
-    """All ranks' files of a step.
+    """The dumps of all ranks of a step.
 
-    Those of ranks that are not in the smallest grid are left over: from a larger layout that was dumped into the same
-    folder before, or from a rank that was lost just after it had written.
+    Only those of the smallest grid count. Others are left over: from a larger layout dumped into the same folder
+    earlier, or from a rank that was lost just after writing.
     """
     dumps = [read_dump(path) for path in sorted(folder.glob("rank-*.safetensors"))]
     smallest = min((len(dump.ranks) for dump in dumps), default=0)

@@ -1,9 +1,9 @@
-"""Records the activations of one step and their gradients, by hooks that are there for this step alone.
+"""Records the activations of one step and their gradients, by hooks that exist for this step only.
 
-Every module of the stage is known by a name that no layout changes: its path with the layer's number in the model, such
-as "layers.3.attention.qkv". Of each, NAME.input and NAME.output are recorded, for every micro-batch, and when the
-backward pass comes by, NAME.input.grad and NAME.output.grad. The head also gives head.logits, which exist for nobody
-else. The loss of a micro-batch is the output of the head.
+Every module has a name that does not depend on the layout: its path with the layer's number in the model, such as
+"layers.3.attention.qkv". NAME.input and NAME.output are recorded for every micro-batch, and in the backward pass
+NAME.input.grad and NAME.output.grad. For the head, head.logits are recomputed and recorded too; training never has them
+in full. The output of the head is the loss of the micro-batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from parallel3d.parallel.sharding import IndexRun, ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel
 
 BEFORE_LAYERS, AFTER_LAYERS = -1, 1 << 30
-"""Depths of what stands before the first layer (embedding) and after the last (final norm, head)."""
+"""Depths of modules before the first layer (embedding) and after the last (final norm, head)."""
 
 
 @dataclass(frozen=True)
 class NamedModule:
-    """A module by its logical name; `depth` is the layer that it belongs to."""
+    """A module with its logical name; `depth` is the number of its layer."""
 
     name: str
     depth: int
@@ -39,7 +39,7 @@ class NamedModule:
 
 
 def name_modules(root: nn.Module) -> Iterator[NamedModule]:
-    """All modules of a stage (its chunks) but those that only hold others together: chunks, lists of layers."""
+    """All modules of a stage, except containers: chunks and lists of layers."""
     for chunk in root if isinstance(root, nn.ModuleList) else [root]:
         yield from _name_children(chunk, prefix="", depth=None)
 
@@ -51,7 +51,7 @@ def _name_children(root: nn.Module, *, prefix: str, depth: int | None) -> Iterat
             around = AFTER_LAYERS
             for part in child:
                 index = getattr(part, "index", None)
-                if index is None:  # a chunk of layers: no part of a name
+                if index is None:  # a chunk of layers: not part of the name
                     yield from _name_children(part, prefix=prefix, depth=None)
                 else:
                     yield NamedModule(f"{prefix}{name}.{index}", index, part)
@@ -63,20 +63,20 @@ def _name_children(root: nn.Module, *, prefix: str, depth: int | None) -> Iterat
 
 
 Columns = tuple[tuple[IndexRun, ...], int]
-"""The features that a rank has: its runs, and how many there are in all."""
+"""A rank's runs of features, and the total number of features."""
 
 
 @dataclass
 class Recorder:
-    """What one rank has recorded of one step: CPU tensors with their slabs, and the losses by micro-batch."""
+    """Recordings of one rank in one step: CPU tensors with their slabs, and the losses by micro-batch."""
 
     batch: BatchPlan
     tp: TensorParallel
     names: Sequence[str]
-    """Globs of the names to record."""
+    """Glob patterns of the names to record."""
     tensors: list[tuple[Slab, Tensor]] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
-    """By the first slot of the micro-batch: the sum of its token losses."""
+    """Sum of the token losses of each micro-batch, by its first slot."""
     _micro_batch: MicroBatch | None = None
     _seen: set[tuple[str, int]] = field(default_factory=set)
     _orders: dict[str, int] = field(default_factory=dict)
@@ -85,11 +85,11 @@ class Recorder:
         return any(fnmatchcase(name, pattern) for pattern in self.names)
 
     def on_micro_batch(self, arguments: tuple[object, ...]) -> None:
-        """A module is called whose arguments may say for which micro-batch: a stage, a layer (again, to recompute)."""
+        """Notes the micro-batch if the arguments of a called module hold one: a stage's, or a recomputed layer's."""
         self._micro_batch = next((each for each in arguments if isinstance(each, MicroBatch)), self._micro_batch)
 
     def on_forward(self, named: NamedModule, inputs: tuple[Any, ...], output: object) -> None:
-        """A module has been called; a recomputed call in the backward pass says nothing new."""
+        """Records a module's call; a recomputed call in the backward pass is ignored."""
         assert self._micro_batch is not None, "a module was called outside of a stage's forward pass"
         key = (named.name, self._micro_batch.slots[0])
         if key in self._seen:
@@ -104,7 +104,7 @@ class Recorder:
             self._record(named, "output", output, self._feature_runs(module, dim=0) if is_column else None)
 
     def _feature_runs(self, module: nn.Module, *, dim: int) -> Columns:
-        """The features that a cut weight (out, in) leaves to this rank."""
+        """This rank's features along one dimension of a sharded weight (out, in)."""
         sharding: ParamSharding = module.weight.sharding  # type: ignore[union-attr, assignment]
         return sharding.runs(self.tp.group.rank, self.tp.group.size), sharding.shape[dim]
 
@@ -118,7 +118,7 @@ class Recorder:
             self._record(named, "logits", logits, (runs, head.weight.sharding.shape[0]))
 
     def _record(self, named: NamedModule, which: str, value: object, columns: Columns | None) -> None:
-        """A tensor now, and its gradient when it comes."""
+        """Records a tensor now, and its gradient in the backward pass."""
         if not isinstance(value, Tensor):
             return
         name = f"{named.name}.{which}"
@@ -126,12 +126,14 @@ class Recorder:
         if self.wants(name):
             self._store(slab, value)
         if value.requires_grad and self.wants(f"{name}.grad"):
-            is_partial_sum = any(run.copies > 1 for run in slab.columns)  # key heads that neighbouring ranks share
+            is_partial_sum = any(
+                run.copies > 1 for run in slab.columns
+            )  # key-value heads that neighbouring ranks share
             of_grad = replace(slab, name=f"{name}.grad", is_partial_sum=is_partial_sum)
             value.register_hook(lambda grad: self._store(of_grad, grad))
 
     def _slab(self, name: str, depth: int, value: Tensor, columns: Columns | None) -> Slab:
-        """Of activations (rows, ...): all tokens of the micro-batch, or where they are cut this rank's."""
+        """The slab of activations (rows, ...): all tokens of the micro-batch, or this rank's share of them."""
         micro_batch = self._micro_batch
         assert micro_batch is not None
         num_rows, seq = len(value), micro_batch.sequence_length
@@ -161,7 +163,7 @@ class Recorder:
 
 @contextmanager
 def recording_hooks(root: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Hooks on all modules of the stage `root`; they are gone afterwards, whatever happens."""
+    """Installs the hooks on all modules of the stage `root`, and always removes them at the end."""
     handles = [
         module.register_forward_pre_hook(lambda module, arguments: recorder.on_micro_batch(arguments))
         for module in root.modules()

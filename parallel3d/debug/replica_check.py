@@ -1,20 +1,20 @@
-"""The replica check: whether all copies of something are the same bits, decided from one sum over all ranks. Pure.
+"""The replica check: decides from one sum over all ranks whether all copies of shared state have the same bits. Pure.
 
-Whatever is held by k ranks gives each of them a digest, which must be the same. Each multiplies its digest by its
-*tag*; the tags of the k holders add up to zero modulo a prime, so equal digests cancel, in whatever order they are
-added, and whoever else adds to the same slot. So the check takes `NUM_CHECKSUMS` slots a stage in an iteration's
-all-reduce, for any number of parameters, ranges and holders; nobody needs to know what the others hold::
+Each of the k holders of a piece of state computes its digest. Each multiplies the digest by its *tag*; the tags of the
+k holders add up to zero modulo a prime, so equal digests cancel, in any order of addition and next to other sums in the
+same slot. The check therefore needs only `NUM_CHECKSUMS` numbers per stage in an iteration's all-reduce, for any number
+of parameters, ranges and holders, and no rank needs to know what the others hold::
 
     holder     0          1          2              r0, r1, r2 drawn from (name, holders, iteration)
     adds    (r0-r2) d0 + (r1-r0) d1 + (r2-r1) d2    = 0 where d0 = d1 = d2
 
-A digest has two halves, each a word below the prime of its own; a word that differs leaves its sum zero with a
-probability of 1/p = 2**-32, by the draw of the tags. Two copies that differ, do so in both words but for 2**-32 of the
-cases: a check misses them with a probability of about 2**-62, and draws anew each time. Every word is a whole number
-below 2**32: float64 adds up to 2**21 of them exactly.
+A digest is split into two 32-bit words, each with a sum of its own. A word that differs leaves its sum at zero with a
+probability of 1/p = 2**-32, by the draw of the tags. Copies that differ do so in both words except in 2**-32 of the
+cases, so a check misses a difference with a probability of about 2**-62, and each check draws new tags. Every sum is of
+whole numbers below 2**32: float64 adds 2**21 of them exactly.
 
-When the sum says that something differs, the ranks tell each other the digest of every parameter and every piece of
-state (`find_differences`), which names it, and where three or more hold it, who is alone.
+When a sum shows a difference, the ranks exchange the digests of all parameters and state (`find_differences`), which
+names the piece and, with three or more holders, the rank in the minority.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_CHECKSUMS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCopy:
-    """One rank's copy of something: `name` is the same for all of its `holders`, global ranks in one order."""
+    """One rank's copy of a piece of state; `name` and `holders` (global ranks) are the same on all holders."""
 
     name: str
     holders: tuple[int, ...]
@@ -39,22 +39,22 @@ class ReplicaCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDifference:
-    """Something whose copies are not all the same."""
+    """A piece of state whose copies differ."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
-    """The ranks that agree with each other, the largest group first."""
+    """Groups of ranks with equal copies, the largest first."""
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """The ranks outside of the majority; none where there is no majority."""
+        """The ranks outside the majority; () without a majority."""
         largest, *others = self.groups
         is_majority = 2 * len(largest) > sum(map(len, self.groups))
         return tuple(sorted(rank for group in others for rank in group)) if is_majority else ()
 
 
 def checksums_of(copies: Iterable[ReplicaCopy], *, rank: int, iteration: int) -> list[int]:
-    """What `rank` adds to the slots of its stage, for all of its copies; a copy that nobody else has adds nothing."""
+    """The checksums that `rank` adds for its copies of one stage; a copy with a single holder adds zero."""
     words = [0] * NUM_CHECKSUMS
     for copy in copies:
         position = copy.holders.index(rank)
@@ -65,12 +65,12 @@ def checksums_of(copies: Iterable[ReplicaCopy], *, rank: int, iteration: int) ->
 
 
 def has_difference(totals: Sequence[float]) -> bool:
-    """Whether the sums of all ranks' words say that some copies differ."""
+    """Whether the sums of all ranks' checksums show a difference."""
     return any(int(total) % PRIME for total in totals)
 
 
 def find_differences(digests: Mapping[int, Mapping[str, int]]) -> list[ReplicaDifference]:
-    """From all ranks' digests by name: what differs, in the order in which the names come first."""
+    """The pieces of state that differ, from all ranks' digests by name, in order of first appearance."""
     held: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for rank in sorted(digests):
         for name, value in digests[rank].items():
@@ -100,7 +100,7 @@ def _groups(values: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _tag(copy: ReplicaCopy, position: int, iteration: int, number: int) -> int:
-    """Of the holder at `place`: the difference of two draws, so that the tags of all holders add up to zero."""
+    """The tag of the holder at `position`: a difference of two draws, so that all holders' tags add up to zero."""
     ring = (copy.name, copy.holders)
     here, before = (_draw(ring, at % len(copy.holders), iteration, number) for at in (position, position - 1))
     return here - before

@@ -1,8 +1,7 @@
-"""Where a rank's part of a tensor stands in the whole, so that dumps of different layouts can be put together.
+"""Describes which part of a global tensor a rank holds, so that dumps of any layout can be assembled.
 
-Whatever is dumped is a matrix: activations are (sequence slot x position, feature), parameters (out, in) or (elements,
-1). A rank has some runs of its rows and of its columns, or, of a parameter's gradient whose range it owns, a stretch of
-its flattened part.
+Every dumped tensor is a matrix: activations are (sequence slot x position, feature), parameters (out, in) or (elements,
+1). A rank holds some runs of its rows and columns; for a parameter, a range of its flattened part.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from parallel3d.parallel.sharding import IndexRun, ParamSharding
 
 @dataclass(frozen=True, kw_only=True)
 class Slab:
-    """A part of the global matrix `name` of `shape`: a tensor of `local_shape`, or elements of such a one."""
+    """A part of the global matrix `name` of `shape`: a tensor of `local_shape`, or some of its elements."""
 
     name: str
     shape: tuple[int, int]
@@ -27,16 +26,16 @@ class Slab:
     rows: tuple[IndexRun, ...]
     columns: tuple[IndexRun, ...]
     flat_start: int | None = None
-    """The tensor is (elements,): those of the flattened part from here on. None: it is the whole part."""
+    """The tensor is (elements,): those of the flattened part from here on. None: the whole part."""
     is_partial_sum: bool = False
-    """Elements that several ranks hold are parts of a sum: gradients of what each has used for itself alone."""
+    """Elements on several ranks are terms of a sum: each rank has the gradient of its own use."""
     depth: int = 0
-    """Which layer it belongs to; -1 before the first."""
+    """Number of its layer; -1 before the first."""
     order: int = 0
-    """When it was first seen in its rank's forward pass; only comparable within a depth. Negative: a parameter's."""
+    """Order of first appearance in the rank's forward pass, within a depth; negative for parameters."""
 
     def index(self, num_elements: int) -> Tensor:
-        """For each of the `num_elements` elements held: its place in the flattened whole, -1 for padding; int64."""
+        """Index in the flattened global matrix of each of `num_elements` local elements, int64; -1 for padding."""
         rows, columns = (
             _global_indices(self.rows, self.local_shape[0]),
             _global_indices(self.columns, self.local_shape[1]),
@@ -59,7 +58,7 @@ class Slab:
 def parameter_slab(
     sharding: ParamSharding, *, suffix: str, tp_rank: int, tp_size: int, flat_start: int, depth: int, order: int
 ) -> Slab:
-    """A stretch of a parameter's local share, or of its gradient's, under the parameter's name and `suffix`."""
+    """The slab of a range of a parameter's local share, or of its gradient, named with `suffix`."""
     shape, local = sharding.shape, sharding.local_shape(tp_size)
     assert len(shape) <= 2, f"{sharding.name} has {len(shape)} dimensions"
     sizes = [_matrix(shape), _matrix(local)]
@@ -77,7 +76,7 @@ def parameter_slab(
 
 
 def full_dimension(size: int) -> tuple[IndexRun, ...]:
-    """All of a dimension."""
+    """One run that covers a whole dimension."""
     return (IndexRun(global_start=0, local_start=0, length=size),)
 
 
@@ -86,7 +85,7 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _global_indices(runs: Sequence[IndexRun], size: int) -> Tensor:
-    """The global index of each of `size` local ones, -1 for padding."""
+    """Global index of each of `size` local indices; -1 for padding."""
     indices = torch.full((size,), -1, dtype=torch.int64)
     for run in runs:
         stop = run.local_start + run.length

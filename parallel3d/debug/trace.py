@@ -1,8 +1,8 @@
-"""Traces of some steps by torch's profiler: what each instruction of the schedule spends its time on.
+"""Traces steps with torch's profiler: the time of each instruction of the pipeline.
 
-The trace is Chrome's JSON format, for chrome://tracing or ui.perfetto.dev. Each step is a range named "step N", with a
-range for each instruction in it, named as in the plan ("forward 3", "send activation 3 -> (1, 0)"), and torch's
-operators, and the device's kernels where there is one, within those.
+The trace is in Chrome's JSON format, for chrome://tracing or ui.perfetto.dev. Each step is a range "step N"; in it each
+instruction is a range, named as in the plan ("forward 3", "send activation 3 -> (1, 0)"), with torch's operators and,
+on a GPU, its kernels inside.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class NoTrace:
     """Records nothing."""
 
     def label(self, instruction: Instruction) -> AbstractContextManager[object]:
-        """A range of the trace, named like the instruction."""
+        """A range of the trace, named after the instruction."""
         return NO_LABEL
 
     def begin_step(self, step: int) -> None:
-        """Steps before `step` are over."""
+        """Ends the trace of the step before."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Ends the trace at the end of the run."""
 
 
 class StepTrace(NoTrace):
-    """Records steps `first` to `last` on this process' threads, and writes them to `path` when they are over."""
+    """Records steps `first` to `last` of this process, and writes them to `path` after the last."""
 
     def __init__(self, path: Path, *, first: int, last: int, device: torch.device):
         self._path = path
@@ -70,7 +70,7 @@ class StepTrace(NoTrace):
 
 
 def make_trace(config: ProfileConfig, *, rank: int, directory: Path, device: torch.device) -> NoTrace:
-    """What the configuration asks of this rank: traces go into `directory`."""
+    """The trace that the configuration asks of this rank, written to `directory`."""
     if not config.steps or rank not in config.ranks:
         return NoTrace()
     first, last = config.steps

@@ -1,11 +1,11 @@
 """Charts of a run, written as PNG files without a display.
 
-    loss.png          the loss alone: mean and band, evaluations, the best of them
+    loss.png          the loss alone: mean and band, evaluations, the best evaluation
     course.png        loss, learning rate, gradient norm and its clipping, Adam's sqrt(v), weights, sequence length
-    instability.png   loss, loss ratio and sqrt(v), each divided by its maximum, in one picture: Figure 1 (g) and (h) of
-                      "Sequence Length Warmup" (Li et al. 2022)
+    instability.png   loss, loss ratio and sqrt(v), each divided by its maximum, in one picture, as in Figure 1 (g) and
+                      (h) of "Sequence Length Warmup" (Li et al. 2022)
 
-A thin vertical line marks each step in which the membership changed. What a run does not have is left out.
+A thin vertical line marks each step in which the membership changed. Panels without data are left out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SMOOTHING_SHARE = 0.02
 RAW, SMOOTH, EVALUATED, REFERENCE, TEXT = "#9db8d9", "#1f4e8c", "#d1495b", "#8a7f72", "#333333"
 CHANGED, BEST, CLIPPED, SECOND = "#e09f3e", "#2e8b57", "#d1495b", "#7b5ea7"
 NUM_BANDS = 100
-"""Windows of steps whose lowest and highest value make the band."""
+"""Windows of steps whose lowest and highest values form the band."""
 MIN_BAND_STEPS = 6
-"""Shorter windows make no band: single steps are drawn."""
+"""With shorter windows, single steps are drawn instead of a band."""
 MAX_DRAWN = 1e6
-"""Infinite norms are drawn here."""
+"""Upper limit of drawn gradient norms, infinite ones included."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -40,7 +40,7 @@ Points = Sequence[tuple[float, float]]
 def draw_all(
     folder: Path, history: MetricsLog, *, title: str, config: dict[str, Any], entropy: float | None
 ) -> list[str]:
-    """Writes every chart that there is something for; their names. `config` is the run's, `entropy` the unigrams'."""
+    """Writes all charts and returns their names; needs two steps. `entropy` is that of unigrams, in nats."""
     if len(history.points("loss")) < 2:
         return []
     limit = config.get("optimizer", {}).get("max_grad_norm")
@@ -62,7 +62,7 @@ def draw_loss(path: Path, *, title: str, history: MetricsLog, unigram_entropy: f
 
 
 def draw_course(path: Path, *, title: str, history: MetricsLog, max_grad_norm: float | None = None) -> None:
-    """All that a run's lines hold, one panel below the other; `max_grad_norm` is where gradients are clipped."""
+    """All figures of a run, one panel below the other; `max_grad_norm` draws the clipping limit."""
     lengths = {value for _, value in history.points("sequence_length")}
     left_out = {"sequence_length"} if len(lengths) < 2 else set()
     panels = [name for name in _PANELS if name not in left_out and (name == "loss" or history.points(name))]
@@ -106,7 +106,7 @@ def draw_instability(path: Path, *, title: str, history: MetricsLog) -> None:
     axes.set_xlabel("step", color=TEXT)
     axes.legend(
         frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=3
-    )  # lines are everywhere
+    )  # below: the lines cover the whole panel
     figure.savefig(path)
 
 
@@ -163,7 +163,7 @@ def _draw_loss(axes: Axes, history: MetricsLog, unigram_entropy: float | None) -
 
 
 def _draw_band(axes: Axes, points: Points, *, label: str) -> None:
-    """The smoothed values above each single one, or, of many, above the lowest and the highest of each window."""
+    """Smoothed values over the single ones, or over a band from lowest to highest when there are many."""
     points = [point for point in points if math.isfinite(point[1])]
     steps, values = [step for step, _ in points], [value for _, value in points]
     if len(points) >= MIN_BAND_STEPS * NUM_BANDS:
@@ -205,7 +205,7 @@ def _finish(axes: Axes, *, title: str) -> None:
 
 
 def bands(points: Points) -> tuple[list[float], list[float], list[float]]:
-    """Of about NUM_BANDS windows of steps: the middle, the lowest and the highest value; the ends reach the curve's."""
+    """Middle, lowest and highest value of about NUM_BANDS windows of steps; the outer middles are the curve's ends."""
     size = math.ceil(len(points) / NUM_BANDS)
     windows = [points[start : start + size] for start in range(0, len(points), size)]
     middles = [(window[0][0] + window[-1][0]) / 2 for window in windows]
@@ -218,7 +218,7 @@ def bands(points: Points) -> tuple[list[float], list[float], list[float]]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential mean over about 2 % of the values to each side, so that it does not lag behind a steep curve."""
+    """Exponential mean over about 2 % of the values in both directions, so that it does not lag on a steep curve."""
     forward, backward = _decayed_means(values), _decayed_means(values[::-1])[::-1]
     return [(before + after) / 2 for before, after in zip(forward, backward)]
 

@@ -1,13 +1,13 @@
-"""Pearson's correlation coefficient and how probable it is without a correlation. Pure; no scipy.
+"""Pearson's correlation coefficient and its two-sided p-value. Pure; tests compare it with scipy.
 
-r = cov(x, y) / (sd(x) sd(y)) of n pairs. Without a correlation t = r sqrt((n - 2) / (1 - r^2)) follows Student's
+r = cov(x, y) / (sd(x) sd(y)) of n pairs. Without correlation, t = r sqrt((n - 2) / (1 - r^2)) follows Student's
 distribution with n - 2 degrees of freedom, so that
 
     p = I_z((n - 2) / 2, 1/2),    z = (n - 2) / (n - 2 + t^2) = 1 - r^2
 
-is the probability of a t at least so far from 0 on either side. I is the regularised incomplete beta function, here by
-its continued fraction (Abramowitz and Stegun, 26.5.8), evaluated from the front by Lentz's method; where that converges
-slowly, by I_z(a, b) = 1 - I_{1-z}(b, a). p may underflow to 0.0, as in Table 3 of "Sequence Length Warmup".
+is the probability of a t at least that far from 0 on either side. I is the regularised incomplete beta function,
+computed by its continued fraction (Abramowitz and Stegun, 26.5.8) with Lentz's method; where that converges slowly, by
+I_z(a, b) = 1 - I_{1-z}(b, a). p may underflow to 0.0, as in Table 3 of "Sequence Length Warmup".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Correlation:
 
 
 def correlate(x: Sequence[float], y: Sequence[float]) -> Correlation | None:
-    """Of the pairs that are finite; None of fewer than three, or where one of the two never changes."""
+    """The correlation of the finite pairs; None for fewer than three, or if one series is constant."""
     assert len(x) == len(y), f"{len(x)} values against {len(y)}"
     pairs = [(a, b) for a, b in zip(x, y) if isfinite(a) and isfinite(b)]
     if len(pairs) < 3:
@@ -49,7 +49,7 @@ def correlate(x: Sequence[float], y: Sequence[float]) -> Correlation | None:
 
 
 def significance(r: float, num_pairs: int) -> Correlation:
-    """t and p of a coefficient r that `num_pairs` >= 3 pairs have given."""
+    """t and p of a coefficient r from `num_pairs` >= 3 pairs."""
     freedom, rest = num_pairs - 2, (1.0 - r) * (1.0 + r)
     if rest == 0.0:
         return Correlation(r=r, num_pairs=num_pairs, t=copysign(inf, r), p=0.0)

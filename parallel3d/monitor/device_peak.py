@@ -1,4 +1,4 @@
-"""What this rank's device can do: from the configuration, a data sheet, or measured."""
+"""Finds the peak FLOP/s of this rank's device: configured, from a data sheet, or measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEASURED_S = 0.05
 
 
 def find_peak(config: Config, device: torch.device) -> Peak:
-    """As `monitor.peak_flops` says. Ranks that share a machine's cores call it together: each then finds its share."""
+    """The peak for MFU. Ranks that share a machine's cores call it together, so that each measures its share."""
     if config.monitor.peak_flops is not None:
         return Peak(flops_per_s=config.monitor.peak_flops, source="configuration")
     number_format = policy_of(config.precision).compute
@@ -26,7 +26,10 @@ def find_peak(config: Config, device: torch.device) -> Peak:
 
 
 def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:
-    """Large matrix products by the kernel that the layers use, for MEASURED_S."""
+    """Measures large matrix products with the layers' kernel for MEASURED_S.
+
+    Other load on the machine makes the figure too low, which shows as an MFU above 100 % (flops.describe_mfu).
+    """
     size = MATRIX_SIZES.get(device.type, 512)
     matrix = torch.full((size, size), 0.5, dtype=number_format, device=device)
 
@@ -35,7 +38,7 @@ def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # bounded: its own product
 
-    multiply()  # threads start, kernels are made
+    multiply()  # warm-up: threads start, kernels are built
     num_products, started = 0, time.perf_counter()
     while (elapsed_s := time.perf_counter() - started) < MEASURED_S:
         multiply()

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, commit and command line, without importing torch."""
+"""Describes what a run runs on: versions, machine, commit and command line. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIT_TIMEOUT_S = 5.0
 
 
 def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
-    """The facts for environment.json; what can't be found out is None."""
+    """The contents of environment.json; unknown facts are None."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command_line": list(command_line),
@@ -55,7 +55,7 @@ def _memory_bytes() -> int | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """git's answer about the checkout that this file stands in."""
+    """Output of git in the checkout that holds this file; None if it fails."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)

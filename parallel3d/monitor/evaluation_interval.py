@@ -1,12 +1,11 @@
-"""Speeds over the last steps, and when an evaluation is due that may take a share of the time. Pure: clocks are given.
+"""Throughput over the last steps, and when an evaluation with a share of the time is due. Pure: times are passed in.
 
-The share is kept from one evaluation to the next, which is due as soon as it would not take more than its share of the
-time since the last one ended, itself included::
+The next evaluation is due as soon as it takes at most its share of the time since the last one ended, itself included::
 
     |--- steps: s seconds ---|- evaluation: e -|        due when e <= share * (s + e)
 
-What an evaluation takes is what the last one took; before the first it is guessed from the steps: a forward pass is a
-third of a step. Ranks have clocks of their own, so the leader decides, and its word rides in the step's all-reduce.
+e is the time of the last evaluation; before the first it is estimated from the steps, a forward pass being a third of
+one. Clocks differ between ranks, so the leader decides, and its decision travels in the step's all-reduce.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ WINDOW = 10
 """Steps of the moving window (HLAT)."""
 FORWARD_SHARE = 1 / 3
 MIN_STEPS = 2
-"""The first step is slow in ways that tell nothing."""
+"""The first step is slower than the others: memory is touched and kernels are built for the first time."""
 
 
 class MovingThroughput:
-    """Tokens and sequences a second over the last WINDOW steps."""
+    """Tokens and sequences per second over the last WINDOW steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=WINDOW)
@@ -46,17 +45,17 @@ class MovingThroughput:
 
 @dataclass(kw_only=True)
 class EvaluationInterval:
-    """When an evaluation of `num_batches` global batches is due that may take `share` of the time; None: never."""
+    """Decides when an evaluation of `num_batches` global batches may take `share` of the time; None means never."""
 
     share: float | None
     num_batches: int
     num_steps: int = 0
-    """Since the last evaluation."""
+    """Steps since the last evaluation."""
     training_s: float = 0.0
     step_s: float = 0.0
-    """Of the newest step."""
+    """Seconds of the newest step."""
     evaluation_s: float | None = None
-    """What the last one took."""
+    """Seconds of the last evaluation; None before the first."""
 
     def record_step(self, seconds: float) -> None:
         self.num_steps, self.training_s, self.step_s = self.num_steps + 1, self.training_s + seconds, seconds
@@ -66,7 +65,7 @@ class EvaluationInterval:
 
     @property
     def is_due(self) -> bool:
-        """Whether one shall follow the step that is about to end."""
+        """Whether an evaluation should follow the next step."""
         if self.share is None or self.num_steps < MIN_STEPS:
             return False
         guess = FORWARD_SHARE * self.num_batches * self.step_s

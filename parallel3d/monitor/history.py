@@ -1,14 +1,14 @@
-"""A run's course, read back from the lines of its metrics.jsonl, and what they say of its stability. Pure.
+"""Analyses a run from the lines of its metrics.jsonl. Pure.
 
     loss ratio     steps above 1.2 and the largest ratio (loss_ratio.py)
-    correlations   of the loss ratio with the l1 norm and the largest element of Adam's sqrt(v), as Table 3 of "Sequence
-                   Length Warmup": both after the step's own update. A line has the norms from before its update, so
-                   each ratio is paired with the norms of the next line
+    correlations   of the loss ratio with the l1 norm and the largest element of Adam's sqrt(v), as in Table 3 of
+                   "Sequence Length Warmup", where both are taken after the step's update. A line has the norms from
+                   before its update, so each ratio is paired with the norms of the next line
     spikes         of the gradient norm, by length (spikes.py)
-    changes        of membership: what the loss and the gradient did there
+    changes        of membership, with loss ratio and gradient spike at each
 
-and of two runs (`compare`) both readings of a win: how much earlier the one reaches the other's best score, and the
-scores at equal tokens. Scores are evaluation losses.
+`compare_to_reference` compares two runs in both usual ways: tokens and time to the other's best evaluation loss, and
+both losses at equal tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One score of a run: loss after so many steps, tokens and seconds of training."""
+    """An evaluation: its loss in nats, after `step` steps, `tokens` tokens and `seconds` of training."""
 
     step: int
     loss: float
@@ -38,14 +38,14 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLog:
-    """What a metrics.jsonl holds."""
+    """The contents of a metrics.jsonl."""
 
     steps: tuple[Json, ...]
     events: tuple[Json, ...] = ()
 
     @staticmethod
     def of(lines: Iterable[Json]) -> MetricsLog:
-        """From the lines; of a step that stands there twice the last counts."""
+        """Builds the log from lines; the last line of a repeated step counts."""
         steps: dict[int, Json] = {}
         events = []
         for line in lines:
@@ -56,12 +56,12 @@ class MetricsLog:
         return MetricsLog(steps=tuple(steps[step] for step in sorted(steps)), events=tuple(events))
 
     def points(self, name: str) -> Points:
-        """(step, value) of a figure, where it is known."""
+        """(step, value) of a figure, for the steps that have it."""
         return [(line["step"], float(line[name])) for line in self.steps if line.get(name) is not None]
 
     @property
     def losses(self) -> list[float]:
-        """By step; NaN where a loss was not finite."""
+        """Training losses in the order of steps; NaN if not finite."""
         return [nan if (loss := line.get("loss")) is None else float(loss) for line in self.steps]
 
     @property
@@ -71,7 +71,7 @@ class MetricsLog:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """In the order of steps."""
+        """Evaluations in the order of steps."""
         found = {event["step"]: event for event in self.events if event["event"] == "evaluation"}
         tokens = {0: 0.0} | {line["step"]: float(line.get("tokens", nan)) for line in self.steps}
         seconds, total_s = {0: 0.0}, 0.0
@@ -96,7 +96,7 @@ class MetricsLog:
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipChange:
-    """A change of membership: the loss ratio of its step, and whether a spike of the gradient norm lasted."""
+    """A change of membership: the loss ratio of its step, and whether it is within a spike of the gradient norm."""
 
     step: int
     loss_ratio: float | None
@@ -105,11 +105,11 @@ class MembershipChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Stability:
-    """How stable a run was."""
+    """The stability of a run."""
 
     loss_ratio: LossRatio
     largest_at: int | None
-    """The step of the largest ratio."""
+    """Step of the largest ratio."""
     spikes: Spikes
     with_variance_norm: Correlation | None
     with_variance_max: Correlation | None
@@ -117,7 +117,7 @@ class Stability:
 
 
 def ratios_of(history: MetricsLog) -> dict[int, float]:
-    """The loss ratio by step, where there is one."""
+    """Loss ratios by step; the first step and non-finite losses have none."""
     seen, ratios = LossRatio(), {}
     for line, loss in zip(history.steps, history.losses):
         seen = seen.after(loss)
@@ -127,7 +127,7 @@ def ratios_of(history: MetricsLog) -> dict[int, float]:
 
 
 def analyse(history: MetricsLog) -> Stability:
-    """Everything about one run."""
+    """The stability of one run."""
     seen, spikes, in_spike = LossRatio(), Spikes(), set()
     for line, loss in zip(history.steps, history.losses):
         norm = line.get("grad_norm")
@@ -156,31 +156,31 @@ def _correlate_with(history: MetricsLog, ratios: dict[int, float], name: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceComparison:
-    """One run against a reference, read in both ways."""
+    """A run compared with a reference run."""
 
     reference: Evaluation
-    """The reference's best evaluation."""
+    """Best evaluation of the reference."""
     reached: Evaluation | None
-    """The earliest evaluation of the run that is at least as good; None: there is none."""
+    """Earliest evaluation of the run that is at least as good; None without one."""
     equal_tokens: float
-    """Tokens that both have trained on."""
+    """Number of tokens at which both losses are compared."""
     loss: float
     reference_loss: float
-    """The losses there, between evaluations on a straight line."""
+    """Losses there, linear between evaluations."""
 
     @property
     def tokens_saved(self) -> float | None:
-        """Share of the reference's tokens that the run did not need; negative where it needed more."""
+        """Share of the reference's tokens that the run did not need; negative if it needed more."""
         return 1.0 - self.reached.tokens / self.reference.tokens if self.reached and self.reference.tokens else None
 
     @property
     def time_saved(self) -> float | None:
-        """Share of its seconds likewise."""
+        """Share of the reference's time that the run did not need; negative if it needed more."""
         return 1.0 - self.reached.seconds / self.reference.seconds if self.reached and self.reference.seconds else None
 
 
 def compare_to_reference(run: MetricsLog, reference: MetricsLog) -> ReferenceComparison | None:
-    """Both readings of a win; None where one of the two has no evaluation."""
+    """Compares two runs; None if one of them has no evaluation."""
     ours, theirs, best = run.evaluations, reference.evaluations, reference.best
     if not ours or best is None:
         return None

@@ -2,9 +2,9 @@
 
     loss ratio of step t = loss_t / min(loss_0 .. loss_{t-1})
 
-The minimum is over the steps before; the first step has none, and no ratio. Above 1 a step is worse than the best one
-so far. The paper counts steps above 1.2 and gives the largest ratio of a run; runs are stable if there are none.
-A loss that is not finite counts as an unstable step and is told apart, for it has no ratio.
+The minimum is over the steps before, so the first step has no ratio. Above 1, a step is worse than the best one so far.
+The paper counts steps above 1.2 and reports a run's largest ratio; a run without such steps is stable. A non-finite
+loss has no ratio, counts as unstable and is also counted separately.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ UNSTABLE_RATIO = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class LossRatio:
-    """A fold over the losses of a run, step by step."""
+    """Loss ratio figures after the steps so far; immutable."""
 
     lowest: float = inf
-    """The lowest loss of all steps so far."""
+    """Lowest loss so far."""
     newest: float | None = None
-    """Ratio of the last step; None for the first, and for a loss that is not finite."""
+    """Ratio of the last step; None for the first one and for a non-finite loss."""
     largest: float | None = None
     num_steps: int = 0
     num_unstable: int = 0
-    """Steps above UNSTABLE_RATIO, those without a finite loss included."""
+    """Steps above UNSTABLE_RATIO, non-finite losses included."""
     num_not_finite: int = 0
 
     @property
@@ -36,7 +36,7 @@ class LossRatio:
         return self.num_unstable / self.num_steps if self.num_steps else 0.0
 
     def after(self, loss: float) -> LossRatio:
-        """The fold with one more step."""
+        """The figures after one more step."""
         if not isfinite(loss):
             return replace(
                 self,
@@ -52,5 +52,5 @@ class LossRatio:
             newest=ratio,
             largest=max((each for each in (self.largest, ratio) if each is not None), default=None),
             num_steps=self.num_steps + 1,
-            num_unstable=self.num_unstable + (ratio is not None and ratio > UNSTABLE_RATIO),
+            num_unstable=self.num_unstable + (1 if ratio is not None and ratio > UNSTABLE_RATIO else 0),
         )

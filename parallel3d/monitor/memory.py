@@ -1,4 +1,4 @@
-"""How much memory this process holds."""
+"""Measures the memory of this process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _STATM = Path("/proc/self/statm")
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """From now on `used_bytes` is of what comes: not of the start, when initial weights are held besides."""
+    """Restarts torch's peak on a GPU, to leave out the start, when initial weights exist twice."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def used_bytes(device: torch.device) -> int:
-    """Of a GPU the most that torch has had allocated at once; else the resident memory of the process, now (where the
-    system does not tell, the most so far)."""
+    """Bytes in use: on a GPU torch's peak allocation; else the resident memory of the process, now (its peak on systems
+    without /proc)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

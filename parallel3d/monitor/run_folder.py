@@ -1,15 +1,15 @@
-"""The run folder: everything that a run leaves behind, written by one process.
+"""The run folder: all files of a run, written by one process.
 
-config.json        the configuration as resolved; starts the same run again
+config.json        the resolved configuration; starts the same run again
 environment.json   versions, machine, commit, command line
-metrics.jsonl      a line per step, and a line with "event" for whatever else happened; of a resumed run from its start
-lost-steps.jsonl   lines of steps that were lost with a restart
+metrics.jsonl      a line per step, and a line with "event" for everything else; a resumed run's from its first start
+lost-steps.jsonl   lines of steps that were lost in a restart
 summary.json       how the run ended, with its figures
-loss.png, ...      charts (charts.py); launch/report.py draws them anew
-tensorboard/       the same figures for TensorBoard, where monitor.tensorboard asks for them
-logs/rank-N.log    what worker N printed
-dumps/, profile/   what debug.dump_tensors and debug.profile ask for, written by the workers themselves
-previous-N/        an earlier run's files: nothing is overwritten
+loss.png, ...      charts (charts.py); launch/report.py redraws them
+tensorboard/       the same figures for TensorBoard, with monitor.tensorboard
+logs/rank-N.log    output of worker N
+dumps/, profile/   files of debug.dump_tensors and debug.profile, written by the workers
+previous-N/        files of an earlier run: nothing is overwritten
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ LOCK_RETRY_S = 0.05
 
 
 class RunFolder:
-    """An open run folder. Made before any worker starts; raises UserError where it can't be written."""
+    """An open run folder, created before any worker starts."""
 
     def __init__(self, path: Path, *, config: str, environment: dict[str, Any], history_until_step: int = 0):
-        """`config`: the text of config.json. Files of an earlier run are moved into `moved_to`; where this run goes on
-        with it, its lines up to step `history_until_step` are taken over."""
+        """Writes `config` (the text of config.json) and the environment. Raises UserError if it can't write there.
+
+        Files of an earlier run are moved to `moved_to`; a run that resumes it takes over the metrics up to step
+        `history_until_step`.
+        """
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -60,8 +63,7 @@ class RunFolder:
             ) from None
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl, on disk before this returns as far as Python decides; raises OSError
-        where not all of it can be written, and nothing of it stays."""
+        """Appends a line to metrics.jsonl, unbuffered. Raises OSError on failure, and leaves no part of it."""
         data = (json.dumps(_strict(line)) + "\n").encode()
         size = os.fstat(self._metrics.fileno()).st_size
         if self._metrics.write(data) < len(data):
@@ -69,7 +71,7 @@ class RunFolder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def rewind(self, last_step: int) -> None:
-        """The run goes on after that step: lines of later ones, evaluations included, go to lost-steps.jsonl."""
+        """Moves the lines of steps and evaluations after `last_step` to lost-steps.jsonl: the run restarts there."""
         path, temporary = self.path / METRICS, self.path / f".{METRICS}"
         lines = read_metrics(path)
         with (self.path / LOST_STEPS).open("a") as lost, temporary.open("w") as kept:
@@ -91,9 +93,9 @@ class RunFolder:
 
 
 class ContinuedRunFolder(RunFolder):
-    """The folder of a run that another process has begun and this one goes on with.
+    """The folder of a run that another process started and this one continues.
 
-    Where it can't be opened, each attempt to write raises the OSError that says why.
+    If it can't be opened, each attempt to write raises the OSError of the opening.
     """
 
     def __init__(self, path: Path):
@@ -120,7 +122,7 @@ class ContinuedRunFolder(RunFolder):
             super().close()
 
     def _open(self) -> bool:
-        """False while the lock is held: it ends with the process that is lost."""
+        """Opens the folder; False while the lock is held, until the lost process has ended."""
         try:
             self._lock = (self.path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,19 +139,19 @@ class ContinuedRunFolder(RunFolder):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a crash has cut is left out."""
+    """The lines of a metrics.jsonl, without a last line that a crash cut short."""
     lines = path.read_text().split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
 
 
 def _drop_partial_line(path: Path) -> None:
-    """Takes away a last line that a crash has cut, so that another can follow."""
+    """Removes a last line that a crash cut short, so that another can follow."""
     with path.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _copy_history(source: Path, target: Path, last_step: int) -> None:
-    """The lines before the first one of a step after `last_step`."""
+    """Copies the lines before the first one of a step after `last_step`."""
     if not source.exists():
         return
     with target.open("w") as file:
@@ -160,7 +162,7 @@ def _copy_history(source: Path, target: Path, last_step: int) -> None:
 
 
 def _archive_previous_run(path: Path) -> Path | None:
-    """Moves an earlier run's files into the next free previous-N; None when there are none."""
+    """Moves an earlier run's files to the next free previous-N and returns it; None if there are none."""
     old = [
         path / name
         for name in (CONFIG, ENVIRONMENT, METRICS, LOST_STEPS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
@@ -178,7 +180,7 @@ def _archive_previous_run(path: Path) -> Path | None:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no nan or inf: they become the strings "nan", "inf" and "-inf", which float() reads."""
+    """Replaces nan and inf, which JSON lacks, by the strings "nan", "inf" and "-inf", which float() reads."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list):

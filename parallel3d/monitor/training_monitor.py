@@ -1,19 +1,18 @@
-"""What a run knows of its own course: a fold over its steps, part of the trainer's folded state. Pure.
+"""Stability figures of a run, part of the train state. Pure.
 
-All ranks fold the same numbers, so any of them can tell the monitors' figures when it becomes the leader, and a resumed
-run goes on with them.
+All ranks compute them from the same entries: the next leader has them after a loss, and a resumed run continues them.
 
 The figures of a step (`figures`), one line of metrics.jsonl:
 
     loss_ratio        loss / lowest loss before (loss_ratio.py)
     perplexity        exp(loss)
     fraction_clipped  share of the updates so far whose gradient was clipped
-    grad_spike        steps for which the gradient norm's spike lasts (spikes.py); left out where there is none
-    param_norm        l2 norm of all weights with which the step begins (master weights, where there are any)
-    variance_norm     l1 norm of Adam's sqrt(v), not corrected for its start, with which the step begins
+    grad_spike        length of the current spike of the gradient norm (spikes.py); left out without one
+    param_norm        l2 norm of all weights (master weights, if the policy has them)
+    variance_norm     l1 norm of Adam's sqrt(v), without bias correction
     variance_max      the largest element of sqrt(v)
 
-The last three are of the state *before* the step's update: they ride in the step's one all-reduce.
+The last three belong to the state *before* the step's update: they travel in the step's one all-reduce.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ LARGEST_EXPONENT = 700.0
 
 
 def perplexity(loss: float) -> Json:
-    """exp(loss) as a figure; none where that is no number."""
+    """exp(loss) as a figure; {} if it overflows or is not a number."""
     return {"perplexity": exp(loss)} if loss < LARGEST_EXPONENT else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What the monitors are told of a step."""
+    """The figures of a step that the monitors follow."""
 
     loss: float
     grad_norm: float | None
-    """Before clipping; None where it was not finite, and the step updates nothing."""
+    """Before clipping; None if not finite: then the step has no update."""
     param_norm: float | None = None
     variance_norm: float | None = None
     variance_max: float | None = None
-    """The three as the step begins; None where they were not measured."""
+    """These three before the update; None if not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMonitor:
-    """A fold over the steps of a run."""
+    """The monitors' figures after the steps so far; immutable."""
 
     max_grad_norm: float | None = None
-    """Larger gradients are clipped; a rule, no state."""
+    """Gradients above it are clipped; a rule of the run, not saved."""
     loss_ratio: LossRatio = LossRatio()
     spikes: Spikes = Spikes()
     divergence: Divergence = Divergence()
@@ -69,16 +68,16 @@ class TrainingMonitor:
 
     @property
     def divergence_reason(self) -> str:
-        """Why the newest step says that the run has diverged; empty: it does not."""
+        """Why the newest step shows divergence; empty when it does not."""
         return self.divergence.reason
 
     @property
     def stop_reason(self) -> str:
-        """The same where that ends the run."""
+        """The same if divergence ends the run; else empty."""
         return self.divergence_reason if self.divergence.rules.ends_run else ""
 
     def after(self, step: StepMetrics) -> TrainingMonitor:
-        """The fold with one more step."""
+        """The figures after one more step."""
         has_updated = step.grad_norm is not None
         limit = self.max_grad_norm
         is_clipped = step.grad_norm is not None and limit is not None and step.grad_norm > limit
@@ -93,13 +92,13 @@ class TrainingMonitor:
                 is_clipped=is_clipped,
                 variance_max=step.variance_max,
             ),
-            num_updates=self.num_updates + has_updated,
-            num_clipped=self.num_clipped + is_clipped,
+            num_updates=self.num_updates + (1 if has_updated else 0),
+            num_clipped=self.num_clipped + (1 if is_clipped else 0),
             newest=step,
         )
 
     def figures(self) -> Json:
-        """Of the newest step, as the module's docstring says; what is not known is left out."""
+        """The figures of the newest step (see the module's docstring), without unknown ones."""
         step = self.newest
         if step is None:
             return {}
@@ -116,7 +115,7 @@ class TrainingMonitor:
         }
 
     def summary(self) -> Json:
-        """Of the whole run."""
+        """The figures of the whole run."""
         ratio, spikes = self.loss_ratio, self.spikes
         return {
             "unstable_steps": ratio.num_unstable,
@@ -127,7 +126,7 @@ class TrainingMonitor:
         }
 
     def to_json(self) -> Json:
-        """The state without the rules."""
+        """The figures as JSON, without the rules."""
         spikes = {**asdict(self.spikes), "ended": [list(item) for item in sorted(self.spikes.ended.items())]}
         divergence = {name: value for name, value in asdict(self.divergence).items() if name != "rules"}
         return {
@@ -140,7 +139,7 @@ class TrainingMonitor:
         }
 
     def from_json(self, data: Json) -> TrainingMonitor:
-        """The state that was saved, under this watch's rules."""
+        """The saved figures under this monitor's rules."""
         spikes = data["spikes"]
         return replace(
             self,

@@ -1,11 +1,11 @@
-"""The low-cost search for a sequence-length warmup by short runs ("Sequence Length Warmup", Li et al. 2022, section 4).
+"""Searches for a sequence-length warmup by short runs ("Sequence Length Warmup", Li et al. 2022, section 4). Pure.
 
-    1  begin with a length of 8 and a duration T of a few multiples of the learning rate's warmup
-    2  raise the first length until the validation perplexity does not fluctuate at the very beginning
-    3  search by halving for the longest T without fluctuation within the first few multiples of that warmup
+    1  start with a length of 8 and a duration T of a few multiples of the learning rate's warmup
+    2  increase the first length until the validation perplexity does not fluctuate at the very beginning
+    3  find, by bisection, the longest T without fluctuation within the first few multiples of that warmup
 
-A fluctuation is a perplexity of more than 1.3 times the best one before. The search sees validation alone, and of each
-run only its beginning. It takes for granted that a longer first length, and a shorter duration, are the calmer ones.
+A fluctuation is a perplexity of more than 1.3 times the best one before. The search uses validation losses only, from
+the beginning of each run. It assumes that a longer first length and a shorter duration are more stable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import exp, inf, isfinite, log
 
 @dataclass(frozen=True, kw_only=True)
 class ShortRun:
-    """A short run: a linear warmup from `start` over `duration` steps, of which `num_steps` are run."""
+    """A short run: the first `num_steps` of a linear warmup from length `start` over `duration` steps."""
 
     start: int
     duration: int
@@ -26,7 +26,7 @@ class ShortRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortRunEvaluation:
-    """A validation loss, in nats; None: not finite, or the run diverged before it."""
+    """A validation loss, in nats; None if not finite, or if the run diverged before it."""
 
     step: int
     loss: float | None
@@ -34,11 +34,11 @@ class ShortRunEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Fluctuation:
-    """The first evaluation that is too far above the best one before."""
+    """An evaluation too far above the best one before."""
 
     step: int
     ratio: float
-    """Of its perplexity to the best one; infinite for a run that has diverged."""
+    """Its perplexity over the best one before; infinite for a run that diverged."""
 
     def __str__(self) -> str:
         size = f"{self.ratio:.2f} x the best" if isfinite(self.ratio) else "not finite"
@@ -46,7 +46,7 @@ class Fluctuation:
 
 
 def first_fluctuation(evaluations: Sequence[ShortRunEvaluation], tolerance: float) -> Fluctuation | None:
-    """Where a perplexity is more than `tolerance` times the best one before; None: nowhere."""
+    """The first perplexity above `tolerance` times the best one before; None if there is none."""
     best = inf
     for evaluation in evaluations:
         loss = inf if evaluation.loss is None else evaluation.loss
@@ -58,16 +58,16 @@ def first_fluctuation(evaluations: Sequence[ShortRunEvaluation], tolerance: floa
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What is tried, and what counts as calm."""
+    """The candidates, and the limit of stability."""
 
     starts: Sequence[int]
-    """First lengths, rising."""
+    """First lengths, increasing."""
     durations: Sequence[int]
-    """Rising; the first of them is that of step 1."""
+    """Durations, increasing; step 1 uses the first."""
     start_run_steps: int
-    """Steps of a run that tries a first length."""
+    """Number of steps of a run that tries a first length."""
     duration_run_steps: int
-    """Steps of a run that tries a duration."""
+    """Number of steps of a run that tries a duration."""
     tolerance: float = 1.3
 
     @property
@@ -77,7 +77,7 @@ class SearchSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The warmup that was found, or None and why."""
+    """The warmup found, and why the search ended; None where every candidate fluctuates."""
 
     start: int | None
     duration: int | None
@@ -85,7 +85,7 @@ class SearchResult:
 
 
 TrainShortRun = Callable[[ShortRun], Sequence[ShortRunEvaluation]]
-"""Trains, and returns the validations in their order."""
+"""Runs a short run and returns its evaluations in order."""
 
 ReportShortRun = Callable[[ShortRun, Fluctuation | None], None]
 
@@ -93,7 +93,7 @@ ReportShortRun = Callable[[ShortRun, Fluctuation | None], None]
 def search_warmup(
     search: SearchSpace, train: TrainShortRun, report: ReportShortRun = lambda short_run, fluctuation: None
 ) -> SearchResult:
-    """The longest calm duration of the smallest calm first length; at most `search.max_short_runs` runs."""
+    """Finds the longest stable duration of the smallest stable first length, within `search.max_short_runs` runs."""
 
     def is_stable(short_run: ShortRun) -> bool:
         fluctuation = first_fluctuation(train(short_run), search.tolerance)
@@ -106,7 +106,7 @@ def search_warmup(
     start = next(filter(is_stable_start, search.starts), None)
     if start is None:
         return SearchResult(start=None, duration=None, reason="every first length fluctuates at the very beginning")
-    stable, unstable = 0, len(search.durations) + 1  # numbers of durations, from 1: calm is the longest known to be
+    stable, unstable = 0, len(search.durations) + 1  # positions in durations, from 1; bisection between them
     while unstable - stable > 1:
         middle = (stable + unstable) // 2
         if is_stable(ShortRun(start=start, duration=search.durations[middle - 1], num_steps=search.duration_run_steps)):
@@ -116,5 +116,5 @@ def search_warmup(
     if stable == 0:
         return SearchResult(start=start, duration=None, reason="even the shortest duration fluctuates")
     is_last = stable == len(search.durations)
-    reason = "the longest that was to be tried" if is_last else f"{search.durations[stable]} fluctuates"
+    reason = "the longest candidate" if is_last else f"{search.durations[stable]} fluctuates"
     return SearchResult(start=start, duration=search.durations[stable - 1], reason=reason)

@@ -1,17 +1,17 @@
-"""The account of a run: how far it is, what of its time was productive, how its starts have ended. Pure.
+"""The account of a run: its progress, its productive time, the attempts so far and how they ended. Pure.
 
-A fold over the lines of metrics.jsonl, so that a process which goes on with another one's run knows it, too:
+It is computed from the lines of metrics.jsonl, so that a process which continues another's run has it too:
 
-    {"event": "started", "step", "time"}                          the run begins after this step, and the account anew
-    {"step": 7, "step_s": 0.2}                                    a step is done
-    {"event": "evaluation", "step", "seconds"}                    an evaluation is
-    {"event": "diverged", "data"}                                 training has diverged; `data`: its place in the data
-    {"event": "failure", "text"}                                  what it will end by
-    {"event": "ended", "exit_code", "attempt_start_step", "last_step"}      a start of the run is over
-    {"event": "restart", "step": 4, "lost_steps", "skips_data"}   it begins again after step 4: later steps are lost
+    {"event": "started", "step", "time"}                                 the run starts after this step; resets all
+    {"step": 7, "step_s": 0.2}                                           a step is done
+    {"event": "evaluation", "step", "seconds"}                           an evaluation is done
+    {"event": "diverged", "data"}                                        training diverged at this data position
+    {"event": "failure", "text"}                                         the reason why the attempt will end
+    {"event": "ended", "exit_code", "attempt_start_step", "last_step"}   an attempt ended
+    {"event": "restart", "step": 4, "lost_steps", "skips_data"}          restarts after step 4; later steps are lost
 
-The lines of lost steps need not be there any more. Productive is the time of the steps and
-evaluations that count in the end, each once.
+The lines of lost steps may be missing. Productive time is that of steps and evaluations in the final history, each
+counted once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MetricsLine = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """How one start of a run has ended."""
+    """How an attempt of a run ended."""
 
     exit_code: int
     attempt_start_step: int
-    """The step after which it began."""
+    """The step after which it started."""
     last_step: int
-    """The last step that it has done; attempt_start_step if none."""
+    """Its last completed step; attempt_start_step if none."""
 
 
 class RunHistory:
-    """What the lines so far come to."""
+    """The account after the lines so far."""
 
     def __init__(self, lines: Iterable[MetricsLine] = ()):
         self._begin(None)
@@ -45,27 +45,27 @@ class RunHistory:
 
     def _begin(self, started: MetricsLine | None) -> None:
         self.started = started
-        """The event with which the run began."""
+        """The event that started the run."""
         self.newest: MetricsLine = {}
-        """The line of the newest step."""
+        """Line of the newest step."""
         self.attempt_ends: list[AttemptEnd] = []
         self.failure = ""
-        """Why the newest start has failed, as far as it is known."""
+        """Why the newest attempt failed, as far as known."""
         self.num_restarts = 0
         self.lost_steps = 0
         self.skipped_data: tuple[int, MetricsLine] | None = None
-        """(step, place): who begins after this step, or an earlier one, reads the data from that place on."""
+        """(step, data position): an attempt that starts at this step or earlier reads the data from that position."""
         self._data_position: MetricsLine | None = None
-        """Where the newest divergence stood in its data."""
+        """Data position of the newest divergence."""
         self._run_start_step = self._attempt_start_step = int(started["step"]) if started else 0
         self._seconds = array("d")
-        """Of the steps after the origin."""
+        """Seconds of each step since the start of the run."""
         self._evaluation_s: dict[int, float] = {}
-        """By the step that an evaluation follows."""
+        """Seconds of evaluations, by the step before them."""
 
     @property
     def run_start_step(self) -> int:
-        """The step after which the run began."""
+        """The step after which the run started."""
         return self._run_start_step
 
     @property
@@ -74,23 +74,24 @@ class RunHistory:
 
     @property
     def has_open_attempt(self) -> bool:
-        """A start of the run has begun, and nothing says that it is over."""
+        """Whether an attempt has started and not ended."""
         return self.started is not None and len(self.attempt_ends) <= self.num_restarts
 
     def end_attempt(self, exit_code: int) -> AttemptEnd:
-        """The ending of the start that is under way, if this is its exit code."""
+        """The end of the current attempt with this exit code."""
         return AttemptEnd(exit_code=exit_code, attempt_start_step=self._attempt_start_step, last_step=self.last_step)
 
     def data_position_after(self, step: int, *, skips_data: bool) -> MetricsLine | None:
-        """Where whoever begins after `step` reads on in the data; None: where its checkpoint says.
+        """The data position for an attempt that starts after `step`; None means that of its checkpoint.
 
-        `skips_data`: it begins there because of the newest divergence, whose data shall not come again.
+        `skips_data`: the attempt follows a divergence and must not repeat the data on which training diverged.
         """
         if skips_data and self._data_position is not None:
             return self._data_position
         return self.skipped_data[1] if self.skipped_data is not None and step <= self.skipped_data[0] else None
 
     def log(self, line: MetricsLine) -> None:
+        """Adds a line to the account."""
         match line:
             case {"event": "started"}:
                 self._begin(line)
@@ -114,7 +115,7 @@ class RunHistory:
                 self._record_step_time(step, float(line.get("step_s", 0.0)))
 
     def figures(self, now: float) -> dict[str, Any]:
-        """Restarts, lost steps, and the share of the wall time until `now` that was productive; {} without a start."""
+        """Restarts, lost steps, and the productive share of the wall time until `now`; {} before the start."""
         if self.started is None:
             return {}
         productive_s = sum(self._seconds) + sum(self._evaluation_s.values())
@@ -128,7 +129,7 @@ class RunHistory:
         }
 
     def _record_step_time(self, step: int, seconds: float) -> None:
-        """A step that is told again has its last time; one that was never told has none."""
+        """Records the time of a step; the last one counts for a repeated step, none for a missing one."""
         index = step - self._run_start_step - 1
         self._seconds.extend([0.0] * (index + 1 - len(self._seconds)))
         if index >= 0:

@@ -1,12 +1,13 @@
-"""When a run saves, and how its ranks agree that a checkpoint is there.
+"""Decides when a run saves, and brings the ranks to agree that a checkpoint is complete.
 
-    step k, k due     every rank copies what it writes (snapshot.py); training goes on
-    meanwhile         a thread of each rank writes its part, and syncs it
-    steps k+1 ...     each rank says in the iteration's one all-reduce whether its part is on disk, or can't be
-    all have said so  the leader writes the index and publishes, on its own such thread
+    step k, when due    every rank copies what it writes (snapshot.py); training continues
+    in the background   a thread of each rank writes its part and syncs it
+    steps k+1 ...       each rank reports, in the iteration's one all-reduce, that its part is on disk or has failed
+    all parts written   the leader's thread writes the index and publishes the checkpoint
 
-A membership generation that ends takes its unfinished save along: at the same step it is begun anew, later the next one
-comes. What is due follows from the iteration alone, so that all ranks begin and end a save together.
+A save that is unfinished when its membership generation ends is abandoned: if training resumes at the same step it
+starts over, otherwise the next one follows. The iteration alone decides what is due, so all ranks start and end a save
+together.
 """
 
 from __future__ import annotations
@@ -39,32 +40,32 @@ CHECKPOINTS = "checkpoints"
 
 
 class CheckpointSaver(ABC):
-    """A rank's saves; texts that come back are for a person."""
+    """The saves of one rank; returned texts are notices for the user."""
 
     last_step = 0
-    """The step of the newest save that was begun."""
+    """Step of the newest save that was started."""
     has_failed = False
-    """Whether the last `save_now` has left no checkpoint; the same on all ranks of the grid."""
+    """Whether the last `save_now` failed; the same on all ranks of the grid."""
 
     @abstractmethod
     def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
-        """Whether a save comes now; `ends`: no step follows, `early`: because somebody stopped the run."""
+        """Whether to save now; `is_last`: no step follows, `is_stopped`: because the run was asked to stop."""
 
     @abstractmethod
     def begin_generation(self) -> list[str]:
-        """What another generation has left unfinished is given up."""
+        """Abandons what an earlier generation left unfinished."""
 
     @abstractmethod
     def begin(self, training_loss: float | None) -> list[str]:
-        """Takes the snapshot of a save and leaves the rest to a thread."""
+        """Takes the snapshot; a background thread does the rest."""
 
     @abstractmethod
     def save_now(self, training_loss: float | None) -> list[str]:
-        """Saves, and returns when it is done: the run ends. All ranks of the grid call it."""
+        """Saves, and returns when the checkpoint is complete or has failed. All ranks of the grid call it."""
 
     @abstractmethod
     def finish(self) -> list[str]:
-        """Returns when a save that is under way is published or given up: on all ranks of the grid together."""
+        """Waits until the current save is published or abandoned, on all ranks of the grid together."""
 
     @abstractmethod
     def status(self) -> SaveStatus:
@@ -72,11 +73,11 @@ class CheckpointSaver(ABC):
 
     @abstractmethod
     def on_entry(self, entry: Entry) -> list[str]:
-        """Takes from an entry what it says of the save under way."""
+        """Handles what an entry reports about the current save."""
 
 
 class NoSaver(CheckpointSaver):
-    """A run that leaves no checkpoints."""
+    """Saves nothing."""
 
     def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
         return False
@@ -102,7 +103,7 @@ class NoSaver(CheckpointSaver):
 
 @dataclass(kw_only=True)
 class _PendingSave:
-    """One save under way on this rank."""
+    """The current save of this rank."""
 
     step: int
     partial: Path
@@ -114,8 +115,10 @@ class _PendingSave:
 
 
 class AsyncSaver(CheckpointSaver):
-    """Saves of a run into `catalogue`, by the configuration's section `checkpoint`; `text` identifies the corpus, and
-    `files` go with each checkpoint (the tokenizer)."""
+    """Saves into a checkpoint directory while training continues, as the section `checkpoint` asks.
+
+    `text` identifies the corpus; `files` are added to each checkpoint (the tokenizer).
+    """
 
     def __init__(
         self,
@@ -133,11 +136,11 @@ class AsyncSaver(CheckpointSaver):
         self._executor = BackgroundExecutor("save")
         self._save: _PendingSave | None = None
         self._publishing: deque[tuple[int, Future[str]]] = deque()
-        """What this rank publishes, oldest first."""
+        """Checkpoints that this rank is publishing, oldest first."""
         self._was_cancelled = False
-        """Whether some rank could not write its part of the newest save; the same on all ranks."""
+        """Whether a rank failed to write its part of the newest save; the same on all ranks."""
         self._last_due_step: int | None = None
-        """The iteration at which a save was due, and begun or skipped, in this generation."""
+        """Iteration of this generation at which a save was last due, and started or skipped."""
 
     def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
         if iteration in (self._last_due_step, self._rank.resumed_from):
@@ -152,7 +155,7 @@ class AsyncSaver(CheckpointSaver):
         if (save := self._save) is None:
             return []
         self._cancel_save()
-        return self._if_leader(f"the checkpoint of step {save.step} is given up: the workers have changed meanwhile")
+        return self._if_leader(f"the checkpoint of step {save.step} is abandoned: the workers have changed meanwhile")
 
     def begin(self, training_loss: float | None) -> list[str]:
         step = self._last_due_step = self._rank.state.iteration
@@ -163,7 +166,7 @@ class AsyncSaver(CheckpointSaver):
         return self._collect_published()
 
     def save_now(self, training_loss: float | None) -> list[str]:
-        texts = self._finish()  # one of an earlier step
+        texts = self._finish()  # a save of an earlier step
         step = self._last_due_step = self._rank.state.iteration
         self._start(step, training_loss)
         return [*texts, *self.finish()]
@@ -174,7 +177,7 @@ class AsyncSaver(CheckpointSaver):
             self._wait(future)
         bad = [step for step, future in self._publishing if future.exception() is not None]
         has_failed = torch.tensor([float(self._was_cancelled or self.last_step in bad)])
-        self._rank.groups.world.all_reduce(has_failed)  # the leader has published: whoever fails now harms nothing
+        self._rank.groups.world.all_reduce(has_failed)  # the leader has published: a later failure does no harm
         self.has_failed = bool(has_failed.item())
         return [*texts, *self._collect_published()]
 
@@ -219,7 +222,7 @@ class AsyncSaver(CheckpointSaver):
         )
 
     def _apply_save_counts(self, num_saved: int, num_not_saved: int) -> list[str]:
-        """What all ranks have said of the save under way decides on it, on all ranks alike."""
+        """Completes or abandons the current save by the counts of all ranks, on all of them alike."""
         save = self._save
         if save is None:
             return []
@@ -230,7 +233,9 @@ class AsyncSaver(CheckpointSaver):
             if error is None:
                 return []
             name = f"rank {self._rank.rank}"
-            return [f"the checkpoint of step {save.step} is given up: {name} can't write its part ({_describe(error)})"]
+            return [
+                f"the checkpoint of step {save.step} is abandoned: {name} can't write its part ({_describe(error)})"
+            ]
         if num_saved == len(save.ranks):
             self._save = None
             if self._rank.is_leader:
@@ -238,7 +243,7 @@ class AsyncSaver(CheckpointSaver):
         return []
 
     def _publish(self, save: _PendingSave) -> str:
-        """What a person shall know of it."""
+        """Publishes a save, prunes old checkpoints, and returns the notice about both."""
         checkpoint_dir, settings = self._checkpoint_dir, self._settings
         index = publish(checkpoint_dir, save.partial, save.step, save.ranks, save.facts, self._files)
         text = f"saved step {save.step}: {checkpoint_dir.path_of(save.step)}, {index.num_bytes / 1e6:,.1f} MB"
@@ -249,11 +254,11 @@ class AsyncSaver(CheckpointSaver):
                 weights_only=settings.keep_every_weights_only,
             )
         except (OSError, CheckpointError) as error:
-            return f"{text}; older ones stay as they are ({_describe(error)})"
+            return f"{text}; could not remove older ones ({_describe(error)})"
         return text
 
     def _finish(self) -> list[str]:
-        """Waits until the save under way, if there is one, has been settled by all ranks."""
+        """Waits until all ranks have written the current save, if any, or abandoned it."""
         texts: list[str] = []
         while (save := self._save) is not None:
             save.write_throttle.stop_throttling()  # training waits
@@ -278,13 +283,13 @@ class AsyncSaver(CheckpointSaver):
             self._save = None
 
     def _collect_published(self) -> list[str]:
-        """Of checkpoints that this rank, the leader, was to publish."""
+        """Notices about the checkpoints that this rank has finished publishing."""
         texts = []
         while self._publishing and self._publishing[0][1].done():
             step, future = self._publishing.popleft()
             error = future.exception()
             if error is not None:
-                texts.append(f"the checkpoint of step {step} is given up: it can't be published ({_describe(error)})")
+                texts.append(f"the checkpoint of step {step} is abandoned: it can't be published ({_describe(error)})")
                 continue
             texts.append(future.result())  # bounded: it is done
         return texts
@@ -295,7 +300,7 @@ class AsyncSaver(CheckpointSaver):
 
 @dataclass
 class _WriteJob:
-    """A rank's part of a save, done on its thread; it keeps nothing else alive."""
+    """A rank's part of a save, for its background thread; refers to nothing that should be freed earlier."""
 
     checkpoint_dir: CheckpointDirectory
     partial: Path
@@ -307,7 +312,7 @@ class _WriteJob:
 
     def __call__(self) -> None:
         if self.is_leader:
-            with suppress(OSError):  # what can't be removed is in nobody's way
+            with suppress(OSError):  # leftovers do no harm
                 self.checkpoint_dir.remove_leftovers(keep=self.partial)
         write_rank_files(self.checkpoint_dir.disk, self.partial, self.rank, self.snapshot, check=self._check)
 

@@ -1,7 +1,7 @@
-"""Signs that training has diverged: a run that shows one ends, exit code 6, on all ranks after the same entry. Pure.
+"""Decides whether training has diverged; the run then ends with exit code 6, on all ranks after the same entry. Pure.
 
-A sign is read from the folded state alone, so that every rank sees it, also one that has just recovered from a loss.
-Further signs belong here, too.
+The decision reads the train state alone, so that all ranks agree, including one that has just recovered from a loss.
+Further signs of divergence belong here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from parallel3d.trainer.state import TrainState
 
 MAX_SKIPPED_AT_MIN_SCALE = 1
-"""Steps in a row whose gradients may be infinite at the smallest loss scale; the next one has diverged."""
+"""Consecutive non-finite steps allowed at the smallest loss scale; one more counts as divergence."""
 
 
 def find_divergence(state: TrainState, *, since: int = 0) -> str:
-    """By what `state` has diverged, for a person; "" when it has not. Entries up to step `since` were judged before.
+    """The sign of divergence in `state`, as text; "" when there is none. Entries up to step `since` are not judged.
 
-    A loss or gradient that is not finite: without a loss scale the first one, with a dynamic scale (fp16), which
-    overflows on purpose now and then, the second in a row that comes although the scale can't become smaller. And
-    what the monitors take for divergence (monitor/divergence.py), where that shall end a run.
+    Signs are the first non-finite loss or gradient without a loss scale; with a dynamic scale (fp16), which overflows
+    on purpose now and then, the second in a row at the smallest scale; and the monitors' rules (monitor/divergence.py)
+    if `monitor.divergence` is "stop".
     """
     newest = state.entries[-1] if state.entries else None
     if newest is None or newest.iteration <= since:

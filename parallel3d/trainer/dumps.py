@@ -1,4 +1,4 @@
-"""Dumps of a step's tensors: `record` around the passes of a step, `write` once its entry is held."""
+"""Dumps a step's tensors: `record_tensors` around its passes, `write_step_dump` once its entry is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel3d.trainer.entry import Entry
 
 @contextmanager
 def record_tensors(rank: RankContext, batch: BatchPlan) -> Iterator[Recorder | None]:
-    """Records what runs within, if this step is to be dumped."""
+    """Records the tensors computed within, if this step is to be dumped; else yields None."""
     asked = rank.config.debug.dump_tensors
     if batch.iteration not in asked.steps:
         yield None
@@ -31,9 +31,9 @@ def record_tensors(rank: RankContext, batch: BatchPlan) -> Iterator[Recorder | N
 
 
 def write_step_dump(rank: RankContext, entry: Entry, recorder: Recorder) -> Path:
-    """Writes this rank's file; call it before the update, which changes the weights."""
+    """Writes this rank's file. Must be called before the update, which changes the weights."""
     scale = entry.grad_scale(None)
-    of_activations = scale / recorder.batch.loss_factor  # those of parameters are without it once they are reduced
+    of_activations = scale / recorder.batch.loss_factor  # parameter gradients are divided by it in the reduction
     recorded = [
         (slab, _times(tensor, of_activations) if slab.name.endswith(".grad") else tensor)
         for slab, tensor in recorder.tensors
@@ -53,12 +53,13 @@ def write_step_dump(rank: RankContext, entry: Entry, recorder: Recorder) -> Path
 
 
 def dump_directory(rank: RankContext) -> Path:
+    """`debug.dump_tensors.directory`, or dumps/ in the run folder."""
     config = rank.config
     return Path(config.debug.dump_tensors.directory or Path(str(config.run.directory)) / DUMPS)
 
 
 def _parameters(rank: RankContext, scale: float) -> Iterator[tuple[Slab, Tensor]]:
-    """Weights and gradients of the ranges that this rank owns."""
+    """Weights and gradients in the ranges that this rank owns."""
     depths = {name: (number, depth) for number, (name, depth) in enumerate(_parameter_depths(rank))}
     for bucket in rank.optimizer.buckets:
         shardings = {parameter.sharding.name: parameter.sharding for parameter in bucket.parameters}
@@ -85,12 +86,12 @@ def _parameters(rank: RankContext, scale: float) -> Iterator[tuple[Slab, Tensor]
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """In fp32 at least: what 16 bits hold of a sum of gradients they may not hold of the mean's."""
+    """The product, in fp32 or wider: a mean may be too small for the 16 bits that hold the sum."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
 def _parameter_depths(rank: RankContext) -> Iterator[tuple[str, int]]:
-    """The parameters of the stage in forward order, each with the layer that it belongs to."""
+    """The stage's parameters in forward order, each with the number of its layer."""
     for named in name_modules(rank.chunks):
         for parameter in named.module.parameters(recurse=False):
             yield parameter.sharding.name, named.depth  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""From the configuration to the learning rate as a function of the run's progress. Pure."""
+"""Builds the learning-rate schedule from the configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from parallel3d.ramps import LrSchedule
 
 
 def build_lr_schedule(config: Config) -> LrSchedule:
-    """The learning rate by updates or tokens trained, each of warmup and decay as the configuration counts it.
+    """The learning rate by updates or by tokens trained; warmup and decay each have their own unit.
 
-    The decay begins where the warmup ends. Where they are counted in different units, that is where the warmup would
-    end at full batches of full sequences: a number of the configuration alone, not of what a run has met on the way, so
-    that a run with sequence-length warmup has its baseline's learning rate after as many tokens. `plateau_ratio` of the
-    rest is spent at the peak.
+    The decay begins where the warmup ends. If their units differ, that point is computed for full batches of full
+    sequences: it depends on the configuration alone and not on the run's history, so a run with sequence-length warmup
+    has its baseline's learning rate after as many tokens. `plateau_ratio` of the rest is spent at the peak.
     """
     lr_schedule, step_tokens = config.lr_schedule, tokens_per_step(config)
     by_tokens = lr_schedule.decay_tokens is not None

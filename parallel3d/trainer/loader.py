@@ -1,7 +1,7 @@
-"""Feeds a first stage: reads the lanes of a micro-batch's slots, and notes where they now stand.
+"""Loads micro-batches for first stages: reads the lanes of their slots, and keeps the new cursors.
 
-Training slots are lanes. Evaluation slots are the numbers of fixed sequences: they are dealt over as many lanes as the
-validation text can feed, each lane read from its start, so that every evaluation of a run sees the same tokens.
+In training a slot is a lane. In evaluation a slot is the number of a fixed sequence: sequences are distributed over as
+many lanes as the validation text can feed, each read from its start, so that every evaluation sees the same tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from parallel3d.pipeline.executor import LoadedMicroBatch
 
 
 class LaneLoader:
-    """Loads micro-batches from given cursors; `advanced` are the cursors after what was loaded, by slot.
+    """Loads micro-batches from given cursors; `next_cursors` holds the cursors after the loaded tokens, by slot.
 
-    `eos_id` is the token at which documents end, where attention keeps them apart. A lane moves on by `read_length`
-    tokens each time, of which the micro-batch takes as many as its sequences are long; None: by just those.
+    `eos_id` is the token that ends documents, if attention keeps them apart. A lane advances by `read_length` tokens
+    each time, and the micro-batch takes as many of them as its sequences are long; None: it advances by just those.
     """
 
     def __init__(
@@ -36,12 +36,13 @@ class LaneLoader:
         self.next_cursors: dict[int, LaneCursor] = {}
 
     def begin(self, cursors: tuple[LaneCursor, ...], tokens_read: int) -> None:
-        """Sets where the lanes stand before this iteration, and how many tokens of all lanes lie behind."""
+        """Sets the cursors before this iteration, and the number of tokens that all lanes have consumed."""
         self._cursors = cursors
         self._tokens_read = tokens_read
         self.next_cursors = {}
 
     def load(self, micro_batch: MicroBatch) -> LoadedMicroBatch:
+        """Inputs and targets, (slots x sequence length,) each, and the document lengths."""
         rows, length = [], micro_batch.sequence_length
         for slot in micro_batch.slots:
             moves_by = self._read_length or length
@@ -55,7 +56,7 @@ class LaneLoader:
 
 
 class EvaluationSequences(Reader):
-    """A reader whose "lane" is the number of a sequence; cursors play no part. What was read once is kept."""
+    """A reader whose "lane" is the number of a sequence; it ignores cursors and keeps what it has read."""
 
     def __init__(self, lanes: Lanes):
         self._lanes = lanes
@@ -63,7 +64,7 @@ class EvaluationSequences(Reader):
         self._kept: dict[tuple[int, int], np.ndarray] = {}
 
     def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
-        """Sequence number `lane`, int32 (num_tokens + 1,); the cursor comes back as it was."""
+        """Sequence number `lane`, int32 (num_tokens + 1,), and the cursor unchanged."""
         if (lane, num_tokens) not in self._kept:
             base_lane, row = lane % self._lanes.num_lanes, lane // self._lanes.num_lanes
             ends = self._ends.setdefault((base_lane, num_tokens), [self._lanes.start(base_lane)])

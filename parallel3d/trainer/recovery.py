@@ -1,14 +1,14 @@
-"""One rank's way from one membership generation into the next: seal, report, resolve, re-cut, confirm, regroup.
+"""Takes one rank from one membership generation into the next.
 
-    leave_generation     abort what is under way, finish a local update: the position is fixed           (seal)
-    enter_generation     report; with the record:
-                      take the entry that somebody holds and this rank lacks, apply its update      (resolve)
-                      build the new ranges of optimizer state beside the old ones                   (re-cut)
-                      tell that they are there, wait until everybody's are                          (confirm)
-                      free the old ranges, make new groups, gather the weights                      (regroup)
+    leave_generation   seal      abort what is in flight, finish the local update: the rank's position is fixed
+    enter_generation   report    the position, and the newest entries
+                       resolve   apply the entry that another rank holds and this one lacks, and its update
+                       reshard   build the new ranges of optimizer state next to the old ones
+                       confirm   wait until all ranks have theirs
+                       regroup   free the old ranges, create new groups, gather the weights
 
-It begins again whenever a further loss ends the generation before it is in force; until then everything goes by the old
-cut. The start of a run is the same with nothing in hand.
+A further loss before the commit starts this over; until then the old ranges stay valid. The start of a run is the same,
+with no old ranges.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ from parallel3d.trainer.plans import Plans
 
 
 class Network(ABC):
-    """Makes a rank's transports, generation by generation."""
+    """Creates a rank's transports for each generation."""
 
     @abstractmethod
     def listen(self, generation: int) -> Address:
-        """Opens what the other ranks reach this one by in that generation; an earlier one that was not used is
-        closed."""
+        """Opens the address at which other ranks reach this one in that generation; closes an unused earlier one."""
 
     @abstractmethod
     def transports(self, record: GenerationRecord, token: AbortToken) -> Transports:
-        """The links at once; groups are made when they are asked for."""
+        """Opens the links; groups are created on demand."""
 
 
 class RecoveryManager:
@@ -63,7 +62,7 @@ class RecoveryManager:
     ):
         self.rank = rank
         self.record: GenerationRecord | None = None
-        """Of the newest committed generation."""
+        """Record of the newest committed generation."""
         self._membership = membership
         self._network = network
         self._host = host
@@ -72,9 +71,9 @@ class RecoveryManager:
         self._abandoned: list[Groups[Group]] = []
 
     def enter_generation(self, suspicion: str = "") -> bool:
-        """Goes on until this rank has a place in a generation that is in force; False: it shall end.
+        """Returns True once this rank is part of a committed generation, False when it should exit.
 
-        `suspicion` says why the rank has left its generation. A rank without a place waits here until it is needed.
+        `suspicion` says why the rank left its last generation. A spare waits in here until it is needed.
         """
         while (pending := self._membership.next_generation(self._report, suspicion=suspicion)) is not None:
             try:
@@ -89,7 +88,7 @@ class RecoveryManager:
         return False
 
     def leave_generation(self, reason: str = "") -> None:
-        """Fixes this rank's position: afterwards nothing of the generation changes what it holds."""
+        """Seals this rank's position: from here on, nothing of the old generation changes its state."""
         self._token.abort(reason or "this rank has left the generation")
         if (groups := leave_generation(self.rank)) is not None:
             groups.abort()
@@ -99,10 +98,10 @@ class RecoveryManager:
             self.rank.optimizer.update_to(self.rank.state.iteration, self.rank.update_step())
 
     def finish(self) -> None:
-        """Waits until all are done; raises GenerationEnded when somebody is lost before."""
+        """Waits until all ranks are done. Raises GenerationEnded when one is lost before."""
         self._membership.finish()
 
-    # --- the way in -----------------------------------------------------------------------------------------------
+    # --- entering ------------------------------------------------------------------------------------------------
 
     def _report(self, generation: int) -> StateReport:
         self.rank.hooks.phase_hook("recovery_report")
@@ -120,7 +119,7 @@ class RecoveryManager:
         )
 
     def _join(self, pending: PendingGeneration) -> bool:
-        """Whether this rank has a place in the new generation; raises GenerationEnded when that ends before."""
+        """Enters the proposed generation; returns False as a spare. Raises GenerationEnded when it ends before."""
         record, self._token = pending.record, pending.token
         self._apply_missing_entries(record)
         transports = self._network.transports(record, pending.token)
@@ -168,8 +167,10 @@ class RecoveryManager:
         return True
 
     def _move_state(self, record: GenerationRecord, links: Links, *, digest: Callable[[], str]) -> None:
-        """Builds the new cut's ranges beside the old ones; returns when everybody has, raises GenerationEnded when
-        not."""
+        """Builds the new ranges next to the old ones and waits until all ranks have theirs.
+
+        Raises GenerationEnded when a rank is lost before.
+        """
         rank = self.rank
         rank.hooks.phase_hook("recovery_moves")
         moved_bytes = rank.optimizer.reshard(
@@ -189,9 +190,10 @@ class RecoveryManager:
         return shard_maps_of(self.rank.config, self.rank.coordinates, grid, record.hosts)
 
     def _apply_missing_entries(self, record: GenerationRecord) -> None:
-        """Takes the newest entry that anybody holds. Its gradients are here: who holds it proves that all had them.
+        """Applies the newest entry that any rank holds, and its update.
 
-        A spare has stood still since it lost its place: entries are nothing to it.
+        This rank has the gradients for it: the entry exists only because every rank had finished its reduction.
+        Spares ignore entries: they have not trained since they left the grid.
         """
         if record.previous is None or not record.previous.holds(self.rank.rank):
             return
@@ -211,6 +213,6 @@ class RecoveryManager:
 
 
 def _close_unused(building: Future[Groups[Group] | None]) -> None:
-    """Gives groups back that were built for a generation which never came into force."""
+    """Closes groups that were built for a generation which was never committed."""
     if building.exception() is None and (groups := building.result()) is not None:  # bounded: it is done
         groups.close()

@@ -1,10 +1,9 @@
-"""The replica check in a run: what a rank holds that others hold too, and what follows when copies differ.
+"""The replica check in a run: which state a rank shares with others, and what happens when copies differ.
 
-It covers the state before the iteration's update, after the gather of the one before: weights of every replica, weights
-that all tensor-parallel ranks hold, moments and master weights of a range's owner and its backup. The sums that decide
-ride in the iteration's all-reduce (debug/replicas.py); only when they say that something differs do the ranks exchange
-their digests, before the iteration changes anything, and name it. A check that a loss interrupts is made again with
-its iteration.
+It covers the state before the iteration's update: the weights of all replicas, the weights that all tensor-parallel
+ranks share, moments and master weights of a range's owner and its backups. The checksums travel in the iteration's
+all-reduce (debug/replica_check.py). Only when they show a difference do the ranks exchange digests to name it, before
+the iteration changes anything. A check interrupted by a loss is repeated with its iteration.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ MAX_NAMED = 10
 
 
 def is_check_due(rank: RankContext, iteration: int) -> bool:
-    """Whether this iteration checks the copies: the same on every rank."""
+    """Whether this iteration checks the copies; the same on every rank."""
     every = rank.config.debug.replica_check_every
     return every is not None and iteration % every == 0
 
 
 def replica_checksums(rank: RankContext, iteration: int) -> dict[int, list[int]]:
-    """This rank's part of the check, by stage; what the first stage shares with the last goes to its own slots."""
+    """This rank's checksums, by stage; tied embeddings count for the first of the two stages that hold them."""
     held: defaultdict[int, list[ReplicaCopy]] = defaultdict(list)
     rank.optimizer.finish_gather()
     for bucket in rank.optimizer.buckets:
@@ -41,9 +40,9 @@ def replica_checksums(rank: RankContext, iteration: int) -> dict[int, list[int]]
 
 
 def report_differences(rank: RankContext, iteration: int) -> str:
-    """Names what differs, once the sums say that something does: all ranks call it, and get the same text.
+    """Names the copies that differ, after the checksums showed that some do. All ranks call it and get the same text.
 
-    Raises ReplicasDiffer where `debug.replica_check_action` is "stop".
+    Raises ReplicasDiffer if `debug.replica_check_action` is "stop".
     """
     held = [copy for bucket in rank.optimizer.buckets for copy in copies_of(rank, bucket)]
     tables = all_gather_tables(rank, {copy.name: copy.digest for copy in held})
@@ -59,13 +58,13 @@ def report_differences(rank: RankContext, iteration: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRange:
-    """Elements of a bucket that others hold, too: the other replicas, or `neighbours` within the own one."""
+    """Elements of a bucket that other ranks hold too: the other replicas, or `neighbours` in this replica."""
 
     parameter: str
     where: str
-    """Sets apart what ranks at other tensor-parallel positions hold under the same name."""
+    """Tells apart what other tensor-parallel ranks hold under the same name."""
     offset: int
-    """Where the parameter begins in the bucket."""
+    """Start of the parameter in the bucket."""
     span: range
     neighbours: tuple[int, ...] = ()
 
@@ -74,7 +73,7 @@ class SharedRange:
 
 
 def copies_of(rank: RankContext, bucket: Bucket) -> Iterator[ReplicaCopy]:
-    """All of a bucket that this rank holds and others too, parameter by parameter."""
+    """This rank's copies of all state in a bucket that other ranks hold too, by parameter."""
     grid, coordinates = rank.grid, rank.coordinates
     replicas = (
         grid.embedding_ranks(coordinates.tp, rank.chunk_layout.embedding_stages)
@@ -89,7 +88,7 @@ def copies_of(rank: RankContext, bucket: Bucket) -> Iterator[ReplicaCopy]:
 
 
 def _state(rank: RankContext, bucket: Bucket, shared_range: SharedRange) -> Iterator[ReplicaCopy]:
-    """Of the ranges held: an owner's and its backups', or the owners' among neighbours."""
+    """Copies of optimizer state: owner and backups of a range, or the owners among neighbours."""
     shard_map = rank.optimizer.shard_map_of(bucket)
     for shard, number in zip(bucket.shards, shard_map.ranges_of(rank.rank)):
         span = range(max(shared_range.span.start, shard.span.start), min(shared_range.span.stop, shard.span.stop))
@@ -105,7 +104,7 @@ def _state(rank: RankContext, bucket: Bucket, shared_range: SharedRange) -> Iter
 
 
 def _shared_ranges(rank: RankContext, bucket: Bucket) -> Iterator[SharedRange]:
-    """Each parameter over the replicas, and what tensor-parallel ranks hold in common over those."""
+    """Each parameter, shared by the replicas, and the parts of it shared by tensor-parallel ranks."""
     key, tp_ranks, at = bucket.plan.key, rank.grid.tp_ranks(rank.coordinates.replica), rank.coordinates.tp
     first = at // key.copies * key.copies
     for param_slot in bucket.plan.param_slots:
@@ -125,14 +124,14 @@ def _shared_ranges(rank: RankContext, bucket: Bucket) -> Iterator[SharedRange]:
 
 
 def all_gather_tables(rank: RankContext, table: dict[str, int]) -> dict[int, dict[str, int]]:
-    """Every rank's table, by rank: an all-gather over all ranks of the grid, padded to the longest."""
+    """Tables of all ranks, by rank: an all-gather over the grid of their JSON, padded to the longest."""
     world = rank.groups.world
     text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
     longest = int(world.all_reduce_max(torch.tensor([len(text)], dtype=torch.int64)).item())
     mine = torch.full((longest,), ord(" "), dtype=torch.uint8)
     mine[: len(text)] = text
-    everybody = mine.new_empty(longest * world.size)
-    world.all_gather(everybody, mine)
+    gathered = mine.new_empty(longest * world.size)
+    world.all_gather(gathered, mine)
     return {
-        other: json.loads(bytes(part.tolist())) for other, part in zip(world.ranks, everybody.view(world.size, longest))
+        other: json.loads(bytes(part.tolist())) for other, part in zip(world.ranks, gathered.view(world.size, longest))
     }

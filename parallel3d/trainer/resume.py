@@ -1,10 +1,10 @@
-"""A run's state as a checkpoint keeps it, and the way from a checkpoint into a run.
+"""Resumes a run from a checkpoint, on any layout, and encodes the train state for one.
 
-The start of a run is a recovery from nothing: every rank makes its ranges from the seed. A resumed run makes them from
-the files instead, on whatever layout; everything else is a fold over entries, and comes with the index.
+A fresh run initialises its ranges of optimizer state from the seed; a resumed one reads them from the files instead.
+The train state comes with the index.
 
-What must be as it was: the model, the seed and the number of sequences a step (each has a lane of its own), and the
-text. All else may differ, and is told: layout, precision, learning rate, length of the run ...
+The model, the seed, the number of sequences per step (each has its own lane) and the text must be unchanged. All else
+may change, and is printed: layout, precision, learning rate, length of the run ...
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Json = dict[str, Any]
 
 FIXED_FIELDS = ("run.seed", "batch.global_batch_size")
 UNREPORTED_FIELDS = ("description", "source", "run.directory", "run.resume", "run.timeout_s", "data.cache_directory")
-"""Fields whose change is nobody's concern."""
+"""Fields whose changes are not printed."""
 
 
 def state_to_json(state: TrainState) -> Json:
-    """Everything but what one moment asked for: a request to stop, words on a save."""
+    """The state as JSON, without requests that concern one moment: stop, leave, save counts."""
     return {
         "iteration": state.iteration,
         "num_updates": state.num_updates,
@@ -53,32 +53,37 @@ def state_to_json(state: TrainState) -> Json:
 
 
 def state_from_json(data: Json, fresh: TrainState) -> TrainState:
-    """The state; `fresh`, that of a run at its start, gives the rules of loss scale and pacing, and
-    where those begin if the older run had none."""
+    """The state that `state_to_json` encoded.
+
+    `fresh`, the start state of the resuming run, gives the rules of loss scale, monitor and size schedules, and their
+    start values where the older run had none.
+    """
     return TrainState(
         iteration=data["iteration"],
         num_updates=data["num_updates"],
         tokens_read=data["tokens_read"],
-        tokens_dropped=data.get("tokens_dropped", 0),  # older checkpoints have dropped none
+        tokens_dropped=data.get("tokens_dropped", 0),  # older checkpoints lack it
         tokens_trained=data["tokens_trained"],
         cursors=tuple(tuple(cursor) for cursor in data["cursors"]),
         entries=tuple(Entry.from_json(entry) for entry in data["entries"]),
         evaluations=tuple(EvaluationEntry.from_json(evaluation) for evaluation in data["evaluations"]),
         loss_scale=_loss_scale(data["loss_scale"], fresh.loss_scale),
-        monitor=fresh.monitor.from_json(data["watch"]) if "watch" in data else fresh.monitor,  # older ones have none
+        monitor=fresh.monitor.from_json(data["watch"])
+        if "watch" in data
+        else fresh.monitor,  # older checkpoints lack it
         shape_schedule=fresh.shape_schedule.resumed(data.get("pacing")),
     )
 
 
 def data_position_to_json(state: TrainState) -> Json:
-    """Where a run stands in its data, and nothing else of it."""
+    """The run's position in its data."""
     return {"tokens_read": state.tokens_read, "cursors": [list(cursor) for cursor in state.cursors]}
 
 
 def skip_data_to(state: TrainState, data: Json) -> TrainState:
-    """`state` with the place in its data that `data_position_to_json` told of another state of the same run.
+    """`state` at a later data position, which `data_position_to_json` gave for another state of the same run.
 
-    What lies in between is dropped: it counts neither for the run's length nor for a warmup by tokens.
+    The tokens in between are dropped: they count neither for the run's length nor for warmups by tokens.
     """
     return replace(
         state,
@@ -89,17 +94,19 @@ def skip_data_to(state: TrainState, data: Json) -> TrainState:
 
 
 def resume(rank: RankContext, folder: Path, text: Json) -> list[str]:
-    """Lets a prepared rank begin from a checkpoint, of which the bytes have been verified; what a person shall know.
+    """Sets up a prepared rank to continue from a checkpoint whose bytes have been verified; returns notices.
 
-    Raises CheckpointError for one of another run.
+    Raises CheckpointError when the checkpoint belongs to another run.
     """
     index = read_index(folder)
     if not index.has_optimizer_state:
         raise CheckpointError(
-            f"{folder} holds weights alone: no run goes on from it, but one can start from it (run.initialize_from)"
+            f"{folder} holds weights only: no run can resume from it, but one can start from it (run.initialize_from)"
         )
     if problems := [*_conflicts(index, rank.config, text)]:
-        raise CheckpointError(f"{folder} is of another run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise CheckpointError(
+            f"{folder} belongs to another run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
     try:
         state = state_from_json(index.facts.state, rank.state)
     except (KeyError, TypeError, ValueError) as error:
@@ -107,8 +114,8 @@ def resume(rank: RankContext, folder: Path, text: Json) -> list[str]:
     was, size = len(state.cursors[0]), rank.layout.cursor_size
     if was != size:
         raise CheckpointError(
-            f"{folder} is of another run: its lanes' places are of {was} numbers, these of {size}: data.blend has other"
-            " sources, or there is one where there was none"
+            f"{folder} belongs to another run: its lane cursors have {was} numbers, this run's have {size}. The sources"
+            " of data.blend differ, or only one of the two runs has a blend"
         )
     rank.state = state
     rank.resumed_from = rank.state.iteration
@@ -117,12 +124,12 @@ def resume(rank: RankContext, folder: Path, text: Json) -> list[str]:
     load = partial(load_shard, reader, tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size)
     rank.optimizer.start_from(rank.state.iteration, load)
     changed = ", ".join(_changes(index.facts.config, rank.config.model_dump()))
-    message = f"going on from {folder}, after step {rank.state.iteration}"
+    message = f"resuming from {folder}, after step {rank.state.iteration}"
     return [message, *([f"changed since then: {changed}"] if changed else [])]
 
 
 def _conflicts(index: Index, config: Config, text: Json) -> Iterator[str]:
-    """What keeps a run of `config` from going on where the checkpoint's stood, in sentences."""
+    """The reasons why a run of `config` can't resume from the checkpoint."""
     was, now = _flat(index.facts.config), _flat(config.model_dump())
     for field in sorted(was.keys() | now.keys()):
         is_model = field.startswith("model.") and field.removeprefix("model.") not in NON_WEIGHT_FIELDS
@@ -135,7 +142,7 @@ def _conflicts(index: Index, config: Config, text: Json) -> Iterator[str]:
             for name in text
             if name != "fingerprint" and before.get(name) != text[name]
         ]
-        yield f"the text is another one ({'; '.join(different) or 'of the same size'}): its lanes can't be gone on with"
+        yield f"the text differs ({'; '.join(different) or 'though its size is the same'}): lanes can't continue"
 
 
 def _changes(before: Json, now: Json) -> Iterator[str]:
@@ -146,7 +153,7 @@ def _changes(before: Json, now: Json) -> Iterator[str]:
 
 
 def _flat(tree: Json, path: str = "") -> Json:
-    """Nested objects by their fields' full names."""
+    """A nested object as one level, with dotted names."""
     flat: Json = {}
     for name, value in tree.items():
         flat |= _flat(value, f"{path}{name}.") if isinstance(value, dict) and value else {f"{path}{name}": value}
@@ -154,12 +161,12 @@ def _flat(tree: Json, path: str = "") -> Json:
 
 
 def _loss_scale_to_json(loss_scale: LossScale) -> Json | None:
-    """None where the policy scales nothing."""
+    """The loss scale's state; None under a policy that does not scale."""
     return {"scale": loss_scale.scale, "num_finite": loss_scale.num_finite} if loss_scale.is_dynamic else None
 
 
 def _loss_scale(saved: Json | None, fresh: LossScale) -> LossScale:
-    """Goes on where both runs scale; where scaling begins with this one, it begins as this one says."""
+    """The saved scale if both runs scale the loss; else this run's start value."""
     if saved is None or not fresh.is_dynamic:
         return fresh
     return replace(fresh, scale=saved["scale"], num_finite=saved["num_finite"])

@@ -1,14 +1,13 @@
-"""What a rank knows of a run's speed: figures of time for the record of each step, and when an evaluation is due.
+"""Measures a run's speed: the timing figures of each step, and when the leader's clock asks for an evaluation.
 
-Every rank keeps it, so that whoever becomes the leader can go on. Figures of a step:
+Every rank measures, so that the next leader has the figures. Those of a step:
 
-    tokens_per_s, step_s           of this step
-    mean_tokens_per_s              over the last 10 steps, and
-    sequences_per_s                likewise; steps alone: no evaluation, no save
-    mfu                            at mean_tokens_per_s, where a device's peak is known (monitor/flops.py)
-    bubble, planned_bubble         share of the pipeline's time in which its busiest rank does not compute
-    data_wait_s                    seconds for which this rank waited for text
-    memory_bytes                   of the rank that holds most: resident, or the peak of torch's on a GPU
+    tokens_per_s, step_s                 this step
+    mean_tokens_per_s, sequences_per_s   the last 10 steps, without evaluations and saves
+    mfu                                  at mean_tokens_per_s, if the device's peak is known (monitor/flops.py)
+    bubble, planned_bubble               idle share of the pipeline's busiest rank
+    data_wait_s                          seconds that this rank waited for data
+    memory_bytes                         of the rank with the most: resident, or torch's peak on a GPU
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from parallel3d.trainer.step import StepReport
 
 
 class ThroughputMeter:
-    """Is told of every step and every evaluation that this rank takes part in."""
+    """Follows the steps and evaluations of this rank."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -34,15 +33,15 @@ class ThroughputMeter:
         self._flops = 0.0
         self._device_s = 0.0
         self.evaluation_s = 0.0
-        """Of all evaluations."""
+        """Seconds of all evaluations."""
 
     @property
     def wants_evaluation(self) -> bool:
-        """Whether an evaluation shall follow the step that is about to begin, by this rank's clock."""
+        """Whether an evaluation should follow the next step, by this rank's clock."""
         return self._evaluation_interval.is_due
 
     def record_step(self, report: StepReport, num_ranks: int) -> None:
-        """`num_ranks` have taken part."""
+        """Records a step of a grid of `num_ranks`."""
         num_tokens, step_s = report.entry.num_target_tokens, report.step_s
         self._evaluation_interval.record_step(step_s)
         self._throughput.record(num_tokens=num_tokens, num_sequences=report.batch.num_slots, step_s=step_s)
@@ -54,7 +53,7 @@ class ThroughputMeter:
         self.evaluation_s += seconds
 
     def figures(self, report: StepReport, *, data_wait_s: float, num_ranks: int, peak: Peak | None) -> dict[str, Any]:
-        """Of the newest step; call it after `record_step`."""
+        """The figures of the newest step; to be called after `record_step`."""
         speed, work = self._throughput.tokens_per_s, self._flops_per_token(report)
         used = mfu(flops_per_s=speed * work, num_devices=num_ranks, peak=peak) if peak else None
         return {
@@ -70,7 +69,7 @@ class ThroughputMeter:
         }
 
     def summary(self, peak: Peak | None) -> dict[str, Any]:
-        """Of all steps that this rank has timed."""
+        """The figures of all steps that this rank has timed."""
         return {
             "evaluation_seconds": self.evaluation_s or None,
             "mfu": self._flops / (self._device_s * peak.flops_per_s) if peak and self._device_s else None,

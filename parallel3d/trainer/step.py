@@ -23,22 +23,22 @@ from parallel3d.trainer.plans import num_micro_batches_at
 from parallel3d.trainer.replica_copies import is_check_due, replica_checksums, report_differences
 
 NUM_TELEMETRY = 3
-"""Numbers that a rank tells beside its part of the entry: seconds busy, seconds of the run, bytes held."""
+"""Numbers that each rank adds after its part of the entry: busy seconds, seconds of the lists, bytes in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
-    """What the ranks have told each other of an iteration, beside its entry."""
+    """Measurements of an iteration from all ranks; they travel with its entry but are not part of it."""
 
     bubble: float
-    """Share of the pipeline's time in which its busiest rank does not compute."""
+    """Idle share of the pipeline's busiest rank."""
     memory_bytes: int
-    """Of the rank that holds most."""
+    """Bytes in use on the rank with the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step gave: its entry, the learning rate of its update, this rank's seconds, and what all have told."""
+    """The outcome of a step: its entry, the learning rate of its update, this rank's time, all ranks' telemetry."""
 
     entry: Entry
     learning_rate: float
@@ -47,9 +47,9 @@ class StepReport:
     telemetry: Telemetry
     planned_bubble: float
     warning: str = ""
-    """What the replica check has found, where the run goes on."""
+    """Finding of the replica check, if the run continues in spite of it."""
     dump: Path | None = None
-    """This rank's file of the step's tensors, where they were asked for."""
+    """This rank's file of dumped tensors, if the step is to be dumped."""
 
 
 def train_step(
@@ -60,11 +60,11 @@ def train_step(
     evaluate: bool = False,
     save_status: SaveStatus = NO_SAVE_STATUS,
 ) -> StepReport:
-    """Runs one iteration: lists, reduction, the one all-reduce, fold, update. `rank.state` moves on with the fold.
+    """Runs one iteration: instruction lists, gradient reduction, the one all-reduce, apply, update.
 
-    `stop` asks all ranks to stop after this step, `leave` that this one may depart then, `evaluate` for an
-    evaluation after it; `saved` is this rank's word on the save under way. An iteration with a
-    non-finite gradient updates nothing, on all ranks alike.
+    `stop` asks all ranks to stop after this step, `leave` asks that this rank may leave after it, `evaluate` asks for
+    an evaluation after it; `save_status` is the state of this rank's part of the current save. With a non-finite
+    gradient no rank updates.
     """
     started = time.perf_counter()
     batch, plan = next_batch(rank.config, rank.state), rank.plans.next(rank.state)
@@ -78,7 +78,7 @@ def train_step(
     entry, telemetry = all_reduce_entry(rank, batch, part, result)
     dump = None if recorder is None else write_step_dump(rank, entry, recorder)
     warning = report_differences(rank, batch.iteration) if entry.differing_stages else ""
-    rank.state = rank.state.apply(entry)  # from here on this rank holds the entry, whatever happens to the update
+    rank.state = rank.state.apply(entry)  # first: if the update is interrupted, recovery repeats it from the entry
     rank.optimizer.update(rank.state.iteration, rank.update_step())
     return StepReport(
         entry=entry,
@@ -95,9 +95,11 @@ def train_step(
 def build_contribution(
     rank: RankContext, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, save_status: SaveStatus
 ) -> Contribution:
-    """This rank's part of the entry; what all ranks of a replica know is said by the first of them."""
+    """This rank's part of the entry; tensor-parallel rank 0 contributes what the whole replica knows."""
     optimizer = rank.optimizer
-    with rank.token.waiting() if rank.device.type == "cuda" else nullcontext():  # a device may itself wait for peers
+    with (
+        rank.token.waiting() if rank.device.type == "cuda" else nullcontext()
+    ):  # on the device, NCCL may be waiting for peers
         squared_norm = optimizer.squared_norm()
     part = Contribution(
         squared_norm=squared_norm,
@@ -123,15 +125,14 @@ def build_contribution(
 def all_reduce_entry(
     rank: RankContext, batch: BatchPlan, part: Contribution, result: StageResult
 ) -> tuple[Entry, Telemetry]:
-    """The one all-reduce over all ranks of the grid: the entry, and what else they tell each other.
+    """The one all-reduce over all ranks of the grid: returns the entry and the telemetry.
 
-    Every rank's seconds and bytes ride behind what the entry is made of. They are never part of it: a replay is the
-    same entry.
+    Times and bytes travel behind the entry's vector and never enter the entry: a repeated iteration gives the same one.
     """
     layout = rank.layout.for_batch(batch)
     words, own_telemetry = layout.pack(part), [0.0] * (NUM_TELEMETRY * len(rank.grid.ranks))
-    coordinates = NUM_TELEMETRY * rank.grid.ranks.index(rank.rank)
-    own_telemetry[coordinates : coordinates + NUM_TELEMETRY] = (
+    start = NUM_TELEMETRY * rank.grid.ranks.index(rank.rank)
+    own_telemetry[start : start + NUM_TELEMETRY] = (
         result.busy_s,
         result.run_s,
         float(used_bytes(rank.device)),
@@ -148,17 +149,16 @@ def all_reduce_entry(
 
 
 def measures_norms(config: Config, iteration: int) -> bool:
-    """Whether an iteration measures weights and second moments as they are before its update."""
+    """Whether an iteration measures the norms of weights and second moments, before its update."""
     every = config.monitor.norms_every
     return every is not None and (iteration - 1) % every == 0
 
 
 def bubble_of(busy: Sequence[float], run: Sequence[float]) -> float:
-    """1 - busy / run of the ranks' seconds; the longest of each.
+    """Measured bubble: 1 - (longest busy time) / (longest time for a list) over the ranks, in seconds.
 
-    Lists begin together, after the last iteration's all-reduce, and a rank's run includes its waits: the longest run is
-    the pipeline's. Reduction and update, which no schedule can hide, are not in it; nor is what a rank computes for
-    nobody but itself in between.
+    The lists begin together, after the previous all-reduce, and a list's time includes its waits: the longest one is
+    the pipeline's. Reduction and update are outside of it, since no schedule can hide them.
     """
     busy_s, run_s = max(busy), max(run)
     return 1.0 - busy_s / run_s if run_s else 0.0
@@ -166,9 +166,9 @@ def bubble_of(busy: Sequence[float], run: Sequence[float]) -> float:
 
 @torch.no_grad()
 def evaluate(rank: RankContext) -> EvaluationEntry:
-    """Mean loss of a token of the validation text: always the same sequences, the same result on every layout.
+    """Evaluates and applies the result: the mean loss of a token over fixed sequences, the same on every layout.
 
-    The entry is folded into `rank.state`; its loss is None when there is no validation text.
+    The loss is None without a validation text.
     """
     entry = EvaluationEntry(iteration=rank.state.iteration, loss=_evaluation_loss(rank))
     rank.state = rank.state.apply(entry)
@@ -179,7 +179,7 @@ def _evaluation_loss(rank: RankContext) -> float | None:
     if rank.evaluate_loader is None:
         return None
     rank.optimizer.finish_gather()
-    batch = plan_batch(rank.config, rank.state.iteration)  # of whole sequences, whatever training has come to
+    batch = plan_batch(rank.config, rank.state.iteration)  # full size, also during warmups
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin(((),) * batch.num_slots, 0)

@@ -84,13 +84,13 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
     try:
         notices.wait_for("saved step")
         fill(seen / "filler")
-        notices.wait_for("is given up", "No space left on device")
+        notices.wait_for("is abandoned", "No space left on device")
         assert checkpoints.find_newest_valid().path is not None
         (seen / "filler").unlink()
         notices.wait_for("saved step")
 
         remount(process, disk, "ro")
-        notices.wait_for("is given up", "Read-only file system")
+        notices.wait_for("is abandoned", "Read-only file system")
         found = checkpoints.find_newest_valid()
         assert found.path is not None and not found.damaged
         remount(process, disk, "rw")
@@ -112,7 +112,7 @@ def test_full_then_read_only_then_gone(config_file, tmp_path):
     last = CheckpointDirectory(tmp_path / "copy").steps()[-1] + 2
     resume = f"run.resume={tmp_path}/copy/latest"
     code, out, err = finish(start("--config", config_file, *PP2, resume, f"run.num_steps={last}"))
-    assert code == 0 and "going on from" in out, out + err
+    assert code == 0 and "resuming from" in out, out + err
 
 
 def fill(path):
@@ -175,12 +175,12 @@ def test_a_file_in_the_folders_place_and_files_that_may_not_grow(config_file, tm
                 checkpoints.touch(exist_ok=False)
             except OSError:
                 continue
-        notices.wait_for("is given up", "can't write its part", str(checkpoints))
-        notices.wait_for("is given up", "can't write its part")
+        notices.wait_for("is abandoned", "can't write its part", str(checkpoints))
+        notices.wait_for("is abandoned", "can't write its part")
         checkpoints.unlink()
         notices.wait_for("saved step")
         limit_files(process.pid, 20_000)
-        notices.wait_for("is given up", "File too large")
+        notices.wait_for("is abandoned", "File too large")
         found = CheckpointDirectory(checkpoints).find_newest_valid()
         assert found.path is not None and not found.damaged
         limit_files(process.pid, resource.RLIM_INFINITY)

@@ -207,7 +207,7 @@ def test_a_death_while_a_save_is_written(tmp_path, rank, phase):
     done = train(config, tmp_path / "run", [kill_fault(rank, phase, 3)], disk=GatedDisk(2))
     assert done.num_changes == 1 and done.dead == (rank,)
     assert_goes_on(done, whole, steps=range(1, 7))
-    assert "the checkpoint of step 2 is given up: the workers have changed meanwhile" in done.notices
+    assert "the checkpoint of step 2 is abandoned: the workers have changed meanwhile" in done.notices
     steps = CheckpointDirectory(tmp_path / "run").steps()
     assert 6 in steps
     assert phase == "all_reduce" or (2 in steps) == (phase in ("forward", "backup"))
@@ -284,7 +284,7 @@ def test_a_disk_that_refuses_costs_one_checkpoint(tmp_path, operation, words, nu
     whole = train(config, tmp_path / "whole")
     done = train(config, tmp_path / "run", disk=BadDisk(3, operation, number))
     assert_goes_on(done, whole, steps=range(1, 7))
-    assert any("step 3 is given up" in text and words in text and os.strerror(number) in text for text in done.notices)
+    assert any("step 3 is abandoned" in text and words in text and os.strerror(number) in text for text in done.notices)
     found = CheckpointDirectory(tmp_path / "run").find_newest_valid()
     assert found.index.step == 6 and not found.damaged and 3 not in CheckpointDirectory(tmp_path / "run").steps()
 
