@@ -212,7 +212,7 @@ def test_an_abandoned_group_ends_what_is_under_way_and_writes_nothing_afterwards
     first, second, _ = run_processes(abandon_what_one_peer_never_answers, tmp_path, with_folder=True)
     for was_busy, abandoned_s, over_s, untouched, close_s in (first, second):
         assert was_busy
-        assert abandoned_s < 0.1 and over_s < 1.0 and close_s < 0.1  # nobody waits for gloo's own timeout of 20 s
+        assert max(abandoned_s, over_s, close_s) < 5  # gloo's own timeout is 20 s
         assert untouched
 
 
