@@ -485,6 +485,7 @@ def uniform(pp: int, dp: int, tp: int = 1) -> Grid:
     return Grid.uniform(tp_size=tp, pp_size=pp, dp_size=dp)
 
 
+@pytest.mark.full
 def test_two_deaths_anywhere_in_two_stages_of_two_replicas():
     model = Model(uniform(2, 2), num_iterations=2)
     found = explore(model, model.start(deaths=2))

@@ -144,7 +144,7 @@ def open_mpi(rank: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("variables", [slurm, open_mpi], ids=["srun", "mpirun"])
 def test_processes_that_another_launcher_has_started(folder: Folder, variables):
     faults = CELLS["the leader in a backward pass"]

@@ -75,6 +75,7 @@ def test_a_mistake_in_the_data_is_told_and_its_log_kept(config_file, tmp_path):
     assert not list(scratch.glob("*/checkpoints"))
 
 
+@pytest.mark.full
 def test_under_a_launcher_there_is_one_clear_error(config_file):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1")
     code, out, err = finish(start("--config", config_file, "--preflight", *ONE, launcher=launcher))

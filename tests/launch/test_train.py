@@ -76,6 +76,7 @@ def test_a_gpu_trains_like_a_cpu(config_file, tmp_path, device, sizes):
     assert losses[device] == pytest.approx(losses["cpu"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_the_same_file_under_torchrun(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "run.directory=" + str(tmp_path / "plain")))
     assert code == 0, out + err

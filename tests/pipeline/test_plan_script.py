@@ -57,6 +57,7 @@ def test_the_report_after_losses(tmp_path):
     assert int(taken.split()[-1]) == min(spans.values()) < spans["drop"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_report_of_virtual_stages(tmp_path):
     sizes = ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.stage_replicas=[1,1,1]"]

@@ -91,6 +91,7 @@ def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
         assert torch.allclose(dumped, gradient.double(), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.full
 def test_gradients_are_told_without_the_loss_scale(tmp_path):
     """fp16 multiplies the loss by 65536; a dump has the gradients of the mean loss, to fp16's three digits."""
     dump_run(tmp_path, parallel=CUBE, precision=dict(policy="fp16"), steps=[1])

@@ -12,7 +12,7 @@ from parallel3d.optim.bucket import Bucket
 from tests.support.cells import CELLS, load_gloo_cell, run_cell
 
 
-@pytest.mark.pairwise("parallel.tp_size", "parallel.pp_size", "parallel.dp_size", "parallel.schedule")
+@pytest.mark.pairwise("parallel.tp_size", "parallel.pp_size", "parallel.dp_size")
 @pytest.mark.parametrize(
     "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.transport == "gloo")) for c in CELLS]
 )

@@ -118,6 +118,7 @@ def test_documents_end_within_the_sequences_of_these_runs():
     assert run(config).steps[1]["loss"] != run(together).steps[1]["loss"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", SCHEDULES)
 def test_two_deaths_at_two_stages_under_every_schedule(layout):
     """No pipeline is whole any more: every micro-batch of one of them changes its replica, chunk after chunk."""
@@ -139,6 +140,7 @@ def test_one_death_in_another_precision(layout, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["bf16", "bf16_sr"])
 def test_several_deaths_in_another_precision(policy):
     """The state moves twice, and a replica dies while it does."""

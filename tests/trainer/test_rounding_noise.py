@@ -21,6 +21,7 @@ def norms_of(done):
     return {name: weight for name, weight in done.weights.items() if "norm" in name}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("targets", [(), ("accumulation", "outputs")], ids=str)
 def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, parallel, targets):
