@@ -2,8 +2,8 @@
 
 Prints the grid, the layers and costs of each stage, the routes where they leave their home, the timeline of the very
 instruction lists that training runs, after the checker has proven them, the bubble, and what the pipeline holds in
-memory. `--lost 3,5` shows the iteration after the loss of these ranks. Where stages differ, it prints every way to go
-on that was compared. Exit codes: 0 done, 2 a mistake in what it was given.
+memory. `--lost 3,5` shows the iteration after the loss of these ranks. Where stages differ in their replicas, it prints
+every candidate that was compared. Exit codes: 0 done, 2 a mistake in what it was given.
 """
 
 from __future__ import annotations
@@ -118,18 +118,18 @@ def describe_grid(config: Config, grid: Grid) -> Iterator[str]:
 
 
 def describe_lost_ranks(whole: Grid, lost: tuple[int, ...], spares: tuple[int, ...]) -> Iterator[str]:
-    """Who is gone and who has no place any more, by rank and coordinates; nothing when nobody is."""
+    """Yields lost ranks and spares with their coordinates."""
     for what, ranks in (("lost", lost), ("spare, its replica is not whole", spares)):
         for rank in ranks:
             yield f"rank {rank} ({whole.coordinates(rank)}): {what}"
 
 
 def describe_candidates(plan: Plan) -> Iterator[str]:
-    """Every way to go on and its makespan, the one that was taken marked; nothing on a straight grid."""
+    """Yields every candidate with its makespan, the chosen one marked; nothing on a straight grid."""
     if not plan.candidates:
         return
     width = max(len(candidate.name) for candidate in plan.candidates)
-    yield "ways to go on, in time units:"
+    yield "candidates, in time units:"
     for candidate in plan.candidates:
         mark = ">" if candidate.request == plan.request else " "
         yield f"  {mark} {candidate.name:<{width}}  {candidate.makespan:>6}"

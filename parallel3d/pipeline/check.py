@@ -8,7 +8,7 @@
 3. *End*: the lists are run with the given number of slots. What one replica does next never depends on timing, so if
    one run ends every run ends, and if one gets stuck all do.
 4. *Memory*: in that run, timed with the plan's costs, the peak of stashed + unsent + unused bytes of each replica. A
-   message in a slot is charged to both its ends: nobody knows how far the transfer has got. One that was read early is
+   message in a slot is charged to both its ends, as its transfer may have got to any point. One that was read early is
    charged to its reader until it is used. So is an activation or a gradient that a replica keeps for its next chunk.
 """
 
@@ -52,14 +52,14 @@ class MessageSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What holds of a plan that passed."""
+    """The numbers of a plan that passed."""
 
     makespan: int
-    """Of the lists run as soon as possible, with the plan's costs and these slots."""
+    """End of the lists when every step runs as soon as it can, with the plan's costs and these slots."""
     peak_in_flight: dict[ReplicaId, int]
-    """Micro-batches forwarded (or at it) and not yet backwarded, both halves, at most; each chunk counts."""
+    """Most virtual micro-batches held between the start of a forward and the end of both halves of its backward."""
     peak_bytes: dict[ReplicaId, int]
-    """Stashed + unsent + received and not used yet; empty without sizes."""
+    """Most bytes stashed, unsent, kept or received and not yet used; empty without sizes."""
 
 
 def check_plan(plan: Plan, slots: int, sizes: MessageSizes | None = None) -> CheckReport:
@@ -142,7 +142,7 @@ def _message_name(message: _Received, layout: ChunkLayout) -> str:
 
 
 class _Execution:
-    """Runs the lists as soon as possible; `clock` is when each replica ends; messages and stashes have times."""
+    """Runs every step of the lists as soon as it can; `clock` is when each replica ends, other fields keep times."""
 
     def __init__(self, plan: Plan, slots: int):
         self.lists, self.slots, self.layout = plan.lists, slots, plan.request.layout
@@ -154,13 +154,13 @@ class _Execution:
         self.read_at: dict[_Pair, list[int]] = defaultdict(list)
         self.ops_sent: dict[_Pair, list[Op]] = defaultdict(list)
         self.used_at: dict[_Pair, list[int]] = defaultdict(list)
-        """When what was read goes into a compute: at once, or later."""
+        """When a message that was read goes into a compute: at once, or later."""
         self.read_unused: dict[tuple[ReplicaId, _VirtualMicroBatch], list[tuple[_Pair, int]]] = defaultdict(list)
-        """Messages read and not used yet, by who needs them: (pair, place in its order)."""
+        """Messages read and not yet used, by the compute that needs them: (pair, place in its order)."""
         self.stashes: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)  # (time, virtual stage, +1 or -1)
         self.deferred: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)
         self.kept: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
-        """(time, +1 or -1): activations and gradients that go from one chunk to the next on the same replica."""
+        """(time, +1 or -1): activations and gradients that go from one chunk to another on the same replica."""
         self._kept_for: set[tuple[ReplicaId, Op, int, int]] = set()
         """(replica, compute, micro-batch, virtual stage) that will take what is kept."""
         todo = list(plan.lists)
@@ -169,7 +169,7 @@ class _Execution:
         self._raise_if_deadlocked()
 
     def _advance(self, replica: ReplicaId) -> set[ReplicaId]:
-        """Runs one replica until it has to wait; the peers that may now go on."""
+        """Runs one replica until it has to wait; returns the peers that may now go on."""
         steps, unblocked = self.lists[replica], set()
         while self.next_step[replica] < len(steps) and self._try_step(replica, steps[self.next_step[replica]]):
             peer = steps[self.next_step[replica]].peer
@@ -179,7 +179,7 @@ class _Execution:
         return unblocked
 
     def _try_step(self, replica: ReplicaId, step: Instruction) -> bool:
-        """Whether the step could be done; then it is."""
+        """Does the step if it can be done now; returns whether it was."""
         if step.peer is None:
             self._compute(replica, step)
             return True
@@ -250,7 +250,7 @@ def _peak_in_flight(steps: tuple[Instruction, ...]) -> int:
 
 
 def _peak_bytes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> dict[ReplicaId, int]:
-    """Of each replica, the largest sum of bytes alive at one moment; what ends at a moment is gone at that moment."""
+    """The largest sum of bytes alive at one moment, by replica; what ends at a moment is gone at that moment."""
     changes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
     for replica, time, change in _byte_changes(plan, execution, sizes):
         changes[replica].append((time, change))

@@ -4,7 +4,7 @@ The model is cut into *virtual stages*, contiguous ranges of layers that every m
 holds one or more of them, its *chunks*, numbered in that order. Two layouts of 8 virtual stages over 4 stages::
 
     round robin    0 1 2 3 0 1 2 3     Narayanan et al. 2021, section 2.2: the pairs of stages form a ring
-    V-shape        0 1 2 3 3 2 1 0     Qi et al. 2024, section 4: the loss is computed where the embedding stands
+    V-shape        0 1 2 3 3 2 1 0     Qi et al. 2024: the stage with the embedding computes the loss
 """
 
 from __future__ import annotations

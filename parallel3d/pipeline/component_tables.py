@@ -1,4 +1,4 @@
-"""What the simulator looks up of one component: numbers of virtual micro-batches, their orders, and where they go next.
+"""Tables of one component for the simulator: numbers of virtual micro-batches, their orders, and their next stages.
 
 A virtual micro-batch, (micro-batch, chunk), is known by its number: its place in the order of forwards of stage 0.
 Without chunks that is the micro-batch itself.

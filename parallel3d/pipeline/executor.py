@@ -1,9 +1,8 @@
-"""The one interpreter that runs a replica's instruction list.
+"""Runs a replica's instruction list.
 
-It holds what an iteration needs between instructions: tokens that were loaded or received, inputs and outputs of the
-micro-batches that were forwarded and not yet backwarded, gradients on their way, products that a split backward has put
-off. All of it is scratch: an iteration that ends early leaves nothing behind but main gradients, which the next one
-clears.
+The executor holds what an iteration needs between instructions: tokens that were loaded or received, inputs and outputs
+of the micro-batches between forward and backward, gradients on their way, products that a split backward has put off.
+All of it is scratch: an iteration that ends early leaves only main gradients, which the next one clears.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 
 
 class InstructionHook(Protocol):
-    """Told of every instruction before it runs: progress for heartbeats, injected faults, reports of a hang."""
+    """Called before every instruction: progress for heartbeats, injected faults, reports of a hang."""
 
     def __call__(self, instruction: Instruction) -> None: ...
 
 
 Label = Callable[[Instruction], AbstractContextManager[object]]
-"""A name for what runs within it, in a profiler's trace."""
+"""Names what runs within it in a profiler's trace."""
 
 NO_LABEL: AbstractContextManager[object] = nullcontext()
 
 
 class LoadedMicroBatch(NamedTuple):
-    """What a first stage reads for a micro-batch."""
+    """The tokens of a micro-batch, as the first virtual stage reads them."""
 
     inputs: Tensor
     """(tokens,) int64."""
     targets: Tensor
     """(tokens,) int64."""
     documents: tuple[int, ...] | None = None
-    """Their lengths, where attention keeps documents apart."""
+    """Lengths of the documents, where attention keeps them apart."""
 
 
 Loader = Callable[[MicroBatch], LoadedMicroBatch]
@@ -63,15 +62,15 @@ VirtualMicroBatch = tuple[int, int]
 
 @dataclass
 class StageResult:
-    """What one replica knows after its list: its part of the loss and what it did."""
+    """One replica's part of the loss, and what it did."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    """Of the micro-batches that ended here: the sum of the token losses of each, in nats."""
+    """Sum of the token losses, in nats, of each micro-batch that ended here."""
     num_target_tokens: int = 0
     forwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
     backwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
     busy_s: float = 0.0
-    """Seconds of computing."""
+    """Seconds spent computing."""
     run_s: float = 0.0
     """Seconds from the list's first instruction to its last."""
 
@@ -109,7 +108,7 @@ class Executor:
         """Runs the list. Every parameter's `register_grad_ready` is called once for each micro-batch that is
         backwarded.
 
-        Raises GenerationEnded when a peer is lost, with the instruction at which this rank stood.
+        Raises GenerationEnded, naming the current instruction, when a peer is lost.
         """
         scratch = _Scratch(batch, load)
         started = time.perf_counter()
@@ -184,9 +183,11 @@ class Executor:
 
     @staticmethod
     def _differentiate(scratch: _Scratch, key: VirtualMicroBatch) -> None:
-        """Runs the autograd graph of a slice; the gradient of its input is what is sent next."""
+        """Runs the autograd graph of a virtual micro-batch; the gradient of its input is sent next."""
         inputs, output = scratch.saved_for_backward.pop(key)
-        with torch.autograd.set_multithreading_enabled(False):  # on this thread, for a GPU too: who waits is known
+        with torch.autograd.set_multithreading_enabled(
+            False
+        ):  # on this thread, for a GPU too, so that hang reports know it
             torch.autograd.backward(output, scratch.gradients.pop(key, None))
         if inputs.grad is not None:
             scratch.outgoing[key], inputs.grad = inputs.grad, None
@@ -240,7 +241,7 @@ class Executor:
     def _receive(
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """In the host's memory."""
+        """Receives a tensor into host memory."""
         header = self._header(scratch, step, kind, shape, dtype)
         return self.links.receive(self._peer(step), header)
 
@@ -258,7 +259,7 @@ class Executor:
         )
 
     def _peer(self, step: Instruction) -> int:
-        """The rank of the peer replica that stands at this rank's tensor-parallel position."""
+        """The rank of the peer replica at this rank's tensor-parallel position."""
         replica: ReplicaId | None = step.peer
         assert replica is not None, step
         return self.grid.tp_ranks(replica)[self._coordinates.tp]
@@ -277,7 +278,7 @@ class Executor:
 
 @dataclass
 class _Scratch:
-    """What one run of a list holds between its instructions: by slice; targets, documents, losses by micro-batch."""
+    """State between the instructions of a list, by virtual micro-batch; targets, documents, losses by micro-batch."""
 
     batch: BatchPlan
     load: Loader

@@ -9,7 +9,7 @@ run by one interpreter; nothing else decides what happens when. What a replica d
     only stage     load, forward, backward
 
 A backward may be split in two (Qi et al. 2023, "Zero bubble pipeline parallelism"): `backward input` makes the gradient
-that is sent on, `backward weight` comes any time later and needs nobody.
+that is sent on, `backward weight` comes any time later and needs no message.
 
 With virtual stages (`chunk_layout.py`) a stage has several chunks of layers, and a micro-batch passes them in the order
 of the layers. "First" and "last" then mean the first virtual stage and the last one. Where two virtual stages in a row
@@ -34,7 +34,7 @@ ReplicaId = tuple[int, int]
 
 
 class Op(Enum):
-    """What an instruction does."""
+    """The kinds of instructions."""
 
     LOAD = "load"
     SEND_TARGETS = "send targets"
@@ -94,7 +94,7 @@ def instructions_for(
     backward: bool = True,
     split: bool = False,
 ) -> tuple[Instruction, ...]:
-    """What the replica of `stage` on this route does for one micro-batch with one chunk, in order (the table above).
+    """The instructions of the replica of `stage` on this route for one micro-batch and chunk, in order (table above).
 
     `layout` None: one chunk a stage. `split`: the backward in its two halves; its message goes out before the second.
     """

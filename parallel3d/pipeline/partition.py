@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: contiguous ranges, so cut that the most loaded stage has as little as possible.
+"""Splits the layers over the stages: contiguous ranges such that the costliest stage costs as little as possible.
 
 A pipeline is as fast as its slowest stage. With equal layers, free ends and a depth that divides, the cuts fall after
 layers k * L / P - 1 (HLAT, section 2.2); a costly head makes the last stage shorter.
@@ -20,7 +20,7 @@ then does not begin something in a gap that no clock would show. 6 and 24 were w
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """Forward cost of one token, in floating-point operations."""
+    """Forward cost of one token in each part of the model, in floating-point operations."""
 
     embedding: int
     layer: int
@@ -46,7 +46,7 @@ class StageCosts:
 
     @staticmethod
     def equal(num_stages: int) -> StageCosts:
-        """The textbook's: all stages alike, both halves of a backward like a forward."""
+        """Equal costs, as in the papers: all stages alike, both halves of a backward like a forward."""
         return StageCosts(
             forward=(1,) * num_stages, backward_input=(1,) * num_stages, backward_weight=(1,) * num_stages
         )
@@ -130,7 +130,7 @@ def stage_costs(
 
 
 def pass_costs(partition: Sequence[range], costs: ModelCosts, *, recomputes: bool = False) -> StageCosts:
-    """What each stage's passes cost, in small integers: the planner's measure of time.
+    """The cost of each stage's passes in small integers, the planner's unit of time.
 
     The head computes its gradients in the forward pass, so that all three products of it count there. A layer's
     backward costs its products once for the inputs and once for the weights, its attention twice for the inputs.
@@ -198,7 +198,7 @@ def _least_bottleneck(costs: _PartitionCosts) -> int:
 
 
 def _most_even_counts(costs: _PartitionCosts, bottleneck: int) -> tuple[int, ...]:
-    """Of the cuts with no stage above the bottleneck: the least sum of squared counts, then the smallest ones first."""
+    """The split with no stage above the bottleneck and the least sum of squared counts, then small counts first."""
     best: dict[int, tuple[int, tuple[int, ...]]] = {costs.num_layers: (0, ())}
     for stage in reversed(range(costs.num_stages)):
         now: dict[int, tuple[int, tuple[int, ...]]] = {}

@@ -42,12 +42,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to go on, and the time it takes."""
+    """One way to run the iteration, and the time it takes."""
 
     request: PlanRequest
     makespan: int
     is_lower_bound: bool = False
-    """It was given up: it takes at least this long."""
+    """Whether its simulation was given up: it takes at least this long."""
 
     @property
     def name(self) -> str:
@@ -56,12 +56,12 @@ class Candidate:
         return f"{self.request.routing}{backward}{extra}"
 
     def __str__(self) -> str:
-        return f"{self.name}: {'at least ' * self.is_lower_bound}{self.makespan}"
+        return f"{self.name}: {'at least ' if self.is_lower_bound else ''}{self.makespan}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every replica does in one iteration, and how long that takes by the simulation."""
+    """The instructions of every replica for one iteration, and the simulated times."""
 
     request: PlanRequest
     routes: Routes
@@ -71,7 +71,7 @@ class Plan:
     """The simulation of each part of the grid that shares micro-batches."""
     makespan: int
     candidates: tuple[Candidate, ...] = ()
-    """All that were compared; empty where there was nothing to choose."""
+    """All candidates that were compared; empty where there was nothing to choose."""
 
     @cached_property
     def busy(self) -> dict[ReplicaId, int]:
@@ -150,13 +150,14 @@ class Plan:
         if not others:
             return what
         best = min(others, key=lambda candidate: (candidate.makespan, candidate.is_lower_bound))
-        return f"{what}; the best to {best.request.routing} takes {'at least ' * best.is_lower_bound}{best.makespan}"
+        bound = "at least " if best.is_lower_bound else ""
+        return f"{what}; the best to {best.request.routing} takes {bound}{best.makespan}"
 
 
 def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int) -> Plan:
-    """The plan for the replicas that are there.
+    """The plan for these replicas: where stages differ, by a loss or from the start, the best candidate.
 
-    A straight grid gets the textbook's lists of the rule, which are those of equal costs.
+    A straight grid gets the schedule's own lists, which are those of equal costs.
     """
     if request.is_straight:
         return plan_pipeline(request.with_equal_costs())
@@ -179,7 +180,7 @@ def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: i
 
 
 def complete_candidates(plan: Plan) -> Plan:
-    """The same plan, its candidates simulated to their ends: for a person to compare."""
+    """The same plan with its candidates simulated to their ends, for reports."""
     finished = [Candidate(request=c.request, makespan=plan_pipeline(c.request).makespan) for c in plan.candidates]
     return replace(plan, candidates=tuple(finished))
 
@@ -192,7 +193,7 @@ def plan_pipeline(request: PlanRequest) -> Plan:
 
 
 def costs_by_op(request: PlanRequest) -> dict[Op, tuple[int, ...]]:
-    """What each compute costs at each virtual stage."""
+    """The cost of each compute at each virtual stage."""
     costs = request.costs
     return {
         Op.FORWARD: costs.forward,
@@ -214,12 +215,12 @@ def _candidates(request: PlanRequest, may_split: bool, max_extra_in_flight: int)
 
 
 def _rank(request: PlanRequest) -> tuple[int, bool, bool]:
-    """Of two candidates with the same makespan the lower one is taken."""
+    """Breaks ties: among candidates of equal makespan the lowest rank is taken."""
     return request.extra_in_flight, request.split_backward, request.routing == "drop"
 
 
 def _promising_first(candidates: list[PlanRequest]) -> list[PlanRequest]:
-    """What most often wins goes first: the sooner a good makespan is known, the sooner others are given up."""
+    """Sorts likely winners first: the sooner a good makespan is known, the sooner others are given up."""
     return sorted(candidates, key=lambda c: (c.routing == "drop", not c.split_backward, -c.extra_in_flight))
 
 
@@ -227,7 +228,7 @@ def _promising_first(candidates: list[PlanRequest]) -> list[PlanRequest]:
 
 
 class _RoutedGrid(NamedTuple):
-    """What a request has in common with all that route alike."""
+    """Routes and components, which all requests of the same routing share."""
 
     routes: Routes
     components: list[Component]
@@ -251,7 +252,7 @@ def _route_grid(request: PlanRequest) -> _RoutedGrid:
 
 
 def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None = None) -> _Simulated | int:
-    """All components, each shape once; or, if the request can't end by the limit, a time before which it can't."""
+    """Simulates all components, each shape once; or, past the limit, returns a time before which the plan can't end."""
     if limit is not None and (bound := least_makespan(request, routed.loads)) > limit:
         return bound
     runs: dict[Routes, SimulatedRun] = {}
@@ -269,7 +270,7 @@ def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None = Non
 
 
 def _build_plan(simulated: _Simulated) -> Plan:
-    """The plan of a simulation: names instead of positions, messages around the computes."""
+    """Turns a simulation into a plan: names instead of positions, messages around the computes."""
     request = simulated.request
     return Plan(
         request=request,
@@ -281,7 +282,7 @@ def _build_plan(simulated: _Simulated) -> Plan:
 
 
 class _InstructionLists(Mapping[ReplicaId, tuple[Instruction, ...]]):
-    """Each replica's list, made when it is asked for: a rank needs no more than its own."""
+    """The lists by replica, each made on first use: a rank needs only its own."""
 
     def __init__(self, request: PlanRequest, runs: list[tuple[Component, SimulatedRun]]):
         self._made: dict[ReplicaId, tuple[Instruction, ...]] = {}

@@ -1,4 +1,4 @@
-"""What is asked of the planner: all that a plan depends on, checked."""
+"""The planner's input: all that a plan depends on, validated."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlanRequest:
         checks = [
             (num_stages < 1, "there is no stage"),
             (not all(self.replicas), f"a stage has no replica: {self.replicas}"),
-            (any(len(set(ids)) < len(ids) for ids in self.replicas), f"a replica id stands twice: {self.replicas}"),
+            (any(len(set(ids)) < len(ids) for ids in self.replicas), f"a replica id occurs twice: {self.replicas}"),
             (self.num_micro_batches < 1, f"{self.num_micro_batches} micro-batches"),
             (schedule is None, f"unknown schedule {self.schedule!r}"),
             (broken is not None, f"{self.virtual_stages} virtual stages: {broken.rule}" if broken else ""),

@@ -1,4 +1,4 @@
-"""Who handles which micro-batch, as a table for a person. Pure."""
+"""Draws the routes of micro-batches as a table. Pure."""
 
 from __future__ import annotations
 

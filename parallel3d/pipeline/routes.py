@@ -1,4 +1,4 @@
-"""Which replica handles a micro-batch at each stage, and which replicas have to do with each other.
+"""Chooses the replica of each micro-batch at each stage, and groups replicas that share micro-batches.
 
 The home of micro-batch m is the (m mod H)-th of the H replica ids found at any stage. A micro-batch keeps its home at
 every stage where it is alive; elsewhere it goes to the replica with the least load of that stage, the lowest id first.

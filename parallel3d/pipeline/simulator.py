@@ -160,8 +160,8 @@ class _Simulation:
         self.backward_first = self.has_backward and rules.prefers_backward(tables.component)
         self._set_costs(request, shape)
         replicas = range(tables.num_replicas)
-        self.forwards_begun = [0 for _ in replicas]
-        self.backwards_begun = [0 for _ in replicas]
+        self.forwards_started = [0 for _ in replicas]
+        self.backwards_started = [0 for _ in replicas]
         self.is_busy = [False for _ in replicas]
         self.activations: list[_ReadyQueues] = [defaultdict(deque) for _ in replicas]
         self.gradients: list[_ReadyQueues] = [defaultdict(deque) for _ in replicas]
@@ -267,7 +267,7 @@ class _Simulation:
         if following is not None and following[0] != stage:
             mail.take_slot(replica, route[following[0]])
         self.forwards_left[replica] -= 1
-        self.forwards_begun[replica] += 1
+        self.forwards_started[replica] += 1
         self.budgets.take(replica)
         self._compute(replica, _FORWARD, number, self.forward_costs)
         return True
@@ -283,9 +283,9 @@ class _Simulation:
         for key, queue in ready_queues.items():
             if queue and (number < 0 or ranks[queue[0]] < ranks[number]) and self._has_slot_back(replica, queue[0]):
                 number, queue_key = queue[0], key
-        if number < 0 or (self.keeps_order and ranks[number] != self.backwards_begun[replica]):
+        if number < 0 or (self.keeps_order and ranks[number] != self.backwards_started[replica]):
             return False
-        self.backwards_begun[replica] += 1
+        self.backwards_started[replica] += 1
         self._dequeue(ready_queues, queue_key)
         route, chunk = tables.routes[number], tables.chunk_of[number]
         previous, following = tables.previous[stage][chunk], tables.next[stage][chunk]
@@ -302,7 +302,7 @@ class _Simulation:
         So a replica always keeps a unit of its budget for each forward that it has skipped, and none is locked out.
         """
         before = self.tables.num_forwards_before[self.tables.stage_of[replica]][number]
-        skipped = before - self.forwards_begun[replica]
+        skipped = before - self.forwards_started[replica]
         return skipped == 0 if self.keeps_order else skipped < self.budgets.left(replica)
 
     def _sends_targets(self, stage: int, chunk: int) -> bool:

@@ -49,7 +49,7 @@ def test_the_report_after_losses(tmp_path):
     assert "4 stages x 4/3/4/4 replicas x 2 tensor ranks = 30 ranks" in done.stdout
     assert "rank 13 (pp1 dp2 tp1): lost\nrank 12 (pp1 dp2 tp0): spare" in done.stdout
     lines = done.stdout.splitlines()
-    table = lines[lines.index("ways to go on, in time units:") + 1 :][:12]
+    table = lines[lines.index("candidates, in time units:") + 1 :][:12]
     assert [line.startswith("  > ") for line in table].count(True) == 1
     spans = {line[4:-8].strip(): int(line.split()[-1]) for line in table}
     assert len(spans) == 12

@@ -454,7 +454,7 @@ def test_two_stages_share_a_pair_for_targets_and_activations():
     ("wrong", "message"),
     [
         ({"replicas": ((0,), ())}, "a stage has no replica"),
-        ({"replicas": ((0,), (1, 1))}, "stands twice"),
+        ({"replicas": ((0,), (1, 1))}, "occurs twice"),
         ({"num_micro_batches": 0}, "0 micro-batches"),
         ({"schedule": "zigzag"}, "unknown schedule 'zigzag'"),
         ({"costs": StageCosts.equal(1)}, "costs of 1 stages, 2 stages"),

@@ -20,7 +20,7 @@ SCHEDULES: dict[str, Schedule] = _find_schedules()
 
 
 def default_schedule(num_chunks: int) -> str:
-    """The schedule of a configuration that names none, for so many chunks a stage."""
+    """The schedule of a configuration that names none, for this number of chunks a stage."""
     return next(
         schedule.name
         for schedule in SCHEDULES.values()

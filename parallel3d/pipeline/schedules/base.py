@@ -1,4 +1,4 @@
-"""What a pipeline schedule is: an object that the simulator, the planner and the configuration ask.
+"""The interface of a pipeline schedule, which the simulator, the planner and the configuration ask.
 
 A schedule decides in which order a replica wants to do its work and how much it may hold; the simulator
 (`pipeline/simulator.py`) decides what is possible, and its run is the proof that the lists end. So one set of rules
@@ -51,7 +51,7 @@ class BrokenRule:
     """Why a schedule does not fit a grid, as a configuration error says it."""
 
     field: str
-    """Of section `parallel`."""
+    """The field of section `parallel` to blame."""
     rule: str
     fix: str
 

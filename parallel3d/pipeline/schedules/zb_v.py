@@ -11,7 +11,7 @@ pause from its first forward on: the iteration takes 6 m chunk passes and the P 
 first micro-batch. (The paper also lets the next iteration begin before all stages have ended; ours end it together.)
 
 Progress: in its order a replica's forward of the second chunk comes after those of the first chunk of at most
-2(P - p) - 1 micro-batches that are not behind it. So if all stood still, let m be the first micro-batch that is not
+2(P - p) - 1 micro-batches that do not precede it. So if all stood still, let m be the first micro-batch that is not
 done. Fewer than 2P virtual micro-batches count against its next forward: there is room for it.
 """
 

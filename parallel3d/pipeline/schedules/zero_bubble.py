@@ -1,8 +1,8 @@
 """ZB-H1 (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.1): 1F1B with a split backward pass.
 
-The gradients of inputs, T_B, are sent on at once. The gradients of weights, T_W, need nobody and run when nothing else
-can. No replica holds more than P micro-batches from their forward to the end of that half, which is what 1F1B's first
-stage holds anyway. On a straight grid of equal costs the bubble is (P - 1)(T_F + T_B - T_W), where 1F1B's is
+The gradients of inputs, T_B, are sent on at once. The gradients of weights, T_W, need no message and run when nothing
+else can. No replica holds more than P micro-batches from their forward to the end of that half, which is what 1F1B's
+first stage holds anyway. On a straight grid of equal costs the bubble is (P - 1)(T_F + T_B - T_W), where 1F1B's is
 (P - 1)(T_F + T_B + T_W): the paper's table 2.
 """
 
