@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
+from parallel3d.config.specs.policies import POLICY_SPECS
 from parallel3d.config.specs.update_rules import has_exp_avg_sq
 from parallel3d.config.warmup_builder import run_length, warmup_warnings
 from parallel3d.families import FAMILIES
@@ -148,7 +149,7 @@ def world_size(config: Config) -> int:
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but hardly meant, one sentence each; of a resolved configuration."""
-    parallel, replicas = config.parallel, stage_replicas(config)
+    parallel, replicas, policy = config.parallel, stage_replicas(config), POLICY_SPECS[config.precision.policy]
     num_micro_batches = batch_sizes(config.batch)[2]
     lr_schedule, whole = config.lr_schedule, run_length(config)
     if lr_schedule.decay_tokens is None:
@@ -214,15 +215,15 @@ def warnings(config: Config) -> list[str]:
             " its own: set data.tokenizer.path to the tokenizer.model that belongs to them",
         ),
         (
-            config.precision.policy != "fp16" and config.precision.loss_scale != LossScaleConfig(),
+            not policy.scales_loss and config.precision.loss_scale != LossScaleConfig(),
             f"precision.loss_scale has no effect on policy {config.precision.policy}",
         ),
         (
-            config.precision.policy in ("bf16_sr", "bf16_pure")
+            policy.has_narrow_moments
             and has_exp_avg_sq(config.optimizer.kind)
             and (config.optimizer.beta2 or 0.0) >= 0.99,
-            f"optimizer.beta2 {config.optimizer.beta2} with moments in bf16: the second moment follows a spike of the"
-            " gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
+            f"optimizer.beta2 {config.optimizer.beta2} with moments in 16 bits: the second moment follows a spike of"
+            " the gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
         ),
         (
             config.data.slice is not None and config.data.num_processes > 0,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from parallel3d.config.schema import Config
+from parallel3d.config.specs.policies import names_of
 from parallel3d.config.specs.update_rules import ALL_SETTINGS, UPDATE_RULES, default_settings
 from parallel3d.errors import Problem
 
-APEX_POLICIES = ("fp32", "fp16", "bf16")
+APEX_POLICIES = names_of(lambda policy: policy.fits_apex)
 
 
 def check_backend(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from parallel3d.config.data_rules import (
 )
 from parallel3d.config.optimizer_rules import OPTIMIZER_RULES
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.specs.policies import names_of
 from parallel3d.config.warmup_rules import WARMUP_RULES
 from parallel3d.errors import Problem
 from parallel3d.families import FAMILIES
@@ -316,12 +317,13 @@ def _check_timeouts(config: Config, world_size: int | None) -> Iterator[Problem]
 
 def _check_stochastic_rounding(config: Config, world_size: int | None) -> Iterator[Problem]:
     precision = config.precision
-    if precision.stochastic_rounding and precision.policy != "bf16_sr":
+    fitting = names_of(lambda policy: policy.rounds_stochastically)
+    if precision.stochastic_rounding and precision.policy not in fitting:
         yield Problem(
             field="precision.stochastic_rounding",
             value=precision.stochastic_rounding,
-            rule=f"is for policy bf16_sr, and precision.policy is {precision.policy}",
-            fix='Leave it out, or set precision.policy to "bf16_sr"',
+            rule=f"is for policy {' or '.join(fitting)}, and precision.policy is {precision.policy}",
+            fix=f'Leave it out, or set precision.policy to "{fitting[0]}"',
         )
 
 

@@ -14,64 +14,12 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.schema import Config
+from parallel3d.config.specs.policies import POLICY_SPECS, Tolerance
 from parallel3d.inprocess.harness import RunResult, relative_difference
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """Largest relative differences that another order of adding explains."""
-
-    loss: float
-    """Of every step's loss and of the evaluation's."""
-    first_gradients: float
-    """Of the first step, made with the same weights: what one forward and backward pass rounds away."""
-    gradients: float
-    """Of the last step, and of every step's gradient norm."""
-    weights: float
-    """After the last step, without elements whose gradient is within tolerance of 0 (see `_settle`)."""
-    why: str
-
 
 MAX_NAMED = 4
 
 BITWISE = Tolerance(loss=0.0, first_gradients=0.0, gradients=0.0, weights=0.0, why="exact sums: the same bits")
-BF16 = Tolerance(
-    loss=1e-2,
-    first_gradients=0.1,
-    gradients=0.3,
-    weights=0.05,
-    why="activations (narrow policies: gradients and weights too) of 8 bits, and layouts round at other places, before"
-    " or after a tensor-parallel sum",
-)
-TOLERANCES = {
-    "fp64": Tolerance(
-        loss=1e-10,
-        first_gradients=1e-10,
-        gradients=1e-10,
-        weights=1e-10,
-        why="sums of thousands of terms in another order differ by some 1e-15 a step, which AdamW magnifies",
-    ),
-    "fp32": Tolerance(
-        loss=1e-5,
-        first_gradients=1e-4,
-        gradients=1e-3,
-        weights=1e-3,
-        why="24 bits: 1e-6 is usual; AdamW divides by sqrt(v), which magnifies that where a gradient is near zero",
-    ),
-    "fp16": Tolerance(
-        loss=2e-3,
-        first_gradients=0.02,
-        gradients=0.06,
-        weights=0.01,
-        why="activations of 11 bits, and layouts round at other places, before or after a tensor-parallel sum",
-    ),
-    "bf16": BF16,
-    "bf16_sr": BF16,
-    "bf16_pure": BF16,
-}
-"""By precision.policy. Measured on the tests' four-layer Llama, 3 steps, largest of five layouts (first gradients, last
-gradients, weights): fp64 1e-15, 4e-15, 8e-15; fp32 5e-7, 1e-6, 1e-6; fp16 2e-3, 8e-3, 2e-3; all of bf16 2e-2, 6e-2,
-1e-2."""
 
 
 def tolerance_of(config: Config, *, tp_size: int = 1) -> Tolerance:
@@ -79,7 +27,7 @@ def tolerance_of(config: Config, *, tp_size: int = 1) -> Tolerance:
     that tensor-parallel size: by default with one process."""
     if config.precision.sums == "exact" and config.parallel.tp_size == tp_size:
         return BITWISE
-    return TOLERANCES[config.precision.policy]
+    return POLICY_SPECS[config.precision.policy].tolerance
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,21 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.inprocess.compare_runs import BITWISE, TOLERANCES, compare_runs, tolerance_of
+from parallel3d.config.specs.policies import POLICY_SPECS
+from parallel3d.inprocess.compare_runs import BITWISE, compare_runs, tolerance_of
 from parallel3d.inprocess.harness import relative_difference
 from parallel3d.precision.policy import POLICIES
 from tests.support.cells import make_config
 
 
 def test_every_policy_says_what_it_is_allowed():
-    assert TOLERANCES.keys() == POLICIES.keys()
-    assert all(tolerance.why for tolerance in TOLERANCES.values())
+    assert POLICY_SPECS.keys() == POLICIES.keys()
+    assert all(spec.tolerance.why for spec in POLICY_SPECS.values())
 
 
 def test_exact_sums_are_allowed_nothing_where_tensors_are_not_cut():
     exact = dict(precision=dict(policy="fp32", sums="exact"))
     assert tolerance_of(make_config(parallel=dict(dp_size=2), **exact)) == BITWISE
-    assert tolerance_of(make_config(parallel=dict(tp_size=2), **exact)) == TOLERANCES["fp32"]
+    assert tolerance_of(make_config(parallel=dict(tp_size=2), **exact)) == POLICY_SPECS["fp32"].tolerance
 
 
 def test_differences_are_relative_and_never_nan():
@@ -49,7 +50,7 @@ def test_differences_are_relative_and_never_nan():
 def test_each_thing_that_differs_is_told(run_layout, what: str, sentence: str):
     """Two runs that are equal but for one thing."""
     run = run_layout(steps=2)
-    assert compare_runs(run, run, TOLERANCES["fp64"]).is_equal
+    assert compare_runs(run, run, POLICY_SPECS["fp64"].tolerance).is_equal
     value = getattr(run, what)
     if isinstance(value, dict):
         changed = {**value, "head.weight": value["head.weight"] * 1.001}
@@ -57,7 +58,7 @@ def test_each_thing_that_differs_is_told(run_layout, what: str, sentence: str):
         changed = tuple(replace(entry, cursors=entry.cursors[::-1]) for entry in value)
     else:
         changed = value * 1.001 if isinstance(value, float) else (value[0] * 1.001, value[1] * 1.1)
-    comparison = compare_runs(replace(run, **{what: changed}), run, TOLERANCES["fp64"])
+    comparison = compare_runs(replace(run, **{what: changed}), run, POLICY_SPECS["fp64"].tolerance)
     assert len(comparison.findings) == 1 and comparison.findings[0].startswith(sentence)
 
 
@@ -72,13 +73,13 @@ def test_steps_that_adamw_makes_of_rounding_do_not_count(run_layout):
         weight = run.weights[name].clone()
         weight[element] += 0.01
         ours = replace(right, weights={**run.weights, name: weight})
-        assert compare_runs(ours, right, TOLERANCES["fp64"]).is_equal == is_equal
+        assert compare_runs(ours, right, POLICY_SPECS["fp64"].tolerance).is_equal == is_equal
 
 
 def test_everything_beyond_is_named_up_to_a_few(run_layout):
     run = run_layout(steps=1)
     spoilt = {name: weight * 2 for name, weight in run.weights.items()}
-    (finding,) = compare_runs(replace(run, weights=spoilt), run, TOLERANCES["fp32"]).findings
+    (finding,) = compare_runs(replace(run, weights=spoilt), run, POLICY_SPECS["fp32"].tolerance).findings
     assert f"and {len(spoilt) - 1} more of {len(spoilt)} do" in finding and finding.endswith(", ...")
 
 
@@ -87,6 +88,7 @@ def test_a_step_that_overflows_on_both_sides_is_not_compared(run_layout):
     changes = dict(precision=dict(policy="fp16", loss_scale=dict(initial=2.0**40)), run=dict(evaluate_batches=1))
     runs = [run_layout(steps=2, parallel=parallel, **changes) for parallel in ({}, dict(dp_size=2, pp_size=2))]
     assert not runs[0].entries[0].finite
-    assert compare_runs(runs[1], runs[0], TOLERANCES["fp16"]).findings == ()
+    assert compare_runs(runs[1], runs[0], POLICY_SPECS["fp16"].tolerance).findings == ()
     fine = run_layout(steps=2, precision=dict(policy="fp16"))
-    assert any("gradient" in finding for finding in compare_runs(runs[1], fine, TOLERANCES["fp16"]).findings)
+    findings = compare_runs(runs[1], fine, POLICY_SPECS["fp16"].tolerance).findings
+    assert any("gradient" in finding for finding in findings)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from parallel3d.config.sections.base import Section
+from parallel3d.config.specs.policies import DEFAULT_POLICY, POLICY_SPECS
+
+if TYPE_CHECKING:
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICY_SPECS)]
 
 
 class LossScaleConfig(Section):
@@ -30,13 +36,13 @@ class PrecisionConfig(Section):
     sums: Literal["float", "exact"] = "float"
     """exact: gradients, losses and squares of micro-batches are added as 64-bit integers, in any order with the same
     bits, so that neither the layout nor a failure changes the run. 8 bytes a parameter more, and slower."""
-    policy: Literal["fp32", "fp64", "fp16", "bf16", "bf16_sr", "bf16_pure"] = "fp32"
-    """fp32; fp64 (for tests); fp16, bf16: 16-bit compute with fp32 main gradients, master weights and moments; bf16_sr:
-    weights, gradients and moments in bf16, updates rounded stochastically; bf16_pure: the same, rounded to the nearest,
-    which loses small updates (for comparisons)."""
+    policy: PolicyName = Field(
+        default=DEFAULT_POLICY,
+        description="; ".join(f"{name}: {spec.description}" for name, spec in POLICY_SPECS.items()) + ".",
+    )
     stochastic_rounding: list[Literal["update", "accumulation", "outputs"]] = []
-    """What policy bf16_sr rounds stochastically beside the update, which it always does: accumulation, each
-    micro-batch's gradients as they are added; outputs, those of the linear layers in training. Slow: to try out what
-    hardware does that rounds so everywhere."""
+    """What a policy that rounds updates stochastically rounds so as well: accumulation, each micro-batch's gradients as
+    they are added; outputs, those of the linear layers in training. Slow: to try out hardware that rounds so
+    everywhere."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """How policy fp16 scales gradients; without effect on the others."""
+    """How a policy that scales the loss (fp16) scales gradients; without effect on the others."""
