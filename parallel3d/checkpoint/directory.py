@@ -224,7 +224,13 @@ def _find_damage(folder: Path, file: IndexedFile, check: Callable[[], None]) -> 
 
 
 def _listdir(path: Path) -> Collection[str]:
+    """Names in a folder, () where there is none; CheckpointError where it cannot be listed."""
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:
         return ()
+    except OSError as error:  # a file, a folder of another user, a stale handle
+        raise CheckpointError(
+            f"{path} cannot be listed ({error.strerror}): it must be a folder of checkpoints; repair it, or set"
+            " checkpoint.directory to another one"
+        ) from None

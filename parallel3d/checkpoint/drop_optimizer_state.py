@@ -66,7 +66,7 @@ def _write_weights_only(folder: Path, whole: IndexedFile, disk: Disk) -> Indexed
             source.seek(0)
             buffers = _checked_spans(source, spans, whole.crc32, str(path))
             return write_shard(disk, path.with_name(path.name.removesuffix(SUFFIX) + WEIGHTS_SUFFIX), tensors, buffers)
-    except (ValueError, KeyError, TypeError) as error:  # a header that is none
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # not a header
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
 
 

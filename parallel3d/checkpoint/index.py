@@ -139,7 +139,10 @@ def decode_index(data: bytes, where: str) -> Index:
     first = _FIRST_LINE.match(data)
     if first is None or hashlib.sha256(body := data[first.end() :]).hexdigest().encode() != first[1]:
         raise CheckpointError(f"{where} is damaged: it is not what was written")
-    fields = json.loads(b"{" + body)
+    try:
+        fields = json.loads(b"{" + body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not an index of a checkpoint: {error}") from None
     if fields.get("format") != FORMAT_VERSION:
         raise CheckpointError(
             f"{where} has format {fields.get('format')!r}, this version of parallel3d reads format {FORMAT_VERSION}"
@@ -147,7 +150,7 @@ def decode_index(data: bytes, where: str) -> Index:
     try:
         index = Index.model_validate_json(b"{" + body)
     except ValidationError as error:
-        raise CheckpointError(f"{where} is no index of a checkpoint: {error.errors()[0]['msg']}") from None
+        raise CheckpointError(f"{where} is not an index of a checkpoint: {error.errors()[0]['msg']}") from None
     for problem in _gaps(index.tensors, {file.name for file in index.files}):
         raise CheckpointError(f"{where}: {problem}")
     return index

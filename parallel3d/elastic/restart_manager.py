@@ -197,7 +197,11 @@ class RestartManager:
         self, report: RunReporter, decide_on: Callable[[Sequence[int]], Restart | Stop], check: Callable[[], None]
     ) -> Restart | Stop:
         """The decision on the checkpoints that are good; damaged ones are told and passed over."""
-        steps = self._checkpoint_dir.steps()
+        try:
+            steps = self._checkpoint_dir.steps()
+        except CheckpointError as error:  # a finished run needs none; a restart meets it again when it archives
+            _publish_damaged(report, [str(error)])
+            steps = []
         while True:
             decision = decide_on(steps)
             if isinstance(decision, Stop) or decision.step not in steps:

@@ -129,6 +129,10 @@ class Bucket:
         """Whether master weights are copies of their own."""
         return self._policy.has_master
 
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return self._policy.state
+
     def num_rows(self, *, with_master: bool) -> int:
         """Rows of what `Shard.read` gives."""
         return len(self.rule.spec.states) + (1 if with_master else 0)

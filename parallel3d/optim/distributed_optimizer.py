@@ -27,17 +27,15 @@ all of them, so both stages go on with the same bits. No rank waits for ever, wh
 - ranges are rebuilt in bucket order too: what travels between stages may wait for what travels inside them, never the
   other way round; and backups stand in the owner's stage.
 
-Between membership generations the optimizer has no groups. `reshard` builds the ranges of new cuts beside those of the
-old ones, `commit` puts them in force.
+Between membership generations the optimizer has no groups. `reshard` (reshard.py) builds the ranges of new shard maps
+next to those of the old ones, `commit` puts them in force.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +46,8 @@ from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.bucket_plan import plan_buckets
 from parallel3d.optim.parameter_noise import ParameterNoise
-from parallel3d.optim.shard_map import ShardMap, ShardMaps, plan_moves
+from parallel3d.optim.reshard import ReshardPlan, move_bucket
+from parallel3d.optim.shard_map import ShardMap, ShardMaps
 from parallel3d.optim.state_norms import StateNorms
 from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
 from parallel3d.parallel.group import AbsentGroup, Group, Work
@@ -62,20 +61,6 @@ InitialShard = Callable[[Bucket, range], Shard]
 
 PhaseHook = Callable[[str], None]
 """Told of each phase that a step or a recovery enters; where faults are injected."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReshardPlan:
-    """From the cuts of one grid to those of another, in membership generation `generation`; `old` None: the run
-    starts."""
-
-    generation: int
-    old: ShardMaps | None
-    new: ShardMaps
-    live: Collection[int]
-    """Ranks that can still hand over what they hold."""
-    weights_gathered: bool = False
-    """Every rank of the new cuts has all weights as they shall be: they need not travel."""
 
 
 class ShardedOptimizer:
@@ -110,7 +95,6 @@ class ShardedOptimizer:
         has_terms = fixed is not None or policy.rounds_accumulation  # one is closed after its last gradient
         self._overlap_reduce = overlap_reduce and not has_terms
         self._overlap_gather = overlap_gather
-        self._policy = policy
         self._phase_hook = phase_hook
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
         initial = initial or partial(initial_value, seed=seed)
@@ -290,7 +274,9 @@ class ShardedOptimizer:
                 spans = [bucket.plan.range_of(number, new.num_ranges) for number in new.ranges_of(self.rank)]
                 shards.append([self._first_shard(bucket, span) for span in spans])
             else:
-                moved, received = self._move_bucket(index, change.old.of(bucket.plan.key), new, change, links)
+                moved, received = move_bucket(
+                    bucket, self._number(index), change, rank=self.rank, version=self.version, links=links
+                )
                 shards.append(moved)
                 num_bytes += received
         self._pending = (change, shards)
@@ -326,51 +312,6 @@ class ShardedOptimizer:
         self._groups = Groups(tp=absent, dp=absent, world=absent)
         self._gathering = {}
         self._reducing = []
-
-    def _move_bucket(
-        self, index: int, old: ShardMap, new: ShardMap, change: ReshardPlan, links: Links
-    ) -> tuple[list[Shard], int]:
-        bucket, live = self.buckets[index], set(change.live)
-        plan = bucket.plan
-
-        def ranges(shard_map: ShardMap, rank: int) -> list[range]:
-            return [plan.range_of(number, shard_map.num_ranges) for number in shard_map.ranges_of(rank)]
-
-        held = {rank: ranges(old, rank) for ranks in old.holders for rank in ranks if rank in live}
-        wanted = {rank: ranges(new, rank) for ranks in new.holders for rank in ranks}
-        moves = plan_moves(held, wanted, plan.num_elements)
-        with_master = self._policy.has_master or not change.weights_gathered
-        num_rows = bucket.num_rows(with_master=with_master)
-        for move in moves:
-            if move.source == self.rank and move.target != self.rank:
-                piece = _read(bucket.shards, move.start, move.stop, with_master=with_master)
-                header = self._state_header(index, change.generation, (num_rows, move.stop - move.start))
-                links.send(move.target, header, piece, bounded=False)
-        kept = {(shard.span.start, shard.span.stop): shard for shard in bucket.shards}
-        spans = ranges(new, self.rank)
-        shards = [kept.get((span.start, span.stop)) or bucket.empty_shard(span) for span in spans]
-        made = [shard for shard in shards if (shard.span.start, shard.span.stop) not in kept]
-        num_bytes = 0
-        for move in moves:
-            if move.target == self.rank == move.source:
-                for shard, old_shard in product(made, bucket.shards):
-                    shard.copy_from(old_shard, move.start, move.stop)
-            elif move.target == self.rank:
-                expected = self._state_header(index, change.generation, (num_rows, move.stop - move.start))
-                piece = links.receive(move.source, expected)
-                num_bytes += piece.nbytes
-                _write(made, move.start, piece)
-        return shards, num_bytes
-
-    def _state_header(self, index: int, generation: int, shape: tuple[int, int]) -> Header:
-        return Header(
-            generation=generation,
-            iteration=self.version,
-            kind=Kind.STATE,
-            micro_batch=self._number(index),
-            shape=shape,
-            dtype=self._policy.state,
-        )
 
     # --- reduction ------------------------------------------------------------------------------------------------
 
@@ -438,24 +379,3 @@ class ShardedOptimizer:
     def _mark_gathered(self, indices: Iterable[int]) -> None:
         """The waits for these gathers are over; where they are waits for the data, the weights are whole."""
         self._stale -= {index for index in indices if self._holders_of(self.buckets[index]).waits_for_data}
-
-
-def _read(shards: list[Shard], start: int, stop: int, *, with_master: bool) -> Tensor:
-    """(rows, stop - start) from the shards that hold these elements: one, or two neighbours."""
-    parts = [
-        shard.read(max(start, shard.span.start), min(stop, shard.span.stop), with_master=with_master)
-        for shard in sorted(shards, key=lambda shard: shard.span.start)
-        if shard.span.start < stop and start < shard.span.stop
-    ]
-    piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    assert piece.shape[1] == stop - start, f"elements {start} to {stop} are not all held here"
-    return piece
-
-
-def _write(shards: list[Shard], start: int, piece: Tensor) -> None:
-    """Into every shard that holds some of the elements from `start` on."""
-    stop = start + piece.shape[1]
-    for shard in shards:
-        first, last = max(start, shard.span.start), min(stop, shard.span.stop)
-        if first < last:
-            shard.write(first, piece[:, first - start : last - start])

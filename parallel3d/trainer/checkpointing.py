@@ -312,7 +312,7 @@ class _WriteJob:
 
     def __call__(self) -> None:
         if self.is_leader:
-            with suppress(OSError):  # leftovers do no harm
+            with suppress(OSError, CheckpointError):  # leftovers do no harm
                 self.checkpoint_dir.remove_leftovers(keep=self.partial)
         write_rank_files(self.checkpoint_dir.disk, self.partial, self.rank, self.snapshot, check=self._check)
 

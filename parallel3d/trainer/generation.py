@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parallel3d.config.schema import Config
-from parallel3d.optim.distributed_optimizer import ReshardPlan
+from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.group import AbsentGroup, Group

@@ -22,7 +22,7 @@ from typing import Any
 from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, LogPosition, StateReport
 from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
 from parallel3d.errors import GenerationEnded
-from parallel3d.optim.distributed_optimizer import ReshardPlan
+from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.background import run_in_background

@@ -3,12 +3,21 @@
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.checkpoint.directory import CheckpointDirectory, best_of, plan_pruning, verify_checkpoint
+from parallel3d.checkpoint.directory import (
+    CheckpointDirectory,
+    best_of,
+    plan_pruning,
+    read_index,
+    verify_checkpoint,
+)
+from parallel3d.checkpoint.disk import Disk
+from parallel3d.checkpoint.drop_optimizer_state import drop_optimizer_state
 from parallel3d.errors import CheckpointError
 from tests.support.small_checkpoints import assert_is, save
 
@@ -104,3 +113,25 @@ def test_any_changed_byte_is_found_and_its_file_named(tmp_path):
         with pytest.raises(CheckpointError, match=name):
             verify_checkpoint(copy)
         shutil.rmtree(copy)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    """A file has taken its name: as with a folder of another user or a stale handle, listing fails."""
+    folder = tmp_path / "checkpoints"
+    folder.write_text("not a folder")
+    directory = CheckpointDirectory(folder)
+    for use in (directory.steps, directory.find_newest_valid):
+        with pytest.raises(CheckpointError, match="cannot be listed .Not a directory.*checkpoint.directory"):
+            use()
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"7", b"[]"])
+def test_a_shard_whose_header_is_not_one_is_named(tmp_path: Path, header: bytes) -> None:
+    save(tmp_path, 1)
+    folder = CheckpointDirectory(tmp_path).path_of(1)
+    shard = folder / "rank-00000.safetensors"
+    shard.write_bytes(len(header).to_bytes(8, "little") + header)
+    index = read_index(folder)
+    files = tuple(f.model_copy(update={"size": 8 + len(header)}) if f.name == shard.name else f for f in index.files)
+    with pytest.raises(CheckpointError, match=f"{shard} is damaged"):
+        drop_optimizer_state(folder, index.model_copy(update={"files": files}), Disk())

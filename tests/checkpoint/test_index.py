@@ -60,8 +60,8 @@ def test_parts_make_the_whole():
     "change, message",
     [
         (dict(format=1), "format 1, this version"),
-        (dict(unknown=1), "is no index"),
-        (dict(step="7"), "is no index"),
+        (dict(unknown=1), "is not an index"),
+        (dict(step="7"), "is not an index"),
         (dict(files=[dict(name="../x", size=1, crc32="")]), "no name of a file"),
         (dict(files=[]), "a file that is not listed"),
         (dict(tensors={"a": tensor((0, 3)).model_dump()}), "9 of its 12"),
@@ -73,3 +73,10 @@ def test_what_is_wrong_is_said(change, message):
     del fields["sha256"]
     with pytest.raises(CheckpointError, match=message):
         decode_index(signed({**fields, **change}), "here/index.json")
+
+
+@pytest.mark.parametrize("body", [b'"step":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"what?"])
+def test_what_is_not_json_is_refused_by_name(body: bytes) -> None:
+    data = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
+    with pytest.raises(CheckpointError, match="here/index.json is not an index of a checkpoint"):
+        decode_index(data, "here/index.json")

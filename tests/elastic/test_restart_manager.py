@@ -184,3 +184,16 @@ def test_a_launchers_restarts_end_where_no_older_checkpoint_is_left(tmp_path):
     second.close(6)
     with pytest.raises(UserError, match="no older checkpoint is left"):
         launched(tmp_path, 2)
+
+
+def test_checkpoints_that_cannot_be_listed_end_neither_a_finished_run_nor_a_start_silently(run, tmp_path):
+    """A file stands where the folder was: a finished run ends as it did, a lost one stops and says why."""
+    folder = tmp_path / "checkpoints"
+    folder.rename(tmp_path / "moved")
+    folder.write_text("not a folder")
+    assert run.end(RunOutcome(exit_code=0, message="")) == Stop()
+    lost = run.end(LOST)
+    assert isinstance(lost, Stop) and f"{folder} cannot be listed (Not a directory)" in lost.why
+    run.close()
+    with pytest.raises(UserError, match="cannot be listed"):
+        Run(tmp_path, resume="auto")

@@ -15,7 +15,8 @@ from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.optim.distributed_optimizer import PhaseHook, ReshardPlan, ShardedOptimizer
+from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
+from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
 from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
 from parallel3d.parallel.grid import Coordinates, Grid
