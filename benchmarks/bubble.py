@@ -27,20 +27,21 @@ import torch
 from torch import nn
 
 from benchmarks.sleeping import HIDDEN, SleepingStage
-from launch.train import elastic_settings
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
-from parallel3d.elastic.guardian.spawn import WorkerContext
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.elastic.settings import ElasticSettings
+from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankHooks
 from parallel3d.trainer.plans import build_grid
-from parallel3d.worker.main import WorkerHooks, train_rank
+from parallel3d.worker.hooks import WorkerHooks
+from parallel3d.worker.main import train_rank
 
 NUM_STAGES = 4
 NUM_LAYERS = 8
@@ -98,7 +99,7 @@ def train_sleeping(directory: Path, parallel: dict[str, Any], options: argparse.
             RunFolder(directory, config="{}", environment={}), title=directory.name, out=io.StringIO()
         ),
         preload=("torch",),
-        elastic=elastic_settings(config),
+        elastic=ElasticSettings.from_config(config, build_grid(config)),
     )
     assert exit_code == 0, f"{directory.name} ended with exit code {exit_code}"
 

@@ -45,12 +45,13 @@ from models.make import make_stage
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
-from parallel3d.checkpoint.write import BackgroundExecutor, WriteThrottle, publish, write_rank_files
+from parallel3d.checkpoint.write import WriteThrottle, publish, write_rank_files
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.load import resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.parallel.background import BackgroundExecutor
 from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.generation import start_rank

@@ -1,6 +1,6 @@
-"""One minute of what this is for: `make demo` trains undisturbed, then again while workers are killed, and compares.
+"""A one-minute demo: `make demo` trains undisturbed, then again while workers are killed, and compares the losses.
 
-Both runs are real ones of configs/demo.json: the first with its faults taken out, the second with them.
+Both are real runs of configs/demo.json: the first without its injected faults, the second with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def compare(undisturbed: Path, killed: Path) -> str:
-    """The losses of two runs side by side, and how far they ever are from each other."""
+    """Returns a table of the losses of two runs, and their largest difference."""
     ours, theirs = losses(killed), losses(undisturbed)
     every = max(1, len(theirs) // NUM_ROWS)
     rows = [f"  {step:>4}   {theirs[step]:>11.6f}   {ours[step]:>11.6f}" for step in sorted(theirs)[every - 1 :: every]]
@@ -44,9 +44,9 @@ def compare(undisturbed: Path, killed: Path) -> str:
         [
             "\n  step   undisturbed   with losses",
             *rows,
-            f"\n{len(ours)} of {len(theirs)} steps, none skipped, none twice; the losses never differ by more than"
+            f"\n{len(ours)} of {len(theirs)} steps, none skipped, none repeated; the losses differ by at most"
             f" {farthest:.1e}",
-            "(sums run in another order on fewer workers: precision.sums=exact makes them the same bits)",
+            "(fewer workers sum in a different order: precision.sums=exact makes the losses bitwise equal)",
             f"chart: {chart}",
         ]
     )
@@ -54,7 +54,7 @@ def compare(undisturbed: Path, killed: Path) -> str:
 
 def losses(folder: Path) -> dict[int, float]:
     lines = [line for line in read_metrics(folder / METRICS) if "event" not in line]
-    assert len({line["step"] for line in lines}) == len(lines), f"{folder}: a step is told twice"
+    assert len({line["step"] for line in lines}) == len(lines), f"{folder}: a step is recorded twice"
     return {int(line["step"]): float(line["loss"]) for line in lines}
 
 

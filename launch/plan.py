@@ -17,17 +17,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel3d.config.command_line import config_parser, parse_config
-from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import describe_warmup
 from parallel3d.errors import UserError
 from parallel3d.parallel.grid import Grid, ReplicaId
-from parallel3d.pipeline.check import CheckReport, MessageSizes, check_plan
+from parallel3d.pipeline.check import CheckReport, check_plan
 from parallel3d.pipeline.partition import stage_costs
 from parallel3d.pipeline.planner import Plan, complete_candidates
 from parallel3d.pipeline.timeline import draw_png, draw_text
-from parallel3d.precision.policy import POLICIES
+from parallel3d.trainer.message_sizes import estimate_message_sizes
 from parallel3d.trainer.plans import build_grid, costs_of, plan_schedule, split_layers
 
 MAX_ROUTES = 16
@@ -175,37 +174,6 @@ def describe_routes(plan: Plan) -> Iterator[str]:
     if len(rerouted) > MAX_ROUTES:
         yield f"  and {len(rerouted) - MAX_ROUTES} more"
     yield ""
-
-
-def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes:
-    """Bytes of one micro-batch on one rank.
-
-    A layer's weight products have inputs and results, a token: of the hidden size outside of the tensor-parallel region
-    (norms' results; cut under sequence parallelism) and cut inside of it: q, k, v (of which a rank has one key-value
-    head at least), the attention's result, the MLP's intermediate results. parallel3d/recompute.py says which of them
-    are kept. A split backward pass keeps all between its halves.
-    """
-    model, parallel, batch = config.model, config.parallel, config.batch
-    assert batch.micro_batch_size is not None
-    num_tokens = batch.micro_batch_size * batch.sequence_length
-    width = POLICIES[config.precision.policy].compute.itemsize
-    hidden = model.hidden_size // (parallel.tp_size if parallel.sequence_parallel else 1)
-    attention = 2 * (model.hidden_size // parallel.tp_size)
-    attention += 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
-    mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
-    mlp_input = model.intermediate_size // parallel.tp_size
-    kept = {
-        "none": 4 * hidden + attention + mlp,
-        "selective": 2 * hidden + attention + mlp - mlp_input,
-        "full": hidden,
-    }
-    token_bytes = num_tokens * width
-    return MessageSizes(
-        activation_bytes=token_bytes * hidden,
-        targets_bytes=num_tokens * 8,
-        stash_bytes=tuple(token_bytes * kept[parallel.recompute] * len(layers) for layers in partition),
-        deferred_bytes=tuple(token_bytes * kept["none"] * len(layers) for layers in partition),
-    )
 
 
 def write_png(plan: Plan, path: Path, lost: Sequence[ReplicaId]) -> None:

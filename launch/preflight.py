@@ -1,10 +1,9 @@
-"""Rehearses saving and resuming before a long run: `python launch/preflight.py --config FILE [section.field=value
-...]`.
+"""Tests saving and resuming before a long run: `python launch/preflight.py --config FILE [section.field=value ...]`.
 
-Four steps of the very run that the file describes, with a save at the third. The fourth is then repeated from that
-checkpoint, by the same command as ever: on the same layout, where it must be the same bits, and on another one of as
-many processes, where it must be as near as rounding explains. `launch/train.py --preflight` does this and, if all is
-well, begins the run. Exit codes: 0 all is well, 1 something differs, otherwise that of the run which did not succeed.
+Runs four steps of the configured run, with a save after the third. Then repeats the fourth from that checkpoint with
+the real command: on the same layout, where it must be bitwise equal, and on another layout of at most as many
+processes, where it must be equal up to rounding. `launch/train.py --preflight` does this first and then starts the run.
+Exit codes: 0 passed, 1 a resumed run differs, otherwise that of the run that failed.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.child_process import run_script
+from parallel3d.comparison.compare_runs import BITWISE, LargestDifference, Tolerance, tolerance_of
 from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.derived import world_size
 from parallel3d.config.layouts import Layout, alternative_layouts, current_layout
@@ -35,10 +35,9 @@ from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults
 from parallel3d.config.sections.restart import RestartConfig
 from parallel3d.errors import CheckpointError, ConfigError, UserError
-from parallel3d.inprocess.compare_runs import BITWISE, LargestDifference, Tolerance, tolerance_of
 from parallel3d.monitor.run_folder import METRICS, read_metrics
 from parallel3d.trainer.plans import build_grid
-from parallel3d.worker.main import choose_device
+from parallel3d.worker.device import choose_device
 
 NUM_STEPS, SAVED_STEP = 4, 3
 SCRATCH, LOCK, CHECKPOINTS = "preflight", ".lock", "checkpoints"
@@ -48,7 +47,7 @@ NUM_TAIL_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A short run: its folder in the scratch folder, and its configuration."""
+    """A short run: its directory in the scratch directory, and its configuration."""
 
     folder: Path
     config: Config
@@ -63,7 +62,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOutcome:
-    """How near a resumed trial came, by column, and how near it had to."""
+    """The differences of a resumed trial, by column, and their limits."""
 
     trial: Trial
     differences: dict[str, LargestDifference]
@@ -71,17 +70,17 @@ class ResumeOutcome:
 
     @property
     def findings(self) -> list[str]:
-        """What is beyond the limit, in sentences."""
+        """Sentences on the differences beyond their limits."""
         return [
-            f"{self.trial.layout}: {name} of {found.where} differ{'s' * (not name.endswith('s'))} by {found.value:.1e}"
-            f" ({self.limits[name]:g} is allowed)"
+            f"{self.trial.layout}: {name} of {found.where} {'differ' if name.endswith('s') else 'differs'} by"
+            f" {found.value:.1e} ({self.limits[name]:g} is allowed)"
             for name, found in self.differences.items()
             if found.value > self.limits[name]
         ]
 
 
 class TrialFailed(Exception):
-    """A short run ended with this exit code."""
+    """A short run failed with this exit code."""
 
     def __init__(self, code: int):
         self.code = code
@@ -95,7 +94,7 @@ def main(arguments: list[str]) -> int:
             return preflight(config, scratch)
     except TrialFailed as failure:
         return failure.code
-    except KeyboardInterrupt:  # while it compared
+    except KeyboardInterrupt:  # during a comparison
         return 128 + signal.SIGINT
     except UserError as error:
         print(error, file=sys.stderr)
@@ -103,43 +102,43 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Rehearse saving and resuming of a run, in four steps.")
+    parser = config_parser("Test saving and resuming a run, in four steps.")
     return parse_config(parser, arguments)
 
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """An empty folder where the run's checkpoints will be, on the same disk, and nothing of it afterwards."""
+    """An empty directory on the checkpoints' disk, removed afterwards; after a failure its logs stay."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with (path / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in path.iterdir():  # by one that was killed
-                if left.name != LOCK:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            logs_matter = False
+            for leftover in path.iterdir():  # of a preflight that was killed
+                if leftover.name != LOCK:
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            keeps_logs = False
             try:
                 yield path
             except TrialFailed as failure:
-                logs_matter = failure.code < 128  # it was not stopped
+                keeps_logs = failure.code < 128  # not stopped by a signal
                 raise
             finally:
-                for folder in path.glob(f"*/{CHECKPOINTS}") if logs_matter else [path]:
+                for folder in path.glob(f"*/{CHECKPOINTS}") if keeps_logs else [path]:
                     shutil.rmtree(folder)
     except BlockingIOError:
-        raise UserError(f"another preflight is under way in {path}") from None
+        raise UserError(f"another preflight is running in {path}") from None
     except OSError as error:
-        raise UserError(f"can't preflight in {path} ({error.strerror})") from None
+        raise UserError(f"can't run a preflight in {path} ({error.strerror})") from None
 
 
 def preflight(config: Config, scratch: Path) -> int:
-    """Runs and compares; 0 where everything is as near as it has to be."""
+    """Runs and compares; returns 0 if all differences are within their limits."""
     reference = trial_of(config, scratch / "whole")
     same = trial_of(config, scratch / "same", resume=reference.checkpoint(SAVED_STEP))
     other = trial_on_other_layout(config, scratch / "other", resume=reference.checkpoint(SAVED_STEP))
     print_line(f"preflight: {NUM_STEPS} steps on {reference.layout}, a save after step {SAVED_STEP}, in {scratch}")
     run(reference)
-    is_on_gpu = choose_device(config, 0, len(build_grid(config).ranks)).type == "cuda"  # where kernels add in any order
+    is_on_gpu = choose_device(config, 0, len(build_grid(config).ranks)).type == "cuda"  # kernels sum in any order
     allowed = tolerance_of(config, tp_size=config.parallel.tp_size) if is_on_gpu else BITWISE
     outcomes = [resume_and_compare(same, reference, allowed)]
     if other is None:
@@ -151,9 +150,7 @@ def preflight(config: Config, scratch: Path) -> int:
         print_line(line)
     print_line(describe_disk(config, read_index(reference.checkpoint(SAVED_STEP)).num_bytes, scratch))
     failed = any(outcome.findings for outcome in outcomes)
-    print_line(
-        "preflight: what was resumed is not the run that was saved" if failed else "preflight: all as it has to be"
-    )
+    print_line("preflight failed: the resumed run differs from the saved one" if failed else "preflight passed")
     return 1 if failed else 0
 
 
@@ -161,8 +158,10 @@ def preflight(config: Config, scratch: Path) -> int:
 
 
 def trial_of(config: Config, folder: Path, *, resume: Path | None = None, layout: Layout | None = None) -> Trial:
-    """The first steps of the run that a resolved `config` describes, without what else it leaves on disk, and without
-    its faults. Raises ConfigError where another layout does not fit it."""
+    """Returns the first steps of the run of a resolved `config`, without its other files and its faults.
+
+    Raises ConfigError if `layout` does not fit.
+    """
     fields = config.model_dump()
     fields["run"] |= {"num_steps": NUM_STEPS, "num_tokens": None, "directory": str(folder), "resume": "never"}
     fields["run"] |= {"evaluate_every": None, "evaluate_share": None, "evaluate_at_start": False}
@@ -172,13 +171,13 @@ def trial_of(config: Config, folder: Path, *, resume: Path | None = None, layout
     fields["debug"] = DebugConfig().model_dump()
     fields["parallel"] |= layout.fields if layout else {}
     trial = resolve(Config.model_validate(fields), config_path="")
-    if resume is not None:  # a folder that is not there yet
+    if resume is not None:  # not validated: the directory does not exist yet
         trial = trial.model_copy(update={"run": trial.run.model_copy(update={"resume": str(resume)})})
     return Trial(folder=folder, config=trial)
 
 
 def trial_on_other_layout(config: Config, folder: Path, *, resume: Path) -> Trial | None:
-    """The same on the first other layout that fits; None where none does."""
+    """Returns the trial on the first other layout that fits; None if none does."""
     for layout in alternative_layouts(config):
         with suppress(ConfigError):
             return trial_of(config, folder, resume=resume, layout=layout)
@@ -186,7 +185,7 @@ def trial_on_other_layout(config: Config, folder: Path, *, resume: Path) -> Tria
 
 
 def run(trial: Trial) -> None:
-    """Trains, as a person would; raises TrialFailed, once it has shown what the run has said."""
+    """Trains with the real command; on failure prints the end of its log and raises TrialFailed."""
     file, log = (trial.folder.with_suffix(suffix) for suffix in (".json", ".log"))
     file.write_text(dump_config(trial.config))
     started = time.monotonic()
@@ -195,15 +194,15 @@ def run(trial: Trial) -> None:
     if code:
         tail = log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]
         print_line(
-            "\n".join([f"the preflight on {trial.layout} ended with exit code {code} ({log}):", *tail]), sys.stderr
+            "\n".join([f"the preflight on {trial.layout} failed with exit code {code} ({log}):", *tail]), sys.stderr
         )
         raise TrialFailed(code)
     print_line(f"  {trial.layout}: {time.monotonic() - started:.1f} s")
 
 
 def resume_and_compare(trial: Trial, reference: Trial, tolerance: Tolerance) -> ResumeOutcome:
-    """Goes on from the save, and leaves nothing on disk but what is known then."""
-    print_line(f"preflight: step {NUM_STEPS} anew from that checkpoint, on {trial.layout}")
+    """Resumes from the save and compares with the reference; deletes the trial's files."""
+    print_line(f"preflight: repeating step {NUM_STEPS} from that checkpoint on {trial.layout}")
     run(trial)
     outcome = ResumeOutcome(
         trial=trial,
@@ -213,7 +212,7 @@ def resume_and_compare(trial: Trial, reference: Trial, tolerance: Tolerance) -> 
             "gradient norm": tolerance.gradients,
             "evaluation": tolerance.loss,
             "weights": tolerance.weights,
-            "moments": 2 * tolerance.gradients,  # the second one is of squares
+            "moments": 2 * tolerance.gradients,  # the second moment is of squares
         },
     )
     shutil.rmtree(trial.folder)
@@ -224,7 +223,7 @@ def resume_and_compare(trial: Trial, reference: Trial, tolerance: Tolerance) -> 
 
 
 def compare(ours: Trial, theirs: Trial, *, noise: float) -> dict[str, LargestDifference]:
-    """The largest differences of the last step, by column."""
+    """Returns the largest differences of the last step, by column."""
     mine, right = (last_metrics(trial.folder) for trial in (ours, theirs))
     metric_differences = {
         name: LargestDifference(value=relative_difference(mine.get(key), right.get(key)), where=f"step {NUM_STEPS}")
@@ -242,7 +241,7 @@ def compare(ours: Trial, theirs: Trial, *, noise: float) -> dict[str, LargestDif
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """The last step's record, and the loss of the evaluation after it."""
+    """Returns the last step's record, with the loss of the evaluation after it."""
     figures: dict[str, Any] = {}
     for line in read_metrics(folder / METRICS):
         if line.get("step") == NUM_STEPS and "event" not in line:
@@ -250,20 +249,20 @@ def last_metrics(folder: Path) -> dict[str, Any]:
         if line.get("step") == NUM_STEPS and line.get("event") == "evaluation":
             figures["evaluation"] = line["loss"]
     if "loss" not in figures:
-        raise CheckpointError(f"the run in {folder} has not told of step {NUM_STEPS}")
+        raise CheckpointError(f"the run in {folder} has no record of step {NUM_STEPS}")
     return figures
 
 
 def relative_difference(ours: float | None, theirs: float | None) -> float:
-    """|a - b| / |b|; null, which stands for what is not finite or not there, is as near to null as can be."""
+    """Returns |a - b| / |b|; None (not finite, or missing) equals None and differs infinitely from a number."""
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
     return abs(ours - theirs) / max(abs(theirs), 1e-30)
 
 
 def draw_table(outcomes: Sequence[ResumeOutcome]) -> Iterator[str]:
-    """A row for each layout with its largest differences, a row with what is allowed, and what is beyond it."""
-    yield f"step {NUM_STEPS} against that of the run that was not interrupted, largest relative differences:"
+    """Yields a row per layout with its largest differences, a row with their limits, and the findings."""
+    yield f"largest relative differences of step {NUM_STEPS} from the uninterrupted run:"
     rows = [["layout", "ranks", *COLUMNS, ""]]
     for outcome in outcomes:
         found = [f"{outcome.differences[name].value:.1e}".replace("0.0e+00", "0") for name in COLUMNS]
@@ -277,11 +276,11 @@ def draw_table(outcomes: Sequence[ResumeOutcome]) -> Iterator[str]:
 
 
 def describe_disk(config: Config, num_bytes: int, folder: Path) -> str:
-    """What the run's checkpoints will take: those that are kept, the best, and the one that is being written."""
+    """Describes the disk space of the run's checkpoints: those kept, the best, and the one being written."""
     needed, free = (config.checkpoint.keep_last + 2) * num_bytes, shutil.disk_usage(folder).free + 2 * num_bytes
-    text = f"a checkpoint takes {num_bytes / 1e6:,.1f} MB, {config.checkpoint.keep_last + 2} of them at most"
-    text += " beside those of checkpoint.keep_every" if config.checkpoint.keep_every else ""
-    return f"{text}; {'only ' * (needed > free)}{free / 1e6:,.1f} MB are free in {folder.parent}"
+    text = f"a checkpoint takes {num_bytes / 1e6:,.1f} MB; at most {config.checkpoint.keep_last + 2} are kept"
+    text += " in addition to those of checkpoint.keep_every" if config.checkpoint.keep_every else ""
+    return f"{text}; {'only ' if needed > free else ''}{free / 1e6:,.1f} MB are free in {folder.parent}"
 
 
 def print_line(text: str, stream: Any = None) -> None:

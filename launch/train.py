@@ -1,8 +1,8 @@
-"""Trains a model as one JSON file says: `python launch/train.py --config FILE [section.field=value ...]`.
+"""Trains a model from a JSON configuration: `python launch/train.py --config FILE [section.field=value ...]`.
 
-Started plainly, it runs one worker process per rank on this machine; under torchrun or DeepSpeed's launcher, this
-process guards the worker of its rank. Exit codes: 0 done, 2 a mistake in what it was given, 3 lost too many workers to
-go on, 4 lost the coordinator, 5 copies that must be the same bits are not, 6 diverged, 130/143 stopped.
+Without a launcher it runs one worker process per rank on this machine; under torchrun, srun, mpirun or DeepSpeed's
+launcher this process guards the worker of its rank. Exit codes: 0 success, 2 invalid input, 3 too many workers lost, 4
+coordinator lost, 5 replicas that must be bitwise equal differ, 6 diverged, 130/143 stopped.
 """
 
 from __future__ import annotations
@@ -20,25 +20,21 @@ from models.initial_weights import check_initial_weights, resolve_initial_weight
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.child_process import run_script
 from parallel3d.config.command_line import config_parser, parse_config
-from parallel3d.config.derived import save_intervals, world_size
+from parallel3d.config.derived import world_size
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
-from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts
-from parallel3d.elastic.coordinator.slow_step import SlowStepRule
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env
-from parallel3d.elastic.guardian.spawn import WorkerContext
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.restart_policy import RestartPolicy
 from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import UserError
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.trainer.plans import build_grid
-
-STOP_AND_SAVE_S = 120.0
-"""From a stop asked for to SIGKILL, where a checkpoint is written in between."""
 
 
 def main(arguments: list[str]) -> int:
@@ -58,31 +54,31 @@ def main(arguments: list[str]) -> int:
             return code
         return train(resolve_initial_weights(config), env, title=Path(options.config).stem)
     except UserError as error:
-        if env is None or env.local_rank == 0:  # once a host
+        if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)
         return error.exit_code
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Train a model as one JSON file says.")
-    parser.add_argument("--print-config", action="store_true", help="print the configuration as resolved, and leave")
-    parser.add_argument("--preflight", action="store_true", help="first 4 steps with a save and a resume, then the run")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers, not by people")
+    parser = config_parser("Train a model from a JSON configuration.")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
     return parse_config(parser, arguments)
 
 
 def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:
-    """Proves saving and resuming, in processes of its own; 0 where the run may begin."""
+    """Tests saving and resuming in processes of its own; returns 0 if the run may begin."""
     if env is not None:
         raise UserError(
-            "--preflight starts workers of its own, beside those of the launcher that has started this process: run it"
-            " on one host first (python launch/preflight.py --config FILE ...), then start the run without --preflight"
+            "--preflight starts workers of its own, which conflict with those of your launcher: run it on one host"
+            " first (python launch/preflight.py --config FILE ...), then start the run without --preflight"
         )
     return run_script(ROOT / "launch/preflight.py", ["--config", options.config, *options.overrides])
 
 
 def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
-    """Runs the workers under this process's guard; returns the run's exit code."""
+    """Runs the workers, guarded by this process; returns the run's exit code."""
     if config.monitor.tensorboard:
         check_tensorboard()
     directory, restart = Path(str(config.run.directory)), config.restart
@@ -115,46 +111,23 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         restart_handler=restart_manager,
         env=env,
         preload=("torch",),
-        timeouts=launch_timeouts(config),
-        elastic=elastic_settings(config),
+        timeouts=LaunchTimeouts.from_config(config),
+        elastic=ElasticSettings.from_config(config, build_grid(config)),
     )
-
-
-def elastic_settings(config: Config) -> ElasticSettings:
-    """What the launching side must know to go on after a loss."""
-    elastic, debug = config.elastic, config.debug
-    return ElasticSettings(
-        grid=build_grid(config),
-        zero_stage=config.parallel.zero_stage,
-        zero_backups=elastic.zero_backups,
-        enabled=elastic.enabled,
-        heartbeat_timeout=elastic.heartbeat_timeout,
-        watchdog_timeout=elastic.watchdog_timeout,
-        witness=elastic.witness,
-        slow_step=SlowStepRule(factor=debug.slow_step_factor, min_s=debug.slow_step_min_s)
-        if debug.slow_step_factor
-        else None,
-    )
-
-
-def launch_timeouts(config: Config) -> LaunchTimeouts:
-    """A stop that saves may take longer."""
-    saves = config.checkpoint.save_at_end or save_intervals(config.checkpoint)
-    return LaunchTimeouts(start_s=config.run.timeout_s, **({"stop_grace_s": STOP_AND_SAVE_S} if saves else {}))
 
 
 def prepare_initial(config: Config, is_resuming: bool) -> list[str]:
-    """Looks at `run.initialize_from` where a run begins with it; what a person shall know. Raises UserError."""
+    """Checks `run.initialize_from` if the run begins with it; returns notices. Raises UserError."""
     if config.run.initialize_from is None:
         return []
     if not is_resuming:
         check_initial_weights(config)
-    text = "is not read: the run goes on from its checkpoint" if is_resuming else "gives the weights to begin with"
+    text = "is not read: the run resumes from its checkpoint" if is_resuming else "provides the initial weights"
     return [f"run.initialize_from {config.run.initialize_from} {text}"]
 
 
 def run_worker_process(config: Config, context: WorkerContext) -> int:
-    from models.initial_weights import open_initial_weights  # these bring torch: a guardian does without it
+    from models.initial_weights import open_initial_weights  # these import torch, which guardians do not need
     from models.make import make_stage
     from parallel3d.worker.main import run_worker
 

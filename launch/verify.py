@@ -1,8 +1,8 @@
-"""Proves a configuration equal to one process: `python launch/verify.py --config FILE [section.field=value ...]`.
+"""Compares layouts with one process: `python launch/verify.py --config FILE [section.field=value ...]`.
 
-Runs the first steps of the very run that the file describes, its own text included, on one process and on several
-layouts, each rank a thread of this process, and compares losses, gradients and weights. Whatever is not on the command
-line is the file's. Exit codes: 0 all layouts are within tolerance, 1 one is not, 2 a mistake in what it was given.
+Runs the first steps of the configured run, with its own data, on one process and on several layouts, each rank a thread
+of this process, and compares losses, gradients and weights. Exit codes: 0 all layouts are within tolerance, 1 one is
+not, 2 invalid input.
 """
 
 from __future__ import annotations
@@ -21,29 +21,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from launch.plan import estimate_message_sizes
 from models.initial_weights import check_initial_weights, open_initial_weights, resolve_initial_weights
 from models.make import make_stage
+from parallel3d.comparison.compare_runs import OVERFLOW, RunComparison, compare_runs, tolerance_of
+from parallel3d.comparison.run_result import RunResult
 from parallel3d.config.command_line import config_parser, parse_config
-from parallel3d.config.derived import num_parameters, stage_replicas, world_size
+from parallel3d.config.derived import num_parameters, world_size
 from parallel3d.config.layouts import HELP, Layout, current_layout, default_layouts, parse_layout, parse_layouts
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
-from parallel3d.config.specs.update_rules import specs_of
 from parallel3d.data.build import build_evaluation_lanes, build_reader, open_run_corpus
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import ConfigError, UserError
-from parallel3d.inprocess.compare_runs import OVERFLOW, RunComparison, compare_runs, tolerance_of
-from parallel3d.inprocess.harness import RunResult, run_in_threads
+from parallel3d.inprocess.harness import run_in_threads
+from parallel3d.inprocess.memory import available_bytes, estimate_bytes
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.pipeline.check import check_plan
-from parallel3d.precision.policy import policy_of
-from parallel3d.trainer.batching import plan_batch
 from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.generation import start_rank
-from parallel3d.trainer.plans import build_grid, plan_schedule, split_layers
-from parallel3d.worker.main import choose_num_threads
+from parallel3d.trainer.plans import build_grid
+from parallel3d.worker.device import choose_num_threads
 
 ONE_PROCESS = "tp1.pp1.dp1"
 MAX_USUAL_RANKS = 8
@@ -53,7 +50,7 @@ KINDS = ("loss", "first_gradients", "gradients", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layout to look at, with the configuration that it leads to."""
+    """One layout to compare, with its configuration."""
 
     name: str
     config: Config
@@ -61,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOutcome:
-    """How a layout did; without a comparison it could not be run, for the reason `error`."""
+    """The result of a layout; without a comparison it could not run, because of `error`."""
 
     case: Case
     comparison: RunComparison | None
@@ -73,7 +70,7 @@ class LayoutOutcome:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What is wrong, in sentences; none when it is equal."""
+        """Sentences on what is wrong; empty if it is equal."""
         return self.comparison.findings if self.comparison else (self.error,)
 
 
@@ -95,11 +92,11 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Compare layouts of one JSON file's run with one process.")
+    parser = config_parser("Compare layouts of a configured run with one process.")
     parser.add_argument("--layouts", metavar="LIST", help=f"as in tp2.pp2.dp2,pp4.gpipe: {HELP}")
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to run (3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    parser.add_argument("--yes", action="store_true", help="go on where the memory will hardly do")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--yes", action="store_true", help="run even if the estimated memory exceeds what is free")
     return parse_config(parser, arguments)
 
 
@@ -111,7 +108,7 @@ def positive(text: str) -> int:
 
 
 def log(text: str) -> None:
-    """What goes on, for a person: standard output is for the result."""
+    """Logs to standard error: standard output is for the result."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -119,7 +116,7 @@ def log(text: str) -> None:
 
 
 def plan_cases(options: argparse.Namespace) -> tuple[Case, list[Case]]:
-    """One process, and the layouts to compare with it; raises UserError for one that does not fit."""
+    """Returns one process and the layouts to compare with it; raises UserError for a layout that does not fit."""
 
     def case(layout: Layout) -> Case:
         try:
@@ -139,7 +136,10 @@ def plan_cases(options: argparse.Namespace) -> tuple[Case, list[Case]]:
         return case(parse_layout(ONE_PROCESS)), [case(layout) for layout in layouts]
     own = case(Layout(name="", fields={})).config
     if world_size(own) > MAX_USUAL_RANKS:
-        log(f"the file's own layout has {world_size(own)} ranks, more than {MAX_USUAL_RANKS}: not without --layouts")
+        log(
+            f"the configured layout has {world_size(own)} ranks, more than {MAX_USUAL_RANKS}: skipped; name it in"
+            " --layouts to run it"
+        )
     cases = [case(layout) for layout in (current_layout(own), *default_layouts(fits))]
     known: list[Case] = []
     for each in cases:
@@ -151,7 +151,7 @@ def plan_cases(options: argparse.Namespace) -> tuple[Case, list[Case]]:
 
 
 def list_changes(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command line changes of the file, {field: [file's value, new value]}."""
+    """Returns the fields that the command line overrides, {field: [file's value, new value]}."""
     raw = json.loads(Path(options.config).read_text(encoding="utf-8"))
     changes = {}
     for override in options.overrides:
@@ -169,76 +169,38 @@ def describe_start(
     config = one.config
     model = f"{num_parameters(config.model):,} parameters, {config.precision.policy}"
     yield f"{options.config}: {model}, {options.steps} steps of {config.batch.global_batch_size} sequences"
-    yield "changed on the command line: " + (
-        ", ".join(f"{field} {before} -> {after}" for field, (before, after) in changes.items()) or "nothing"
+    yield "overrides: " + (
+        ", ".join(f"{field} {before} -> {after}" for field, (before, after) in changes.items()) or "none"
     )
-    yield f"to compare with one process: {', '.join(each.name for each in cases)}; ranks are threads here, on the CPU"
+    yield f"layouts to compare with one process: {', '.join(each.name for each in cases)}; ranks are CPU threads"
     if config.elastic.faults or config.elastic.random_faults.probability:
-        yield "injected faults are left out"
+        yield "injected faults are ignored"
     if config.precision.policy != "fp64":
-        yield "precision.policy=fp64 would show the mathematics alone, without rounding"
+        yield "precision.policy=fp64 would show the mathematics without rounding"
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def check_memory(cases: Sequence[Case], *, may_exceed: bool) -> None:
-    """Says what the largest case will take, and raises UserError where the machine has less."""
+    """Logs the memory of the largest case; raises UserError if the machine has less."""
     needed, name = max((estimate_bytes(case.config), case.name) for case in cases)
     available = available_bytes()
-    have = f"{available / 2**30:.1f} GiB are free" if available else "how much is free is not known"
-    log(f"memory: about {needed / 2**30:.1f} GiB, for {name}; {have}")
+    free = f"{available / 2**30:.1f} GiB are free" if available else "free memory is unknown"
+    log(f"memory: about {needed / 2**30:.1f} GiB, for {name}; {free}")
     if available and needed > available and not may_exceed:
         raise UserError(
-            f"{name} needs about {needed / 2**30:.1f} GiB, since all ranks live in this process, and {have}. Make the "
-            "model smaller on the command line (model.num_hidden_layers=2 model.hidden_size=256 ...), name smaller "
-            "--layouts, or go on all the same with --yes"
+            f"{name} needs about {needed / 2**30:.1f} GiB, since all ranks are in this process, and {free}. Make the "
+            "model smaller on the command line (model.num_hidden_layers=2 model.hidden_size=256 ...), choose smaller "
+            "--layouts, or continue anyway with --yes"
         )
-
-
-def estimate_bytes(config: Config) -> int:
-    """All ranks' weights, gradients, optimizer states and activations, and what is kept for the comparison."""
-    policy, replicas = policy_of(config.precision), stage_replicas(config)
-    weight, grad, state = policy.compute.itemsize, policy.grad.itemsize, policy.state.itemsize
-    num_holders = len(replicas) * (1 + config.elastic.zero_backups)
-    if config.parallel.zero_stage == 0:
-        num_holders = sum(replicas)
-    everywhere = 3 * weight + grad + 8 * (config.precision.sums == "exact")  # a rank keeps its weights twice more
-    num_states = max(len(spec.states) for spec in specs_of(config.optimizer.kind))
-    where_held = (num_states + policy.has_master) * state + grad
-    for_comparison = 2 * (2 * weight + 2 * grad)  # weights and gradients, early and late, of this run and one process
-    mean = [count / len(replicas) for count in (sum(replicas), min(num_holders, sum(replicas)))]
-    per_parameter = mean[0] * everywhere + mean[1] * where_held + 2 * grad + for_comparison
-    return int(num_parameters(config.model) * per_parameter) + activation_bytes(config)
-
-
-def activation_bytes(config: Config) -> int:
-    """Peak of what all ranks hold for their backward passes."""
-    grid = build_grid(config)
-    plan = plan_schedule(config, grid, plan_batch(config, 0).num_micro_batches)
-    report = check_plan(plan, config.parallel.p2p_slots, estimate_message_sizes(config, split_layers(config)))
-    return sum(report.peak_bytes.values()) * grid.tp_size
-
-
-def available_bytes() -> int | None:
-    """Memory that this machine can still give to this process; None where it does not say."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
 def verify(one: Case, cases: Sequence[Case], num_steps: int) -> list[LayoutOutcome]:
-    """Runs one process, then every case; a case that fails is an outcome like another."""
+    """Runs one process, then every case; a case that fails is an outcome, too."""
     corpus = open_run_corpus(one.config, AbortToken(), log)
     width = max(len(case.name) for case in cases)
     theirs = run_case(one, corpus, num_steps, title="one process".ljust(width))
@@ -257,11 +219,11 @@ def verify(one: Case, cases: Sequence[Case], num_steps: int) -> list[LayoutOutco
 
 
 def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> RunResult:
-    """The case's first steps, every rank a thread; says how it gets on."""
+    """Runs the case's first steps with every rank as a thread; logs its progress."""
     config, started = case.config, time.monotonic()
     grid = build_grid(config)
     reader = build_reader(config, corpus)
-    torch.set_num_threads(choose_num_threads(config, len(grid.ranks)))  # of every thread that begins after this
+    torch.set_num_threads(choose_num_threads(config, len(grid.ranks)))  # for threads started later
 
     def build(rank: int, transports: Transports) -> RankContext:
         torch.set_flush_denormal(True)
@@ -281,7 +243,7 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> RunRe
         if step % -(-num_steps // MAX_LOGGED_STEPS) == 0 or step == num_steps:
             log(f"{title}  step {step} of {num_steps}  {time.monotonic() - started:6.1f} s")
 
-    log(f"{title}  {len(grid.ranks)} rank{'s' * (len(grid.ranks) > 1)}")
+    log(f"{title}  {len(grid.ranks)} rank{'s' if len(grid.ranks) > 1 else ''}")
     return run_in_threads(grid, build, num_steps, slots=config.parallel.p2p_slots, on_step=log_step)
 
 
@@ -289,7 +251,7 @@ def run_case(case: Case, corpus: Corpus, num_steps: int, *, title: str) -> RunRe
 
 
 def draw_table(outcomes: Sequence[LayoutOutcome]) -> Iterator[str]:
-    """A row a layout with its largest differences, the findings below it, and what is allowed and why."""
+    """Yields a row per layout with its largest differences, the tolerances with their reasons, and the findings."""
     tolerances = list(dict.fromkeys(tolerance_of(outcome.case.config) for outcome in outcomes))
     rows = [
         ["layout", "ranks", "loss", "gradients of step 1", "gradients of the last step", "weights", ""],
@@ -297,7 +259,7 @@ def draw_table(outcomes: Sequence[LayoutOutcome]) -> Iterator[str]:
         *(["allowed", "", *(f"{getattr(each, kind):g}" for kind in KINDS), ""] for each in tolerances),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    yield "largest relative differences from one process; of tensors |a - b| / |b|, and which tensor"
+    yield "largest relative differences from one process; for tensors |a - b| / |b| with the tensor's name"
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
     for tolerance in tolerances:
@@ -310,7 +272,7 @@ def draw_table(outcomes: Sequence[LayoutOutcome]) -> Iterator[str]:
 
 
 def describe_outcome(outcome: LayoutOutcome) -> list[str]:
-    """The cells of a row."""
+    """Returns the cells of a row."""
     name, ranks, comparison = outcome.case.name, str(world_size(outcome.case.config)), outcome.comparison
     if comparison is None:
         return [name, ranks, "", "", "", "", "FAILED"]
@@ -320,7 +282,7 @@ def describe_outcome(outcome: LayoutOutcome) -> list[str]:
 
 
 def to_json(options: argparse.Namespace, one: Case, outcomes: Sequence[LayoutOutcome], changes: dict[str, Any]) -> str:
-    """Everything that the table says, as one object."""
+    """Returns the contents of the table as one JSON object."""
     result = {
         "config": options.config,
         "changed": changes,

@@ -1,4 +1,4 @@
-"""Runs a script as a child process that receives the stop signals that this process receives."""
+"""Runs a script as a child process and forwards stop signals to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_script(script: Path, arguments: Sequence[str], output: IO[bytes] | None = None) -> int:
-    """Runs a Python script to its end, its output going to this process's or to a file; returns its exit code.
+    """Runs a Python script, with its output on this process's or in a file; returns its exit code.
 
-    128 + n where signal n has ended it, or has been passed on to it.
+    The code is 128 + n if signal n has ended it, or was forwarded to it.
     """
     command = [sys.executable, str(script), *arguments]
     received: list[int] = []
@@ -30,7 +30,7 @@ def run_script(script: Path, arguments: Sequence[str], output: IO[bytes] | None 
     before = {number: signal.signal(number, forward_signal) for number in STOP_SIGNALS}
     try:
         children.append(subprocess.Popen(command, stdout=output, stderr=output))
-        if received:  # just before
+        if received:  # before the child existed
             children[0].send_signal(received[0])
         code = children[0].wait()  # bounded: a stop signal ends the child
     finally:

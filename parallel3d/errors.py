@@ -1,7 +1,6 @@
-"""One exception for each thing that a caller can act on.
+"""The project's exceptions, one for each error that a caller can act on.
 
-Errors meant for a person (everything under `UserError`) are printed as one message without a traceback; their
-`exit_code` becomes the run's.
+A `UserError` is printed as one message without a traceback; its `exit_code` becomes the run's.
 """
 
 from __future__ import annotations
@@ -12,25 +11,25 @@ EXIT_WORKER_LOST = 3
 """A run's exit code when a worker is gone and training can't go on without it."""
 
 EXIT_COORDINATOR_LOST = 4
-"""A run's exit code when its coordinator is gone and nobody may take over."""
+"""A run's exit code when its coordinator is gone and no guardian may take over."""
 
 EXIT_REPLICAS_DIFFER = 5
-"""A run's exit code when copies that must be the same bits are not."""
+"""A run's exit code when replicas that must be bitwise equal differ."""
 
 EXIT_DIVERGED = 6
 """A run's exit code when training has diverged."""
 
 
 class Parallel3dError(Exception):
-    """Root of this project's exceptions."""
+    """The base of the project's exceptions."""
 
     exit_code = 1
     is_run_wide = False
-    """It says something of the whole run, whichever worker raises it."""
+    """True if it concerns the whole run, whichever worker raises it."""
 
 
 class UserError(Parallel3dError):
-    """A mistake that the user can fix; the message says what, where and how."""
+    """A mistake that the user can fix; the message names what, where and how."""
 
     exit_code = 2
 
@@ -62,37 +61,37 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is damaged, or of another run; the message names the file, or what differs."""
+    """A checkpoint that is damaged or belongs to another run; the message names the file, or the difference."""
 
 
 class LaunchError(UserError):
-    """The run can't be started: a launcher's variable, a port, or an address that nobody answers at."""
+    """The run can't be started: because of a launcher's variable, a port, or an unreachable address."""
 
 
 class ScheduleError(Parallel3dError):
-    """An instruction list that is wrong: out of order, unmatched, or stuck; names replica and instruction."""
+    """An invalid instruction list: out of order, unmatched, or stuck; names replica and instruction."""
 
 
 class GenerationEnded(Parallel3dError):
-    """This membership generation is over: raised out of every blocking wait once its abort token is set."""
+    """The membership generation is over: raised by every blocking wait once its abort token is set."""
 
 
 class ProtocolError(Parallel3dError):
-    """A message that is not the one the schedule promised."""
+    """A message that the protocol or the schedule does not allow here."""
 
 
 class ReplicasDiffer(Parallel3dError):
-    """Copies of weights or optimizer state that must be the same bits are not; the message names them."""
+    """Copies of weights or optimizer state that must be bitwise equal differ; the message names them."""
 
     exit_code = EXIT_REPLICAS_DIFFER
 
 
 class Diverged(Parallel3dError):
-    """Training has diverged, and going on would be in vain; the message says in which step and by which sign."""
+    """Training has diverged; the message names the step and the sign of it."""
 
     exit_code = EXIT_DIVERGED
     is_run_wide = True
 
 
 class RunEnded(Parallel3dError):
-    """The coordinator has ended the run; the message says why."""
+    """The coordinator has ended the run; the message is the reason."""

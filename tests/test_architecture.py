@@ -60,7 +60,6 @@ FLOORS: dict[str, int] = {
     "parallel3d.ramps": 0,
     "parallel3d.backends": 0,
     "parallel3d.child_process": 0,
-    "parallel3d.wait_graph": 0,
     "parallel3d.random_keys": 0,
     "parallel3d.pipeline.schedules": -1,  # the configuration takes names, limits and messages from them
     "parallel3d.pipeline.chunk_layout": -1,
@@ -78,6 +77,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.monitor": 6,
     "parallel3d.elastic": 7,
     "parallel3d.trainer": 8,
+    "parallel3d.comparison": 9,
     "parallel3d.worker": 9,
     "parallel3d.inprocess": 10,
     "models.hf_export": 10,
@@ -92,7 +92,6 @@ PURE: tuple[str, ...] = (
     "parallel3d.ramps",
     "parallel3d.size_schedule",
     "parallel3d.backends",
-    "parallel3d.wait_graph",
     "parallel3d.families",
     "parallel3d.config",
     *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding")),
@@ -116,9 +115,10 @@ PURE: tuple[str, ...] = (
     "parallel3d.debug.replica_check",
     *(
         f"parallel3d.elastic.protocol.{name}"
-        for name in ("membership", "survivability", "state_machine", "restart_policy")
+        for name in ("membership", "survivability", "failover", "state_machine", "restart_policy")
     ),
-    "parallel3d.elastic.coordinator.recovery_log",
+    "parallel3d.elastic.hang_report",
+    *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),
     *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm")),
     *(
         f"parallel3d.trainer.{name}"
@@ -130,7 +130,7 @@ TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute
 MAY_READ_ENVIRONMENT: tuple[str, ...] = (
     "launch/",
     "parallel3d/elastic/guardian/launcher_env.py",
-    "parallel3d/worker/main.py",
+    "parallel3d/worker/device.py",
 )
 
 Checker = Callable[[str, str], Iterator[str]]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -171,36 +169,3 @@ class WriteThrottle:
     def stop_throttling(self) -> None:
         """From now on without a break."""
         self._unthrottled.set()
-
-
-class BackgroundExecutor:
-    """Does work in order, on a thread that lives while there is any; a process may end before it has."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._lock = threading.Lock()
-        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._is_open = False
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Does `work` after what was given before; the future has its result, or what it raised."""
-        future: Future[T] = Future()
-        with self._lock:
-            self._work.append((work, future))
-            if not self._is_open:
-                self._is_open = True
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        return future
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._work:
-                    self._is_open = False
-                    return
-                work, future = self._work.popleft()
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - carried to whoever asks
-                future.set_exception(error)
-            del work, future  # a snapshot is freed as soon as it is written

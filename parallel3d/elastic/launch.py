@@ -1,12 +1,12 @@
-"""Runs a function in a world of worker processes, under this process's guard: the one way in for launch/ and tests.
+"""Runs a function in a world of worker processes, guarded by this process: the entry point for launch/ and tests.
 
-no launcher around                       under torchrun (and its like)
+no launcher                              torchrun and other launchers
 
-this process: coordinator + guardian     a process per rank, each the guardian of one worker; rank 0's is the
-  |- worker 0                            coordinator too. Workers find it through the launcher's TCPStore, and
-  |- worker 1 ...                        tell their guardians, which never import torch
+this process: coordinator + guardian     a process per rank, each the guardian of one worker; rank 0's is also the
+  |- worker 0                            coordinator. Workers find it through the launcher's TCPStore and send its
+  |- worker 1 ...                        address to their guardians, which never import torch
 
-Started plainly, a run that has ended may begin again here, with a full set of new workers (elastic/supervisor.py).
+Without a launcher, a run that has ended may restart here, with a full set of new workers (restart_manager.py).
 """
 
 from __future__ import annotations
@@ -21,39 +21,37 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from parallel3d.elastic.coordinator.coordinator import (
-    SHUTDOWN_S,
-    Coordinator,
-    ElasticSettings,
-    LaunchTimeouts,
-    open_listener,
-)
+from parallel3d.elastic.coordinator.coordinator import SHUTDOWN_S, Coordinator, open_listener
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, RunOutcome
+from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
-from parallel3d.elastic.guardian.guardian import Guardian, Signals
+from parallel3d.elastic.guardian.guardian import Guardian
 from parallel3d.elastic.guardian.heartbeat import HeartbeatMonitor, HeartbeatPage
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
-from parallel3d.elastic.guardian.spawn import WorkerMain, WorkerSpec, fork_worker
-from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, Witness
+from parallel3d.elastic.guardian.signals import Signals
+from parallel3d.elastic.guardian.spawn import fork_worker
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.protocol.restart_policy import Restart, Stop
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerMain, WorkerSpec
 from parallel3d.monitor.sinks import RunReporter
 
 
 class RestartHandler(Protocol):
-    """What is known of a run beyond one start of it (elastic/supervisor.py); asked in the coordinator's process."""
+    """Decides on restarts, in the coordinator's process (restart_manager.py)."""
 
     @property
     def values(self) -> Mapping[str, bytes]:
-        """What the coordinator tells the workers of the next start, by key."""
+        """Initial contents of the key-value store of the next start."""
 
     def next_action(self, report: RunReporter, outcome: RunOutcome, stopped: Callable[[], bool]) -> Restart | Stop:
-        """What comes after a start that has ended. It is told to the report, which is paused."""
+        """Decides what follows a start that has ended, and logs it to the report, which is paused."""
 
 
 class NoRestarts(RestartHandler):
-    """One start, whatever comes of it."""
+    """Never restarts."""
 
     values: Mapping[str, bytes] = MappingProxyType({})
 
@@ -77,11 +75,12 @@ def run_workers(
 ) -> int:
     """Runs `worker_main` in every rank and returns the run's exit code; raises LaunchError before any worker starts.
 
-    `open_report` is called in the coordinator's process alone, before anything starts; `reopen_report` (where it is
-    missing, `open_report`) in that of a coordinator that takes over. `supervision` may begin the run again. `preload`
-    names modules that this process imports once for all its workers (only where it forks several: a guardian under
-    torchrun stays light). Without `elastic` the first loss ends the start. `host` names this host, where that is not
-    what the system says.
+    open_report: called in the coordinator's process alone, before anything starts.
+    reopen_report: called by a failover coordinator; default `open_report`.
+    preload: modules that this process imports once for all its workers, if it forks several (under torchrun a guardian
+        stays light).
+    elastic: without it the first loss ends the start.
+    host: this host's name, if not the system's.
     """
     launch = _Launch(
         worker_main=worker_main,
@@ -97,14 +96,11 @@ def run_workers(
     )
     restart_handler = restart_handler or NoRestarts()
     is_coordinator = env is None or env.rank == 0
-    listener = (
-        _open_listener(env) if is_coordinator else None
-    )  # others may knock while a checkpoint is still being read
+    listener = _open_listener(env) if is_coordinator else None  # others may connect while a checkpoint is being read
     report = open_report() if is_coordinator else None
     with Signals() as signals:
-        if env is None:
-            for module in preload:
-                importlib.import_module(module)
+        for module in preload if env is None else ():
+            importlib.import_module(module)
         outcome, own_report = launch.run(listener, report, restart_handler.values, signals)
         if report is not None:
             outcome = _run_restarts(launch, report, restart_handler, signals, outcome)
@@ -118,7 +114,7 @@ def run_workers(
 def _run_restarts(
     launch: _Launch, report: RunReporter, restart_handler: RestartHandler, signals: Signals, outcome: RunOutcome
 ) -> RunOutcome:
-    """Further starts as long as one follows; how the last has ended."""
+    """Restarts the run as often as the handler decides; returns the outcome of the last start."""
     while True:
         report.pause()
         decision = restart_handler.next_action(report, outcome, stopped=lambda: bool(signals.stops))
@@ -126,7 +122,7 @@ def _run_restarts(
             return replace(outcome, message="\n".join(filter(None, (outcome.message, decision.why))))
         report.start()
         if signals.wait(decision.wait_s):
-            message = f"stopped before it began again after step {decision.step}"
+            message = f"stopped before the restart after step {decision.step}"
             return RunOutcome(exit_code=EXIT_BY_SIGNAL + signals.stops[0], message=message)
         report.pause()
         outcome, _ = launch.run(_open_listener(launch.env), report, restart_handler.values, signals)
@@ -134,7 +130,7 @@ def _run_restarts(
 
 @dataclass(frozen=True, kw_only=True)
 class _Launch:
-    """What all starts of a run have in common."""
+    """The settings that all starts of a run share."""
 
     worker_main: WorkerMain
     world_size: int
@@ -145,7 +141,7 @@ class _Launch:
     elastic: ElasticSettings | None
     host: str
     parent: int | None
-    """Without it this process has nothing to live for."""
+    """The process ends with this parent."""
     witness: Witness
 
     def run(
@@ -155,7 +151,7 @@ class _Launch:
         values: Mapping[str, bytes],
         signals: Signals,
     ) -> tuple[RunOutcome, RunReporter | None]:
-        """One start: forks the workers and guards them to their end. The second is the report that was told of it."""
+        """Runs one start: forks the workers and guards them until they end; also returns the report if it has one."""
         discovery = CoordinatorDiscovery(env=self.env, listener=listener, timeout_s=self.timeouts.start_s)
         specs = _worker_specs(self.world_size, self.logs, self.env, self.host)
         page = HeartbeatPage(len(specs))
@@ -189,13 +185,13 @@ class _Launch:
 
 
 class _LocalCoordinator:
-    """Where this process serves as the run's coordinator, if it comes to that: from the start, or as a successor."""
+    """The coordinator in this process, if any: from the start, or after a failover."""
 
     def __init__(self, launch: _Launch, listener: socket.socket, *, own_ranks: tuple[int, ...], host_address: str):
         address = (host_address, listener.getsockname()[1])
         self.own_info = GuardianInfo(ranks=own_ranks, host=launch.host, address=address)
         self.report: RunReporter | None = None
-        """What this process tells of the run."""
+        """The run's reporter, if this process serves."""
         self._launch = launch
         self._listener = listener
         self._coordinator: Coordinator | None = None
@@ -216,7 +212,7 @@ class _LocalCoordinator:
         self._coordinator.start()
 
     def take_over(self, failover_plan: FailoverPlan) -> Address:
-        """The coordinator is lost, and this host is its heir; returns where it serves."""
+        """Starts a failover coordinator; returns its address."""
         assert self._launch.elastic is not None
         self._coordinator = FailoverCoordinator(
             self._listener,
@@ -232,7 +228,7 @@ class _LocalCoordinator:
         return self.own_info.address
 
     def message(self) -> str:
-        """Why the run has ended, where it was this process' to know."""
+        """Returns why the run has ended, if the coordinator is in this process."""
         return self._coordinator.join(SHUTDOWN_S + 1.0).message if self._coordinator else ""
 
     def _reopen_report(self) -> RunReporter:
@@ -246,7 +242,7 @@ def _is_on_many_hosts(env: LauncherEnv | None) -> bool:
 
 
 def _worker_specs(world_size: int, logs: Path, env: LauncherEnv | None, host: str) -> list[WorkerSpec]:
-    """The workers that this process forks: all, or the one of its own rank."""
+    """Returns the workers that this process forks: all, or the one of its own rank."""
     if env is None:
         local_ranks, local_world_size = {rank: rank for rank in range(world_size)}, world_size
     else:

@@ -1,12 +1,12 @@
-"""Begins a run, and begins it again when it can't go on in place: from which checkpoint, with what told to whom.
+"""Starts a run, and restarts it when it can't go on in place: chooses the checkpoint and instructs the workers.
 
-Lives in the coordinator's process. There every byte of the chosen checkpoint is read before any worker begins; the
-workers get the verdict through the coordinator (`order`). What is decided is decided by elastic/restart.py, from the
-account of the run, which is a fold over metrics.jsonl.
+Runs in the coordinator's process. It reads every byte of the chosen checkpoint before any worker starts; workers get
+the start instruction from the coordinator's key-value store. The decisions are made by protocol/restart_policy.py, from
+the run's history in metrics.jsonl.
 
-    started plainly     the process that has forked the workers forks a full set again
-    under a launcher    that starts every process again (torchrun --max-restarts): a new supervisor finds the folder of
-                        the run that it belongs to, and goes on with it
+    no launcher         the process that forked the workers forks a full set again
+    under a launcher    which restarts every process (torchrun --max-restarts): a new restart manager finds the run's
+                        folder and goes on with it
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherInfo:
-    """Who has started this process."""
+    """The launcher of this process, if any."""
 
     by_launcher: bool = False
-    """Another launcher, which also restarts it."""
+    """True under a launcher, which also does the restarts."""
     run_id: str = ""
     """The launcher's name of the run, the same after a restart."""
     attempt: int = 0
@@ -49,12 +49,15 @@ class LauncherInfo:
 
 
 class _Stopped(Exception):
-    """Somebody does not want to wait until a checkpoint has been read."""
+    """A stop was requested while a checkpoint was being read."""
 
 
 class RestartManager:
-    """The starts of one run. `open_folder` is given the step up to which the folder's lines are this run's own;
-    `prepare`, called before it, whether the run goes on from a checkpoint, and returns what a person shall know."""
+    """Manages the starts of one run.
+
+    `open_folder(step)` opens the run folder, whose lines up to `step` are this run's own. `prepare(is_resuming)` is
+    called before it and returns notices.
+    """
 
     def __init__(
         self,
@@ -79,16 +82,16 @@ class RestartManager:
         self._skip_diverging_data = skip_diverging_data
         self._launcher = launcher
         self._origin: str | None = None
-        """The checkpoint with which the run began."""
+        """The checkpoint that the run began with."""
         self._start_instruction = StartInstruction()
 
     @property
     def values(self) -> Mapping[str, bytes]:
-        """What the coordinator of the next start tells its workers."""
+        """Initial contents of the key-value store: the start instruction."""
         return {START_KEY: json.dumps(self._start_instruction.to_json()).encode()}
 
     def begin(self) -> RunReporter:
-        """The report of the run, once it is chosen where it begins; raises UserError."""
+        """Chooses where the run begins; returns its reporter. Raises UserError."""
         if self._launcher.attempt and (started := self._started_before()):
             return self._begin_after_launcher(started)
         start = self._choose_start()
@@ -104,22 +107,22 @@ class RestartManager:
         if start.index is not None:
             report.publish({"event": "resumed_from", "step": step, "path": self._origin})
         elif self._resume == "auto":
-            report.publish({"kind": "notice", "text": "no checkpoint to go on from: from the start"})
+            report.publish({"kind": "notice", "text": "no checkpoint to resume from: starting from step 0"})
         for text in notices:
             report.publish({"kind": "notice", "text": text})
         if self._launcher.by_launcher and self._policy.max_restarts:
-            text = "restart.max_restarts is for runs that are started plainly: your launcher restarts this one, or not"
+            text = "restart.max_restarts is ignored: restarts are up to the launcher that started this process"
             report.publish({"kind": "notice", "text": text})
         return report
 
     def reopen(self) -> RunReporter:
-        """The report of a run that this process takes over while it goes on."""
+        """Returns the reporter of a run that this process takes over while it is running."""
         return self._make_report(ContinuedRunFolder(self._directory))
 
     def next_action(self, report: RunReporter, outcome: RunOutcome, stopped: Callable[[], bool]) -> Restart | Stop:
-        """What comes after a start that has ended; the report is paused. If Again, `values` are the next start's.
+        """Decides what follows a start that has ended. After a Restart, `values` are the next start's.
 
-        `stopped`: whether somebody has asked for a stop, which also ends the reading of a large checkpoint.
+        `report` is paused. `stopped()` is True once a stop is requested, which also ends reading a large checkpoint.
         """
         attempt_end = report.run_history.end_attempt(outcome.exit_code)
         _publish_ending(report, attempt_end, outcome.message)
@@ -137,7 +140,7 @@ class RestartManager:
         try:
             decision = self._choose(report, decide_now, check)
         except _Stopped:
-            return Stop(why="stopped before it began again")
+            return Stop(why="stopped before the restart")
         if isinstance(decision, Restart):
             try:
                 self._archive_later(report, after=decision.step)
@@ -149,7 +152,7 @@ class RestartManager:
     # --- the first start ------------------------------------------------------------------------------------------
 
     def _choose_start(self) -> NewestCheckpoint:
-        """Raises CheckpointError when a checkpoint that was asked for by its path is damaged."""
+        """Chooses the checkpoint to start from; raises CheckpointError if one given by its path is damaged."""
         if self._resume == "never":
             return NewestCheckpoint(path=None, index=None, damaged=())
         if self._resume == "auto":
@@ -158,14 +161,14 @@ class RestartManager:
         return NewestCheckpoint(path=path, index=verify_resumable(path), damaged=())
 
     def _history_of(self, start: NewestCheckpoint) -> int:
-        """The step up to which the run's folder holds the very run that goes on; 0: another run's."""
+        """Returns the step up to which the run's folder holds the history of this run; 0: another run's."""
         is_own = start.path is not None and start.path.parent == self._checkpoint_dir.directory.resolve()
         return start.index.step if start.index is not None and (is_own or self._resume == "auto") else 0
 
     # --- further starts -------------------------------------------------------------------------------------------
 
     def _started_before(self) -> RunHistory | None:
-        """The account of the run that the launcher has restarted; None when it had not come so far."""
+        """Returns the history of the run that the launcher has restarted; None if it had not started."""
         try:
             run_history = RunHistory(read_metrics(self._directory / METRICS))
         except OSError:
@@ -196,7 +199,7 @@ class RestartManager:
     def _choose(
         self, report: RunReporter, decide_on: Callable[[Sequence[int]], Restart | Stop], check: Callable[[], None]
     ) -> Restart | Stop:
-        """The decision on the checkpoints that are good; damaged ones are told and passed over."""
+        """Decides on the valid checkpoints; damaged ones are reported and skipped."""
         try:
             steps = self._checkpoint_dir.steps()
         except CheckpointError as error:  # a finished run needs none; a restart meets it again when it archives
@@ -216,7 +219,7 @@ class RestartManager:
     def _restart(
         self, report: RunReporter, attempt_end: AttemptEnd, restart: Restart, *, why: str, number: int
     ) -> None:
-        """Tells of the restart, and orders the next start."""
+        """Publishes the restart and sets the instruction of the next start."""
         step, path = restart.step, self._checkpoint_dir.path_of(restart.step)
         checkpoint = str(path) if step in self._checkpoint_dir.steps() else self._origin
         skips_data = attempt_end.exit_code == EXIT_DIVERGED and self._skip_diverging_data
@@ -227,7 +230,7 @@ class RestartManager:
             f"restart {number}" + ("" if self._launcher.by_launcher else f" of {self._policy.max_restarts}"),
             f" in {restart.wait_s:g} s" if restart.wait_s else "",
             f" from the checkpoint of step {step}" if checkpoint else " from the start",
-            f", {lost_steps} step{'s' * (lost_steps != 1)} lost",
+            f", {lost_steps} {'step' if lost_steps == 1 else 'steps'} lost",
             _describe_skipped_data(step + 1, attempt_end.last_step, is_new=skips_data) if data_position else "",
             f": {_in_one_line(why)}" if why else "",
         ]
@@ -246,19 +249,19 @@ class RestartManager:
         )
 
     def _archive_later(self, report: RunReporter, *, after: int) -> None:
-        """Moves checkpoints of later steps away; raises UserError where that can't be."""
+        """Moves checkpoints of later steps to an archive; raises UserError if that fails."""
         try:
-            aside = self._checkpoint_dir.archive_later(after=after)
+            archive = self._checkpoint_dir.archive_later(after=after)
             num_bytes = self._checkpoint_dir.archived_bytes()
         except OSError as error:
             raise UserError(f"can't write into {self._checkpoint_dir.directory} ({error.strerror})") from None
-        if aside is not None:
-            text = f"checkpoints that this run does not go on from are now in {aside}"
+        if archive is not None:
+            text = f"moved checkpoints that this run does not continue to {archive}"
             report.publish({"kind": "notice", "text": text})
         if num_bytes:
-            folder = self._checkpoint_dir.directory
-            text = f"{num_bytes / 1e6:,.1f} MB of such checkpoints are kept until you remove {folder}"
-            report.publish({"kind": "notice", "text": f"{text}/previous-*"})
+            pattern = self._checkpoint_dir.directory / "previous-*"
+            text = f"archived checkpoints take {num_bytes / 1e6:,.1f} MB; remove {pattern} to free them"
+            report.publish({"kind": "notice", "text": text})
 
 
 def _publish_ending(report: RunReporter, attempt_end: AttemptEnd, text: str) -> None:
@@ -274,18 +277,18 @@ def _publish_ending(report: RunReporter, attempt_end: AttemptEnd, text: str) -> 
 
 
 def _describe_skipped_data(first: int, last: int, *, is_new: bool) -> str:
-    """`first` to `last` are the steps that have just diverged, if any have (`is_new`); else others had before."""
+    """Describes skipped data: that of the diverged steps `first` to `last` (`is_new`), or of an earlier divergence."""
     if not is_new:
-        return ", the data that led into the divergence is left out again"
+        return ", the data before the divergence is skipped again"
     which = f"step {last}" if first == last else f"steps {first} to {last}"
-    return f", the data of {which} is left out"
+    return f", the data of {which} is skipped"
 
 
 def _in_one_line(message: str) -> str:
-    """Without the places of logs."""
+    """Joins the lines, except those that name logs."""
     return "; ".join(line for line in message.splitlines() if not line.startswith(" "))
 
 
 def _publish_damaged(report: RunReporter, damaged: Sequence[str]) -> None:
     for text in damaged:
-        report.publish({"kind": "notice", "text": f"passed over: {text}"})
+        report.publish({"kind": "notice", "text": f"checkpoint skipped: {text}"})

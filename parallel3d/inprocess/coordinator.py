@@ -1,7 +1,7 @@
-"""The coordinator of a world of threads: the same protocol and the same seats as in processes, without sockets.
+"""The coordinator of ranks that are threads: the protocol and membership clients of processes, without sockets.
 
-Deaths are injected (RankDied); everything that waits, waits with the world's one condition, so that a recovery that
-hangs is reported as a deadlock at once.
+Deaths are injected (RankDied). All waits go through the world's one condition, so that a recovery that hangs is
+reported as a deadlock at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from parallel3d.elastic.protocol.state_machine import (
     Propose,
     StopRun,
 )
-from parallel3d.elastic.worker.control_client import ChannelMembershipClient
+from parallel3d.elastic.worker.membership_client import MembershipClient
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 
 
-class ThreadMembershipClient(ChannelMembershipClient):
-    """A seat whose waits are known to the world."""
+class ThreadMembershipClient(MembershipClient):
+    """A membership client that waits through the world."""
 
     def __init__(self, world: ThreadWorld, *, rank: int, send: Callable[[dict[str, Any]], None], run_token: AbortToken):
         super().__init__(rank=rank, send=send, run_token=run_token)
@@ -49,17 +49,17 @@ class ThreadMembershipClient(ChannelMembershipClient):
 
 
 class ThreadCoordinator:
-    """Serves the ranks of `world`, each through its seat."""
+    """Serves the ranks of `world`, each through its membership client."""
 
     def __init__(self, world: ThreadWorld, grid: Grid, *, zero_stage: int, zero_backups: int):
         world.tolerates_deaths = True
         self.protocol = MembershipProtocol(grid, zero_stage=zero_stage, zero_backups=zero_backups)
         self.run_token = AbortToken()
         self.draining: set[int] = set()
-        """Ranks that were told to leave at their next boundary."""
+        """Ranks that should leave at their next step boundary."""
         self.moved_bytes = 0
         self.abort_reason = ""
-        """Why the run could not go on, if so."""
+        """Why the run could not go on, or ""."""
         self.memberships = {
             rank: ThreadMembershipClient(
                 world, rank=rank, send=partial(self._on_message, rank), run_token=self.run_token

@@ -1,4 +1,4 @@
-"""How much memory tensors take: what was made within a `with` block and is still there, and the most there ever was."""
+"""Measures the memory of the tensors created within a `with` block: current and peak."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that operators make on this thread, each piece of memory once.
+    """Counts the memory of tensors that operators create on this thread, each storage once, on any device.
 
-    What a kernel allocates and frees within itself is not seen. On every device; it slows the host down.
+    Temporary memory of a kernel is not counted. It slows the host down.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
-        """Bytes made within the block that somebody still holds."""
+        """Bytes created within the block that are still alive."""
         self.peak = 0
         self._tracked: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
-            self._track(tensor.untyped_storage(), 0)  # what is new here came from outside of the block
+            self._track(tensor.untyped_storage(), 0)  # an unknown input was created outside of the block
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self._track(tensor.untyped_storage(), tensor.untyped_storage().nbytes())

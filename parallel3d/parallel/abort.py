@@ -1,4 +1,4 @@
-"""The abort token: how a blocking wait learns that its membership generation is over.
+"""The abort token, which ends all blocking waits of a membership generation.
 
 Every wait in this project takes a token and either polls it (`check`, at most every `POLL_S`) or registers a callback
 that wakes it (`on_abort`). Aborting is idempotent; the first reason stays.
@@ -14,17 +14,19 @@ from typing import NamedTuple
 from parallel3d.errors import GenerationEnded
 
 POLL_S = 0.05
+ABORT_GRACE_S = 0.25
+"""How long a broken connection waits for the abort that explains it."""
 
 
 class Wait(NamedTuple):
-    """A wait for peers: the name of a group whose members must come ("": a message), and the ranks that may be late."""
+    """A wait for peers: the group whose collective it is ("" for a message), and the ranks that may be late."""
 
     what: str
     ranks: tuple[int, ...]
 
 
 class AbortToken:
-    """A one-way switch: live until `abort(reason)`, then every wait that holds it raises GenerationEnded(reason)."""
+    """A one-way switch: after `abort(reason)` every wait that uses it raises GenerationEnded(reason)."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -32,7 +34,7 @@ class AbortToken:
         self._callbacks: list[Callable[[], None]] = []
         self.reason = ""
         self.on_wait: Callable[[Wait | None], None] = lambda wait: None
-        """Told when a wait for peers begins and (None) ends: a rank that waits for others is not stuck itself."""
+        """Called when a wait for peers begins and (None) ends: a rank that waits for others is not stuck itself."""
 
     @property
     def aborted(self) -> bool:
@@ -55,7 +57,7 @@ class AbortToken:
             callback()
 
     def on_abort(self, callback: Callable[[], None]) -> None:
-        """Runs `callback` at abort, at once if that has happened."""
+        """Runs `callback` at abort, or now if the token is already aborted."""
         with self._lock:
             if not self._event.is_set():
                 self._callbacks.append(callback)
@@ -63,13 +65,13 @@ class AbortToken:
         callback()
 
     def remove_callback(self, callback: Callable[[], None]) -> None:
-        """Takes a callback back, so that a closed socket is not kept alive by its token."""
+        """Removes a callback, so that the token does not keep a closed socket alive."""
         with self._lock:
             self._callbacks = [kept for kept in self._callbacks if kept != callback]
 
     @contextmanager
     def waiting(self, what: str = "", ranks: Sequence[int] = ()) -> Iterator[None]:
-        """What happens within is a wait for some of these ranks; `what` names a collective's group."""
+        """Marks the block as a wait for some of these ranks; `what` is the group of a collective."""
         self.on_wait(Wait(what, tuple(ranks)))
         try:
             yield

@@ -1,37 +1,63 @@
-"""Work on a thread of its own, for what may block longer than anybody wants to wait."""
+"""Background threads: for saves, and for library calls that may block longer than a generation lives."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from parallel3d.errors import GenerationEnded
-from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 
-ABORT_GRACE_S = 0.25  # for the coordinator's word on why a connection broke
 T = TypeVar("T")
 
 
+class BackgroundExecutor:
+    """Runs work in order on a daemon thread, which lives while there is work. A process may exit before the work."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._is_running = False
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Runs `work` after everything submitted before; the future has its result or exception."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._work.append((work, future))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._is_running = False
+                    return
+                work, future = self._work.popleft()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - passed on through the future
+                future.set_exception(error)
+            del work, future  # a snapshot is freed as soon as it is written
+
+
 def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Starts `work`; its result, or what it raised, comes with the future. A process may end before the thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - carried to whoever asks
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    return future
+    """Runs `work` on a thread of its own."""
+    return BackgroundExecutor(name).submit(work)
 
 
 def build_in_background(build: Callable[[], T], name: str, token: AbortToken, timeout_s: float) -> T:
-    """What `build` gives, a group that connects with its peers, or GenerationEnded. It is left to itself when the
-    generation ends: a peer that died while a library waits for its connection is noticed by that library's own timeout
-    alone."""
+    """Returns the result of `build`, which connects a group with its peers; raises GenerationEnded.
+
+    The thread is abandoned when the generation ends: a library that waits for the connection of a dead peer returns
+    only after its own timeout.
+    """
     result = run_in_background(build, f"build-{name}")
     over = threading.Event()
     result.add_done_callback(lambda _: over.set())
@@ -49,6 +75,9 @@ def build_in_background(build: Callable[[], T], name: str, token: AbortToken, ti
 
 
 def release_in_background(only: list[Any], name: str) -> None:
-    """Lets go of what takes long to end. The list holds the only reference: one in the caller's frame might be the
-    last, and then it would end on the caller's thread."""
+    """Drops a reference to an object that takes long to destroy.
+
+    The list must hold the only reference: one in the caller's frame could be the last, which would destroy the object
+    on the caller's thread.
+    """
     threading.Thread(target=only.clear, daemon=True, name=name).start()

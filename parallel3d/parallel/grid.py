@@ -1,4 +1,4 @@
-"""The grid of ranks: which rank holds which part of which replica of which stage. Pure data.
+"""The grid of ranks: stages, their replicas, and each replica's tensor-parallel ranks. Pure data.
 
 A stage is a list of replicas, a replica is `tp_size` ranks. Stages may have different numbers of replicas, and a
 replica keeps its id when others are lost, so that "(stage 1, replica 2)" means the same ranks for a whole run::
@@ -22,7 +22,7 @@ ReplicaId = tuple[int, int]  # (stage, replica)
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Coordinates:
-    """Where a rank stands: stage, replica, position in its tensor-parallel group."""
+    """A rank's stage, replica, and position in its tensor-parallel group."""
 
     pp: int
     dp: int
@@ -44,7 +44,7 @@ class Grid:
 
     @staticmethod
     def uniform(*, tp_size: int, pp_size: int, dp_size: int, order: Order = "pp_dp_tp") -> Grid:
-        """Every stage with `dp_size` replicas.
+        """Returns a grid with `dp_size` replicas of every stage.
 
         pp_dp_tp: rank = (pp * dp_size + dp) * tp_size + tp (HLAT, section II-B).
         """
@@ -52,7 +52,7 @@ class Grid:
 
     @staticmethod
     def of_replicas(stage_replicas: Iterable[int], *, tp_size: int, order: Order = "pp_dp_tp") -> Grid:
-        """A grid with `stage_replicas[p]` replicas of stage p; ranks are numbered densely in the given order.
+        """Returns a grid with `stage_replicas[p]` replicas of stage p; ranks are numbered densely in the given order.
 
         dp_pp_tp numbers a whole pipeline before the next, so that a host holds pipelines rather than stages.
         """
@@ -78,7 +78,7 @@ class Grid:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks with a place in the grid, ascending."""
+        """All ranks of the grid, ascending."""
         return tuple(sorted(self._coordinates))
 
     @property
@@ -87,7 +87,7 @@ class Grid:
         return tuple(tuple(sorted(stage)) for stage in self.stages)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands; KeyError when it has no place."""
+        """The coordinates of `rank`; KeyError if it is not in the grid."""
         return self._coordinates[rank]
 
     def holds(self, rank: int) -> bool:
@@ -101,7 +101,7 @@ class Grid:
         return self.stages[replica[0]][replica[1]]
 
     def dp_ranks(self, stage: int, tp: int) -> tuple[int, ...]:
-        """The ranks that hold the same parameters: one of each replica of the stage, in replica order."""
+        """The ranks that hold the same parameters: one per replica of the stage, in replica order."""
         return tuple(self.stages[stage][d][tp] for d in sorted(self.stages[stage]))
 
     @property
@@ -114,7 +114,7 @@ class Grid:
         return tuple(rank for stage in stages or self.embedding_stages for rank in self.dp_ranks(stage, tp))
 
     def groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """The rank lists of every group by kind: tp, dp, and the one group of all ("world")."""
+        """The rank lists of all groups by kind: tp, dp, and the one group of all ranks, "world"."""
         return {
             "tp": [self.tp_ranks((p, d)) for p, stage in enumerate(self.stages) for d in sorted(stage)],
             "dp": [self.dp_ranks(p, t) for p in range(self.pp_size) for t in range(self.tp_size)],
@@ -122,9 +122,9 @@ class Grid:
         }
 
     def without(self, lost: Iterable[int]) -> tuple[Grid, tuple[int, ...]]:
-        """The grid after the loss of some ranks, and the spares: live ranks whose replica went with a lost one.
+        """Returns the grid after the loss of some ranks, and the spares: live ranks of replicas that lost a rank.
 
-        A stage may be left without replicas: `stages_lost` tells.
+        A stage may be left without replicas, see `stages_lost`.
         """
         gone = set(lost)
         stages = tuple(

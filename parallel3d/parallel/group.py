@@ -1,8 +1,8 @@
-"""What the rest of the project asks of a group of ranks; and the group of one.
+"""The interface of a group of ranks, and the group of one.
 
-A group is an object handed to whoever needs it. Every call is collective: all members make it, in the same order.
-Blocking calls raise GenerationEnded once the group's abort token is set. Implementations: gloo (comm/gloo.py), threads
-of one process (testing/threads.py), and `SoloGroup`, which makes one rank the reference rather than a special case.
+Groups are passed as arguments, never looked up. Every call is collective: all members make it, in the same order.
+Blocking calls raise GenerationEnded once the group's abort token is set. Implementations: gloo, NCCL, threads of one
+process (inprocess/group.py), and `SoloGroup`, which makes one rank the reference rather than a special case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel3d.errors import ProtocolError
 
 
 class Work(Protocol):
-    """A collective under way. `wait` blocks until its tensors are final."""
+    """A collective under way; `wait` blocks until its tensors are final."""
 
     def wait(self) -> None: ...
 
@@ -26,7 +26,7 @@ class Group(ABC):
     """`size` ranks, of which this process is number `rank`; `ranks` are their global ranks."""
 
     waits_for_data = True
-    """Whether `wait` returns when the data is there; else it only puts what the device is given next behind it."""
+    """True if `wait` returns once the data is there; otherwise it only orders the device's later work after it."""
 
     def __init__(self, *, name: str, rank: int, ranks: tuple[int, ...]):
         self.name = name
@@ -40,11 +40,11 @@ class Group(ABC):
 
     @abstractmethod
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` (n,) becomes this rank's n-element part of the sum of `tensor` (size * n,), which is used up."""
+        """Writes this rank's part (n,) of the sum of `tensor` (size * n,) to `output`; overwrites `tensor`."""
 
     @abstractmethod
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` (size * n,) becomes the parts `tensor` (n,) in rank order; `tensor` may be its place in `output`."""
+        """Writes the ranks' `tensor`s (n,) in rank order to `output` (size * n,), of which `tensor` may be a view."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.all_reduce_async(tensor).wait()
@@ -60,18 +60,18 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """The elementwise largest over the group, in place; blocking."""
+        """Takes the elementwise maximum over the group, in place; blocking."""
 
     def abort(self) -> None:  # noqa: B027 - nothing is under way by default
-        """Begins to end whatever is under way, without waiting: the membership generation is over."""
+        """Begins to abort what is under way, without waiting: the membership generation is over."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was begun may still write into tensors that it was given."""
+        """True while a collective may still write to its tensors."""
         return False
 
-    def close(self) -> None:  # noqa: B027 - nothing to close is a fine default
-        """Gives the group's resources back. The group must not be used again."""
+    def close(self) -> None:  # noqa: B027 - nothing to close by default
+        """Releases the group's resources; the group must not be used again."""
 
 
 class WorkThen:
@@ -88,14 +88,14 @@ class WorkThen:
 
 
 class DoneWork:
-    """Nothing left to wait for."""
+    """A collective that is already complete."""
 
     def wait(self) -> None:
         return None
 
 
 class AbsentGroup(Group):
-    """The place in a group between two membership generations: it has a rank and a size, and every call is a defect."""
+    """A placeholder between two membership generations: it has a rank and a size, and every call is a defect."""
 
     def all_reduce_async(self, tensor: Tensor) -> Work:
         raise self._defect()
@@ -114,7 +114,7 @@ class AbsentGroup(Group):
 
 
 class SoloGroup(Group):
-    """A group of one: every collective is a copy or nothing at all."""
+    """A group of one: every collective is a copy or a no-op."""
 
     def __init__(self, *, name: str = "solo", rank: int = 0):
         super().__init__(name=name, rank=0, ranks=(rank,))

@@ -1,6 +1,6 @@
-"""Grid -> the groups that one rank belongs to, for one membership generation. The only place where groups are made.
+"""Builds the groups of one rank for one membership generation, from the grid. The only place where groups are built.
 
-The names carry the generation, so that nothing of an old one can meet anything of a new one.
+The names contain the generation, so that ranks of an old one can't meet ranks of a new one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ MakeGroup = Callable[[str, tuple[int, ...]], G]
 
 @dataclass(frozen=True, kw_only=True)
 class Groups(Generic[G]):
-    """tp: the ranks of this replica; dp: the ranks that hold the same parameters; world: every rank of the grid;
-    embedding: the ranks of the first and of the last stage that share a tied embedding, if these are two stages."""
+    """The groups of one rank.
+
+    tp: the ranks of this replica. dp: the ranks that hold the same parameters. world: every rank of the grid.
+    embedding: the ranks of the first and the last stage that share a tied embedding, if these are two stages.
+    """
 
     tp: G
     dp: G
@@ -37,17 +40,17 @@ class Groups(Generic[G]):
 
     @property
     def tied(self) -> G:
-        """The ranks that hold the same part of a tied embedding; asked of a rank that has one."""
+        """The ranks that hold the same part of a tied embedding, for a rank that has one."""
         return self.dp if self.embedding is None else self.embedding
 
     def abort(self) -> None:
-        """Begins to end whatever is under way in any of them."""
+        """Begins to abort what is under way in any of them."""
         for group in self._all:
             group.abort()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something under way may still write into weights or gradients: the world's group never does."""
+        """True while a collective may still write to weights or gradients; the world group never does."""
         return any(group.is_busy for group in self._all if group is not self.world)
 
     def close(self) -> None:
@@ -60,9 +63,9 @@ class Groups(Generic[G]):
 
 
 def build_groups(grid: Grid, rank: int, generation: int, make_group: MakeGroup[G], *, tied: bool) -> Groups[G]:
-    """Makes this rank's groups through `make_group(name, global ranks)`, in the same order on every rank.
+    """Builds this rank's groups with `make_group(name, global ranks)`, in the same order on every rank.
 
-    `tied`: the first stage and the last share an embedding.
+    `tied`: the first and the last stage share an embedding.
     """
     coordinates = grid.coordinates(rank)
     has_embedding = tied and grid.pp_size > 1 and coordinates.pp in grid.embedding_stages
@@ -85,6 +88,6 @@ def build_groups(grid: Grid, rank: int, generation: int, make_group: MakeGroup[G
 
 
 def is_world(name: str) -> bool:
-    """Whether this is the name of a group of all ranks, which is given numbers of the host alone, wherever tensors are:
-    the iteration's one all-reduce is of what every rank has read from its device by then."""
+    """Returns True for the name of a group of all ranks, which only reduces host tensors, even if weights are on a
+    device: the iteration's one all-reduce carries numbers that every rank has read from its device by then."""
     return name.endswith("/world")

@@ -1,9 +1,9 @@
-"""What travels between two ranks: a header that the receiver verifies, and one tensor.
+"""Point-to-point messages: a header that the receiver verifies, and one tensor.
 
-Pipeline stages send each other activations and gradients, replicas of a stage reduced gradients and optimizer state.
-`Links` is what they ask of a transport: sends go into a stated number of slots for each ordered pair of ranks
-and do not wait for the receiver; receives come in the order of the sends. Implementations: sockets (comm/sockets.py)
-and threads of one process (testing/threads.py).
+Pipeline stages send each other activations and gradients, replicas of a stage send reduced gradients and optimizer
+state. `Links` is the transport's interface: each ordered pair of ranks has a fixed number of slots, a send takes one
+and does not wait for the receiver, and messages arrive in the order of the sends. Implementations: sockets
+(p2p_sockets.py) and threads of one process (inprocess/links.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from parallel3d.errors import ProtocolError
 
 
 class Kind(IntEnum):
-    """What a message carries."""
+    """The content of a message."""
 
     ACTIVATION = 1
     GRADIENT = 2
     TARGETS = 3
     REDUCED = 4  # a bucket's reduced gradients, for its backup
-    STATE = 5  # a piece of optimizer state that changes its holder
+    STATE = 5  # a part of optimizer state that moves to another rank
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -45,7 +45,7 @@ class Header:
     kind: Kind
     micro_batch: int
     stage: int = 0
-    """The virtual stage that reads it: with chunks a micro-batch passes the same pair several times."""
+    """The virtual stage that reads it: with model chunks a micro-batch passes the same pair of ranks several times."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -85,21 +85,21 @@ class Links(ABC):
 
     @abstractmethod
     def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
-        """Hands the tensor over, which must not change afterwards; waits only while all slots to it are taken.
+        """Sends a tensor, which must not change afterwards; waits only while all slots to `destination` are taken.
 
-        `bounded` False waits for nothing: for a number of messages that the two sides have agreed on.
+        `bounded=False` never waits, for messages whose number both sides have agreed on.
         """
 
     @abstractmethod
     def receive(self, source: int, expected: Header) -> Tensor:
-        """The next message from `source`; ProtocolError when it is not the expected one."""
+        """Returns the next message from `source`; raises ProtocolError if it is not the expected one."""
 
     @abstractmethod
     def close(self) -> None:
-        """Sends what is still in the slots, then gives everything back."""
+        """Sends what is still in the slots, then releases all resources."""
 
 
 def verify_header(source: int, header: Header, expected: Header) -> None:
-    """Raises ProtocolError when a message is not the one that the schedule promised."""
+    """Raises ProtocolError if a message is not the one that the schedule promised."""
     if header != expected:
         raise ProtocolError(f"from rank {source}: expected {expected}; got {header}")

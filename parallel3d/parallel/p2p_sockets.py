@@ -1,7 +1,7 @@
 """Links over plain TCP sockets: one connection for each ordered pair of ranks that talk.
 
-A thread for each connection writes from the sender's slots, another reads into the receiver's; both let go of Python's
-lock while bytes move, and both end when the abort token closes their socket, even in the middle of a message.
+Per connection one thread writes from the sender's slots, another reads into the receiver's. Both release Python's lock
+while bytes move, and both end when the abort token closes their socket, even in the middle of a message.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import torch
 from torch import Tensor
 
 from parallel3d.errors import GenerationEnded, ProtocolError
-from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
 from parallel3d.parallel.staged_group import HostCopy
 
 _HELLO = struct.Struct("<II")  # generation, source rank
-_ABORT_GRACE_S = 0.25  # for the coordinator's word on why a link broke
 Address = tuple[str, int]
 
 
 def open_listener(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`; publish its address before anyone connects."""
-    listener = socket.create_server((host, 0), backlog=128)
-    return listener
+    """Opens a listening socket on a free port of `host`; publish its address before a peer connects."""
+    return socket.create_server((host, 0), backlog=128)
 
 
 class SocketLinks(Links):
-    """`address_of(rank)` is asked on the first send to a rank and may block until that rank has published it.
+    """Point-to-point links over sockets.
 
-    Tensors of a device may be sent; what is received is the host's, in `pinned` memory if asked for.
+    `address_of(rank)` is called on the first send to a rank and may block until that rank has published it. Device
+    tensors may be sent; received tensors are on the host, in pinned memory if `pinned`.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class SocketLinks(Links):
         self._end()
 
     def _await(self, ready: Callable[[], bool], peer: int, what: str) -> None:
-        """Waits, with the lock held, until ready; raises GenerationEnded on abort, a broken link or silence."""
+        """Waits, with the lock held, until ready; raises GenerationEnded on abort, a broken link or a timeout."""
         if ready() and not self._token.aborted:
             return
         with self._token.waiting(ranks=(peer,)):
@@ -110,13 +109,13 @@ class SocketLinks(Links):
             return
         self._token.check()
         if peer in self._broken:
-            self._changed.wait_for(lambda: self._token.aborted, timeout=_ABORT_GRACE_S)  # the coordinator knows more
+            self._changed.wait_for(lambda: self._token.aborted, timeout=ABORT_GRACE_S)
             self._token.check()
             raise GenerationEnded(f"rank {self._rank} waited {what}: link with rank {peer} broke: {self._broken[peer]}")
         raise GenerationEnded(f"rank {self._rank} waited {self._timeout_s:.0f} s {what} with rank {peer}")
 
     def _write_to(self, destination: int) -> None:
-        """The sender's thread: connects, then writes message after message until closed."""
+        """Runs on the sender's thread: connects, then writes messages until closed."""
         queue = self._outbox[destination]
         try:
             connection = socket.create_connection(self._address_of(destination), timeout=self._timeout_s)
@@ -139,7 +138,7 @@ class SocketLinks(Links):
             self._break(destination, error)
 
     def _accept(self) -> None:
-        """The listener's thread: one reader for each peer that connects and belongs to this generation."""
+        """Runs on the listener's thread: starts a reader for each peer that connects."""
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()  # bounded: an abort closes it
@@ -147,7 +146,7 @@ class SocketLinks(Links):
                 self._start(self._read_from, connection)
 
     def _read_from(self, connection: socket.socket) -> None:
-        """A reader's thread: fills the peer's inbox, at most `slots` messages ahead of the receiver."""
+        """Runs on a reader's thread: fills the peer's inbox, at most `slots` messages ahead of the receiver."""
         source = -1
         try:
             generation, source = _HELLO.unpack(_read(connection, _HELLO.size))

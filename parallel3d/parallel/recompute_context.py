@@ -1,9 +1,9 @@
-"""A layer's costly operations run, or replayed: matrix products with the collectives that belong to them, attention.
+"""Runs or replays a layer's costly operations: matrix products with their collectives, and attention.
 
-A layer that will be recomputed runs twice. What its products gave the first time can be kept, and given back the second
-time, so that neither the product nor its collectives happen again. A record is made of the first run, one for each
-micro-batch of each layer; the second run uses it up. Attention, whose backward pass is torch's own, runs inside of a
-context that does the same for it.
+A layer that is recomputed runs twice. The results of its products can be saved in the first run and returned in the
+second, so that neither the product nor its collectives are repeated. There is one `SavedProducts` per micro-batch and
+layer; the second run consumes it. Attention, whose backward pass is torch's own, runs inside a context that does the
+same for it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 ProductFn = Callable[[], Tensor]
-"""A product and its collectives. Nobody may write into what it gives."""
+"""A product and its collectives. Its result must not be written to."""
 
 ContextPair = tuple[AbstractContextManager[object], AbstractContextManager[object]]
-"""For a layer's first run, and for its second."""
+"""Contexts for a layer's first run and for its second."""
 
 
 class SavedProducts:
-    """What the products of one run of a layer gave, in order; if they are not kept, only that they were.
+    """The results of the products of one run of a layer, in order; None for each if they are not kept.
 
-    The last one is never kept and never computed again. After it come a sum, a bias, dropout at most: nothing of that
-    needs its value for a backward pass. In its place stand NaNs, so that a layer of which that is not true shows it.
+    The last one is never kept and never recomputed. Only a sum, a bias or dropout may follow it, whose backward passes
+    don't need its value. NaNs replace it, so that a layer that breaks this rule shows it.
     """
 
     def __init__(self, *, keeps: bool, attention: ContextPair | None = None):
@@ -36,28 +36,28 @@ class SavedProducts:
         self._is_whole = False
 
     def run(self, product: ProductFn) -> Tensor:
-        """The product, or what is kept of it."""
+        """Returns the product, or its saved result."""
         if self._is_whole:
             kept = self._results.popleft()
             return product() if kept is None else kept
         result = product()
         if self._last is not None:
             self._results.append(self._last if self._keeps else None)
-        self._last = result.detach()  # the same memory, but without the history that autograd hangs on the result
+        self._last = result.detach()  # the same memory without autograd's history
         return result
 
     def attention(self) -> AbstractContextManager[object]:
         return self._attention[self._is_whole]
 
     def close(self) -> None:
-        """The first run is over."""
+        """Ends the first run."""
         if self._last is not None:
             self._results.append(self._last.new_full((), float("nan")).expand(self._last.shape))
         self._last, self._is_whole = None, True
 
 
 class RecomputeContext:
-    """Runs what one rank's layers ask for, or has a record run it."""
+    """Runs the operations of one rank's layers, through a layer's `SavedProducts` while it is recomputed."""
 
     def __init__(self) -> None:
         self._saved: SavedProducts | None = None
@@ -66,19 +66,19 @@ class RecomputeContext:
         return product() if self._saved is None else self._saved.run(product)
 
     def attention(self) -> AbstractContextManager[object]:
-        """The context in which attention runs."""
+        """Returns the context in which attention runs."""
         return nullcontext() if self._saved is None else self._saved.attention()
 
     @contextmanager
     def first_pass(self, saved: SavedProducts) -> Iterator[None]:
-        """A layer's first run: afterwards the record is whole."""
+        """Wraps a layer's first run, which fills `saved`."""
         with self.recompute_pass(saved):
             yield
         saved.close()
 
     @contextmanager
     def recompute_pass(self, saved: SavedProducts) -> Iterator[None]:
-        """A layer's second run."""
+        """Wraps a layer's second run, which consumes `saved`."""
         assert self._saved is None, "a layer runs within another"
         self._saved = saved
         try:

@@ -1,8 +1,7 @@
-"""Tensors on their way between a device and the host, and collectives of the host for tensors of a device.
+"""Copies between a device and the host, and host collectives for device tensors.
 
-A copy to the host is begun without waiting: whoever reads it waits, once, for the work that the device had been given
-by then. Pinned memory comes from torch's cache of it, so that it is allocated a few times only. On a CPU there is
-nothing to copy, nor to wait for.
+A copy to the host begins without waiting: the reader waits, once, for the work that the device had been given by then.
+Pinned memory comes from torch's cache, so it is allocated only a few times. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from parallel3d.parallel.group import Group, Work
 
 
 class HostCopy:
-    """A copy of a tensor in the host's memory; of one that is there already, the tensor itself."""
+    """A copy of a tensor in host memory, or the tensor itself if it is there already."""
 
     def __init__(self, tensor: Tensor):
         self._host, self._copied = tensor.detach(), None
@@ -27,23 +26,23 @@ class HostCopy:
             self._copied.record()
 
     def read(self) -> Tensor:
-        """Waits until the copy is there."""
+        """Waits for the copy and returns it."""
         if self._copied is not None:
-            self._copied.synchronize()  # bounded: the end of a generation aborts what a device waits for
+            self._copied.synchronize()  # bounded: the end of a generation aborts what the device waits for
         return self._host
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on `device`; later work of the device waits for it, the host does not."""
+    """Copies a host tensor to `device`; the device's later work waits for it, the host does not."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
 class StagedGroup(Group):
-    """Collectives of tensors on a device by a group that takes the host's: a copy there, and a copy back in `wait`.
+    """Collectives of device tensors over a host group: a copy to the host, and a copy back in `wait`.
 
-    For several ranks on one GPU, where NCCL has no groups. Beginning a collective waits for the device.
+    For several ranks on one GPU, which NCCL does not support. Starting a collective waits for the device.
     """
 
     def __init__(self, host: Group):
@@ -68,7 +67,7 @@ class StagedGroup(Group):
         return tensor.copy_(self._host.all_reduce_max(self._copy(tensor)))
 
     def abort(self) -> None:
-        """What is under way writes into copies on the host alone: the group is never busy."""
+        """Aborts the host group. Collectives write to host copies only, so the group is never busy."""
         self._host.abort()
 
     def close(self) -> None:
@@ -76,7 +75,7 @@ class StagedGroup(Group):
 
     @staticmethod
     def _copy(tensor: Tensor) -> Tensor:
-        """Contiguous, and nobody else's."""
+        """Returns a contiguous host copy that this group owns."""
         copy = HostCopy(tensor).read()
         return copy if tensor.is_cuda else copy.clone(memory_format=torch.contiguous_format)
 

@@ -1,7 +1,7 @@
-"""The tensor-parallel region's borders: autograd pairs, conjugate to each other.
+"""The borders of the tensor-parallel region: conjugate pairs of autograd functions.
 
 Activations are (tokens, hidden), tokens = micro-batch x sequence flattened. Outside of the region they are either the
-same on every rank, or, under sequence parallelism, cut along the tokens (Korthikanti et al., "Reducing activation
+same on every rank, or, under sequence parallelism, sharded along the tokens (Korthikanti et al., "Reducing activation
 recomputation in large transformer models", section 4.2.2)::
 
                      enter: forward / backward          leave: forward / backward
@@ -23,30 +23,30 @@ from parallel3d.parallel.recompute_context import RecomputeContext
 
 @dataclass(kw_only=True, eq=False)
 class TensorParallel:
-    """The group that shares one replica's layers, and whether tokens are cut over it between the layers.
+    """The group of one replica's layers, and whether tokens are sharded over it between the layers.
 
-    Layers keep the region for their life; each membership generation puts its own group into it.
+    Layers keep this object for their life; each membership generation replaces its group.
     """
 
     group: Group
     sequence_parallel: bool = False
     recompute_context: RecomputeContext = field(default_factory=RecomputeContext)
-    """Runs the products of the layers inside of the region."""
+    """Runs the matrix products of the layers in the region."""
 
     @property
     def is_token_sharded(self) -> bool:
         return self.sequence_parallel and self.group.size > 1
 
     def num_local_tokens(self, num_tokens: int) -> int:
-        """Rows of this rank's activations outside of the region."""
+        """Returns the rows of this rank's activations outside of the region."""
         return num_tokens // self.group.size if self.is_token_sharded else num_tokens
 
     def first_local_token(self, num_local: int) -> int:
-        """Where this rank's `num_local` rows begin among the micro-batch's tokens."""
+        """Returns the index of the first of this rank's `num_local` rows among the micro-batch's tokens."""
         return num_local * self.group.rank if self.is_token_sharded else 0
 
     def gather_async(self, x: Tensor) -> tuple[Tensor, Work]:
-        """(tokens_local, n) -> (tokens, n) when tokens are cut, else x itself."""
+        """Gathers (tokens_local, n) -> (tokens, n) if tokens are sharded, else returns x itself."""
         if not self.is_token_sharded:
             return x, DoneWork()
         x = x.contiguous()
@@ -54,9 +54,9 @@ class TensorParallel:
         return whole, self.group.all_gather_async(whole, x)
 
     def sum_async(self, partial: Tensor) -> tuple[Tensor, Work]:
-        """Sums (tokens, n) over the group; each rank gets all of it, or its tokens when they are cut.
+        """Sums (tokens, n) over the group; each rank gets all of it, or its tokens if they are sharded.
 
-        `partial` must be the caller's own: it may be overwritten.
+        `partial` may be overwritten, so the caller must own it.
         """
         if not self.is_token_sharded:
             return partial, self.group.all_reduce_async(partial)
@@ -88,10 +88,10 @@ class _ReduceFromRegion(Function):
 
 
 def reduce_from_tp_region(partial: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum of the ranks' partial (tokens, n) forward; its gradient is everybody's whole gradient."""
+    """Sums the ranks' partial (tokens, n) forward; gathers the gradient backward, so that each rank has all of it."""
     return _ReduceFromRegion.apply(partial, tp)
 
 
 def solo_region() -> TensorParallel:
-    """The region of one rank: the reference model."""
+    """Returns the region of one rank, for the reference model."""
     return TensorParallel(group=SoloGroup())

@@ -28,10 +28,11 @@ import torch
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
-from parallel3d.checkpoint.write import BackgroundExecutor, SaveCancelled, WriteThrottle, publish, write_rank_files
+from parallel3d.checkpoint.write import SaveCancelled, WriteThrottle, publish, write_rank_files
 from parallel3d.config.derived import save_intervals
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import POLL_S
+from parallel3d.parallel.background import BackgroundExecutor
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.entry import NO_SAVE_STATUS, Entry, SaveStatus
 from parallel3d.trainer.resume import state_to_json

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
 from parallel3d.elastic.protocol.membership import GenerationRecord
-from parallel3d.elastic.worker.control_channel import ControlChannel, FrameReader, encode_frame, open_connection
+from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.errors import GenerationEnded, LaunchError, ProtocolError
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid

@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 
 from parallel3d.elastic.coordinator.kv_store import generation_of
+from parallel3d.elastic.frames import FrameReader
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, StateReport
-from parallel3d.elastic.worker.control_channel import ControlChannel, FrameReader
-from parallel3d.elastic.worker.control_client import ChannelMembershipClient
-from parallel3d.elastic.worker.membership_client import PendingGeneration
+from parallel3d.elastic.worker.control_channel import ControlChannel
+from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
@@ -120,7 +120,7 @@ def test_a_message_that_breaks_the_protocol_ends_the_run(world):
     first, second = connect(0), connect(1)
     begin(first, second)
     threading.Timer(0.05, second._send, ({"op": "confirm", "generation": 7, "digest": "", "moved_bytes": 0},)).start()
-    with pytest.raises(RunEnded, match="rank 1 .*ProtocolError: rank 1 speaks of generation 7"):
+    with pytest.raises(RunEnded, match="rank 1 .*ProtocolError: rank 1 refers to generation 7"):
         first.membership.finish()
 
 
@@ -197,7 +197,7 @@ def wait_until(condition) -> None:
 
 def test_a_record_that_comes_after_the_runs_end_opens_nothing():
     token = AbortToken()
-    membership = ChannelMembershipClient(rank=0, send=lambda frame: None, run_token=token)
+    membership = MembershipClient(rank=0, send=lambda frame: None, run_token=token)
     token.abort("over")
     record = GenerationRecord(generation=0, grid=GRID, previous=None, members=(0, 1))
     membership.handle({"op": "record", "record": record.to_json()})
@@ -210,7 +210,7 @@ def test_a_record_that_comes_after_the_runs_end_opens_nothing():
 def test_news_that_overtake_the_worker():
     """The seal of generation 2 comes while the worker has not looked at the record of generation 1 yet."""
     sent: list[dict] = []
-    membership = ChannelMembershipClient(rank=0, send=sent.append, run_token=AbortToken())
+    membership = MembershipClient(rank=0, send=sent.append, run_token=AbortToken())
 
     def answer(frame):
         sent.append(frame)

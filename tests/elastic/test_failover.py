@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
-from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, Witness, check_quorum
+from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker
 from parallel3d.elastic.protocol.state_machine import AbortGeneration
 from parallel3d.errors import LaunchError

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from parallel3d.elastic.coordinator.coordinator import LaunchTimeouts, open_listener
+from parallel3d.elastic.coordinator.coordinator import open_listener
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
-from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, Witness
+from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
-from parallel3d.elastic.worker.control_channel import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.parallel.grid import Grid
 
 GRID = Grid.uniform(tp_size=1, pp_size=1, dp_size=4)

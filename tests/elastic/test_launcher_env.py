@@ -112,7 +112,7 @@ def test_open_mpi():
     other = read_launcher_env({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-node01-4243@1"})
     assert other.master_port != env.master_port
     spread = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(LaunchError, match="Set MASTER_ADDR"):
+    with pytest.raises(LaunchError, match="set MASTER_ADDR"):
         read_launcher_env(spread)
     with pytest.raises(LaunchError, match="node\\[1"):
         read_launcher_env({**spread, "SLURM_JOB_NODELIST": "node[1"})
@@ -139,11 +139,11 @@ def test_what_started_last_counts():
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({**SLURM, "SLURM_STEP_NODELIST": "node[", "SLURM_JOB_NODELIST": ""}, "Set MASTER_ADDR"),
-        ({**SLURM, "SLURM_PROCID": "7"}, "SLURM_PROCID = 7 is outside of 0..6: SLURM_STEP_NUM_TASKS = 7"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node[", "SLURM_JOB_NODELIST": ""}, "set MASTER_ADDR"),
+        ({**SLURM, "SLURM_PROCID": "7"}, "SLURM_PROCID = 7: must be in 0..6, since SLURM_STEP_NUM_TASKS = 7"),
         ({**SLURM, "SLURM_LOCALID": "x"}, "SLURM_LOCALID = 'x'"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_RANK is set but not OMPI_COMM_WORLD_SIZE"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "Set MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "set MASTER_ADDR"),
     ],
 )
 def test_a_broken_variable_of_slurm_or_mpi_is_named(variables, named):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from parallel3d.elastic.guardian.spawn import LogStream
+from parallel3d.elastic.worker.process import LogStream
 
 
 def test_a_full_disk_loses_lines_and_raises_nothing():

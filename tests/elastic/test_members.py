@@ -172,7 +172,7 @@ def test_a_worker_that_can_not_be_spared_stops_the_run_instead(tmp_path):
     os.kill(pid_of(tmp_path, 1), signal.SIGTERM)
     ended = end(process, tmp_path)
     assert ended.code == 143 and re.fullmatch(r"stopped after step \d+\n", ended.err) and not ended.changes
-    assert "rank 1 (pp1 dp0 tp0) is to leave, but the run can't go on without it" in ended.out
+    assert "rank 1 (pp1 dp0 tp0) should drain, but the run can't go on without it" in ended.out
     assert ended.out.count("stopping after this step; press Ctrl-C again to stop at once") == 1
 
 

@@ -83,7 +83,7 @@ def test_it_goes_on_from_the_newest_good_checkpoint(run, tmp_path):
     assert run.start_instruction == StartInstruction(attempt=1, checkpoint=run.path(4))
     assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [4]
     out = run.close()
-    assert f"passed over: {shard} is damaged" in out
+    assert f"checkpoint skipped: {shard} is damaged" in out
     assert (
         "restart 1 of 3 in 1 s from the checkpoint of step 4, 5 steps lost: the run can't go on: alas; rank 1 was kil"
         in out
@@ -120,9 +120,9 @@ def test_divergences_go_back_further_and_leave_their_data_out(run, tmp_path):
     assert run.start_instruction == StartInstruction(attempt=3, checkpoint=run.path(4), data={"read": 9})
     assert CheckpointDirectory(tmp_path / "checkpoints" / "previous-1").steps() == [8]
     out = run.close()
-    assert "the data of steps 9 to 10 is left out: t" in out and "the data of steps 5 to 9 is left out: t" in out
+    assert "the data of steps 9 to 10 is skipped: t" in out and "the data of steps 5 to 9 is skipped: t" in out
     assert (
-        "restart 2 of 3 in 2 s from the checkpoint of step 8, 1 step lost, the data that led into the divergence" in out
+        "restart 2 of 3 in 2 s from the checkpoint of step 8, 1 step lost, the data before the divergence" in out
     )
 
 
@@ -137,12 +137,12 @@ def test_a_stop_and_a_launcher_that_restarts_by_itself(run, tmp_path):
     run.close()
     launched = Run(tmp_path / "launched", launcher=LauncherInfo(by_launcher=True, run_id="a")).train(1, 2)
     assert launched.end(LOST) == Stop()
-    assert "restart.max_restarts is for runs that are started plainly" in launched.close()
+    assert "restart.max_restarts is ignored" in launched.close()
 
 
 def test_a_stop_while_a_checkpoint_is_read(run):
     answers = iter([False, False, True])  # the second is asked in the first file
-    assert run.end(LOST, stopped=lambda: next(answers, True)) == Stop(why="stopped before it began again")
+    assert run.end(LOST, stopped=lambda: next(answers, True)) == Stop(why="stopped before the restart")
     assert run.start_instruction == StartInstruction() and "restart" not in run.close()
 
 
@@ -159,7 +159,7 @@ def test_after_a_launchers_restart_the_run_goes_on(tmp_path):
     second.train(9, 12, save_at=(12,))
     second.report.publish({"event": "failure", "text": "rank 0 was killed"})
     out = second.close(3)  # its end was not told any more
-    assert "restart 1 from the checkpoint of step 8, 1 step lost, the data of step 9 is left out: training has" in out
+    assert "restart 1 from the checkpoint of step 8, 1 step lost, the data of step 9 is skipped: training has" in out
     third = launched(tmp_path, 2)
     assert third.start_instruction == StartInstruction(attempt=2, checkpoint=third.path(12))
     assert "0 steps lost: rank 0 was killed" in third.train(13, 14).close()

@@ -40,7 +40,7 @@ TABLE = {
     "workers are lost after some way": ([end(LOST), end(LOST, 8, 30)], [24, 28], restart(28)),
     "too often": ([end(LOST), end(LOST, 8), end(LOST, 8), end(LOST, 8)], [8], "restarted 3 times, as often as"),
     "an exception": ([end(RAISED)], [4, 8], restart(8)),
-    "an exception at once": ([end(RAISED, 8, 8)], [4, 8], "before the first step was done"),
+    "an exception at once": ([end(RAISED, 8, 8)], [4, 8], "before completing a step"),
     "an exception again": ([end(RAISED), end(RAISED, 8, 9)], [4, 8], "failed at the same step before, after step 9"),
     "an exception elsewhere": ([end(RAISED), end(RAISED, 8, 11)], [4, 8], restart(8)),
     "a divergence": ([end(DIVERGED)], [4, 8], restart(8)),
@@ -70,7 +70,7 @@ def test_the_table(case):
 def test_without_restarts_a_run_that_fails_says_how_to_go_on():
     off = RestartPolicy(max_restarts=0, backoff_s=1.0, max_backoff_s=5.0)
     assert (
-        "run.resume=auto goes on from the checkpoint of step 8"
+        "run.resume=auto resumes from the checkpoint of step 8"
         in decide(off, [end(LOST)], [4, 8], run_start_step=0).why
     )
     assert "no checkpoint" in decide(off, [end(LOST)], [], run_start_step=0).why

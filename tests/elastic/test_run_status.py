@@ -74,8 +74,7 @@ def test_what_the_guardian_kills_after_a_stop_is_no_failure():
 
 
 def test_losses_that_the_run_survives_are_part_of_the_message_when_it_halts():
-    status = RunStatus(4)
-    status.record_grid(Grid.uniform(tp_size=1, pp_size=2, dp_size=2))
+    status = RunStatus(4, Grid.uniform(tp_size=1, pp_size=2, dp_size=2))
     status.record_hello(3, host="there", log="logs/rank-3.log")
     status.add_record(0, {"kind": "step", "step": 4})
     status.record_survived_loss(status.lost_by_signal(2, 9))

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from parallel3d.elastic.coordinator.slow_step import STATUS_TIMEOUT_S, HangReport, SlowStepRule, StepTimeBaseline
-from parallel3d.elastic.worker.worker_status import WorkerStatusTracker
+from parallel3d.elastic.coordinator.slow_step import StepTimeBaseline
+from parallel3d.elastic.hang_report import STATUS_TIMEOUT_S, HangReport
+from parallel3d.elastic.settings import SlowStepRule
+from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
 from parallel3d.parallel.abort import AbortToken, Wait
 
 RULE = SlowStepRule(factor=10.0, min_s=2.0)
@@ -81,7 +83,7 @@ def test_a_hang_report_is_complete_when_all_have_answered_or_time_is_up():
         "why:",
         "  rank 0 (pp0 dp0 tp0) [step 3, receive gradient 1 <- (1, 0)] 4.0 s waits for rank 4",
         "  rank 1 (pp0 dp1 tp0) [step 3, forward 1]                    4.0 s",
-        "  rank 4               [-]                                          does not answer: others wait for it",
+        "  rank 4               [-]                                          does not answer, blocks others",
     ]
     hang_report.add(4, told())
     assert hang_report.is_over(10.0)

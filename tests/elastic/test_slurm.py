@@ -44,7 +44,7 @@ def test_hosts_come_back(ranges):
 def test_counts():
     assert expand_counts("4") == [4] and expand_counts("2(x3),1") == [2, 2, 2, 1]
     for text in ("", "x", "2(x)", "2(3)"):
-        with pytest.raises(ValueError, match="is no list of counts"):
+        with pytest.raises(ValueError, match="is not a list of counts"):
             expand_counts(text)
 
 

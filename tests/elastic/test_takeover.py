@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.elastic.protocol.failover import Witness
+from parallel3d.elastic.coordinator.witness import Witness
 from tests.elastic.test_members import wait_for_step
 from tests.support.member_processes import start_on_hosts
 from tests.support.processes import alive, pids, read_to_the_end, wait_for

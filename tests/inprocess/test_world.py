@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from parallel3d.errors import GenerationEnded, ProtocolError
-from parallel3d.inprocess.world import DeadlockError, RankDied, ThreadWorld, run_threads
+from parallel3d.inprocess.scheduler import DeadlockError, RankDied
+from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.p2p_messages import Header, Kind
 

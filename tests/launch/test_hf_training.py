@@ -68,11 +68,11 @@ def changes(trained, run, weights, *more):
 def test_a_run_begins_where_another_ended(trained, tmp_path):
     run, weights = tmp_path / "run", trained / "hf"
     code, out, err = finish(start(*changes(trained, run, weights)))
-    assert code == 0 and f"run.initialize_from {weights} gives the weights to begin with" in out, out + err
+    assert code == 0 and f"run.initialize_from {weights} provides the initial weights" in out, out + err
     before = [line["loss"] for line in metrics(trained / "run")]
     assert metrics(run)[0]["loss"] < before[0] - 0.7 * (before[0] - before[-1])
     code, out, err = finish(start(*changes(trained, run, weights, "run.resume=auto", "run.num_steps=2")))
-    assert code == 0 and "is not read: the run goes on from its checkpoint" in out, out + err
+    assert code == 0 and "is not read: the run resumes from its checkpoint" in out, out + err
 
 
 def copy(source, target):

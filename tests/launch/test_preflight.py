@@ -12,9 +12,9 @@ import pytest
 
 from launch import preflight
 from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.comparison.compare_runs import BITWISE
 from parallel3d.config.layouts import alternative_layouts
 from parallel3d.config.load import dump_config, load_config, resolve
-from parallel3d.inprocess.compare_runs import BITWISE
 from tests.support.launch_runs import finish, metrics, start
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ ONE = ("parallel.pp_size=1", "parallel.dp_size=1")
 def test_the_run_begins_after_its_rehearsal(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "--preflight", "checkpoint.every=5", "parallel.dp_size=1"))
     assert code == 0, out + err
-    table = out[out.index("step 4 against") :].splitlines()
+    table = out[out.index("largest relative differences of step 4") :].splitlines()
     same, other = table[2].split(), table[4].split()
     assert same == ["tp1.pp2.dp1", "2", *"00000", "ok"]
     assert other[:2] == ["tp2.pp1.dp1", "2"] and other[-1] == "ok" and "MB are free" in out
@@ -70,7 +70,7 @@ def test_a_mistake_in_the_data_is_told_and_its_log_kept(config_file, tmp_path):
     empty.write_text("")
     code, out, err = finish(start("--config", config_file, "--preflight", *ONE, f'data.sources=["{empty}"]'))
     scratch = tmp_path / "run" / "checkpoints" / "preflight"
-    assert code == 2 and "ended with exit code 2" in err and "empty.txt" in err, out + err
+    assert code == 2 and "failed with exit code 2" in err and "empty.txt" in err, out + err
     assert (scratch / "whole.log").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not list(scratch.glob("*/checkpoints"))
 

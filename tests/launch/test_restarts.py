@@ -87,7 +87,7 @@ def test_a_divergence_is_rolled_back_and_its_data_left_out(config_file, tmp_path
     (event,) = events(run, "restart")
     step, lost = event["step"], 8 - event["step"]
     assert (
-        event["skips_data"] and "8 is left out: training has diverged in step 8: the loss or a gradient is not" in out
+        event["skips_data"] and "8 is skipped: training has diverged in step 8: the loss or a gradient is not" in out
     )
     assert losses(run)[:step] == undisturbed(config_file)[:step] and losses(run)[step] != undisturbed(config_file)[step]
     state = read_index(run / "checkpoints" / "latest").facts.state
@@ -103,7 +103,7 @@ def test_a_run_that_only_diverges_ends(config_file, tmp_path):
     assert code == 6 and "Traceback" not in out + err, out + err
     assert err.splitlines() == [
         "training has diverged in step 2: the loss or a gradient is not finite",
-        "no checkpoint is left from before step 1, where this start had begun",
+        "no checkpoint is left from before step 1, where this start began",
     ]
     assert CheckpointDirectory(tmp_path / "run" / "checkpoints").find_newest_valid().index.step == 1
     assert len(events(tmp_path / "run", "restart")) == 1 and summary(tmp_path / "run")["exit_code"] == 6
@@ -119,7 +119,7 @@ def test_as_many_restarts_as_are_allowed(config_file, tmp_path):
     said, _, then = err.splitlines()[-1].partition("; ")
     assert "restarted once, as often as restart.max_restarts allows" in said
     assert then.startswith(
-        ("run.resume=auto goes on from ", "there is no checkpoint to go on from ")
+        ("run.resume=auto resumes from ", "there is no checkpoint to resume from ")
     )  # a matter of time
     assert summary(tmp_path / "run")["restarts"] == 1
 
@@ -138,7 +138,7 @@ def test_ctrl_c_while_it_waits_ends_it_at_once(config_file, tmp_path):
     finally:
         code, out, err = finish(process, timeout=30)
     assert code == 130 and time.monotonic() - interrupted < 20
-    assert "stopped before it began again after step" in err and "Traceback" not in out + err
+    assert "stopped before the restart after step" in err and "Traceback" not in out + err
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     code, out, err = finish(start("--config", config_file, *RESUME, "parallel.pp_size=1", "parallel.dp_size=1"))
     assert code == 0, out + err
-    assert f"passed over: {shard} is damaged" in out and f"after step {before}" in out
+    assert f"checkpoint skipped: {shard} is damaged" in out and f"after step {before}" in out
     assert "parallel.pp_size 2 -> 1" in out
     assert losses(run) == pytest.approx(undisturbed(config_file), rel=1e-4)
     aside = run / "checkpoints" / "previous-1"
@@ -90,7 +90,7 @@ def test_a_fresh_run_in_the_same_folder_leaves_the_old_checkpoints_alone(config_
     for _ in range(2):
         code, out, err = finish(start("--config", config_file, "run.num_steps=2"))
         assert code == 0, out + err
-    assert "checkpoints that this run does not go on from are now in" in out
+    assert "moved checkpoints that this run does not continue" in out
     assert (
         CheckpointDirectory(run / "checkpoints" / "previous-1").steps()
         == [2]

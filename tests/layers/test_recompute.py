@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from launch.plan import estimate_message_sizes
 from models.make import make_decoder
 from parallel3d.config.schema import BatchConfig, Config, OptimizerConfig, ParallelConfig, RunConfig
 from parallel3d.errors import GenerationEnded
@@ -19,6 +18,7 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
 from parallel3d.recompute import run_layer
+from parallel3d.trainer.message_sizes import estimate_message_sizes
 from tests.support.tiny_stages import SEQ, backward_twice, build, micro_batch, model_config, solo, tokens
 
 MODES = ("none", "selective", "full")

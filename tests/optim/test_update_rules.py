@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.comparison.run_result import RunResult
 from parallel3d.config.schema import Config
 from parallel3d.config.specs.update_rules import ALL_SETTINGS, UPDATE_RULES, default_settings
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.inprocess.harness import RunResult
 from parallel3d.optim.bucket_plan import plan_buckets
 from parallel3d.optim.update_rules.base import UpdateStep, build_update_rule
 from parallel3d.optim.update_rules.muon import orthogonalize

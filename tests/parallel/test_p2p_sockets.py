@@ -23,7 +23,7 @@ MIB = 1 << 20
 @pytest.fixture
 def connect(monkeypatch):
     """connect(num_ranks, slots=..) -> links of all ranks, closed afterwards; leaves neither threads nor sockets."""
-    monkeypatch.setattr(module, "_ABORT_GRACE_S", 0.1)
+    monkeypatch.setattr(module, "ABORT_GRACE_S", 0.1)
     threads_before, sockets_before = threads_of_links(), open_sockets()
     made, tokens = [], []
 
@@ -322,7 +322,7 @@ def test_a_peer_that_closes_is_named(connect):
 
 
 def test_the_coordinators_reason_is_better_than_a_broken_link(connect, monkeypatch):
-    monkeypatch.setattr(module, "_ABORT_GRACE_S", 5.0)
+    monkeypatch.setattr(module, "ABORT_GRACE_S", 5.0)
     one, two = connect(2)
     one.send(1, *message())
     two.receive(0, message()[0])

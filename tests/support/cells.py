@@ -22,6 +22,9 @@ import numpy as np
 import torch
 
 from models.make import make_stage
+from parallel3d.comparison.collect import run_rank
+from parallel3d.comparison.compare_runs import Tolerance, tolerance_of
+from parallel3d.comparison.run_result import RunResult, assemble_run
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import BlendedReader, Subset
@@ -30,11 +33,10 @@ from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
 from parallel3d.data.tokenizer import ByteTokenizer
-from parallel3d.elastic.guardian.spawn import WorkerContext
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import GenerationRecord
-from parallel3d.inprocess.compare_runs import Tolerance, tolerance_of
-from parallel3d.inprocess.harness import RunResult, assemble_run, run_in_threads, run_rank
+from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.inprocess.harness import run_in_threads
 from parallel3d.monitor.run_folder import RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.parallel.grid import Grid
@@ -42,7 +44,7 @@ from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.generation import close_generation, start_rank
 from parallel3d.trainer.plans import build_grid
-from parallel3d.worker.main import SocketNetwork
+from parallel3d.worker.network import SocketNetwork
 
 
 class Texts:

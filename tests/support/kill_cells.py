@@ -16,17 +16,18 @@ from pathlib import Path
 
 import torch
 
-from launch.train import elastic_settings
 from parallel3d.config.schema import Config
-from parallel3d.elastic.guardian.spawn import WorkerContext
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.elastic.settings import ElasticSettings
+from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.monitor.run_folder import METRICS, SUMMARY, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.trainer.context import RankHooks
 from parallel3d.trainer.plans import build_grid
-from parallel3d.worker.faults import STEP_PHASES
-from parallel3d.worker.main import WorkerHooks, train_rank
+from parallel3d.worker.fault_injection import STEP_PHASES
+from parallel3d.worker.hooks import WorkerHooks
+from parallel3d.worker.main import train_rank
 from tests.support.cells import make_config, prepare
 
 NUM_STEPS = 4
@@ -180,7 +181,7 @@ def run_kill_cell(folder: Path, name: str, config: Config) -> int:
         logs=directory / "logs",
         open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=name),
         preload=("torch",),
-        elastic=elastic_settings(config),
+        elastic=ElasticSettings.from_config(config, build_grid(config)),
     )
 
 

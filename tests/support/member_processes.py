@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.schema import TimeoutConfig
-from parallel3d.elastic.coordinator.coordinator import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.guardian.heartbeat import Mode
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
-from parallel3d.elastic.guardian.spawn import WorkerContext
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, StateReport
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import GenerationEnded, UserError
 from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder
 from parallel3d.monitor.sinks import RunReporter

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from parallel3d.elastic.coordinator.coordinator import LaunchTimeouts
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
-from parallel3d.elastic.guardian.spawn import WorkerContext
 from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.settings import LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import DataError, UserError
 from parallel3d.monitor.run_folder import RunFolder
 from parallel3d.monitor.sinks import RunReporter

@@ -12,8 +12,8 @@ from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.read import CheckpointReader
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
 from parallel3d.checkpoint.write import publish, write_rank_files
+from parallel3d.comparison.run_result import RankResult, assemble_run
 from parallel3d.config.schema import Config
-from parallel3d.inprocess.harness import RankResult, assemble_run
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.layers.init import InitMethod
 from parallel3d.trainer.context import RankContext, Transports

@@ -14,7 +14,7 @@ from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_thread
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.context import RankContext, RankHooks
 from parallel3d.trainer.plans import build_grid
-from parallel3d.worker.faults import FaultInjector
+from parallel3d.worker.fault_injection import FaultInjector
 from tests.support import cells
 
 LAYOUTS = {

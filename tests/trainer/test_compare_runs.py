@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel3d.comparison.compare_runs import BITWISE, compare_runs, relative_difference, tolerance_of
 from parallel3d.config.specs.policies import POLICY_SPECS
-from parallel3d.inprocess.compare_runs import BITWISE, compare_runs, tolerance_of
-from parallel3d.inprocess.harness import relative_difference
 from parallel3d.precision.policy import POLICIES
 from tests.support.cells import make_config
 
@@ -40,11 +39,11 @@ def test_differences_are_relative_and_never_nan():
         ("first_gradients", "the first step's gradient of head.weight differs by 1.0e-03 (1e-10 is allowed)"),
         ("gradients", "the last step's gradient of head.weight differs by 1.0e-03 (1e-10 is allowed)"),
         ("weights", "the trained head.weight differs by 1.0e-03 (1e-10 is allowed)"),
-        ("initial", "1 initial weights differ, head.weight among them"),
+        ("initial", "1 initial weights differ, including head.weight"),
         ("losses", "the loss of step 2 differs by 1.0e-01 (1e-10 is allowed), and 1 more of 3 do: loss of step 1"),
         ("grad_norms", "the gradient norm of step 2 differs by 1.0e-01 (1e-10 is allowed), and 1 more"),
         ("evaluation", "the loss of the evaluation differs by 1.0e-03 (1e-10 is allowed)"),
-        ("entries", "other text was read"),
+        ("entries", "the runs have read different data"),
     ],
 )
 def test_each_thing_that_differs_is_told(run_layout, what: str, sentence: str):

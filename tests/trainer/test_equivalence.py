@@ -1,13 +1,13 @@
 """Every layout trains like one process: losses, every gradient, gradient norms, weights, evaluation, text read.
 
-How near they must be, and why, is said in parallel3d/inprocess/compare_runs.py; `launch/verify.py` judges by the same
+How near they must be, and why, is said in parallel3d/comparison/compare_runs.py; `launch/verify.py` judges by the same
 code.
 """
 
 import pytest
 import torch
 
-from parallel3d.inprocess.compare_runs import compare_runs
+from parallel3d.comparison.compare_runs import compare_runs
 from parallel3d.optim.bucket import Bucket
 from tests.support.cells import CELLS, load_gloo_cell, run_cell
 

@@ -7,7 +7,7 @@ test_convert.py.
 import pytest
 import torch
 
-from parallel3d.inprocess.compare_runs import compare_runs
+from parallel3d.comparison.compare_runs import compare_runs
 from tests.support import cells
 from tests.support.cells import Cell
 from tests.support.saved_layouts import run_layout as run_saved_layout

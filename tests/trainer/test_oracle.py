@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from parallel3d.comparison.compare_runs import largest_difference
 from parallel3d.data.lanes import Cursor
-from parallel3d.inprocess.harness import largest_difference
 from tests.support import cells, plain_gpt2, plain_llama
 
 PLAIN_LOSS = {"llama": plain_llama.plain_loss, "gpt2": plain_gpt2.plain_loss}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.errors import GenerationEnded
-from parallel3d.inprocess.world import ThreadGroup
+from parallel3d.inprocess.group import ThreadGroup
 from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,
@@ -36,7 +36,7 @@ def block_result(monkeypatch):
     def finish_unless_blocked(self, key, collective, take):
         me = self.ranks[self.rank]
         if me in blocked and key[0].endswith("world"):
-            self._world.wait(me, lambda: False, lambda: "for the end of the generation")
+            self._scheduler.wait(me, lambda: False, lambda: "for the end of the generation")
         finish(self, key, collective, take)
 
     def arrange(ranks, phase, reports):

@@ -14,10 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.comparison.compare_runs import largest_difference, tolerance_of
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
-from parallel3d.inprocess.compare_runs import tolerance_of
-from parallel3d.inprocess.harness import largest_difference
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.size_schedule import Adaptive, BatchShapeSchedule, Constant, Periodic, Polynomial
 from parallel3d.trainer.entry import Entry, EvaluationEntry

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from parallel3d.inprocess.harness import RunResult
+from parallel3d.comparison.run_result import RunResult
 from parallel3d.trainer.plans import build_grid
 from tests.support import cells
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import parallel3d.worker.main as module
+import parallel3d.worker.device as device_module
+import parallel3d.worker.network as network_module
 from parallel3d.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, RunConfig
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.errors import ConfigError
@@ -14,7 +15,8 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.staged_group import StagedGroup
-from parallel3d.worker.main import SocketNetwork, choose_device, init_device
+from parallel3d.worker.device import choose_device, init_device
+from parallel3d.worker.network import SocketNetwork
 
 
 def config(device):
@@ -54,7 +56,7 @@ def test_the_device_of_a_rank(monkeypatch, wanted, num_devices, local_rank, loca
 def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
     taken, environment = [], {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(module.os, "environ", environment)
+    monkeypatch.setattr(device_module.os, "environ", environment)
     init_device(torch.device("cpu"))
     assert not taken and environment.pop("TORCHINDUCTOR_COMPILE_THREADS") == "1" and len(environment) == 1
     init_device(torch.device("cuda", 1))
@@ -82,10 +84,10 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
         group.kind = kind
         return group
 
-    monkeypatch.setattr(module, "GlooGroup", partial(make, "gloo"))
-    monkeypatch.setattr(module, "NcclGroup", partial(make, "nccl"))
+    monkeypatch.setattr(network_module, "GlooGroup", partial(make, "gloo"))
+    monkeypatch.setattr(network_module, "NcclGroup", partial(make, "nccl"))
     links = []
-    monkeypatch.setattr(module, "SocketLinks", lambda **settings: links.append(settings))
+    monkeypatch.setattr(network_module, "SocketLinks", lambda **settings: links.append(settings))
     context = SimpleNamespace(rank=1, address="127.0.0.1", control=None)
     network = SocketNetwork(config(wanted), context, torch.device(device))
     network._listener = SimpleNamespace()

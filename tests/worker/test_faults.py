@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.schema import ElasticConfig, FaultConfig, RandomFaults
-from parallel3d.worker.faults import STEP_PHASES, FaultInjector, plan_faults
+from parallel3d.worker.fault_injection import STEP_PHASES, FaultInjector, plan_faults
 
 
 def lots(**fields):
@@ -51,7 +51,7 @@ def test_after_a_restart_others_are_drawn_and_ordered():
 def test_another_process_draws_the_same():
     """Hashes of strings differ from process to process: nothing may hang on them."""
     code = (
-        "from parallel3d.config.schema import *; from parallel3d.worker.faults import plan_faults; "
+        "from parallel3d.config.schema import *; from parallel3d.worker.fault_injection import plan_faults; "
         "lots = RandomFaults(probability=0.1, max_faults=9, seed=3); "
         "print([f.model_dump() for f in plan_faults(ElasticConfig(random_faults=lots), world_size=8, num_steps=20)])"
     )

@@ -1,20 +1,20 @@
-"""The coordinator's connections: who is there, what they say, what is still to be sent. One thread, one selector."""
+"""The coordinator's connections to workers and guardians. One thread, one selector, no blocking sends."""
 
 from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.elastic.worker.control_channel import CHUNK_BYTES, FrameReader, encode_frame, set_options
+from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame, set_socket_options
 from parallel3d.errors import ProtocolError
 
 
 @dataclass(eq=False)
 class Connection:
-    """One connection: a worker's (`rank`) or a guardian's (`guarded`), once it has said hello."""
+    """One connection; after its hello a worker's (`rank`) or a guardian's (`guarded_ranks`)."""
 
     socket: socket.socket
     reader: FrameReader = field(default_factory=FrameReader)
@@ -22,15 +22,15 @@ class Connection:
     rank: int | None = None
     guarded_ranks: tuple[int, ...] = ()
     hello: dict[str, Any] = field(default_factory=dict)
-    """What it has said of itself."""
+    """The header of its hello."""
 
 
 OnMessage = Callable[[Connection, dict[str, Any], bytes], None]
-"""What is done with a frame."""
+"""Handles one frame."""
 
 
 class ConnectionServer:
-    """Accepts whoever connects, hands frames to `hear`, tells `lose` of connections that are gone."""
+    """Accepts connections, passes frames to `on_message` and lost connections to `on_lost`."""
 
     def __init__(self, listener: socket.socket, *, on_message: OnMessage, on_lost: Callable[[Connection], None]):
         self.connections: set[Connection] = set()
@@ -42,7 +42,7 @@ class ConnectionServer:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def poll(self, timeout_s: float) -> None:
-        """Waits for news, at most `timeout_s`, and deals with it."""
+        """Waits for events, at most `timeout_s`, and handles them."""
         for key, events in self._selector.select(timeout_s):
             if key.data is None:
                 self._accept()
@@ -59,15 +59,28 @@ class ConnectionServer:
         return [connection for connection in self.connections if connection.guarded_ranks]
 
     def send(self, connection: Connection, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Never waits: what the peer does not take now follows in later turns."""
-        self.send_encoded(connection, encode_frame(header, payload))
+        """Sends a frame without waiting: what the peer does not take now follows in later polls."""
+        self._send_encoded(connection, encode_frame(header, payload))
 
-    def send_encoded(self, connection: Connection, frame: bytes) -> None:
-        connection.outbox += frame
-        self._flush(connection)
+    def send_to_workers(self, ranks: Iterable[int], header: dict[str, Any]) -> None:
+        """Sends a frame to those of `ranks` that are connected."""
+        frame, workers = encode_frame(header), self.workers()
+        for rank in ranks:
+            if rank in workers:
+                self._send_encoded(workers[rank], frame)
+
+    def send_to_guardians(self, header: dict[str, Any]) -> None:
+        for connection in self.guardians():
+            self.send(connection, header)
+
+    def broadcast(self, header: dict[str, Any]) -> None:
+        """Sends a frame to all workers and guardians."""
+        for connection in list(self.connections):
+            if connection.guarded_ranks or connection.rank is not None:
+                self.send(connection, header)
 
     def dispatch(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
-        """Hands a frame on; one that makes no sense closes the connection, an error over one that does is ours."""
+        """Passes a frame on. A frame that the protocol doesn't allow closes the connection; other errors are ours."""
         if connection in self.connections:
             try:
                 self._on_message(connection, header, payload)
@@ -83,10 +96,14 @@ class ConnectionServer:
         for connection in self.connections:
             connection.socket.close()
 
+    def _send_encoded(self, connection: Connection, frame: bytes) -> None:
+        connection.outbox += frame
+        self._flush(connection)
+
     def _accept(self) -> None:
-        accepted_socket, _ = self._listener.accept()  # bounded: the selector says that someone is there
+        accepted_socket, _ = self._listener.accept()  # bounded: the selector reports a waiting connection
         accepted_socket.setblocking(False)
-        set_options(accepted_socket)
+        set_socket_options(accepted_socket)
         connection = Connection(accepted_socket)
         self.connections.add(connection)
         self._selector.register(accepted_socket, selectors.EVENT_READ, connection)

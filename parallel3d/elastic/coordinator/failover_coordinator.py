@@ -1,8 +1,8 @@
-"""The coordinator that takes over: a thread of the process of a guardian whose host comes next in the roster.
+"""The coordinator that takes over after its predecessor's host is lost: a thread of a failover candidate's guardian.
 
-It begins with a muster: guardians connect, then their workers, each of which brings the record of its newest committed
-generation. The newest of all is the one to go on from: whoever holds it proves that all members had confirmed it. Then
-everybody on the lost host is evicted by an ordinary change of membership, and it is a coordinator like any other.
+It begins with a quorum check: guardians connect, then their workers, each with the record of its newest committed
+generation. The run goes on from the newest of all: a worker that holds it proves that all members had confirmed it.
+Then everything on the lost host is evicted by an ordinary change of membership, and the coordinator serves as usual.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel3d.elastic.coordinator.connections import Connection
-from parallel3d.elastic.coordinator.coordinator import Coordinator, ElasticSettings, LaunchTimeouts
-from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, Witness, check_quorum
+from parallel3d.elastic.coordinator.coordinator import Coordinator
+from parallel3d.elastic.coordinator.membership import MembershipManager
+from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.protocol.state_machine import Action, FinishRun, MembershipProtocol
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.monitor.sinks import RunReporter
 
 QUORUM_TICK_S = 0.1
 
 
 class ResumedProtocol(MembershipProtocol):
-    """Goes on from `committed`; `announced` is the newest number of a generation that any worker has heard of."""
+    """Goes on from `committed`; `newest_generation` is the highest number that any worker has received."""
 
     def __init__(self, elastic: ElasticSettings, committed: GenerationRecord, *, newest_generation: int):
         super().__init__(
@@ -38,12 +41,12 @@ class ResumedProtocol(MembershipProtocol):
         self._newest = committed.position
 
     def begin(self, reason: str) -> list[Action]:
-        """A change that nobody in particular has asked for."""
+        """Begins a change that no worker has asked for."""
         return self._begin(reason)
 
 
 class FailoverCoordinator(Coordinator):
-    """Takes over what `roster` describes, or ends the run on this side. `open_report` is called when it serves."""
+    """Takes over according to `failover_plan`, or ends the run on this side. Calls `open_report` once it serves."""
 
     def __init__(
         self,
@@ -72,10 +75,10 @@ class FailoverCoordinator(Coordinator):
         self._open_report = open_report
         self._is_checking_quorum = True
         self._deferred: list[tuple[Connection, dict[str, Any], bytes]] = []
-        """What was said before it could be answered."""
+        """Messages that arrive during the quorum check."""
 
-    def _make_protocol(self, elastic: ElasticSettings) -> MembershipProtocol | None:
-        return None  # not before it is known from where to go on
+    def _make_membership(self) -> MembershipManager | None:
+        return None  # until it is known where to go on from
 
     def _on_message(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         if self._is_checking_quorum and header["op"] != "hello":
@@ -89,78 +92,82 @@ class FailoverCoordinator(Coordinator):
 
     def _begin(self) -> None:
         deadline = time.monotonic() + self._timeouts.failover_s
-        while not self._complete() and time.monotonic() < deadline:
+        while not self._all_connected() and time.monotonic() < deadline:
             self._server.poll(QUORUM_TICK_S)
         self._is_checking_quorum = False
-        quorum, base = self._quorum(), self._newest_record()
+        quorum, base = self._check_quorum(), self._newest_record()
         if quorum.has_quorum and base:
             self._resume(base)
         else:
-            self._give_up(quorum.reason or "no worker is left that has begun")
+            self._give_up(quorum.reason or "no remaining worker has begun to train")
         for connection, header, payload in self._deferred:
             self._server.dispatch(connection, header, payload)
 
     def _resume(self, base: GenerationRecord) -> None:
+        """Serves from the committed generation `base`, then begins the change that evicts the lost host."""
         assert self._elastic is not None
         newest_generation = max(
             connection.hello["membership_state"]["newest_generation"] for connection in self._server.workers().values()
         )
-        protocol = self._protocol = ResumedProtocol(self._elastic, base, newest_generation=newest_generation)
+        protocol = ResumedProtocol(self._elastic, base, newest_generation=newest_generation)
+        membership = self._membership = self._manage(protocol)
         report = self._open_report()
-        self._emit = report.publish
-        protocol.last_reported_step = self._last_reported["step"] = max(base.last_reported_step, report.last_step)
+        self._emit_record = report.publish
+        protocol.last_reported_step = self._last_published["step"] = max(base.last_reported_step, report.last_step)
         self._status.restore_after_failover(base.hosts, protocol.last_reported_step)
         self._status.mark_gone(set(self._status.workers) - protocol.live)
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
         self._emit_notice(
             f"the run goes on without its coordinator on {self._lost_host}, from generation {base.generation}"
         )
-        behind = [rank for rank, record in self._records().items() if record.generation < base.generation]
-        self._send_to_workers(behind, {"op": "commit", "generation": base.generation})
-        present = {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
-        lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - present)]
-        self._recovery_log.begin(self._lost_s)
-        if self._was_released():
+        behind = [rank for rank, record in self._committed_records().items() if record.generation < base.generation]
+        self._server.send_to_workers(behind, {"op": "commit", "generation": base.generation})
+        lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - self._guarded_ranks())]
+        membership.recovery_log.begin(self._lost_s)
+        if self._was_finished(protocol):
             protocol.over = True
-            self._execute([FinishRun(ranks=tuple(sorted(protocol.live)))])
+            membership.execute([FinishRun(ranks=tuple(sorted(protocol.live)))])
         if lost:
-            self._evict(lost)
+            membership.evict(lost)
         elif not protocol.over:
-            self._execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
+            membership.execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
 
     def _give_up(self, reason: str) -> None:
-        """This side ends; its workers are told, those out of reach have guardians of their own."""
+        """Ends the run on this side. Workers out of reach have guardians of their own."""
         self._status.record_lost_quorum(reason)
         self._status.mark_gone(self._status.workers)
-        self._abort_after_failure()
+        self._shutdown.abort_after_failure()
 
-    def _complete(self) -> bool:
-        """Everybody who may still come is there."""
-        present = {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
+    def _all_connected(self) -> bool:
+        """True once no further guardian or worker can be expected."""
+        guarded = self._guarded_ranks()
         expected = {rank for guardian in self._failover_plan.surviving_guardians for rank in guardian.ranks}
-        there = self._server.workers().keys() | {end["rank"] for end in self._ends()}
-        return expected <= present and present <= there and self._quorum().has_quorum
+        accounted_for = self._server.workers().keys() | {end["rank"] for end in self._ends()}
+        return expected <= guarded and guarded <= accounted_for and self._check_quorum().has_quorum
 
-    def _quorum(self) -> QuorumCheck:
+    def _guarded_ranks(self) -> set[int]:
+        """The ranks whose guardians are connected."""
+        return {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
+
+    def _check_quorum(self) -> QuorumCheck:
         reached = {connection.hello["host"] for connection in self._server.guardians()}
         return check_quorum(reached, self._failover_plan.hosts, lock_witness=self._witness.try_lock)
 
     def _ends(self) -> list[dict[str, Any]]:
-        """What guardians have said of workers that have ended."""
+        """Worker exits that guardians have reported during the quorum check."""
         return [end for _, header, _ in self._deferred if header["op"] == "ended" for end in header["ends"]]
 
-    def _was_released(self) -> bool:
-        """Whether the old coordinator had already let everybody go: nobody ends well before that."""
-        assert self._protocol is not None
-        return any(end["exit_code"] == 0 and end["rank"] in self._protocol.live for end in self._ends())
+    def _was_finished(self, protocol: MembershipProtocol) -> bool:
+        """True if the old coordinator had already finished the run: no worker exits with 0 before that."""
+        return any(end["exit_code"] == 0 and end["rank"] in protocol.live for end in self._ends())
 
-    def _records(self) -> dict[int, GenerationRecord]:
+    def _committed_records(self) -> dict[int, GenerationRecord]:
         """The record of the newest committed generation that each worker knows."""
-        membership_states = {
+        records = {
             rank: connection.hello["membership_state"]["committed"]
             for rank, connection in self._server.workers().items()
         }
-        return {rank: GenerationRecord.from_json(record) for rank, record in membership_states.items() if record}
+        return {rank: GenerationRecord.from_json(record) for rank, record in records.items() if record}
 
     def _newest_record(self) -> GenerationRecord | None:
-        return max(self._records().values(), key=lambda record: record.generation, default=None)
+        return max(self._committed_records().values(), key=lambda record: record.generation, default=None)

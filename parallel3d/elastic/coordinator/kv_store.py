@@ -1,6 +1,7 @@
-"""The key-value store that the coordinator serves to its workers: who asks for what is not there yet waits for it.
+"""The key-value store that the coordinator serves to its workers. A get waits until its key is set.
 
-Groups meet in it (elastic/store.py). Keys of a membership generation begin with its number, and are forgotten with it.
+Process groups rendezvous in it (worker/torch_store.py). Keys of a membership generation begin with `generation<n>/` and
+are dropped when a later one is committed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 from parallel3d.elastic.coordinator.connections import Connection
 
 OPS = ("set", "get", "get_all", "check", "add")
-"""The frames that are for it."""
+"""The workers' frames that it handles."""
 
 
 class KeyValueStore:
-    """Values by key, some of them known from the start; `send` answers a peer."""
+    """A key-value store with initial `values`; `send` answers a connection."""
 
     def __init__(self, values: Mapping[str, bytes], send: Callable[[Connection, dict[str, Any], bytes], None]):
         self._send = send
@@ -26,7 +27,7 @@ class KeyValueStore:
         self._waiting_for_all: defaultdict[str, list[tuple[Connection, int, list[str]]]] = defaultdict(list)
 
     def handle(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
-        """A worker's frame, one of `OPS`."""
+        """Handles a worker's frame, one of `OPS`."""
         match header["op"]:
             case "set":
                 self._set(header["key"], payload)
@@ -60,7 +61,7 @@ class KeyValueStore:
                 self._respond_with_all(connection, number, keys)
 
     def _respond_with_all(self, connection: Connection, number: int, keys: list[str]) -> None:
-        """At once, or when the first of the missing keys is set, and so on."""
+        """Answers now, or tries again when the first missing key is set."""
         missing = next((key for key in keys if key not in self._values), None)
         if missing is not None:
             self._waiting_for_all[missing].append((connection, number, keys))
@@ -71,6 +72,6 @@ class KeyValueStore:
 
 
 def generation_of(key: str) -> float:
-    """The membership generation to which a key belongs; infinity for those of the whole run."""
+    """Returns the membership generation that a key belongs to; infinity for keys of the whole run."""
     match = re.match(r"generation(\d+)/", key)
     return int(match[1]) if match else float("inf")

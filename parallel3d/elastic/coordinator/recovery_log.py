@@ -1,10 +1,10 @@
-"""The account of each change of membership: what happened, how long its parts took; as figures and as a line. Pure.
+"""The recovery log: cause and timeline of each change of membership, as a record and as a line of text. Pure.
 
     loss ....... evidence ....... record sent ....... all confirmed ....... training again ....... first step done
        detect_s         agree_s             repair_s               regroup_s            first_step_s
 
-Guardians tell the first, the coordinator measures the next two, the new generation's leader tells the others. A further
-loss before the commit belongs to the same change.
+Guardians report the first time, the coordinator measures the next two, the new generation's leader reports the others.
+A further loss before the commit belongs to the same change.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Json = dict[str, Any]
 class _MembershipChange:
     began_s: float
     detect_s: float | None = None
-    """The longest time from a last sign of life to the evidence; None: nobody was lost."""
+    """The longest time from a last sign of life to the evidence; None if no worker was lost."""
     positions: dict[int, LogPosition] = field(default_factory=dict)
-    """By rank, the newest entry it holds."""
+    """By rank, the position of its newest entry."""
     record: GenerationRecord | None = None
     agree_s: float = 0.0
     repair_s: float | None = None
@@ -36,15 +36,15 @@ class _MembershipChange:
 
 
 class RecoveryLog:
-    """Follows a run that began on `grid`; all times come from one clock. Methods that say so return records to emit."""
+    """Follows a run that began on `grid`; all times are of one clock. Some methods return records to emit."""
 
     def __init__(self, grid: Grid):
         self._grid = grid
         self._change: _MembershipChange | None = None
-        """Under way, or committed but not yet told."""
+        """Under way, or committed but not yet published."""
 
     def begin(self, now_s: float, *, detect_s: Iterable[float] = ()) -> list[Json]:
-        """Evidence, the first of a change or a further one; returns what was left to tell of the one before."""
+        """Begins a change, or adds evidence to the one under way; returns what was left to emit of the one before."""
         before = self.close() if self._change and self._change.repair_s is not None else []
         change = self._change = self._change or _MembershipChange(began_s=now_s)
         change.detect_s = max((*detect_s, *([] if change.detect_s is None else [change.detect_s])), default=None)
@@ -68,7 +68,7 @@ class RecoveryLog:
             change.repair_s = now_s - change.began_s - change.agree_s
 
     def record_resumed(self, generation: int, *, regroup_s: float, plan: str) -> list[Json]:
-        """The new generation's leader trains again; returns the line for a person."""
+        """Records that the new generation trains; returns the line for the terminal."""
         change = self._change
         if not change or not change.record or change.record.generation != generation or change.repair_s is None:
             return []
@@ -76,14 +76,14 @@ class RecoveryLog:
         return [{"kind": "membership", "text": self._describe(change, change.record), **self._counts(change.record)}]
 
     def record_step(self, step_s: float) -> list[Json]:
-        """A step is done; the first one of a generation completes the account of its change."""
+        """Records a completed step; a generation's first one completes the record of its change."""
         if not self._change or self._change.regroup_s is None:
             return []
         self._change.first_step_s = step_s
         return self.close()
 
     def close(self) -> list[Json]:
-        """The account of a committed change as far as it is known; it is told once."""
+        """Returns the record of a committed change as far as known, once."""
         change, self._change = self._change, None
         if not change or not change.record or change.repair_s is None:
             return []
@@ -134,7 +134,7 @@ class RecoveryLog:
         return f"rank {rank} ({self._grid.coordinates(rank)})"
 
     def _counts(self, record: GenerationRecord) -> dict[str, int]:
-        """live: with a place in the grid; lost: those that have left included."""
+        """live: in the grid; lost: including workers that left after a drain."""
         live, spare = len(record.grid.ranks), len(record.spares)
         return {"live": live, "spare": spare, "lost": len(self._grid.ranks) - live - spare}
 
@@ -148,6 +148,6 @@ def _rounded(seconds: float) -> str:
 
 
 def _some_lacked_an_entry(positions: Mapping[int, LogPosition], record: GenerationRecord) -> bool:
-    """Whether a member that took part in the last iteration had to take its result from the record."""
+    """True if a member that took part in the last iteration had to take that entry from the record."""
     took_part = (record.previous or record.grid).ranks
     return any(positions[rank] < record.position for rank in took_part if rank in positions)

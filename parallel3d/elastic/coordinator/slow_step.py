@@ -1,49 +1,38 @@
-"""When a step is overdue, and the survey that then asks every worker where it is. Pure, but for the clock's readings.
+"""Detects slow steps and collects a hang report about them.
 
-A step is overdue when it takes `factor` times the median of the steps so far, and `min_s` at least; ten times as long
-while the run has no median yet or evaluates. It is told again each time the wait has doubled. All of it only looks:
-what is given up, and when, is the guardians' to decide (pulse.py).
+A step is slow if it takes `factor` times the median of the steps so far and at least `min_s`; ten times that while
+there is no median yet or the run evaluates. It is reported again each time the wait has doubled. This only observes:
+guardians decide which workers to kill (guardian/heartbeat.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from statistics import median
 from typing import Any
 
 from parallel3d.elastic.guardian.heartbeat import SUSPENDED_FACTOR
-from parallel3d.elastic.worker.worker_status import parse_worker_status
-from parallel3d.wait_graph import WorkerStatus, build_hang_report, format_hang_report
+from parallel3d.elastic.hang_report import HangReport
+from parallel3d.elastic.settings import SlowStepRule
 
 MAX_BASELINE_STEPS = 100
 MIN_BASELINE_STEPS = 3
-STATUS_TIMEOUT_S = 2.0
-"""How long a survey waits for those that do not answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowStepRule:
-    """The two bounds, as in the configuration's section debug."""
-
-    factor: float
-    min_s: float
 
 
 class StepTimeBaseline:
-    """How long steps take, from the records of a run; all times from one clock, in seconds."""
+    """Step times of a run, from its records. Pure: all times come from the caller's clock, in seconds."""
 
     def __init__(self, rule: SlowStepRule):
         self._rule = rule
         self._steps: deque[float] = deque(maxlen=MAX_BASELINE_STEPS)
         self._last_progress_s: float | None = None
-        """When there was news; None before the first step and after the last."""
+        """None before the first step and after the last."""
         self._num_reports = 0
         self._evaluates = False
 
     def add(self, record: Mapping[str, Any], now_s: float) -> None:
-        """A record that a worker has published."""
+        """Adds a record that a worker has published."""
         match record.get("kind"):
             case "step":
                 if "step_s" in record:
@@ -57,13 +46,12 @@ class StepTimeBaseline:
             case "summary":
                 self._last_progress_s = None
 
-    @property
-    def evaluates(self) -> bool:
-        """An evaluation is under way, not a step."""
-        return self._evaluates
+    def current_work(self, last_step: int) -> str:
+        """Names the step or evaluation under way."""
+        return f"the evaluation after step {last_step}" if self._evaluates else f"step {last_step + 1}"
 
     def slow_step_s(self, now_s: float) -> float | None:
-        """Seconds since the last news when that is worth telling; None else. Asking counts as telling."""
+        """Seconds since the last progress if a report is due, else None. The call counts as the report."""
         if self._last_progress_s is None or now_s - self._last_progress_s < self.limit_s * 2**self._num_reports:
             return None
         self._num_reports += 1
@@ -80,22 +68,47 @@ class StepTimeBaseline:
         self._last_progress_s, self._num_reports, self._evaluates = now_s, 0, False
 
 
-class HangReport:
-    """One round of questions to `ranks`; `why` heads the table."""
+class HangReporter:
+    """Requests a hang report when a step is slow or a user asks for one, and publishes it.
 
-    def __init__(self, why: str, ranks: Iterable[int], coordinates: Mapping[int, str], now_s: float):
-        self._why = why
-        self._statuses = {rank: WorkerStatus(rank=rank, coordinates=coordinates.get(rank, "")) for rank in ranks}
-        self._unanswered = set(self._statuses)
-        self._deadline_s = now_s + STATUS_TIMEOUT_S
+    `request_status` asks the given workers for their status, and guardians for the stacks. Without a `rule` no step
+    counts as slow.
+    """
 
-    def add(self, rank: int, status: dict[str, Any]) -> None:
-        if rank in self._unanswered:
-            self._unanswered.discard(rank)
-            self._statuses[rank] = parse_worker_status(rank, self._statuses[rank].coordinates, status)
+    def __init__(
+        self,
+        rule: SlowStepRule | None,
+        *,
+        request_status: Callable[[Collection[int]], None],
+        emit_notice: Callable[[str], None],
+    ):
+        self._baseline = StepTimeBaseline(rule) if rule else None
+        self._request_status = request_status
+        self._emit_notice = emit_notice
+        self._report: HangReport | None = None
+        """Under way."""
 
-    def is_over(self, now_s: float) -> bool:
-        return not self._unanswered or now_s >= self._deadline_s
+    def add_record(self, record: Mapping[str, Any], now_s: float) -> None:
+        if self._baseline:
+            self._baseline.add(record, now_s)
 
-    def format(self) -> str:
-        return f"{self._why}\n{format_hang_report(build_hang_report(list(self._statuses.values())))}"
+    def add_status(self, rank: int, status: dict[str, Any]) -> None:
+        if self._report:
+            self._report.add(rank, status)
+
+    def slow_step(self, last_step: int, now_s: float) -> str:
+        """Returns the heading of a hang report if one is due, else ""."""
+        slow_step_s = self._baseline.slow_step_s(now_s) if self._baseline else None
+        if self._baseline is None or slow_step_s is None:
+            return ""
+        return f"{self._baseline.current_work(last_step)} is slow: no progress for {slow_step_s:.1f} s (stacks: logs/)"
+
+    def begin(self, why: str, coordinates: Mapping[int, str], now_s: float) -> None:
+        """Asks the live workers, given with their coordinates, for their status."""
+        self._report = HangReport(why, sorted(coordinates), coordinates, now_s)
+        self._request_status(coordinates.keys())
+
+    def publish_if_complete(self, now_s: float) -> None:
+        if self._report and self._report.is_over(now_s):
+            self._emit_notice(self._report.format())
+            self._report = None

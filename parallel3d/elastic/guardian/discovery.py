@@ -1,10 +1,11 @@
-"""How workers and guardians find the coordinator, and its successor.
+"""Coordinator discovery: how workers and guardians find the coordinator, and its successor.
 
-this process has it         its own listener's port
-torchrun                    rank 0 leaves the address in torchrun's TCPStore, under `parallel3d/coordinator`. Only
-                            workers import torch, so each tells its guardian through a pipe
-a launcher without a store  the coordinator itself listens at the master's address
-it is lost                  guardians find the successor, and each tells its worker through a second pipe
+coordinator in this process   its own listener's port
+torchrun                      rank 0 puts the address into torchrun's TCPStore, under `parallel3d/coordinator`. Only
+                              workers import torch, so each sends the address to its guardian through a pipe
+a launcher without a store    the coordinator listens at the master's address
+failover                      guardians find the successor, and each sends its address to its worker through a second
+                              pipe
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STORE_KEY = "parallel3d/coordinator"
 
 
 class CoordinatorDiscovery:
-    """Made before the forks: `find` and `tell` run in a worker, the rest in its guardian."""
+    """Created before the forks. A worker calls `find`, `report` and `await_new_address`, its guardian the rest."""
 
     def __init__(self, *, env: LauncherEnv | None, listener: socket.socket | None, timeout_s: float):
         self._env = env
@@ -31,12 +32,12 @@ class CoordinatorDiscovery:
         self.pipe, self._address_writer = os.pipe()
         self._new_address_reader, self._new_address_writer = os.pipe()
         self.own_address: Address | None = ("127.0.0.1", listener.getsockname()[1]) if listener else None
-        """Known at once where this process is the coordinator's."""
+        """Set if the coordinator is in this process."""
 
     def find(self) -> Address:
-        """The coordinator's address; raises LaunchError."""
+        """Returns the coordinator's address; raises LaunchError."""
         if self._listener:
-            self._listener.close()  # the guardian's alone: else the port would outlive it
+            self._listener.close()  # the guardian's alone: otherwise the port would outlive it
         if self._env is not None and self._env.agent_store:
             return self._look_up(self._env)
         if self.own_address:
@@ -45,22 +46,22 @@ class CoordinatorDiscovery:
         return ("127.0.0.1" if self._is_one_host else self._env.master_addr), self._env.master_port
 
     def host_address(self) -> str:
-        """This host's address as the workers of all hosts reach it: the loopback one where there is only one host."""
+        """Returns this host's address as all workers reach it; the loopback address if there is only one host."""
         if self._env is None or self._is_one_host:
             return "127.0.0.1"
         return _reachable_host(self._env)
 
     @property
     def _is_one_host(self) -> bool:
-        """All ranks are here, where rank 0 listens at the loopback address, whatever name the host has."""
+        """True if all ranks are on this host; rank 0 then listens at the loopback address."""
         return self._env is not None and self._env.local_world_size == self._env.world_size
 
     def report(self, address: Address) -> None:
-        """Lets the guardian know where its worker has reached the coordinator."""
+        """Sends the guardian the address at which its worker has reached the coordinator."""
         os.write(self._address_writer, "{} {}\n".format(*address).encode())
 
     def await_new_address(self) -> Address | None:
-        """Where the coordinator's successor is; None: there is none. Waits for the guardian's word."""
+        """Waits for the guardian to send the successor's address; returns None if there is no successor."""
         if self._env is None:  # the coordinator was in the guardian's own process
             return None
         line = b""
@@ -69,13 +70,13 @@ class CoordinatorDiscovery:
         return _address_of(line)
 
     def close_worker_ends(self) -> None:
-        """Keeps the workers as the pipe's only writers, so that it ends with them."""
+        """Leaves the workers as the pipe's only writers, so that it ends with them."""
         os.close(self._address_writer)
         os.close(self._new_address_reader)
 
     def send_new_address(self, address: Address | None) -> None:
-        """Tells the worker where the successor is, or that there is none."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended
+        """Sends the worker the successor's address; None: there is no successor."""
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended
             os.write(self._new_address_writer, "{} {}\n".format(*address).encode() if address else b"\n")
 
     def close(self) -> None:
@@ -83,11 +84,11 @@ class CoordinatorDiscovery:
         os.close(self._new_address_writer)
 
     def read_address(self) -> Address | None:
-        """What a worker has found; None when all have ended without."""
+        """Returns the address that a worker has reported; None if all have ended without a report."""
         return _address_of(os.read(self.pipe, 4096))
 
     def _look_up(self, env: LauncherEnv) -> Address:
-        from torch.distributed import TCPStore  # a guardian never gets here
+        from torch.distributed import TCPStore  # only in workers
 
         timeout = timedelta(seconds=self._timeout_s)
         try:
@@ -99,7 +100,7 @@ class CoordinatorDiscovery:
             host, _, port = store.get(key).decode().rpartition(" ")
         except RuntimeError as error:
             raise LaunchError(
-                f"could not learn the coordinator's address from the launcher's store at "
+                f"could not get the coordinator's address from the launcher's store at "
                 f"{env.master_addr}:{env.master_port} ({str(error).splitlines()[0]})"
             ) from None
         return host, int(port)
@@ -111,11 +112,11 @@ def _address_of(message: bytes) -> Address | None:
 
 
 def _reachable_host(env: LauncherEnv) -> str:
-    """This host's address as other hosts reach it: that of its route to the master, or the master's own name."""
+    """Returns this host's address as other hosts reach it: that of its route to the master, or the master's name."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((env.master_addr, env.master_port))  # sends nothing, picks a route
             host = probe.getsockname()[0]
-    except OSError:  # the connection to the master will say so in better words
+    except OSError:  # connecting to the master will fail with a better message
         return socket.gethostname()
     return env.master_addr if host.startswith("127.") else host

@@ -1,91 +1,42 @@
-"""The guardian: the parent process of workers, which outlives them.
+"""The guardian: the parent process of workers, which outlives them. It does not import torch.
 
-It notices a death within milliseconds (SIGCHLD, waitpid) and reports it as evidence, kills a worker that gives no sign
-of life before it reports it (none wakes up in a generation that is over), passes a person's stop on, kills what does
-not leave in time, and stays until the coordinator says how the run has ended: that exit code is its own, so that a
-launcher above it never takes a lost worker for success. It does not import torch.
+It detects a death within milliseconds (SIGCHLD, waitpid) and reports it to the coordinator, kills a worker that gives
+no sign of life before it reports it (so that none wakes up in a generation that is over), forwards stop signals, kills
+workers that do not exit in time, and stays until the coordinator has the run's exit code. That code is its own, so that
+a launcher above it never takes a lost worker for success.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
 from typing import Any
 
-from parallel3d.elastic.coordinator.coordinator import LaunchTimeouts
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
+from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame, open_connection
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
+from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
-from parallel3d.elastic.worker.control_channel import CHUNK_BYTES, FrameReader, encode_frame, open_connection
+from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError, ProtocolError
 
 TICK_S = 0.5
 CANDIDATE_CONNECT_S = 1.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STACK_DUMP_SIGNAL = signal.SIGUSR1
-"""A guardian passes the question on where everybody is; a worker writes its stacks into its log."""
-
-
-class Signals:
-    """Collects SIGINT, SIGTERM, SIGUSR1 and SIGCHLD while it is entered, and wakes a selector through `wakeup`."""
-
-    def __init__(self) -> None:
-        self.stops: list[int] = []
-        """The stop signals that have come, oldest first."""
-        self.num_status_requests = 0
-        """How often somebody has asked where everybody is."""
-        self.wakeup, self._writer = socket.socketpair()
-        self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-
-    def __enter__(self) -> Signals:
-        for end in (self.wakeup, self._writer):
-            end.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, STACK_DUMP_SIGNAL, signal.SIGCHLD):
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        self.wakeup.close()
-        self._writer.close()
-
-    def wait(self, seconds: float) -> bool:
-        """Waits so long, or until a stop signal has come; whether one has."""
-        deadline = time.monotonic() + seconds
-        while not self.stops and (left := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select([self.wakeup], [], [], left)
-            for end in readable:
-                end.recv(CHUNK_BYTES)  # bounded: there is news
-        return bool(self.stops)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number in STOP_SIGNALS:
-            self.stops.append(number)
-        self.num_status_requests += number == STACK_DUMP_SIGNAL
-
 
 TakeOver = Callable[[FailoverPlan], Address]
-"""Begins to serve as the coordinator's successor, in this process; returns where."""
+"""Starts a failover coordinator in this process; returns its address."""
 
 
 class Guardian:
-    """Watches over `children` (pid -> rank), which are this process's own; `own` is what the others know of it."""
+    """Guards `children` (pid -> rank), the workers that this process has forked; `own_info` describes it to others."""
 
     def __init__(
         self,
@@ -101,42 +52,42 @@ class Guardian:
         self._children = dict(children)
         self._monitor = monitor
         self._declared_dead: dict[int, str] = {}
-        """Pids that it has killed, and why."""
+        """Unresponsive workers that it has killed: pid -> reason."""
         self._own_info = own_info
         self._take_over = take_over
         self._is_coordinator = False
-        """The coordinator's successor is in this process."""
+        """The failover coordinator is in this process."""
         self._failover_plan: FailoverPlan | None = None
         self._candidates: list[GuardianInfo] | None = None
-        """Who might have taken over and has not been asked; None while there is a coordinator."""
+        """Failover candidates not tried yet; None while there is a coordinator."""
         self._candidate_address: Address | None = None
-        """Who has been asked."""
+        """The candidate being tried."""
         self._welcome_deadline = float("inf")
         self._timeouts = timeouts
         self._signals = signals
         self._stops_seen = 0
         self._status_requests_seen = 0
         self._request: dict[str, Any] | None = None
-        """What the newest stop asks for."""
+        """The frame of the newest stop signal."""
         self._deadline = float("inf")
         self._enforced: set[int] = set()
         self._link: socket.socket | None = None
         self._reader = FrameReader()
         self._exit_code: int | None = None
-        """The run's, once the coordinator has said it (or is gone)."""
+        """The run's, once the coordinator has sent it or is lost."""
         self._ends: list[dict[str, Any]] = []
-        """Of all workers that have ended: whoever becomes coordinator is told."""
+        """Exits of its workers, repeated to every new coordinator."""
         self._selector = selectors.DefaultSelector()
-        self._selector.register(signals.wakeup, selectors.EVENT_READ, self._drain_wakeup)
+        self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
         self._discovery = discovery
         self._is_discovering = discovery.own_address is None
         if discovery.own_address:
             self._connect_first(discovery.own_address)
         else:
-            self._selector.register(discovery.pipe, selectors.EVENT_READ, self._learn_address)
+            self._selector.register(discovery.pipe, selectors.EVENT_READ, self._on_address_found)
 
     def monitor(self, *, parent: int | None) -> int:
-        """The run's exit code, once it is over. Ends everything when its own `parent` (None: any) is gone."""
+        """Guards the workers until the run is over; returns its exit code. Kills them all if `parent` is gone."""
         try:
             while self._children or self._is_discovering or self._exit_code is None:
                 self._reap()
@@ -155,12 +106,9 @@ class Guardian:
             if self._link is not None:
                 self._link.close()
 
-    # Sources of news
+    # --- connection to the coordinator ----------------------------------------------------------------------------
 
-    def _drain_wakeup(self) -> None:
-        self._signals.wakeup.recv(CHUNK_BYTES)  # bounded: does not block, the selector says that there is news
-
-    def _learn_address(self) -> None:
+    def _on_address_found(self) -> None:
         address = self._discovery.read_address()
         self._selector.unregister(self._discovery.pipe)
         self._is_discovering = False
@@ -186,7 +134,7 @@ class Guardian:
     def _receive(self) -> None:
         assert self._link is not None
         try:
-            data = self._link.recv(CHUNK_BYTES)  # bounded: the selector says that there is news
+            data = self._link.recv(CHUNK_BYTES)  # bounded: the selector reports data
             for header, _ in self._reader.feed(data):
                 self._handle(header)
         except (OSError, ProtocolError):
@@ -227,10 +175,10 @@ class Guardian:
                 self._discovery.send_new_address(None)
                 self._set_kill_deadline(self._timeouts.abort_grace_s)
 
-    # When the coordinator is lost
+    # --- loss of the coordinator ----------------------------------------------------------------------------------
 
     def _lose_coordinator(self) -> None:
-        """Its host's guardians end; those of other hosts look for its successor."""
+        """Ends a guardian on the lost host; begins a failover on any other."""
         message = "the run's coordinator is gone"
         failover_plan = self._failover_plan
         if failover_plan is None:
@@ -243,14 +191,14 @@ class Guardian:
             self._candidates = list(failover_plan.candidates)
 
     def _try_next_candidate(self) -> None:
-        """Turns to the next heir once the one before can't be reached or does not answer in time."""
+        """Connects to the next failover candidate if the one before can't be reached or does not answer in time."""
         if self._candidates is None or self._exit_code is not None:
             return
         if self._link is not None and time.monotonic() < self._welcome_deadline:
             return
         self._disconnect()
         if not self._candidates:
-            self._end_without_coordinator("the run's coordinator is gone, and nobody takes over")
+            self._end_without_coordinator("the run's coordinator is gone, and no other host can take over")
             return
         candidate = self._candidates.pop(0)
         assert self._failover_plan is not None
@@ -261,22 +209,23 @@ class Guardian:
         self._welcome_deadline = time.monotonic() + self._timeouts.failover_s
 
     def _on_welcome(self) -> None:
-        """There is a coordinator that answers."""
+        """Ends the failover: the candidate serves."""
         if self._candidates is not None and self._candidate_address is not None:
             self._discovery.send_new_address(self._candidate_address)
             self._candidates, self._welcome_deadline = None, float("inf")
 
     def _end_without_coordinator(self, message: str, *, should_print: bool = True) -> None:
-        """Nobody is left who could say how the run ends."""
+        """Ends the run here: no coordinator can be reached."""
         if should_print:
             self._print(message)
         self._exit_code = EXIT_COORDINATOR_LOST
         self._discovery.send_new_address(None)
         self._set_kill_deadline(self._timeouts.abort_grace_s)
 
-    # Duties
+    # --- duties ---------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
+        """Collects workers that have exited and reports them."""
         ends = []
         for pid, rank in list(self._children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -300,7 +249,7 @@ class Guardian:
             self._end_alone()
 
     def _end_alone(self) -> None:
-        """All its workers have ended before the coordinator was found; each has said why, unless it was killed."""
+        """Ends: all workers exited before the coordinator was found. Each has printed why, unless it was killed."""
         codes = [end["exit_code"] for end in self._ends]
         self._exit_code = next((code for code in codes if code > 0), EXIT_WORKER_LOST)
         if min(codes, default=0) < 0:
@@ -331,7 +280,7 @@ class Guardian:
             os.kill(pid, signal.SIGKILL)
 
     def _set_kill_deadline(self, grace_s: float) -> None:
-        """Workers have `grace_s` from now to leave, or less where that was said before."""
+        """Gives workers `grace_s` from now to exit; an earlier deadline stays."""
         self._deadline = min(self._deadline, time.monotonic() + grace_s)
 
     def _enforce_deadline(self) -> None:
@@ -339,7 +288,7 @@ class Guardian:
             self._kill_all(enforced=True)
 
     def _kill_all(self, *, enforced: bool) -> None:
-        """SIGKILL for every child. `enforced`: the run is ending anyway, so this is not evidence of a failure."""
+        """Kills every child. `enforced`: the run is ending anyway, so this is not evidence of a failure."""
         for pid in self._children:
             if enforced:
                 self._enforced.add(pid)
@@ -350,9 +299,9 @@ class Guardian:
             try:
                 self._link.sendall(encode_frame(header))
             except OSError:
-                return  # the coordinator is gone: the next read says so
+                return  # the coordinator is gone: the next read shows it
 
     def _print(self, text: str) -> None:
-        """A line on this process's own terminal, for what the coordinator can't tell."""
+        """Prints to this process's own terminal what the coordinator can't publish."""
         ranks = ", ".join(str(rank) for rank in self._own_info.ranks)
         print(f"guardian of rank {ranks}: {text}", file=sys.stderr, flush=True)

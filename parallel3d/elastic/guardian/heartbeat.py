@@ -1,21 +1,22 @@
-"""Signs of life: a page that workers write and their guardian reads, and the judgement on what stands there.
+"""Heartbeats: a shared page that workers write and their guardian reads, and the diagnosis of what it shows.
 
-The page is an anonymous shared mapping made before the forks, one slot for each child: no system call, no thread of the
-guardian, nothing that a full network could delay. A worker's own thread writes the time of its last beat there; its
-main thread counts instructions, and writes which step it is in, so that a death can be told with its step and no step
-needs a message. Three cases are told apart:
+The page is an anonymous shared mapping made before the forks, one slot per child: no system call, no guardian thread,
+nothing that a full network could delay. A thread of the worker writes the time of its last beat; the main thread counts
+instructions and writes its current step, so that a death is reported with its step and no step needs a message. Three
+cases:
 
-    silent and stopped    no sign, and the kernel says that the process is stopped: given up after `heartbeat_timeout_s`
-    silent but runnable   no sign, because the machine is busy: starved, it gets four times as long
-    stuck                 beats, but the main thread does not get on, though it waits for nobody: after
-    `watchdog_timeout_s`
+    silent and stopped    no sign of life, and the kernel reports the process as stopped: killed after
+                          `heartbeat_timeout_s`
+    silent but runnable   no sign of life because the machine is busy: killed after four times as long
+    stuck                 beats, but the main thread makes no progress without waiting for a peer: killed after
+                          `watchdog_timeout_s`
 
-A beat and an instruction are signs alike. Beats are for the long instructions, and rare: a thread that wakes takes
-Python's lock from the main one, and on a busy machine keeps it until it gets a core. 20 beats a second cost 1 to 2 % of
-a step.
+Beats and instructions both count as signs of life. Beats cover long instructions and are rare: a thread that wakes
+takes Python's lock from the main thread, and on a busy machine keeps it until it gets a core. 20 beats a second cost 1
+to 2 % of a step.
 
-Both times follow the network's measured round trip, and are ten times as long while a worker evaluates, saves, or does
-its first steps. Nothing is watched before a worker says that it runs.
+Both timeouts follow the network's measured round trip, and are ten times as long while a worker evaluates, saves, or
+runs its first steps. A worker is not monitored before it starts to train.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ _BEAT, _COUNT, _MOVED, _MODE, _WAITING, _STEP = range(6)
 
 
 class Mode(IntEnum):
-    """What a worker is doing, as far as patience goes."""
+    """A worker's mode, which scales its timeouts."""
 
     STARTING = 0
-    """Not watched."""
+    """Not monitored."""
     RUNNING = 1
     SUSPENDED = 2
-    """Something that takes long and counts no instructions: watched with ten times the patience."""
+    """Long work that counts no instructions: timeouts are ten times as long."""
 
 
 class HeartbeatPage:
-    """The shared page; make it before the forks. Slots are numbered in the order of the children."""
+    """The shared page, created before the forks. Slots are numbered in the order of the children."""
 
     def __init__(self, num_slots: int):
         self._slots = memoryview(mmap.mmap(-1, num_slots * SLOT_BYTES)).cast("d")
@@ -68,7 +69,7 @@ class HeartbeatPage:
 
 
 class Heartbeat:
-    """A worker's hand on its slot."""
+    """Writes a worker's slot."""
 
     def __init__(self, slot: HeartbeatSlot):
         self._slot = slot
@@ -76,12 +77,12 @@ class Heartbeat:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begins to beat, on a thread of its own."""
+        """Starts the heartbeat thread."""
         self._slot[_BEAT] = self._slot[_MOVED] = time.monotonic()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def tick(self) -> None:
-        """The main thread gets on: call it for every instruction."""
+        """Counts an instruction; the main thread calls it for each."""
         slot = self._slot
         slot[_COUNT] += 1.0
         slot[_MOVED] = time.monotonic()
@@ -97,7 +98,7 @@ class Heartbeat:
 
     @property
     def step(self) -> int | None:
-        """The step that it is in; None before the first."""
+        """The current step; None before the first."""
         return int(self._slot[_STEP]) or None
 
     @step.setter
@@ -105,7 +106,7 @@ class Heartbeat:
         self._slot[_STEP] = step
 
     def on_wait(self, wait: Wait | None) -> None:
-        """A thread begins or (None) ends to wait for peers: meanwhile it is no fault of its own not to get on."""
+        """Records that a thread begins or (None) ends a wait for peers: a waiting worker is not stuck."""
         self.tick()
         with self._lock:
             self._num_waits += -1 if wait is None else 1
@@ -119,7 +120,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatState:
-    """What stands in a slot."""
+    """The contents of a slot."""
 
     last_beat_s: float
     """Time of the last beat, by the monotonic clock, which all processes of a host share."""
@@ -129,7 +130,7 @@ class HeartbeatState:
     mode: Mode
     waiting: bool
     step: int | None
-    """That it is in; None before the first."""
+    """The current step; None before the first."""
 
     @property
     def last_activity_s(self) -> float:
@@ -149,7 +150,7 @@ def read_heartbeat(slot: HeartbeatSlot) -> HeartbeatState:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatTimeouts:
-    """How long a worker may be silent, and how long stuck; in seconds."""
+    """How long a worker may be silent, and how long stuck, in seconds."""
 
     heartbeat_timeout_s: float
     watchdog_timeout_s: float
@@ -158,7 +159,7 @@ class HeartbeatTimeouts:
 def plan_heartbeat_timeouts(
     heartbeat_timeout: TimeoutConfig, watchdog_timeout: TimeoutConfig, round_trip_s: float
 ) -> HeartbeatTimeouts:
-    """Multiples of the network's measured round trip, each held between its two bounds."""
+    """Returns multiples of the network's measured round trip, each clamped to its bounds."""
 
     def clamp(rule: TimeoutConfig) -> float:
         return min(max(rule.multiplier * round_trip_s, rule.min_s), rule.max_s)
@@ -169,9 +170,9 @@ def plan_heartbeat_timeouts(
 def diagnose(
     state: HeartbeatState, timeouts: HeartbeatTimeouts, *, now_s: float, since_s: float, stopped: bool | None
 ) -> str:
-    """Why a worker must be given up; "" while there is hope.
+    """Returns why a worker must be killed, or "".
 
-    Times before `since_s` are not held against it. `stopped`: what the kernel says; None where it can't be asked.
+    Times before `since_s` do not count. `stopped` is the kernel's report; None where there is none.
     """
     if state.mode is Mode.STARTING:
         return ""
@@ -187,8 +188,7 @@ def diagnose(
 
 
 class HeartbeatMonitor:
-    """A guardian's look at the slots of its children (by pid), every `CHECK_INTERVAL_S` once it has been told its
-    patience."""
+    """Monitors the slots of a guardian's children (by pid) every `CHECK_INTERVAL_S`, once it has its timeouts."""
 
     def __init__(self, slots: Mapping[int, HeartbeatSlot], clock: Callable[[], float] = time.monotonic):
         self._slots = dict(slots)
@@ -205,34 +205,34 @@ class HeartbeatMonitor:
         self._since_s = self._last_check_s = self._clock()
 
     def check(self, pids: Iterable[int]) -> dict[int, str]:
-        """The children that must be given up, and why. A look that comes late blames nobody for the time before."""
+        """Returns the children that must be killed, and why. After a late check, earlier silence does not count."""
         if self._timeouts is None:
             return {}
         now_s = self._clock()
         if now_s - self._last_check_s > LATE_CHECKS * CHECK_INTERVAL_S:
             self._since_s = now_s
         self._last_check_s = now_s
-        given_up = {}
+        unresponsive = {}
         for pid in pids:
             state = read_heartbeat(self._slots[pid])
             silent = now_s - state.last_activity_s > self._timeouts.heartbeat_timeout_s
             stopped = is_stopped(pid) if silent else False
             if why := diagnose(state, self._timeouts, now_s=now_s, since_s=self._since_s, stopped=stopped):
-                given_up[pid] = why
-        return given_up
+                unresponsive[pid] = why
+        return unresponsive
 
     def silent_s(self, pid: int) -> float | None:
-        """Seconds since a child's last sign of life; None when it has given none."""
+        """Returns the seconds since a child's last sign of life; None if it has given none."""
         last_s = read_heartbeat(self._slots[pid]).last_activity_s
         return self._clock() - last_s if last_s else None
 
     def step(self, pid: int) -> int | None:
-        """The step that a child says, or said, it is in."""
+        """Returns a child's current or last step."""
         return read_heartbeat(self._slots[pid]).step
 
 
 def is_stopped(pid: int) -> bool | None:
-    """Whether the kernel has stopped a process (SIGSTOP, a debugger); None where there is no /proc to ask."""
+    """Returns whether the kernel has stopped a process (SIGSTOP, a debugger); None where there is no /proc."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,18 +1,18 @@
-"""What the launcher that started this process says: the one place that knows launchers' variables.
+"""Reads the launcher's environment variables: the one place that knows them.
 
-A place in the world is taken from the first of these that is there, since each may be started by one below it:
+The rank and world size come from the first of these that is set, since each may be started by one below it:
 
-1. RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, DeepSpeed, PyTorchJob, a person. torchrun hosts a TCPStore at
+1. RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, DeepSpeed, PyTorchJob, a user. torchrun hosts a TCPStore at
    that address (TORCHELASTIC_USE_AGENT_STORE). DeepSpeed sets LOCAL_SIZE in place of LOCAL_WORLD_SIZE, puts
    `--local_rank=N` before the user's arguments, and leaves the address for rank 0 to listen at, as all others do.
 2. OMPI_COMM_WORLD_RANK and its like: Open MPI's mpirun.
 3. PMI_RANK with MPI_LOCALRANKID: MPICH's and Intel's mpiexec (hydra).
-4. SLURM_PROCID of a step with several tasks: srun. Not the shell of salloc nor the script of sbatch (elastic/slurm.py).
+4. SLURM_PROCID of a step with several tasks: srun. Not the shell of salloc nor the script of sbatch (slurm.py).
 5. PMI_RANK alone: another launcher of that interface.
 
-MASTER_ADDR and MASTER_PORT always count. Without them, rank 0's host is this one where all ranks are here, else the
-first of SLURM's hosts, which is where srun puts rank 0 unless it is told to distribute tasks in some other way
-(SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node); the port follows from the job's number.
+MASTER_ADDR and MASTER_PORT take precedence. Without them, rank 0's host is this one if all ranks are here, else the
+first of SLURM's hosts, where srun puts rank 0 unless it is asked to distribute tasks differently
+(SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node); the port is derived from the job ID.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from parallel3d.errors import LaunchError
 
 DEFAULT_PORT = 29500
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
-"""Below the range from which systems take ports for connections."""
+"""Below the usual range of ephemeral ports."""
 
 Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherEnv:
-    """This process's place in a world that another launcher has started."""
+    """This process's rank in a world that another launcher has started."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int | None
-    """Ranks on this host; None: the launcher does not say."""
+    """Ranks on this host; None: unknown."""
     master_addr: str
     master_port: int
     agent_store: bool = False
-    """The launcher hosts a TCPStore at the master's address; else that port is free for rank 0."""
+    """The launcher hosts a TCPStore at the master's address; otherwise that port is free for rank 0."""
     attempt: int = 0
-    """How often the launcher has restarted the world: keeps a restart from finding the last attempt's addresses."""
+    """How often the launcher has restarted the world; keeps a restart from finding the last attempt's addresses."""
     run_id: str = ""
-    """What the launcher calls the run; the same after it has restarted it."""
+    """The launcher's name of the run, the same after a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """Variables of one launcher; of several names the first that is set counts."""
+    """The variables of one launcher; of several names the first that is set counts."""
 
     is_here: Callable[[Variables], bool]
     rank: str
@@ -60,9 +60,9 @@ class _Launcher:
     local_rank: str
     local_world_size: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    """All hosts of the job, rank 0's first."""
+    """Lists of the job's hosts, rank 0's first."""
     job: tuple[str, ...] = ()
-    """What all ranks of this world have in common, and no other world on these hosts has."""
+    """Variables that are equal on all ranks of this world, and differ from any other world's on these hosts."""
 
 
 _STANDARD_LAUNCHER = _Launcher(
@@ -109,7 +109,7 @@ _LAUNCHERS = (
 
 
 def read_launcher_env(variables: Variables, *, local_rank: int | None = None) -> LauncherEnv | None:
-    """The place that `variables` (os.environ) tell, None where no launcher is around; raises LaunchError.
+    """Reads `variables` (os.environ); returns None without a launcher, raises LaunchError if they are inconsistent.
 
     `local_rank` is the command line's, for a launcher that does not set the variable.
     """
@@ -125,7 +125,7 @@ def read_launcher_env(variables: Variables, *, local_rank: int | None = None) ->
     rank, world_size = _number(variables, launcher.rank), _number(variables, *launcher.world_size)
     if not 0 <= rank < world_size:
         size_name = next(name for name in launcher.world_size if variables.get(name))
-        raise LaunchError(f"{launcher.rank} = {rank} is outside of 0..{world_size - 1}: {size_name} = {world_size}")
+        raise LaunchError(f"{launcher.rank} = {rank}: must be in 0..{world_size - 1}, since {size_name} = {world_size}")
     if launcher.local_rank in variables:
         local_rank = _number(variables, launcher.local_rank)
     local_world_size = _local_world_size(variables, launcher, world_size)
@@ -165,12 +165,12 @@ def _master_addr(variables: Variables, launcher: _Launcher, *, is_one_host: bool
     try:
         return expand_hosts(hosts)[0]
     except ValueError as error:
-        why = str(error) if hosts else "the launcher does not say on which host it is"
-        raise LaunchError(f"where is rank 0? Set MASTER_ADDR to its host: {why}") from None
+        why = str(error) if hosts else "the launcher does not set it"
+        raise LaunchError(f"the host of rank 0 is unknown ({why}): set MASTER_ADDR to it") from None
 
 
 def _master_port(variables: Variables, launcher: _Launcher) -> int:
-    """The same on every rank."""
+    """Returns the same port on every rank."""
     if variables.get("MASTER_PORT"):
         return _number(variables, "MASTER_PORT")
     job = first_of(variables, *launcher.job)
@@ -185,4 +185,4 @@ def _number(variables: Variables, *names: str) -> int:
     try:
         return int(variables[name])
     except ValueError:
-        raise LaunchError(f"{name} = {variables[name]!r} is not a whole number") from None
+        raise LaunchError(f"{name} = {variables[name]!r}: must be a whole number") from None

@@ -1,15 +1,15 @@
-"""What workers and the coordinator tell each other when the membership changes. Pure data, JSON on the wire.
+"""Messages of the membership protocol: state reports and generation records. Pure data, JSON on the wire.
 
-A membership generation is a number that grows with every attempt to change who takes part; those that were agreed and
-confirmed are *committed*. Numbers of attempts that a further death has ended are skipped, never used again.
+A membership generation is a number that grows with every attempt to change the membership; those that were agreed and
+confirmed are *committed*. Attempts that a further death has ended keep their numbers, which are never reused.
 
-    worker                                   coordinator
-    report(generation)      ------------------>   all live workers have reported: decide
-                       <------------------   record(generation)
-    confirm(generation)     ------------------>   all members have confirmed: committed
-                       <------------------   go(generation)
+    worker                                           coordinator
+    report(generation)    ----------------------->   all live workers have reported: decide
+                          <-----------------------   record(generation)
+    confirm(generation)   ----------------------->   all members have confirmed: committed
+                          <-----------------------   commit(generation)
 
-The start of a run is the same: generation 0, to which everybody reports with nothing in its hands.
+The start of a run is the same: generation 0, to which all workers report without any state.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Json = dict[str, Any]
 Address = tuple[str, int]
 
 NO_GENERATION = -1
-"""The cut generation of a worker that holds no state yet: it makes its own from the seed."""
+"""The state generation of a worker that holds no state yet: it initialises its own from the seed."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class LogPosition:
-    """The newest entry that a worker holds; compares lexicographically."""
+    """The position of the newest entry that a worker holds; compares lexicographically."""
 
     iteration: int = 0
     evaluation: int = 0
-    """1 once the evaluation after this iteration is held."""
+    """1 if the entry is that of the evaluation after this iteration."""
 
     def to_json(self) -> Json:
         return {"iteration": self.iteration, "evaluation": self.evaluation}
@@ -46,7 +46,7 @@ class LogPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class LostWorker:
-    """One worker that is no longer there, and why, in words."""
+    """A lost worker, and why it was lost, for messages."""
 
     rank: int
     why: str
@@ -61,20 +61,20 @@ class LostWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class StateReport:
-    """What a worker says of itself once it has sealed: nothing of it moves any more."""
+    """A worker's state after it has left its generation: nothing changes it any more."""
 
     rank: int
     generation: int
     """The generation that this report is for."""
     state_generation: int = NO_GENERATION
-    """The committed generation by whose cut it holds ranges of optimizer state."""
+    """The committed generation by whose shard map it holds ranges of optimizer state."""
     position: LogPosition = LogPosition()
     entries: tuple[Json, ...] = ()
-    """The entries that make up its position, newest last; opaque here. Enough for a worker that is one behind."""
+    """The newest entries, newest last, enough for a worker that is one behind; opaque here."""
     version: int = 0
-    """The iteration to which all of its ranges have been updated."""
+    """The iteration up to which all of its ranges are updated."""
     weights_gathered: bool = True
-    """All of its weights are those of its position, the ranges that others own included."""
+    """True if all of its weights are those of its position, including the ranges that others own."""
     host: str = ""
     address: Address = ("", 0)
     """Where it listens for the generation's point-to-point links."""
@@ -107,35 +107,35 @@ class StateReport:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRecord:
-    """All that the members of a generation must know, the same for each of them."""
+    """The state of a generation, the same for all of its members."""
 
     generation: int
     grid: Grid
-    """Who computes in this generation."""
+    """The ranks that compute in this generation."""
     previous: Grid | None
-    """The grid by whose cut the members hold their state; None: nobody holds any, all start from the seed."""
+    """The grid by whose shard map the members hold their state; None: they hold none and start from the seed."""
     members: tuple[int, ...]
-    """Every live worker: those of the grid, spares, and leavers, who only hand over what they hold."""
+    """All live workers: those of the grid, spares, and draining ones, which only hand over their state."""
     draining: tuple[int, ...] = ()
     evicted: tuple[LostWorker, ...] = ()
-    """Who was lost since the last committed generation."""
+    """Workers lost since the last committed generation."""
     position: LogPosition = LogPosition()
-    """The newest position that any member holds: everybody goes on from here."""
+    """The newest position that any member holds: all go on from here."""
     entries: tuple[Json, ...] = ()
-    """The entries of the member that holds it."""
+    """The entries of a member that holds it."""
     weights_gathered: bool = False
-    """Every rank of the grid has all weights of that position: none need travel."""
+    """True if every rank of the grid has all weights of that position, so that none must be sent."""
     hosts: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Host of every rank that has ever reported, lost ones included."""
+    """Host of every rank that has ever reported, including lost ones."""
     addresses: Mapping[int, Address] = field(default_factory=lambda: MappingProxyType({}))
     last_reported_step: int = 0
-    """The last step of which the run's report has heard: whoever leads tells the rest."""
+    """The last step that the reporter has received: the leader publishes the later ones."""
     reason: str = ""
-    """Why the membership changes, for a person."""
+    """Why the membership changes, for messages."""
 
     @property
     def spares(self) -> tuple[int, ...]:
-        """Members without a place in the grid that stay."""
+        """Members outside the grid that stay."""
         return tuple(r for r in self.members if not self.grid.holds(r) and r not in self.draining)
 
     def to_json(self) -> Json:
@@ -175,7 +175,7 @@ class GenerationRecord:
 
 
 def grid_to_json(grid: Grid) -> list[list[list[int]]]:
-    """For each stage a list of [replica id, rank, rank, ...]."""
+    """Returns for each stage a list of [replica id, rank, rank, ...]."""
     return [[[replica, *stage[replica]] for replica in sorted(stage)] for stage in grid.stages]
 
 

@@ -1,18 +1,18 @@
-"""Whether a run that has ended begins again, from which step, and after how long. Pure.
+"""Restart policy: whether a run that has ended is restarted, from which step, and after how long. Pure.
 
-    how it has ended               what follows
-    well, or by a stop             the end
-    a mistake in what it was       the end: it would be there again
-      given; copies that differ;
+    end of a start                   action
+    success, or a stop               stop
+    an invalid configuration;        stop: it would fail again
+      replicas that differ;
       the coordinator lost
-    too many workers lost          again, from the newest checkpoint
-    an exception in a worker       again, from the newest checkpoint; the end when none of its steps was done, or when
-                                   it has come to the same step before: then it is a defect
-    training has diverged          again, from the newest checkpoint; from one older than where the diverged start had
-                                   begun as long as none is there from beyond the divergence before
+    too many workers lost            restart from the newest checkpoint
+    an exception in a worker         restart from the newest checkpoint; stop if the start completed no step, or if it
+                                     failed at the same step before: then it is a defect
+    training has diverged            restart from the newest checkpoint; if it diverges again before a new checkpoint,
+                                     from one older than the diverged start's
 
-The wait doubles with each restart that follows a start which did not get beyond all earlier ones. Without a checkpoint
-it begins where the run did.
+The wait doubles with each restart after a start that did not get beyond all earlier ones. Without a checkpoint the run
+restarts from its beginning.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from parallel3d.monitor.uptime import AttemptEnd
 Json = dict[str, Any]
 
 START_KEY = "start"
-"""Under which the coordinator tells the workers from where they begin."""
+"""Key of the start instruction in the key-value store."""
 FIRST_SIGNAL_CODE = 128
 FINAL_EXIT_CODES = (0, UserError.exit_code, EXIT_COORDINATOR_LOST, EXIT_REPLICAS_DIFFER)
-"""Exit codes after which nothing begins again."""
+"""Exit codes after which there is no restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartInstruction:
-    """From where the workers of one start begin, the same for all of them."""
+    """Where the workers of one start begin, the same for all of them."""
 
     attempt: int = 0
     """How often the run has been restarted."""
     checkpoint: str | None = None
-    """The folder of the checkpoint; None: from the seed."""
+    """The checkpoint's directory; None: initialise from the seed."""
     data: Json | None = None
-    """Where to read on in the data (trainer/resume.py); None: where the checkpoint says."""
+    """Position in the data (trainer/resume.py); None: the checkpoint's."""
 
     def to_json(self) -> Json:
         return {"attempt": self.attempt, "checkpoint": self.checkpoint, "data": self.data}
@@ -60,7 +60,7 @@ class StartInstruction:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """The configuration's section `restart`, as far as it decides."""
+    """The limits in the configuration's section `restart`."""
 
     max_restarts: int
     backoff_s: float
@@ -69,7 +69,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """The run begins again after step `step`, in `wait_s` seconds."""
+    """Restart after step `step`, in `wait_s` seconds."""
 
     step: int
     wait_s: float
@@ -77,7 +77,7 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The run is over; `why` it does not begin again, "" where that goes without saying."""
+    """No restart; `why` not, or "" if that is obvious."""
 
     why: str = ""
 
@@ -85,9 +85,9 @@ class Stop:
 def decide(
     policy: RestartPolicy, attempt_ends: Sequence[AttemptEnd], checkpoints: Sequence[int], *, run_start_step: int
 ) -> Restart | Stop:
-    """What follows the newest of `endings`, which are those of all starts of the run so far.
+    """Decides after the last of `attempt_ends`, the ends of all starts of the run so far.
 
-    `checkpoints`: the steps of those that are there; `origin`: the step at which the run began.
+    `checkpoints` are the steps of the existing ones, `run_start_step` is the step at which the run began.
     """
     attempt_end = attempt_ends[-1]
     if attempt_end.exit_code in FINAL_EXIT_CODES or attempt_end.exit_code > FIRST_SIGNAL_CODE:
@@ -102,13 +102,13 @@ def decide(
     step = choose_step(attempt_ends, checkpoints, run_start_step=run_start_step)
     if step is None:
         return Stop(
-            why=f"no checkpoint is left from before step {attempt_end.attempt_start_step}, where this start had begun"
+            why=f"no checkpoint is left from before step {attempt_end.attempt_start_step}, where this start began"
         )
     return Restart(step=step, wait_s=wait_before(policy, attempt_ends))
 
 
 def choose_step(attempt_ends: Sequence[AttemptEnd], checkpoints: Sequence[int], *, run_start_step: int) -> int | None:
-    """The step after which a run goes on; None: a divergence came back, and there is nothing older to go back to."""
+    """Returns the step to restart after; None: a divergence came back, and there is no older checkpoint."""
     attempt_end = attempt_ends[-1]
     newest = max(checkpoints, default=None)
     before = [other.last_step for other in attempt_ends[:-1] if other.exit_code == EXIT_DIVERGED]
@@ -119,7 +119,7 @@ def choose_step(attempt_ends: Sequence[AttemptEnd], checkpoints: Sequence[int], 
 
 
 def wait_before(policy: RestartPolicy, attempt_ends: Sequence[AttemptEnd]) -> float:
-    """Seconds from the newest ending to the restart."""
+    """Returns the seconds from the last end to the restart."""
     wait_s = policy.backoff_s
     for number in range(len(attempt_ends) - 1, 0, -1):
         if attempt_ends[number].last_step > max(attempt_end.last_step for attempt_end in attempt_ends[:number]):
@@ -129,10 +129,10 @@ def wait_before(policy: RestartPolicy, attempt_ends: Sequence[AttemptEnd]) -> fl
 
 
 def _is_defect(attempt_ends: Sequence[AttemptEnd]) -> str:
-    """Why an exception would only come again; "" when it might not."""
+    """Returns why an exception would only repeat, or ""."""
     attempt_end = attempt_ends[-1]
     if attempt_end.last_step == attempt_end.attempt_start_step:
-        return "not restarted: it failed before the first step was done"
+        return "not restarted: it failed before completing a step"
     others = [other for other in attempt_ends[:-1] if other.exit_code == attempt_end.exit_code]
     if any(other.last_step == attempt_end.last_step for other in others):
         return f"not restarted again: it has failed at the same step before, after step {attempt_end.last_step}"
@@ -141,5 +141,5 @@ def _is_defect(attempt_ends: Sequence[AttemptEnd]) -> str:
 
 def _by_hand(checkpoints: Sequence[int]) -> str:
     if not checkpoints:
-        return "there is no checkpoint to go on from (checkpoint.every)"
-    return f"run.resume=auto goes on from the checkpoint of step {max(checkpoints)}"
+        return "there is no checkpoint to resume from (checkpoint.every)"
+    return f"run.resume=auto resumes from the checkpoint of step {max(checkpoints)}"

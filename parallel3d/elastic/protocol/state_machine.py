@@ -1,18 +1,18 @@
 """The membership protocol as a state machine: evidence in, actions out. Pure.
 
-The coordinator feeds it what it hears (reports, confirmations, deaths, suspicions, departures) and carries out what it
+The coordinator feeds it events (reports, confirmations, deaths, suspicions, drains) and carries out the actions that it
 returns. One change of membership::
 
-    evidence ----> Seal      every live worker leaves its generation; nothing of it moves any more
-    report x all > Open      the record: who takes part, from which position, by whose cut the state is held
-                   or Halt   a stage without replica, a range of optimizer state without a live holder
-    confirm x all > Commit   everybody holds what it shall hold: only now may the old ranges be freed
+    evidence       > AbortGeneration   every live worker leaves its generation; its state no longer changes
+    report x all   > Propose           the record: members, position, and the grid by whose shard map state is held
+                     or StopRun        a stage without a replica, a range of optimizer state without a live holder
+    confirm x all  > Commit            all members hold their new state: only now may the old ranges be freed
 
-Any further death begins again at Seal with the next number. Until Commit everything is decided by the last committed
-generation, by whose cut all workers still hold their ranges. The start of a run is generation 0: all report with
-nothing in their hands; no Seal announces it.
+Any further death restarts at AbortGeneration with the next number. Until Commit all decisions are based on the last
+committed generation, by whose shard map all workers still hold their ranges. The start of a run is generation 0: all
+workers report without state, and no AbortGeneration precedes it.
 
-Why it is right, and which simpler rules are wrong, is shown by exhaustive exploration: tests/support/protocol_model.py.
+tests/support/protocol_model.py shows by exhaustive exploration that this is right, and which simpler rules are wrong.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
 
 MAX_CHANGES_WITHOUT_STEP = 8
-"""So many changes in a row without a step in between end the run: what goes wrong each time is no accident."""
+"""More changes in a row without a step in between end the run: their common cause is not an accident."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbortGeneration:
-    """Tell these workers that their generation is over and that they shall report to `generation`."""
+    """End these workers' generation and make them report to `generation`."""
 
     ranks: tuple[int, ...]
     generation: int
@@ -47,7 +47,7 @@ class Propose:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """Tell the members that all have confirmed; leavers among them are gone with that."""
+    """Tell the members that all have confirmed; draining members leave with this."""
 
     generation: int
     members: tuple[int, ...]
@@ -55,16 +55,16 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequest:
-    """Tell this worker, which is to leave, to ask for a change at its next step boundary."""
+    """Ask this worker, which should leave, to request a change at its next step boundary."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRefused:
-    """The run can't go on without this worker, which was asked to leave: the caller stops the run instead.
+    """The run can't go on without this worker, which should leave: the caller stops the run instead.
 
-    A Depart that the worker had before is void.
+    An earlier DrainRequest to this worker is void.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class StopRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishRun:
-    """Everybody is done: these workers may end."""
+    """All workers are done: these may end."""
 
     ranks: tuple[int, ...]
 
@@ -96,15 +96,15 @@ class MembershipProtocol:
         self.committed: GenerationRecord | None = None
         """The record of the last committed generation."""
         self.evicted: tuple[LostWorker, ...] = ()
-        """Who was lost since then."""
+        """Workers lost since then."""
         self.num_changes = 0
         """Committed generations after the first."""
         self.over = False
-        """True after Halt or Release: nothing happens any more."""
+        """True after StopRun or FinishRun: no further actions."""
         self.last_reported_step = 0
-        """The last step of which the run's report has heard; the caller sets it, the next record carries it."""
+        """The last step that the reporter has received; set by the caller, carried by the next record."""
         self._grid = grid
-        """By whose cut the workers hold their ranges: the committed one's, at first the full one."""
+        """The grid by whose shard map workers hold their ranges: the committed one's, at first the full one."""
         self._zero_stage = zero_stage
         self._zero_backups = zero_backups
         self._enabled = enabled
@@ -115,7 +115,7 @@ class MembershipProtocol:
         self._hosts: Mapping[int, str] = {}
         self._reports: Mapping[int, StateReport] = {}
         self._record: GenerationRecord | None = None
-        """Opened, not yet confirmed by all."""
+        """Proposed, not yet confirmed by all."""
         self._digests: Mapping[int, str] = {}
         self._draining: frozenset[int] = frozenset()
         self._finished: frozenset[int] = frozenset()
@@ -124,13 +124,13 @@ class MembershipProtocol:
 
     @property
     def pending(self) -> int | None:
-        """The number of the change under way; None while a generation is running."""
+        """The number of the change under way; None while a committed generation runs."""
         return (
             None if self.committed is not None and self.committed.generation == self._generation else self._generation
         )
 
     def report(self, report: StateReport) -> list[Action]:
-        """A worker has sealed; the last one's report decides."""
+        """Handles a worker's state report; the last one's triggers the decision."""
         if not self._is_current(report.rank, report.generation):
             return []
         if self.pending is None or report.rank in self._reports:
@@ -140,7 +140,7 @@ class MembershipProtocol:
         return self._decide() if self._reports.keys() == self.live else []
 
     def confirm(self, rank: int, generation: int, digest: str) -> list[Action]:
-        """A member holds what it shall hold; the last one's word commits the generation."""
+        """Handles a member's confirmation that it holds its new state; the last one's commits the generation."""
         if not self._is_current(rank, generation):
             return []
         if self._record is None or rank in self._digests:
@@ -155,7 +155,7 @@ class MembershipProtocol:
         return self._commit(self._record)
 
     def on_lost(self, lost_workers: Sequence[LostWorker]) -> list[Action]:
-        """Workers are dead; those already gone are ignored."""
+        """Handles dead workers; ranks that are no longer live are ignored."""
         new = {lost_worker.rank: lost_worker for lost_worker in lost_workers if lost_worker.rank in self.live}
         if not new or self.over:
             return []
@@ -169,8 +169,8 @@ class MembershipProtocol:
         return self._begin(reason) if survivability.can_continue else self._stop_run(survivability.reason)
 
     def suspect(self, rank: int, generation: int, reason: str) -> list[Action]:
-        """A worker has left `generation` for a reason that only it has seen: a change, if need be with the same
-        members."""
+        """Handles a worker that has left `generation` for a reason that only it has seen: begins a change, possibly
+        with the same members."""
         if not self._is_current(rank, generation):
             return []
         if self.pending is not None:
@@ -178,7 +178,7 @@ class MembershipProtocol:
         return self._begin(f"rank {rank}: {reason}")
 
     def announce_drain(self, rank: int) -> list[Action]:
-        """An announced departure."""
+        """Handles the announcement that a worker must leave."""
         if rank not in self.live or rank in self._draining or self.over:
             return []
         if not self._enabled:
@@ -190,7 +190,7 @@ class MembershipProtocol:
         return self._drain_spares() or [DrainRequest(rank=rank)]
 
     def finish(self, rank: int, generation: int) -> list[Action]:
-        """A worker of the grid has made its last step; nobody ends before all have."""
+        """Handles a worker of the grid that has completed its last step; workers end once all have."""
         if not self._is_current(rank, generation):
             return []
         if self.pending is not None:
@@ -202,9 +202,9 @@ class MembershipProtocol:
         return [FinishRun(ranks=tuple(sorted(self.live)))]
 
     def _is_current(self, rank: int, generation: int) -> bool:
-        """False for words of the dead and of older generations, which may still arrive."""
+        """False for messages from dead ranks or earlier generations, which may still arrive."""
         if generation > self._generation:
-            raise ProtocolError(f"rank {rank} speaks of generation {generation}, the newest is {self._generation}")
+            raise ProtocolError(f"rank {rank} refers to generation {generation}, the newest is {self._generation}")
         return generation == self._generation and rank in self.live and not self.over
 
     def _begin(self, reason: str) -> list[Action]:
@@ -214,7 +214,7 @@ class MembershipProtocol:
         return [AbortGeneration(ranks=tuple(sorted(self.live)), generation=self._generation, reason=reason)]
 
     def _decide(self) -> list[Action]:
-        """All live workers have reported."""
+        """Proposes the next generation: all live workers have reported."""
         lead = self._find_newest()
         if lead.position > self._newest:
             self._newest, self._num_changes_without_step = lead.position, 0
@@ -246,9 +246,9 @@ class MembershipProtocol:
         return [*refused, Propose(record=self._record)]
 
     def _find_newest(self) -> StateReport:
-        """The report of a worker that holds the newest entry; ProtocolError when what they say can't be.
+        """Returns the report of a worker that holds the newest entry; raises ProtocolError if reports are inconsistent.
 
-        Spares are not asked: they have taken part in no all-reduce since they lost their place.
+        Spares are ignored: they have not taken part in an all-reduce since they left the grid.
         """
         state_generation = NO_GENERATION if self.committed is None else self.committed.generation
         for report in self._reports.values():
@@ -269,7 +269,7 @@ class MembershipProtocol:
         return newest
 
     def _grant_drains(self) -> tuple[frozenset[int], list[DrainRefused]]:
-        """Who leaves with this change, and who has to stay, since others were lost after it had been asked to leave."""
+        """Returns the ranks that leave with this change, and refusals for those that losses now make indispensable."""
         draining: frozenset[int] = frozenset()
         refused = []
         for rank in sorted(self._draining):
@@ -293,7 +293,7 @@ class MembershipProtocol:
         return [Commit(generation=record.generation, members=record.members), *self._drain_spares()]
 
     def _drain_spares(self) -> list[Action]:
-        """A spare has no step boundary at which it could ask for the change with which it leaves."""
+        """Begins the change with which draining spares leave: they have no step boundary at which to request it."""
         spares = sorted(rank for rank in self._draining if not self._grid.holds(rank))
         if not spares or self.pending is not None:
             return []

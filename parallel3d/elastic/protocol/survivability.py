@@ -1,9 +1,9 @@
 """Whether a run can go on without the workers it has lost, and if not, what exactly is missing. Pure.
 
 Two things must remain: a whole replica of every stage, and a live holder of every range of optimizer state. Holders
-are those of the last committed cut: a spare, or a worker about to leave, still holds its ranges until the change that
-takes its place away is committed; a dead one holds nothing. An embedding that two stages share needs no word here:
-whoever holds one of its ranges holds one of the stage's, too (optim/cut.py).
+are those of the last committed shard map: a spare or a draining worker still holds its ranges until the change that
+removes it is committed; a dead one holds nothing. An embedding that two stages share needs no extra check: a holder of
+one of its ranges also holds one of its stage's (optim/shard_map.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel3d.parallel.grid import Grid
 
 @dataclass(frozen=True, kw_only=True)
 class Survivability:
-    """A decision and its reason, in words for a person."""
+    """A decision and its reason, for messages."""
 
     can_continue: bool
     reason: str
@@ -33,9 +33,9 @@ def check_survivability(
     draining: Collection[int] = (),
     fresh: bool = False,
 ) -> Survivability:
-    """Whether training on `grid` can go on without the `dead`; those `leaving` hand over what they hold.
+    """Decides whether training on `grid` can go on without the `dead`; `draining` ranks hand over their ranges.
 
-    `hosts` are those by which the ranges of `grid` were placed. `fresh`: nobody holds any state yet.
+    `hosts` are those that the shard map of `grid` was planned for. `fresh`: no rank holds any state yet.
     """
     gone = {*dead, *draining}
     missing = [
@@ -50,7 +50,7 @@ def check_survivability(
 
 
 def list_words(words: Iterable[object]) -> str:
-    """ "1", "1 and 2", "1, 2 and 3"."""
+    """Returns "1", "1 and 2", "1, 2 and 3"."""
     *init, last = map(str, words)
     return f"{', '.join(init)} and {last}" if init else last
 

@@ -1,112 +1,27 @@
-"""The control channel: how a worker talks to the run's coordinator.
+"""A worker's end of the control channel: the key-value store, records, stop and drain requests, membership frames.
 
-Frames over TCP, no torch: a torch TCPStore ignores its timeouts when its host hangs, dies with the rank that hosts it,
-and cannot push news. One frame:
-
-    header length (4 bytes) | payload length (4 bytes) | header: a JSON object | payload: bytes
-
-A worker's frames:  hello, set, get, check, add, publish, error, leave, finish, whereabouts
-                    suspect, report, confirm, finish_generation: the membership protocol, see seat_control.py
-A guardian's:       hello, ended, stop, leave, where
-The coordinator's:  answer, stop, depart, abort, bye, where; seal, record, go, release
-                    to guardians: welcome, roster, watch, stop, abort, over, where
+One thread reads, one writes, so that a worker answers the coordinator while its main thread trains or hangs. When the
+coordinator is lost, both go on with the connection to its successor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import queue
 import socket
-import struct
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from parallel3d.elastic.protocol.membership import Address
-from parallel3d.elastic.worker.control_client import FRAMES, ChannelMembershipClient
-from parallel3d.errors import LaunchError, ProtocolError
+from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame
+from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
+from parallel3d.errors import ProtocolError
 from parallel3d.parallel.abort import POLL_S, AbortToken
 
-MAX_HEADER_BYTES = 16 * 2**20
-MAX_PAYLOAD_BYTES = 2**30
-CHUNK_BYTES = 2**16
-RETRY_S = 0.1
-KEEPALIVE_S = 8
 FINISH_ACK_S = 5.0
-
-_LENGTHS = struct.Struct(">II")
-
-
-def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
-    """The bytes of one frame; raises TypeError for a header that JSON can't carry."""
-    text = json.dumps(header).encode()
-    return _LENGTHS.pack(len(text), len(payload)) + text + payload
-
-
-class FrameReader:
-    """Cuts a stream of bytes, however it is chunked, into frames."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yields (header, payload) of each frame that `data` completes; raises ProtocolError for what is none."""
-        self._bytes += data
-        while len(self._bytes) >= _LENGTHS.size:
-            header_bytes, payload_bytes = _LENGTHS.unpack_from(self._bytes)
-            if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-                raise ProtocolError(f"not a control frame: lengths {header_bytes} and {payload_bytes}")
-            start, end = _LENGTHS.size + header_bytes, _LENGTHS.size + header_bytes + payload_bytes
-            if len(self._bytes) < end:
-                return
-            try:
-                header = json.loads(self._bytes[_LENGTHS.size : start])
-            except ValueError as error:
-                raise ProtocolError(f"not a control frame: {error}") from None
-            if not isinstance(header, dict):
-                raise ProtocolError(f"not a control frame: header {header!r}")
-            payload = bytes(self._bytes[start:end])
-            del self._bytes[:end]
-            yield header, payload
-
-
-def open_connection(address: Address, hello: dict[str, Any], *, timeout_s: float) -> socket.socket:
-    """A connection to the coordinator that has said `hello`; tries again until `timeout_s`, then LaunchError."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=max(RETRY_S, deadline - time.monotonic()))
-            set_options(connection)
-            connection.sendall(encode_frame(hello))
-            connection.settimeout(None)
-            return connection
-        except OSError as error:
-            if time.monotonic() + RETRY_S > deadline:
-                host, port = address
-                raise LaunchError(
-                    f"could not reach the run's coordinator at {host}:{port} within {timeout_s:g} s ({error})"
-                ) from None
-            time.sleep(RETRY_S)
-
-
-def set_options(connection: socket.socket) -> None:
-    """No delay for small frames; a host that has vanished without a word is noticed within `KEEPALIVE_S`."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 2),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, KEEPALIVE_S - 2),
-            (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000),
-        ):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @dataclass
@@ -117,11 +32,11 @@ class _Response:
 
 
 Reconnect = Callable[[dict[str, Any]], socket.socket | None]
-"""Given what this worker knows of membership, a connection to the coordinator's successor; None: there is none."""
+"""Connects to the coordinator's successor, given this worker's membership state; returns None if there is none."""
 
 
 class ControlChannel:
-    """A worker's end of the channel. All methods may be called from any thread; only the store's calls wait."""
+    """A worker's connection to the coordinator. Methods may be called from any thread; only the store's calls wait."""
 
     def __init__(
         self,
@@ -135,14 +50,13 @@ class ControlChannel:
         self.world_size = world_size
         self.token = AbortToken()
         """Aborted when the coordinator ends the run, or the connection to it breaks."""
-        self.membership = ChannelMembershipClient(rank=rank, send=self._send, run_token=self.token)
-        """This worker's part in changes of membership."""
+        self.membership = MembershipClient(rank=rank, send=self._send, run_token=self.token)
         self.worker_status: Callable[[], dict[str, Any]] = lambda: {}
-        """Says where this worker is, on the channel's own thread."""
+        """Returns this worker's status; called on the channel's thread."""
         self._connection = connection
         self._reconnect = reconnect
         self._replaced = threading.Condition()
-        """Guards `_connection`; notified when that is another one, or none any more."""
+        """Guards `_connection`; notified when it is replaced or closed."""
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._finish_acked = threading.Event()
@@ -155,16 +69,16 @@ class ControlChannel:
 
     @property
     def stop_requested(self) -> bool:
-        """A person or a cluster asks for a stop: finish the step and leave. Ranks may see it at different steps."""
+        """True once the run is to stop after its step. Ranks may see it at different steps."""
         return self._stop.is_set()
 
     @property
     def drain_requested(self) -> bool:
-        """This worker is to leave, and the run can go on without it: ask for a change at the next step boundary."""
+        """True once this worker should request a change at the next step boundary and leave with it."""
         return self._drain.is_set()
 
     def announce_drain(self) -> None:
-        """Announces that this worker will have to go soon; safe within a signal handler."""
+        """Announces that this worker must leave soon; safe within a signal handler."""
         self._send({"op": "announce_drain"})
 
     def set(self, key: str, value: bytes) -> None:
@@ -172,33 +86,33 @@ class ControlChannel:
         self._send({"op": "set", "key": key}, value)
 
     def get(self, key: str, token: AbortToken) -> bytes:
-        """The value of `key`, waiting until some worker has set it; raises GenerationEnded when `token` is aborted."""
+        """Returns the value of `key`, waiting until it is set; raises GenerationEnded when `token` is aborted."""
         return self._request({"op": "get", "key": key}, token).payload
 
     def get_all(self, keys: list[str], token: AbortToken) -> list[bytes]:
-        """The values of all `keys` in one exchange, waiting until each is set."""
+        """Returns the values of all `keys` in one exchange, waiting until each is set."""
         response = self._request({"op": "get_all", "keys": keys}, token)
         ends = list(accumulate(response.header["sizes"]))
         return [response.payload[end - size : end] for size, end in zip(response.header["sizes"], ends)]
 
     def check(self, keys: list[str], token: AbortToken) -> bool:
-        """Whether all `keys` are set."""
+        """True if all `keys` are set."""
         return bool(self._request({"op": "check", "keys": keys}, token).header["found"])
 
     def add(self, key: str, amount: int, token: AbortToken) -> int:
-        """Adds to the counter `key` (from 0), returns its new value."""
+        """Adds to the counter `key`, which begins at 0; returns its new value."""
         return int(self._request({"op": "add", "key": key, "amount": amount}, token).header["value"])
 
     def publish(self, record: dict[str, Any]) -> None:
-        """Hands a record to the run's report; never waits."""
+        """Passes a record to the run's reporter; never waits."""
         self._send({"op": "publish", "record": record})
 
     def report_error(self, error: dict[str, Any]) -> None:
-        """Tells why this worker is about to fail (`verdict.describe_error`)."""
+        """Reports why this worker is about to fail (`run_status.describe_error`)."""
         self._send({"op": "error", "error": error})
 
     def finish(self, exit_code: int) -> None:
-        """Says goodbye; returns when the coordinator has read everything said before, at the latest after 5 s."""
+        """Closes the channel once the coordinator has read everything sent before, at the latest after 5 s."""
         self._is_finishing = True
         self._send({"op": "finish", "exit_code": exit_code})
         self._finish_acked.wait(FINISH_ACK_S)
@@ -211,7 +125,7 @@ class ControlChannel:
         number, response = next(self._ids), _Response()
         self._responses[number] = response
         try:
-            with self.token.waiting("the coordinator's store"):
+            with self.token.waiting("the key-value store"):
                 self._send({**header, "id": number})
                 while not response.arrived.wait(POLL_S):
                     token.check()
@@ -221,18 +135,18 @@ class ControlChannel:
             del self._responses[number]
 
     def _write_until_closed(self) -> None:
-        while self._write(self._outbox.get()):  # bounded: a daemon thread that nobody waits for
+        while self._write(self._outbox.get()):  # bounded: a daemon thread that is never joined
             pass
 
     def _write(self, frame: bytes) -> bool:
-        """Sends a frame, by the next connection if this one breaks; False when there is none."""
+        """Sends a frame, over the next connection if this one breaks; False if there is none."""
         while not self._closed:
             connection = self._connection
             try:
                 connection.sendall(frame)
                 return True
             except OSError:
-                _shut(connection)  # so that the reader knows
+                _shut(connection)  # so that the reader notices
                 self._await_replacement(connection)
         return False
 
@@ -249,7 +163,7 @@ class ControlChannel:
                 self._close(reason)
 
     def _read(self, connection: socket.socket) -> str:
-        """Heeds what comes through a connection until it ends; returns why it did."""
+        """Handles the frames of a connection until it ends; returns why it did."""
         reader = FrameReader()
         try:
             while data := connection.recv(CHUNK_BYTES):  # bounded: ends when the connection does
@@ -260,8 +174,7 @@ class ControlChannel:
         return "the coordinator is gone"
 
     def _reconnect_to_new_coordinator(self, reason: str) -> bool:
-        """The generation is over, since nobody can say what becomes of it; another coordinator may begin the next
-        one."""
+        """Ends the generation, whose fate only the lost coordinator knew; a new one may begin the next."""
         if self._is_finishing or self.token.aborted:
             return False
         self.membership.leave_generation(reason)

@@ -1,51 +1,146 @@
-"""A worker's place at the coordinator's table: how it takes part in changes of membership.
+"""The worker's end of the membership protocol.
 
-One worker thread calls a seat. Implementations: the control channel of a process (elastic/control.py) and threads of
-one process (testing/, trainer/).
+Two threads meet here. The control channel's reader calls `handle` for each of the coordinator's frames, in order, and
+aborts the generation's token the moment an `abort_generation` arrives, so that a worker leaves its step while its main
+thread still waits for a peer. The main thread calls the rest, and waits.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from parallel3d.elastic.protocol.membership import GenerationRecord, StateReport
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, StateReport
+from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
+
+FRAMES = ("abort_generation", "record", "commit", "finish_run")
+FIRST_GENERATION = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingGeneration:
-    """A new generation, agreed but not yet confirmed; `token` is aborted when it is over."""
+    """A generation that is agreed but not yet confirmed; `token` is aborted when it is over."""
 
     record: GenerationRecord
     token: AbortToken
 
 
-class MembershipClient(ABC):
-    """All waits end with RunEnded when the coordinator ends the run."""
+class MembershipClient:
+    """Takes part in changes of membership for one worker.
 
-    rank: int
+    `send` passes a frame to the coordinator without waiting; `run_token` is aborted when the run is over. All waits
+    raise RunEnded then.
+    """
 
-    @abstractmethod
+    def __init__(self, *, rank: int, send: Callable[[dict[str, Any]], None], run_token: AbortToken):
+        self.rank = rank
+        self._send = send
+        self._run_token = run_token
+        self._changed = threading.Condition()
+        self._newest_generation = FIRST_GENERATION
+        """The newest change of membership; the first one is never announced."""
+        self._reason = "the run begins"
+        self._reported_generation = NO_GENERATION
+        self._pending: PendingGeneration | None = None
+        self._committed_generation = NO_GENERATION
+        self._committed_record: GenerationRecord | None = None
+        self._is_finished = False
+        run_token.on_abort(self._end)
+
     def next_generation(
         self, make_report: Callable[[int], StateReport], *, suspicion: str = ""
     ) -> PendingGeneration | None:
         """Reports to the newest change of membership and waits for its record; None: the run is done, leave.
 
-        `make_report(generation)` is asked again when a further loss begins the change anew. With `suspicion` (why the
-        caller has left its generation) a change is asked for when none is under way; without, one is waited for, as a
-        spare does.
+        `make_report(generation)` is called again when a further loss restarts the change. With `suspicion` (why the
+        caller has left its generation) a change is requested if none is under way; without, the call waits for one, as
+        a spare does.
         """
+        with self._changed:
+            nothing_new = self._newest_generation == self._reported_generation
+        if suspicion and nothing_new:
+            self._send({"op": "suspect", "generation": self._reported_generation, "reason": suspicion})
+        while True:
+            self._await(lambda: self._is_finished or self._newest_generation > self._reported_generation)
+            if self._is_finished:
+                return None
+            generation = self._newest_generation
+            self._send({"op": "report", "report": make_report(generation).to_json()})
+            self._reported_generation = generation
+            if pending := self._await_record(generation):
+                return pending
 
-    @abstractmethod
     def confirm(self, generation: int, *, digest: str, moved_bytes: int) -> None:
-        """Says that this worker holds all that it shall hold, and waits until all others do.
+        """Confirms that this worker holds all its state, and waits until all members have confirmed.
 
         `digest` is that of its plan: all ranks of the grid must have the same (a spare sends ""). Raises
-        GenerationEnded when a further change has begun before all had confirmed.
+        GenerationEnded if a further change begins before all have confirmed.
         """
+        self._send({"op": "confirm", "generation": generation, "digest": digest, "moved_bytes": moved_bytes})
+        self._await(lambda: self._committed_generation >= generation or self._newest_generation > generation)
+        if self._committed_generation < generation:
+            raise GenerationEnded(self._reason)
 
-    @abstractmethod
     def finish(self) -> None:
-        """Waits until every worker of the grid is done; raises GenerationEnded when one is lost before."""
+        """Waits until every worker of the grid is done; raises GenerationEnded if one is lost before."""
+        generation = self._committed_generation
+        self._send({"op": "finish_generation", "generation": generation})
+        self._await(lambda: self._is_finished or self._newest_generation > generation)
+        if not self._is_finished:
+            raise GenerationEnded(self._reason)
+
+    def handle(self, header: dict[str, Any]) -> None:
+        """Handles a frame from the coordinator, one of `FRAMES`; called on the channel's reader thread."""
+        with self._changed:
+            match header["op"]:
+                case "abort_generation":
+                    self._newest_generation, self._reason = header["generation"], header["reason"]
+                case "record":
+                    token = AbortToken()
+                    token.on_wait = self._run_token.on_wait
+                    self._pending = PendingGeneration(record=GenerationRecord.from_json(header["record"]), token=token)
+                case "commit":
+                    assert self._pending is not None
+                    self._committed_generation, self._committed_record = header["generation"], self._pending.record
+                case "finish_run":
+                    self._is_finished = True
+            self._changed.notify_all()
+        if header["op"] == "abort_generation":
+            self.leave_generation(header["reason"])
+        elif self._run_token.aborted:  # just before the record came: its generation is over before it begins
+            self.leave_generation(self._run_token.reason)
+
+    def membership_state(self) -> dict[str, Any]:
+        """Returns what a new coordinator must know of this worker."""
+        with self._changed:
+            record = self._committed_record
+            return {"newest_generation": self._newest_generation, "committed": record.to_json() if record else None}
+
+    def leave_generation(self, reason: str) -> None:
+        """Ends all waits of the generation."""
+        if pending := self._pending:
+            pending.token.abort(reason)
+
+    def _await_record(self, generation: int) -> PendingGeneration | None:
+        """Returns the agreed generation; None if a further change has begun instead."""
+        self._await(lambda: self._newest_generation > generation or self._proposed_generation == generation)
+        return self._pending if self._newest_generation == generation else None
+
+    @property
+    def _proposed_generation(self) -> int:
+        return self._pending.record.generation if self._pending else NO_GENERATION
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        with self._run_token.waiting("the coordinator"), self._changed:
+            self._changed.wait_for(lambda: ready() or self._run_token.aborted)
+        if not ready():
+            raise RunEnded(self._run_token.reason)
+
+    def _end(self) -> None:
+        """Ends all waits: the run is over."""
+        with self._changed:
+            self._changed.notify_all()
+        self.leave_generation(self._run_token.reason)

@@ -1,4 +1,4 @@
-"""A torch store over the control channel: process groups meet without a TCPStore, and stop meeting when aborted."""
+"""A torch store over the control channel: process groups rendezvous without a TCPStore, and an abort ends the wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from parallel3d.parallel.abort import AbortToken
 
 
 class ControlStore(Store):
-    """What ProcessGroupGloo and PrefixStore ask of a store; every wait ends with `token`.
+    """The store interface that ProcessGroupGloo and PrefixStore need; aborting `token` ends every wait.
 
-    gloo asks for its peers' addresses one by one, twice each, under keys that end in the peer's number. A store that is
-    told how many ranks will meet fetches all of them with the first: one exchange in place of 2 x `num_ranks`.
+    gloo gets its peers' addresses one by one, twice each, under keys that end in the peer's number. Given `num_ranks`,
+    the store fetches all of them with the first: one exchange in place of 2 x `num_ranks`.
     """
 
     def __init__(self, control: ControlChannel, token: AbortToken, *, num_ranks: int = 0):
@@ -46,7 +46,7 @@ class ControlStore(Store):
             self._fetched.update(zip(wanted, self._control.get_all(wanted, self._token)))
 
     def _sibling_keys(self, key: str) -> list[str]:
-        """The keys of all ranks that will meet, where `key` is that of one of them."""
+        """Returns the keys of all ranks of the group, given the key of one of them."""
         base, _, number = key.rpartition("/")
         if number.isdigit() and int(number) < self._num_ranks:
             return [f"{base}/{rank}" for rank in range(self._num_ranks)]

@@ -6,7 +6,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from parallel3d.checkpoint.write import BackgroundExecutor
+from parallel3d.parallel.background import BackgroundExecutor
 
 
 def is_there(name: str) -> bool:

@@ -1,30 +1,31 @@
-"""How near two runs of one configuration on different layouts must be, and where they are farthest apart.
+"""Compares two runs of one configuration on different layouts with the tolerance of its precision policy.
 
-The equivalence tests and `launch/verify.py` both judge with this. Differences are relative: of a number |a - b| / |b|,
-of a tensor the norm of the difference over the norm. What layouts may not change at all, the initial weights and the
-text that was read, is compared bit for bit.
+Used by the equivalence tests, `launch/verify.py` and `launch/preflight.py`. Differences are relative: |a - b| / |b| of
+a number, the norm of the difference over the norm of a tensor. Initial weights and the data read do not depend on the
+layout and are compared bit for bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from parallel3d.comparison.run_result import RunResult
 from parallel3d.config.schema import Config
 from parallel3d.config.specs.policies import POLICY_SPECS, Tolerance
-from parallel3d.inprocess.harness import RunResult, relative_difference
 
 MAX_NAMED = 4
+TINY = 1e-30
 
 BITWISE = Tolerance(loss=0.0, first_gradients=0.0, gradients=0.0, weights=0.0, why="exact sums: the same bits")
 
 
 def tolerance_of(config: Config, *, tp_size: int = 1) -> Tolerance:
-    """What a run of this configuration is allowed, compared with one that differs in nothing but its layout, which has
-    that tensor-parallel size: by default with one process."""
+    """Returns the tolerance against a run that differs only in its layout and has tensor-parallel size `tp_size`."""
     if config.precision.sums == "exact" and config.parallel.tp_size == tp_size:
         return BITWISE
     return POLICY_SPECS[config.precision.policy].tolerance
@@ -32,7 +33,7 @@ def tolerance_of(config: Config, *, tp_size: int = 1) -> Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestDifference:
-    """The largest difference of one kind, and the step or tensor that has it."""
+    """The largest difference of one kind, and its step or tensor."""
 
     value: float
     where: str
@@ -40,7 +41,7 @@ class LargestDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """How far a run is from the one that it should equal; `findings` says in sentences what is beyond tolerance."""
+    """A run's differences from the one that it should equal; `findings` are sentences on those beyond tolerance."""
 
     loss: LargestDifference
     first_gradients: LargestDifference
@@ -57,7 +58,7 @@ OVERFLOW = LargestDifference(value=0.0, where="(overflow)")
 
 
 def compare_runs(ours: RunResult, theirs: RunResult, tolerance: Tolerance) -> RunComparison:
-    """Two runs of equally many steps; `theirs` is the one that is right.
+    """Compares two runs of the same number of steps; `theirs` is the reference.
 
     Gradients and norms of a step that overflows in both, and so updates nothing in either, are not compared.
     """
@@ -88,22 +89,23 @@ def _losses(run: RunResult) -> dict[str, Tensor]:
 
 
 def _by_step(what: str, numbers: Sequence[float], counts: Sequence[bool] | None = None) -> dict[str, Tensor]:
-    """A number of every step, or of those that count."""
+    """Returns a number of every step, or of those with `counts`."""
     values = enumerate(torch.tensor(numbers, dtype=torch.float64), start=1)
     return {f"{what} of step {step}": value for step, value in values if counts is None or counts[step - 1]}
 
 
 def _differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[LargestDifference]:
-    """Of every tensor, the largest first."""
+    """Returns the difference of every tensor, the largest first."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     found = (LargestDifference(value=relative_difference(ours[name], theirs[name]), where=name) for name in theirs)
     return sorted(found, key=lambda difference: difference.value, reverse=True)
 
 
 def _mask_rounding_noise(weights: Mapping[str, Tensor], theirs: RunResult, tolerance: Tolerance) -> dict[str, Tensor]:
-    """Our weights, but theirs where rounding decides what an element's gradient is, which AdamW makes whole steps of.
+    """Returns our weights, but theirs where an element's gradient is rounding noise, from which AdamW makes full steps.
 
-    Such are most biases of keys: they move all scores of a query alike, so that their gradient is 0 but for rounding.
+    Most key biases are an example: they shift all scores of a query equally, so that their gradient is 0 up to
+    rounding.
     """
     limits = (
         (theirs.entries[0], theirs.first_gradients, tolerance.first_gradients),
@@ -119,12 +121,12 @@ def _mask_rounding_noise(weights: Mapping[str, Tensor], theirs: RunResult, toler
 
 
 def _find_unequal_starts(ours: RunResult, theirs: RunResult) -> Iterator[str]:
-    """What no order of adding explains."""
+    """Yields differences that no order of summation explains."""
     unequal = [name for name, weight in theirs.initial.items() if not torch.equal(ours.initial[name], weight)]
     if unequal:
-        yield f"{len(unequal)} initial weights differ, {unequal[0]} among them"
+        yield f"{len(unequal)} initial weights differ, including {unequal[0]}"
     if [entry.cursors for entry in ours.entries] != [entry.cursors for entry in theirs.entries]:
-        yield "other text was read"
+        yield "the runs have read different data"
 
 
 def _beyond(differences: list[LargestDifference], limit: float, what: str) -> Iterator[str]:
@@ -133,6 +135,18 @@ def _beyond(differences: list[LargestDifference], limit: float, what: str) -> It
         largest, *others = beyond
         sentence = f"{what} {largest.where} differs by {largest.value:.1e} ({limit:g} is allowed)"
         if others:
-            names = [other.where for other in others[:MAX_NAMED]] + ["..."] * (len(others) > MAX_NAMED)
+            names = [other.where for other in others[:MAX_NAMED]] + (["..."] if len(others) > MAX_NAMED else [])
             sentence += f", and {len(others)} more of {len(differences)} do: {', '.join(names)}"
         yield sentence
+
+
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Returns the largest |a - b| / |b| of a tensor (Euclidean norms; infinite if not finite), and its name."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return max((relative_difference(ours[name], theirs[name]), name) for name in theirs)
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Returns |a - b| / |b|; infinite if not finite."""
+    distance, size = (torch.linalg.vector_norm(x, dtype=torch.float64).item() for x in (ours - theirs, theirs))
+    return distance / max(size, TINY) if math.isfinite(distance) else math.inf

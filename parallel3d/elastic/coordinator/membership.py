@@ -1,0 +1,189 @@
+"""Carries out what the membership protocol decides: sends its frames, evicts workers, publishes the recovery log.
+
+The protocol (protocol/state_machine.py) is pure; here are its effects.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from parallel3d.elastic.coordinator.connections import Connection, ConnectionServer
+from parallel3d.elastic.coordinator.kv_store import KeyValueStore
+from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
+from parallel3d.elastic.coordinator.run_status import RunStatus, describe_error
+from parallel3d.elastic.coordinator.shutdown import Shutdown
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
+from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker, StateReport
+from parallel3d.elastic.protocol.state_machine import (
+    AbortGeneration,
+    Action,
+    Commit,
+    DrainRefused,
+    DrainRequest,
+    FinishRun,
+    MembershipProtocol,
+    Propose,
+    StopRun,
+)
+from parallel3d.errors import ProtocolError
+from parallel3d.parallel.grid import Grid
+
+OPS = ("report", "confirm", "suspect", "finish_generation")
+"""The workers' frames that are for the protocol."""
+
+
+class MembershipManager:
+    """Runs `protocol` for a run that began on `grid`. `own_info` is the guardian in whose process it runs."""
+
+    def __init__(
+        self,
+        protocol: MembershipProtocol,
+        grid: Grid,
+        *,
+        server: ConnectionServer,
+        status: RunStatus,
+        kv_store: KeyValueStore,
+        shutdown: Shutdown,
+        emit: Callable[[dict[str, Any]], None],
+        own_info: GuardianInfo | None,
+    ):
+        self.protocol = protocol
+        self.recovery_log = RecoveryLog(grid)
+        self._server = server
+        self._status = status
+        self._kv_store = kv_store
+        self._shutdown = shutdown
+        self._emit = emit
+        self._own_info = own_info
+        self._abort_generation_frame: dict[str, Any] | None = None
+        """Of the newest change under way, for workers that connect late."""
+        self._drain_requested: set[int] = set()
+        """Workers that were sent a drain request."""
+
+    def handle(self, rank: int, header: dict[str, Any]) -> None:
+        """Handles a worker's frame, one of `OPS`. An impossible one is a defect and ends the run."""
+        try:
+            match header["op"]:
+                case "report":
+                    report = StateReport.from_json(header["report"])
+                    self.recovery_log.record_report(rank, report.position)
+                    self.execute(self.protocol.report(report))
+                case "confirm":
+                    self.recovery_log.record_confirm(rank, header["moved_bytes"])
+                    self.execute(self.protocol.confirm(rank, header["generation"], header["digest"]))
+                case "suspect":
+                    self.execute(self.protocol.suspect(rank, header["generation"], header["reason"]))
+                case "finish_generation":
+                    self.execute(self.protocol.finish(rank, header["generation"]))
+        except ProtocolError as error:
+            self._status.record_error(rank, describe_error(error))
+            self._shutdown.abort_after_failure()
+
+    def send_current_state(self, connection: Connection) -> None:
+        """Sends a late connection the frames that it has missed."""
+        if connection.guarded_ranks:
+            if self.protocol.committed:
+                self._send_failover_plan(self.protocol.committed)
+            return
+        if self._abort_generation_frame:
+            self._server.send(connection, self._abort_generation_frame)
+        if connection.rank in self._drain_requested:
+            self._server.send(connection, {"op": "drain_request"})
+
+    def on_resumed(self, record: dict[str, Any]) -> None:
+        """Handles the leader's record that the new generation trains."""
+        self._emit_all(
+            self.recovery_log.record_resumed(record["generation"], regroup_s=record["regroup_s"], plan=record["plan"])
+        )
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """Handles the record of a completed step, after it was published."""
+        self.protocol.last_reported_step = record["step"]
+        self._emit_all(self.recovery_log.record_step(record.get("step_s", 0.0)))
+
+    def evict(self, lost_workers: Sequence[LostWorker], *, detect_s: Sequence[float] = ()) -> None:
+        """Removes lost workers; `detect_s` are the times from their last signs of life to the evidence."""
+        if lost_workers:
+            for lost_worker in lost_workers:
+                self._status.record_survived_loss(lost_worker)
+            self.execute(self.protocol.on_lost(lost_workers), detect_s=detect_s)
+
+    def announce_drain(self, rank: int) -> None:
+        self.execute(self.protocol.announce_drain(rank))
+
+    def quorum_loss(self) -> str:
+        """Why this coordinator must stop serving, or "". Half of the hosts are enough for one that already serves."""
+        committed = self.protocol.committed
+        if committed is None or self._own_info is None:  # no guardian could take over
+            return ""
+        hosts = {committed.hosts[rank] for rank in committed.members}
+        reached = {connection.hello["host"] for connection in self._server.guardians()}
+        return check_quorum(reached, hosts, lock_witness=lambda: "").reason
+
+    def close(self) -> None:
+        """Publishes what is left of the recovery log."""
+        self._emit_all(self.recovery_log.close())
+
+    def execute(self, actions: Iterable[Action], *, detect_s: Sequence[float] = ()) -> None:
+        """Carries out the protocol's actions."""
+        for action in actions:
+            match action:
+                case AbortGeneration():
+                    self._abort_generation(action, detect_s)
+                case Propose():
+                    frame = {"op": "record", "record": action.record.to_json()}
+                    self._server.send_to_workers(action.record.members, frame)
+                    self.recovery_log.add_record(action.record, time.monotonic())
+                case Commit():
+                    self._commit(action)
+                case DrainRequest():
+                    self._drain_requested.add(action.rank)
+                    self._server.send_to_workers([action.rank], {"op": "drain_request"})
+                case DrainRefused():
+                    name = self._status.name(action.rank)
+                    text = f"{name} should drain, but the run can't go on without it: {action.reason}"
+                    self._emit({"kind": "notice", "text": text})
+                    self._shutdown.stop(signal.SIGTERM)
+                case FinishRun():
+                    self._server.send_to_workers(action.ranks, {"op": "finish_run"})
+                    self._status.mark_done(action.ranks)
+                case StopRun():
+                    self._status.record_stop_run(action.reason)
+                    self._shutdown.abort_after_failure()
+
+    def _abort_generation(self, action: AbortGeneration, detect_s: Sequence[float]) -> None:
+        self._emit_all(self.recovery_log.begin(time.monotonic(), detect_s=detect_s))
+        self._abort_generation_frame = {
+            "op": "abort_generation",
+            "generation": action.generation,
+            "reason": action.reason,
+        }
+        self._server.send_to_workers(action.ranks, self._abort_generation_frame)
+
+    def _commit(self, action: Commit) -> None:
+        self._server.send_to_workers(action.members, {"op": "commit", "generation": action.generation})
+        self.recovery_log.record_commit(time.monotonic())
+        self._status.mark_done(set(action.members) - self.protocol.live)
+        self._abort_generation_frame = None
+        assert self.protocol.committed is not None
+        self._send_failover_plan(self.protocol.committed)
+        self._kv_store.drop_generations_before(action.generation)
+
+    def _send_failover_plan(self, committed: GenerationRecord) -> None:
+        """Sends all guardians the candidates for the case that this process is lost."""
+        if self._own_info is None:
+            return
+        guardians = [GuardianInfo.from_json(connection.hello) for connection in self._server.guardians()]
+        failover_plan = FailoverPlan(
+            coordinator=self._own_info,
+            guardians=tuple(sorted(guardians, key=lambda guardian: guardian.ranks)),
+            hosts=tuple(sorted({committed.hosts[rank] for rank in committed.members})),
+        )
+        self._server.send_to_guardians({"op": "failover_plan", "failover_plan": failover_plan.to_json()})
+
+    def _emit_all(self, records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            self._emit(record)

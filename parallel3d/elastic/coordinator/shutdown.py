@@ -1,0 +1,55 @@
+"""How the coordinator ends a run: a stop after the current step, or an abort after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.run_status import RunStatus
+
+
+class Shutdown:
+    """Stops or aborts the run, each once. Workers have `abort_grace_s` to exit after an abort."""
+
+    def __init__(
+        self,
+        server: ConnectionServer,
+        status: RunStatus,
+        *,
+        emit: Callable[[dict[str, Any]], None],
+        abort_grace_s: float,
+    ):
+        self._server = server
+        self._status = status
+        self._emit = emit
+        self._abort_grace_s = abort_grace_s
+        self.aborting = False
+
+    def stop(self, signal_number: int, *, at_once: bool = False) -> None:
+        """Stops the run after its step; `at_once` aborts it."""
+        if self._status.stop_signal is None and not self.aborting:
+            self._status.record_stop_signal(signal_number)
+            self._emit({"kind": "notice", "text": "stopping after this step; press Ctrl-C again to stop at once"})
+            self._server.broadcast({"op": "stop"})
+        if at_once:
+            self.aborting = True
+            self._server.broadcast(self._abort_frame(0.0))
+
+    def abort_after_failure(self) -> None:
+        """Aborts the run if it has a failure that it can't survive."""
+        if self._status.failures and not self.aborting:
+            self.aborting = True
+            self._emit({"event": "failure", "text": self._status.failures[0].message})
+            self._server.broadcast(self._abort_frame(self._abort_grace_s))
+
+    def current_frames(self) -> list[dict[str, Any]]:
+        """The frames that a late connection has missed."""
+        return [
+            *([{"op": "stop"}] if self._status.stop_signal is not None else []),
+            *([self._abort_frame(self._abort_grace_s)] if self.aborting else []),
+        ]
+
+    def _abort_frame(self, grace_s: float) -> dict[str, Any]:
+        reason = self._status.failures[0].message if self._status.failures else "stopped at once"
+        return {"op": "abort", "reason": reason, "grace_s": grace_s}

@@ -1,0 +1,104 @@
+"""The control channel's wire format, used at both ends: frames over TCP, no torch.
+
+torch's TCPStore is not an option: it ignores its timeouts when its host hangs, dies with the rank that hosts it, and
+cannot push news. One frame:
+
+    header length (4 bytes) | payload length (4 bytes) | header: a JSON object | payload: bytes
+
+Operations (`op` of the header), by sender:
+
+    worker        hello, publish, error, finish, announce_drain, worker_status
+                  set, get, get_all, check, add                     the key-value store
+                  report, confirm, suspect, finish_generation       the membership protocol
+    guardian      hello, ended, stop, announce_drain, request_status
+    coordinator   to both: stop, abort, request_status
+                  to workers: response, finish_ack, drain_request, abort_generation, record, commit, finish_run
+                  to guardians: welcome, failover_plan, monitor, over
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from parallel3d.elastic.protocol.membership import Address
+from parallel3d.errors import LaunchError, ProtocolError
+
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_PAYLOAD_BYTES = 2**30
+CHUNK_BYTES = 2**16
+RETRY_S = 0.1
+KEEPALIVE_S = 8
+
+_LENGTHS = struct.Struct(">II")
+
+
+def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
+    """Returns the bytes of one frame; raises TypeError if JSON can't carry the header."""
+    text = json.dumps(header).encode()
+    return _LENGTHS.pack(len(text), len(payload)) + text + payload
+
+
+class FrameReader:
+    """Splits a byte stream into frames, whatever the chunks it arrives in."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Yields (header, payload) of each frame that `data` completes; raises ProtocolError if it isn't a frame."""
+        self._bytes += data
+        while len(self._bytes) >= _LENGTHS.size:
+            header_bytes, payload_bytes = _LENGTHS.unpack_from(self._bytes)
+            if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+                raise ProtocolError(f"not a control frame: lengths {header_bytes} and {payload_bytes}")
+            start, end = _LENGTHS.size + header_bytes, _LENGTHS.size + header_bytes + payload_bytes
+            if len(self._bytes) < end:
+                return
+            try:
+                header = json.loads(self._bytes[_LENGTHS.size : start])
+            except ValueError as error:
+                raise ProtocolError(f"not a control frame: {error}") from None
+            if not isinstance(header, dict):
+                raise ProtocolError(f"not a control frame: header {header!r}")
+            payload = bytes(self._bytes[start:end])
+            del self._bytes[:end]
+            yield header, payload
+
+
+def open_connection(address: Address, hello: dict[str, Any], *, timeout_s: float) -> socket.socket:
+    """Connects to the coordinator and sends `hello`; retries until `timeout_s`, then raises LaunchError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=max(RETRY_S, deadline - time.monotonic()))
+            set_socket_options(connection)
+            connection.sendall(encode_frame(hello))
+            connection.settimeout(None)
+            return connection
+        except OSError as error:
+            if time.monotonic() + RETRY_S > deadline:
+                host, port = address
+                raise LaunchError(
+                    f"could not reach the run's coordinator at {host}:{port} within {timeout_s:g} s ({error})"
+                ) from None
+            time.sleep(RETRY_S)
+
+
+def set_socket_options(connection: socket.socket) -> None:
+    """Disables Nagle's delay, and has a host that vanished silently detected within `KEEPALIVE_S`."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 2),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, KEEPALIVE_S - 2),
+            (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

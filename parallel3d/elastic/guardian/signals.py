@@ -1,0 +1,64 @@
+"""The signals that a guardian handles, collected for its selector loop."""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from parallel3d.child_process import STOP_SIGNALS
+
+STACK_DUMP_SIGNAL = signal.SIGUSR1
+"""A guardian forwards it as a request for a hang report; a worker writes its stacks to its log."""
+READ_BYTES = 2**16
+
+
+class Signals:
+    """Collects SIGINT, SIGTERM, SIGUSR1 and SIGCHLD while entered, and wakes a selector through `wakeup`."""
+
+    def __init__(self) -> None:
+        self.stops: list[int] = []
+        """The stop signals received, oldest first."""
+        self.num_status_requests = 0
+        self.wakeup, self._writer = socket.socketpair()
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> Signals:
+        for end in (self.wakeup, self._writer):
+            end.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, STACK_DUMP_SIGNAL, signal.SIGCHLD):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self.wakeup.close()
+        self._writer.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until the time is over or a stop signal arrives; returns True if one has."""
+        deadline = time.monotonic() + seconds
+        while not self.stops and (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([self.wakeup], [], [], left)
+            if readable:
+                self.drain()
+        return bool(self.stops)
+
+    def drain(self) -> None:
+        """Empties the wakeup socket once it is readable."""
+        self.wakeup.recv(READ_BYTES)  # bounded: does not block
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number in STOP_SIGNALS:
+            self.stops.append(number)
+        elif number == STACK_DUMP_SIGNAL:
+            self.num_status_requests += 1

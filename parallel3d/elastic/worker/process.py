@@ -1,0 +1,177 @@
+"""What a forked worker process does before and after its main function: its log, its connection, its exit.
+
+At SIGTERM it announces a drain.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.child_process import STOP_SIGNALS
+from parallel3d.elastic.coordinator.run_status import describe_error
+from parallel3d.elastic.frames import open_connection
+from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
+from parallel3d.elastic.guardian.heartbeat import Heartbeat
+from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL
+from parallel3d.elastic.settings import LaunchTimeouts
+from parallel3d.elastic.worker.control_channel import ControlChannel
+from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
+from parallel3d.errors import LaunchError, UserError
+from parallel3d.parallel.abort import Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """A worker's position in the world, known before it runs."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    log: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """The arguments of a worker's main function."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    """The host's name."""
+    address: str
+    """The host's address as the other workers reach it."""
+    control: ControlChannel
+    heartbeat: Heartbeat
+    worker_status: WorkerStatusTracker
+
+
+WorkerMain = Callable[[WorkerContext], int]
+
+
+def run_worker_process(
+    spec: WorkerSpec,
+    worker_main: WorkerMain,
+    *,
+    discovery: CoordinatorDiscovery,
+    heartbeat: Heartbeat,
+    timeouts: LaunchTimeouts,
+) -> int:
+    """Connects to the coordinator, runs `worker_main` and closes the channel; returns the exit code."""
+    try:
+        control = connect_to_coordinator(spec, discovery, timeouts)
+    except UserError as error:
+        print(f"rank {spec.rank}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    context = WorkerContext(
+        rank=spec.rank,
+        world_size=spec.world_size,
+        local_rank=spec.local_rank,
+        local_world_size=spec.local_world_size,
+        host=spec.host,
+        address=discovery.host_address(),
+        control=control,
+        heartbeat=heartbeat,
+        worker_status=observe_waits(control, heartbeat),
+    )
+    heartbeat.start()
+    signal.signal(signal.SIGTERM, lambda number, frame: control.announce_drain())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    exit_code = run_main(spec.log, worker_main, context)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    control.finish(exit_code)
+    return exit_code
+
+
+def connect_to_coordinator(
+    spec: WorkerSpec, discovery: CoordinatorDiscovery, timeouts: LaunchTimeouts
+) -> ControlChannel:
+    """Opens the control channel, which reconnects to a failover coordinator; raises UserError."""
+    hello = {"op": "hello", "role": "worker", "ranks": [spec.rank], "host": spec.host, "log": str(spec.log)}
+    address = discovery.find()
+    connection = open_connection(address, hello, timeout_s=timeouts.connect_s)
+    discovery.report(address)
+
+    def reconnect(membership_state: dict[str, Any]) -> socket.socket | None:
+        new_address = discovery.await_new_address()
+        if new_address is None:
+            return None
+        try:
+            return open_connection(
+                new_address, {**hello, "membership_state": membership_state}, timeout_s=timeouts.connect_s
+            )
+        except LaunchError:
+            return None
+
+    return ControlChannel(connection, rank=spec.rank, world_size=spec.world_size, reconnect=reconnect)
+
+
+def observe_waits(control: ControlChannel, heartbeat: Heartbeat) -> WorkerStatusTracker:
+    """Reports the channel's waits for peers to the heartbeat and to a new status tracker."""
+    worker_status = WorkerStatusTracker()
+
+    def on_wait(wait: Wait | None) -> None:
+        heartbeat.on_wait(wait)
+        worker_status.on_wait(wait)
+
+    control.token.on_wait = on_wait
+    control.worker_status = worker_status.report
+    return worker_status
+
+
+def run_main(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
+    """Runs the main function with its output in the log; reports an exception to the coordinator."""
+    try:
+        redirect_output(log)
+        return worker_main(context)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        traceback.print_exc()
+        context.control.report_error(describe_error(error, context.heartbeat.step))
+        return getattr(error, "exit_code", 1)
+
+
+class LogStream(io.TextIOBase):
+    """An unbuffered text stream to a file descriptor. A full disk loses lines of the log but never ends a worker."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            os.write(self._descriptor, text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+
+def redirect_output(log: Path) -> None:
+    """Appends everything that this process prints to its log, including C++ output and crash tracebacks."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as file, open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
+    faulthandler.enable(file=2)
+    faulthandler.register(STACK_DUMP_SIGNAL, file=2, all_threads=True)  # in C: works even if Python hangs

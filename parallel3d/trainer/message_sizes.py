@@ -1,0 +1,39 @@
+"""Estimates the bytes that a micro-batch takes in messages and in memory, for the plan checker."""
+
+from __future__ import annotations
+
+from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices
+from parallel3d.config.schema import Config
+from parallel3d.pipeline.check import MessageSizes
+from parallel3d.precision.policy import POLICIES
+
+
+def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> MessageSizes:
+    """Returns the bytes of one micro-batch on one rank, with `partition[s]` the layers of stage s.
+
+    Counts the inputs and results of a layer's weight products per token. Outside of the tensor-parallel region they
+    have the hidden size (results of norms; sharded under sequence parallelism); inside they are sharded: q, k, v (with
+    at least one key-value head per rank), the attention's result, the MLP's intermediate results. recompute.py defines
+    which of them are kept. A split backward pass keeps all of them between its halves.
+    """
+    model, parallel, batch = config.model, config.parallel, config.batch
+    assert batch.micro_batch_size is not None
+    num_tokens = batch.micro_batch_size * batch.sequence_length
+    width = POLICIES[config.precision.policy].compute.itemsize
+    hidden = model.hidden_size // (parallel.tp_size if parallel.sequence_parallel else 1)
+    attention = 2 * (model.hidden_size // parallel.tp_size)
+    attention += 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
+    mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
+    mlp_input = model.intermediate_size // parallel.tp_size
+    kept = {
+        "none": 4 * hidden + attention + mlp,
+        "selective": 2 * hidden + attention + mlp - mlp_input,
+        "full": hidden,
+    }
+    token_bytes = num_tokens * width
+    return MessageSizes(
+        activation_bytes=token_bytes * hidden,
+        targets_bytes=num_tokens * 8,
+        stash_bytes=tuple(token_bytes * kept[parallel.recompute] * len(layers) for layers in partition),
+        deferred_bytes=tuple(token_bytes * kept["none"] * len(layers) for layers in partition),
+    )

@@ -1,0 +1,73 @@
+"""The transports of a worker process: groups over NCCL or gloo, and sockets between pairs of ranks."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+
+from parallel3d.config.schema import Config
+from parallel3d.elastic.protocol.membership import Address, GenerationRecord
+from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.elastic.worker.torch_store import ControlStore
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.gloo_group import GlooGroup
+from parallel3d.parallel.group import Group, SoloGroup
+from parallel3d.parallel.groups import is_world
+from parallel3d.parallel.nccl_group import NcclGroup
+from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
+from parallel3d.parallel.staged_group import StagedGroup
+from parallel3d.trainer.context import Transports
+from parallel3d.trainer.recovery import Network
+
+
+class SocketNetwork(Network):
+    """Builds each generation's transports. Groups rendezvous through the key-value store: over NCCL if each rank has a
+    GPU of its own, else over gloo."""
+
+    def __init__(self, config: Config, context: WorkerContext, device: torch.device | str = "cpu"):
+        self._config = config
+        self._context = context
+        self._device = torch.device(device)
+        self._listener: socket.socket | None = None
+
+    def listen(self, generation: int) -> Address:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = open_listener(self._context.address)
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def transports(self, record: GenerationRecord, token: AbortToken) -> Transports:
+        assert self._listener is not None, "transports without listen()"
+        listener, self._listener = self._listener, None
+        links = SocketLinks(
+            rank=self._context.rank,
+            generation=record.generation,
+            listener=listener,
+            address_of=lambda rank: record.addresses[rank],
+            slots=self._config.parallel.p2p_slots,
+            token=token,
+            timeout_s=self._config.run.timeout_s,
+            pinned=self._device.type == "cuda",
+        )
+
+        def make_group(name: str, ranks: tuple[int, ...]) -> Group:
+            if len(ranks) == 1:
+                return SoloGroup(name=name, rank=self._context.rank)
+            settings: dict[str, Any] = dict(
+                name=name,
+                rank=ranks.index(self._context.rank),
+                ranks=ranks,
+                store=ControlStore(self._context.control, token, num_ranks=len(ranks)),
+                token=token,
+                timeout_s=self._config.run.timeout_s,
+            )
+            on_host = self._device.type == "cpu" or is_world(name)
+            if not on_host and self._config.run.device != "cuda_shared":
+                return NcclGroup(**settings, device=self._device)
+            group = GlooGroup(**settings, address=self._context.address)
+            return group if on_host else StagedGroup(group)
+
+        return Transports(make_group=make_group, links=links, token=token)
