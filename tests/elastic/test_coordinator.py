@@ -1,4 +1,4 @@
-"""The coordinator and the workers' seats, in one process: generations begin, change and end as the protocol says."""
+"""The coordinator and membership clients in one process: generations begin, change and end by the protocol."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report_of(control: ControlChannel, state_generation: int = NO_GENERATION):
 
 
 def at_once(*calls):
-    """Runs calls in threads of their own, returns what they return; a second is enough for all of them."""
+    """Runs calls in threads of their own and returns their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(timeout=5) for future in [pool.submit(call) for call in calls]]
 
@@ -60,7 +60,7 @@ def test_a_generation_begins_continues_without_a_lost_worker_and_finishes(world)
     report_killed(guardian, rank=1, detect_s=0.02)
     pending = first.membership.next_generation(report_of(first, 0))
     assert (pending.record.generation, pending.record.members, pending.record.grid.ranks) == (1, (0,), (0,))
-    first.publish({"kind": "resumed", "generation": 1, "regroup_s": 0.5, "plan": ""})  # too early, so it is not heeded
+    first.publish({"kind": "resumed", "generation": 1, "regroup_s": 0.5, "plan": ""})  # too early, so it is ignored
     first.membership.confirm(1, digest="d", moved_bytes=2**20)
     first.publish({"kind": "resumed", "generation": 1, "regroup_s": 0.03, "plan": "a plan", "direction": "back"})
     first.publish({"kind": "step", "step": 1, "loss": 1.0, "step_s": 0.25})
@@ -112,7 +112,7 @@ def test_different_plans_end_the_run(world):
             control.membership.confirm(0, digest=f"plan {control.rank}", moved_bytes=0)
         return str(caught.value)
 
-    assert all("different plans" in told for told in at_once(*(partial(confirm, control) for control in controls)))
+    assert all("different plans" in text for text in at_once(*(partial(confirm, control) for control in controls)))
 
 
 def test_a_message_that_breaks_the_protocol_ends_the_run(world):
@@ -159,7 +159,7 @@ def test_the_round_trip_sets_the_heartbeat_timeouts_once(world):
     assert [record["text"] for record in records] == ["timeouts: heartbeat 2.00 s, watchdog 60 s (round trip 2.00 ms)"]
 
 
-def test_steps_that_a_new_leader_tells_again_are_told_once(world):
+def test_steps_that_a_new_leader_repeats_are_published_once(world):
     _, connect, _, records = world
     first, second = connect(0), connect(1)
     for step in (1, 2):
@@ -207,8 +207,8 @@ def test_a_record_that_comes_after_the_runs_end_opens_nothing():
         membership.finish()
 
 
-def test_news_that_overtake_the_worker():
-    """The seal of generation 2 comes while the worker has not looked at the record of generation 1 yet."""
+def test_frames_that_arrive_before_the_worker_reads_the_last_ones():
+    """The abort of generation 1 arrives before the worker has read its record."""
     sent: list[dict] = []
     membership = MembershipClient(rank=0, send=sent.append, run_token=AbortToken())
 

@@ -62,7 +62,7 @@ def test_a_failover_plan_survives_the_wire():
         ("cd", "abcd", "", True),
         ("cd", "abcd", "there is none", False),
         ("bcd", "abcd", "never asked", True),
-        ("bx", "abc", "", False),  # a host that is no member does not count
+        ("bx", "abc", "", False),  # a host outside of the generation does not count
         ("", "ab", "", False),
     ],
 )

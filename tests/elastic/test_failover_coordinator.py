@@ -1,4 +1,4 @@
-"""A coordinator that takes over, in one process: what it learns in the muster, and what it tells whom first."""
+"""A failover coordinator in one process: its quorum check, and the first frames that it sends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FakeReport:
 
 
 class World:
-    """The successor of a coordinator on host a, and the bare connections of whoever finds it."""
+    """The failover coordinator after the loss of host a, and bare connections to it."""
 
     def __init__(self, elastic_settings, *, failover_s: float = 5.0):
         listener = open_listener("127.0.0.1", 0)
@@ -86,13 +86,13 @@ class World:
         return self.connect(role="worker", ranks=[rank], host=HOSTS[rank], log="", membership_state=membership_state)
 
     def receive(self, connection: socket.socket, until: str) -> list[dict[str, Any]]:
-        """What a connection is told up to the first frame of a kind."""
-        heard: list[dict[str, Any]] = []
-        while not any(header["op"] == until for header in heard):
+        """Returns the frames that a connection receives up to the first of a kind."""
+        received: list[dict[str, Any]] = []
+        while not any(header["op"] == until for header in received):
             data = connection.recv(100_000)
-            assert data, f"closed after {heard}"
-            heard += [header for header, _ in self.readers[connection].feed(data)]
-        return heard
+            assert data, f"closed after {received}"
+            received += [header for header, _ in self.readers[connection].feed(data)]
+        return received
 
 
 def end_of(rank: int, exit_code: int) -> dict[str, Any]:
@@ -109,31 +109,31 @@ def world(elastic_settings):
 
 
 def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all(world):
-    """Rank 1 has been told, rank 2 has only confirmed; rank 3 has heard of an attempt after it."""
+    """Rank 1 has received the commit, rank 2 has only confirmed, rank 3 has received a later attempt."""
     guardians = [world.guardian(rank) for rank in (1, 2, 3)]
-    told, untold, ahead = world.worker(1, record(4), 4), world.worker(2, record(2), 4), world.worker(3, record(4), 6)
-    assert [frame["op"] for frame in world.receive(untold, "abort_generation")] == ["commit", "abort_generation"]
-    (abort_generation,) = world.receive(told, "abort_generation")
+    first, behind, ahead = world.worker(1, record(4), 4), world.worker(2, record(2), 4), world.worker(3, record(4), 6)
+    assert [frame["op"] for frame in world.receive(behind, "abort_generation")] == ["commit", "abort_generation"]
+    (abort_generation,) = world.receive(first, "abort_generation")
     assert abort_generation == {
         "op": "abort_generation",
         "generation": 7,
         "reason": abort_generation["reason"],
-    }  # behind every number that anybody has heard
+    }  # after every number that any rank has received
     assert "lost rank 0: lost in step 6: its guardian on a is gone" in abort_generation["reason"]
     assert [frame["op"] for frame in world.receive(ahead, "abort_generation")] == ["abort_generation"]
-    for rank, worker in ((1, told), (2, untold), (3, ahead)):
+    for rank, worker in ((1, first), (2, behind), (3, ahead)):
         report = StateReport(
             rank=rank, generation=7, state_generation=4, position=LogPosition(iteration=5), host=HOSTS[rank]
         )
         worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
-    opened = GenerationRecord.from_json(world.receive(told, "record")[-1]["record"])
+    opened = GenerationRecord.from_json(world.receive(first, "record")[-1]["record"])
     assert (opened.members, opened.last_reported_step, opened.previous) == ((1, 2, 3), 5, GRID)
     assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from generation 4"
     assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"
 
 
 def test_messages_sent_to_the_old_coordinator_are_handled_after_the_quorum_check(world):
-    """Rank 2 was killed meanwhile; rank 1 still speaks of the old generation."""
+    """Rank 2 was killed meanwhile; rank 1 still refers to the old generation."""
     for rank in (1, 3):
         world.guardian(rank)
     first = world.worker(1, record(4), 4)
@@ -142,17 +142,17 @@ def test_messages_sent_to_the_old_coordinator_are_handled_after_the_quorum_check
     first.sendall(encode_frame({"op": "publish", "record": {"kind": "step", "step": 6}}))
     world.worker(3, record(4), 4)
     world.guardian(2, end_of(2, -9))
-    seals = world.receive(first, "abort_generation")
-    seals += world.receive(first, "abort_generation") if len(seals) < 2 else []
-    assert [abort_generation["generation"] for abort_generation in seals] == [5, 6]
+    aborts = world.receive(first, "abort_generation")
+    aborts += world.receive(first, "abort_generation") if len(aborts) < 2 else []
+    assert [abort_generation["generation"] for abort_generation in aborts] == [5, 6]
     first.sendall(encode_frame({"op": "check", "id": 1, "keys": ["x"]}))
     world.receive(first, "response")
-    assert "lost rank 0" in seals[0]["reason"] and "lost rank 2: killed by SIGKILL" in seals[1]["reason"]
+    assert "lost rank 0" in aborts[0]["reason"] and "lost rank 2: killed by SIGKILL" in aborts[1]["reason"]
     assert [r["step"] for r in world.report.records if r.get("kind") == "step"] == [6]  # the folder had 5
 
 
-def test_what_the_old_coordinator_knew_is_not_told_as_news(world):
-    """Rank 3 was lost long ago; its guardian tells every coordinator."""
+def test_what_the_old_coordinator_knew_is_not_reported_again(world):
+    """Rank 3 was lost long ago; its guardian reports that to every coordinator."""
     world.guardian(3, end_of(3, -9))
     for rank in (1, 2):
         world.guardian(rank)
@@ -194,4 +194,4 @@ def test_who_connects_after_the_quorum_check_has_been_evicted(world):
     world.receive(workers[0], "abort_generation")
     assert world.receive(world.guardian(0), "over")[-1] == {"op": "over", "exit_code": 4}
     late = world.worker(0, record(4), 4)
-    assert late.recv(1) == b""  # shown the door
+    assert late.recv(1) == b""  # disconnected

@@ -1,4 +1,4 @@
-"""The table of a hang: chains are followed to whoever waits for nobody, or shown as circles."""
+"""Hang reports: chains of waits are followed to a rank that does not wait, or reported as cycles."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +64,7 @@ def test_many_are_not_all_named():
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 6), max_size=4)), min_size=1, max_size=6))
 def test_every_chain_ends(waits):
-    """Whatever waits for whatever: a table comes out, and nobody waits for itself alone."""
+    """Any wait-for graph gives a report, and no rank blocks itself."""
     statuses = [
         WorkerStatus(rank=rank, doing="x", is_waiting=is_waiting, what="g" * (rank % 2), peers=tuple(peers))
         for rank, (is_waiting, peers) in enumerate(waits)

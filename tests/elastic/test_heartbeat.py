@@ -133,7 +133,7 @@ def test_a_guardian_that_was_away_itself_begins_anew():
     ward = Ward()
     ward.monitor.begin(PATIENCE)
     assert ward.pass_time(1.9) == {}
-    ward.now_s += 30.0  # nobody ran
+    ward.now_s += 30.0  # no process ran
     assert ward.monitor.check([1]) == {} and ward.pass_time(1.9) == {}
     assert list(ward.pass_time(0.3)) == [1]
 

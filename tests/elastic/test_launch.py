@@ -1,4 +1,4 @@
-"""Whole worlds of real processes: started, killed, stopped, under torchrun; nobody is left behind."""
+"""Worlds of real processes: started, killed, stopped, under torchrun; no process is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_for_step(directory: Path) -> None:
 
 
 def end(process: subprocess.Popen[str], directory: Path) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a world that is about to end; nobody of it may be left."""
+    """Returns (exit code, stdout, stderr) of a world that is about to end; no process of it may be left."""
     out, err = read_to_the_end(process)
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
     return process.returncode, out, err
@@ -192,7 +192,7 @@ def test_a_folder_that_can_not_be_written_is_one_message(tmp_path):
 
 
 def test_training_does_not_import_torch_to_print_its_configuration(tmp_path):
-    """And an argument that is no override is an error that names it."""
+    """An argument that is not an override is an error that names it."""
     launch = Path(__file__).parents[2] / "launch"
     config = next(iter(sorted((launch.parent / "configs").glob("hlat_7b.json"))))
     script = f"import sys; sys.path.insert(0, {str(launch)!r}); import train; sys.argv[0] = 'train.py'; "

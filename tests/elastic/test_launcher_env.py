@@ -125,8 +125,8 @@ def test_mpich():
     assert env.master_port == 29500
 
 
-def test_what_started_last_counts():
-    """torchrun under srun, mpirun whose daemons srun started on other hosts, mpiexec likewise, srun --mpi=pmi2."""
+def test_the_innermost_launcher_counts():
+    """torchrun under srun, mpirun or mpiexec whose daemons srun started on other hosts, srun --mpi=pmi2."""
     assert read_launcher_env({**SLURM, **OPEN_MPI, **HYDRA, **DEEPSPEED}).rank == 3
     mpirun = read_launcher_env({**SLURM, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
     assert (mpirun.rank, mpirun.world_size, mpirun.master_addr) == (3, 4, "node01")

@@ -34,7 +34,7 @@ class Ended:
 
 
 def end(process: subprocess.Popen[str], directory: Path) -> Ended:
-    """Waits for a world to end; nobody of it may be left."""
+    """Waits for a world to end; no process of it may be left."""
     out, err = read_to_the_end(process)
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -190,11 +190,11 @@ def test_a_stop_of_all_is_a_stop_of_the_run(tmp_path, number, expected):
 def test_a_stage_without_replica_halts_the_run_and_says_whom_it_has_lost(tmp_path):
     ended = run(tmp_path, faults=[[2, "step", 4, "kill"], [3, "step", 8, "kill"]])
     assert ended.code == 3 and len(ended.changes) == 1 and ended.steps == list(range(1, 8))
-    told = ended.err.splitlines()
-    assert told[0].startswith("the run can't go on: ") and "stage 1" in told[0]
+    lines = ended.err.splitlines()
+    assert lines[0].startswith("the run can't go on: ") and "stage 1" in lines[0]
     for rank, step in ((2, 4), (3, 8)):
-        assert f"rank {rank} (pp1 dp{rank - 2} tp0) was killed by SIGKILL in step {step}" in told
-        assert f"  log: {tmp_path / 'logs' / f'rank-{rank}.log'}" in told
+        assert f"rank {rank} (pp1 dp{rank - 2} tp0) was killed by SIGKILL in step {step}" in lines
+        assert f"  log: {tmp_path / 'logs' / f'rank-{rank}.log'}" in lines
     assert "RunEnded" in ended.logs[0] + ended.logs[1]
 
 

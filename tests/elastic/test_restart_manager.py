@@ -20,7 +20,7 @@ DIVERGED = RunOutcome(exit_code=6, message="training has diverged in step 9: ala
 
 
 class Run:
-    """One run in `folder`, and what its processes would tell."""
+    """One run in `folder`, and the records of its processes."""
 
     def __init__(self, folder, *, resume="never", max_restarts=3, launcher=None, skip=True):
         self.folder = folder
@@ -158,7 +158,7 @@ def test_after_a_launchers_restart_the_run_goes_on(tmp_path):
     assert second.start_instruction == StartInstruction(attempt=1, checkpoint=second.path(8), data={"read": 9})
     second.train(9, 12, save_at=(12,))
     second.report.publish({"event": "failure", "text": "rank 0 was killed"})
-    out = second.close(3)  # its end was not told any more
+    out = second.close(3)  # its end was not recorded
     assert "restart 1 from the checkpoint of step 8, 1 step lost, the data of step 9 is skipped: training has" in out
     third = launched(tmp_path, 2)
     assert third.start_instruction == StartInstruction(attempt=2, checkpoint=third.path(12))

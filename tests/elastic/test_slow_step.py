@@ -1,4 +1,4 @@
-"""When a step is overdue, and the survey that asks everybody."""
+"""When a step counts as slow, and the collection of a hang report."""
 
 from threading import Thread
 from typing import Any
@@ -29,7 +29,7 @@ def make_baseline(*step_s, rule=RULE):
         ((0.5, 0.5), 20.0),
         ((0.5, 0.5, 0.5), 5.0),
         ((0.1, 0.1, 0.1), 2.0),  # min_s
-        ((9.0, 0.5, 0.5, 0.5, 0.5), 5.0),  # the median: one slow step is no measure
+        ((9.0, 0.5, 0.5, 0.5, 0.5), 5.0),  # the median: one slow step does not count
     ],
 )
 def test_the_limit(steps, limit_s):
@@ -40,13 +40,13 @@ def test_the_limit(steps, limit_s):
         assert baseline.slow_step_s(100.0 + limit_s) == pytest.approx(limit_s)
 
 
-def test_it_is_told_again_when_the_wait_has_doubled():
+def test_it_is_reported_again_when_the_wait_has_doubled():
     baseline = make_baseline(0.5, 0.5, 0.5)
-    told = [now for now in range(101, 200) if baseline.slow_step_s(float(now)) is not None]
-    assert told == [105, 110, 120, 140, 180]
+    reports = [now for now in range(101, 200) if baseline.slow_step_s(float(now)) is not None]
+    assert reports == [105, 110, 120, 140, 180]
 
 
-def test_news_begin_the_wait_anew():
+def test_progress_restarts_the_wait():
     baseline = make_baseline(0.5, 0.5, 0.5)
     assert baseline.slow_step_s(105.0) is not None
     news: list[dict[str, Any]] = [{"kind": "step", "step_s": 5.0}]
@@ -70,26 +70,26 @@ def test_no_step_is_slow_before_training_begins():
 
 
 def test_a_hang_report_is_complete_when_all_have_answered_or_time_is_up():
-    def told(**fields):
+    def answer(**fields):
         return {"doing": "step 3, forward 1", "for_s": 4.0, "is_waiting": False, "what": "", "peers": [], **fields}
 
     hang_report = HangReport("why:", [0, 1, 4], {0: "pp0 dp0 tp0", 1: "pp0 dp1 tp0"}, 10.0)
-    hang_report.add(0, told(is_waiting=True, peers=[4], doing="step 3, receive gradient 1 <- (1, 0)"))
-    hang_report.add(9, told())  # was lost meanwhile
+    hang_report.add(0, answer(is_waiting=True, peers=[4], doing="step 3, receive gradient 1 <- (1, 0)"))
+    hang_report.add(9, answer())  # was lost meanwhile
     assert not hang_report.is_over(10.0 + STATUS_TIMEOUT_S / 2)
     assert hang_report.is_over(10.0 + STATUS_TIMEOUT_S)
-    hang_report.add(1, told())
+    hang_report.add(1, answer())
     assert hang_report.format().splitlines() == [
         "why:",
         "  rank 0 (pp0 dp0 tp0) [step 3, receive gradient 1 <- (1, 0)] 4.0 s waits for rank 4",
         "  rank 1 (pp0 dp1 tp0) [step 3, forward 1]                    4.0 s",
         "  rank 4               [-]                                          does not answer, blocks others",
     ]
-    hang_report.add(4, told())
+    hang_report.add(4, answer())
     assert hang_report.is_over(10.0)
 
 
-def test_a_worker_tells_what_its_own_thread_does():
+def test_a_worker_reports_what_its_main_thread_does():
     worker_status = WorkerStatusTracker()
     assert worker_status.report()["doing"] == "starting"
     token = AbortToken()
@@ -97,9 +97,9 @@ def test_a_worker_tells_what_its_own_thread_does():
     worker_status.begin("step", 7)
     worker_status.enter("all_reduce")
     with token.waiting("generation0/world", (0, 1)):
-        told = worker_status.report()
-    assert (told["doing"], told["is_waiting"], told["what"]) == ("step 7, all_reduce", True, "generation0/world")
-    assert told["peers"] == [0, 1] and 0 <= told["for_s"] < 60
+        status = worker_status.report()
+    assert (status["doing"], status["is_waiting"], status["what"]) == ("step 7, all_reduce", True, "generation0/world")
+    assert status["peers"] == [0, 1] and 0 <= status["for_s"] < 60
     assert not worker_status.report()["is_waiting"]
 
 

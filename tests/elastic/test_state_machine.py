@@ -313,15 +313,15 @@ def test_a_stage_without_replica_halts_at_once_and_only_once():
     agree(protocol)
     on_lost(protocol, 2)
     agree(protocol)
-    (halt,) = on_lost(protocol, 1)
-    assert isinstance(halt, StopRun)
-    assert halt.reason == "stage 0 has no replica left: lost pp0 dp1 tp0 (rank 1)"
+    (stop_run,) = on_lost(protocol, 1)
+    assert isinstance(stop_run, StopRun)
+    assert stop_run.reason == "stage 0 has no replica left: lost pp0 dp1 tp0 (rank 1)"
     assert on_lost(protocol, 3, 4, 5) == protocol.report(StateReport(rank=3, generation=2)) == []
 
 
 def test_a_range_without_holder_halts():
-    (halt,) = on_lost(started(), 0, 1)
-    assert halt == StopRun(
+    (stop_run,) = on_lost(started(), 0, 1)
+    assert stop_run == StopRun(
         reason="range 0 of the optimizer state of stage 0, tp 0 has no holder left: ranks 0 and 1 were lost"
     )
 
@@ -329,9 +329,9 @@ def test_a_range_without_holder_halts():
 def test_holders_are_those_of_the_committed_cut():
     protocol = started()
     on_lost(protocol, 0)
-    report_all(protocol)  # the new cut has two holders of everything, but nobody has confirmed it
-    (halt,) = on_lost(protocol, 1)
-    assert isinstance(halt, StopRun)
+    report_all(protocol)  # the new shard map has two holders of each range, but no member has confirmed it
+    (stop_run,) = on_lost(protocol, 1)
+    assert isinstance(stop_run, StopRun)
     again = started()
     on_lost(again, 0)
     agree(again)
@@ -360,8 +360,8 @@ def test_attempts_that_never_commit_end_the_run_too():
     for generation in range(MAX_CHANGES_WITHOUT_STEP):
         report_all(protocol)
         protocol.suspect(3, generation, "can't move")
-    (halt,) = report_all(protocol)
-    assert isinstance(halt, StopRun)
+    (stop_run,) = report_all(protocol)
+    assert isinstance(stop_run, StopRun)
 
 
 def test_steps_in_between_make_changes_worth_it():
@@ -580,7 +580,7 @@ class FollowsSlowest(MembershipProtocol):
 
 
 class FollowsUpdated(MembershipProtocol):
-    """Takes an entry for real only once somebody has updated by it."""
+    """Accepts an entry only once a worker has applied its update."""
 
     def _find_newest(self) -> StateReport:
         lead = max(self._reports.values(), key=lambda report: report.version)
@@ -602,21 +602,21 @@ class ContributesEarly(Model):
 
 
 class ReportsWhileRunning(Model):
-    """No seal: what a worker has reported still moves."""
+    """Omits the abort: a worker's state still changes after its report."""
 
     def leave_step(self, worker: Worker) -> Worker:
         return worker if worker.mode == RUN else super().leave_step(worker)
 
 
 class FreesEarly(Model):
-    """Old ranges are freed before everybody has confirmed."""
+    """Frees old ranges before all members have confirmed."""
 
     def after_confirm(self, worker: Worker) -> Worker:
         return worker._replace(held=worker.new)
 
 
 class UpdatesAgain(Model):
-    """Whoever has gradients in its hands updates, also a range that is at the record's version already."""
+    """Updates every range with gradients, even one that is already at the record's version."""
 
     def needs_update(self, worker: Worker) -> bool:
         return worker.has_gradients(worker.position)

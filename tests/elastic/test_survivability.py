@@ -100,7 +100,7 @@ def test_what_remains_is_a_replica_of_each_stage_and_a_holder_of_each_range(data
 
 @given(st.data())
 def test_a_tied_embedding_makes_no_loss_fatal(data: st.DataObject):
-    """Whatever is survived leaves a holder of each of its ranges: the verdict needs no word about them."""
+    """Every survived loss leaves a holder of each of its ranges: the check need not consider them."""
     grid, dead, settings = data.draw(losses(max_size=4))
     if decide(grid, dead, **settings).can_continue:
         assert not any(

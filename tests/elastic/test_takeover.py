@@ -20,14 +20,14 @@ pytestmark = pytest.mark.slow
 
 
 def end_all(processes: list[subprocess.Popen[str]], directory: Path) -> tuple[list[int], list[str], list[str]]:
-    """(exit code, stdout, stderr) of each; nobody of the world may be left."""
-    told = [read_to_the_end(process) for process in processes]
+    """Returns (exit codes, stdouts, stderrs); no process of the world may be left."""
+    outputs = [read_to_the_end(process) for process in processes]
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
-    return [process.returncode for process in processes], [out for out, _ in told], [err for _, err in told]
+    return [process.returncode for process in processes], [out for out, _ in outputs], [err for _, err in outputs]
 
 
 def metrics(directory: Path) -> tuple[list[int], list[dict]]:
-    """(steps, changes of membership) as told."""
+    """Returns (steps, changes of membership) as recorded."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "event" not in line]
     return steps, [line for line in lines if line.get("event") == "membership"]

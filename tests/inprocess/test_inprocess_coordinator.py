@@ -1,4 +1,4 @@
-"""The coordinator of a world of threads: the protocol from the seats' side, hangs that are told at once."""
+"""The coordinator of ranks that are threads: the membership clients' side of the protocol, hangs reported at once."""
 
 import time
 
@@ -25,7 +25,7 @@ def report_of(rank, state_generation=NO_GENERATION, iteration=0):
 
 
 def run_with_coordinator(body, *, dp_size=2, pp_size=1, zero_backups=1):
-    """body(rank, seat, table) on every rank; the results, and the table."""
+    """Runs body(rank, membership, coordinator) on every rank; returns the results and the coordinator."""
     grid = Grid.uniform(tp_size=1, pp_size=pp_size, dp_size=dp_size)
     world = ThreadWorld(len(grid.ranks))
     coordinator = ThreadCoordinator(world, grid, zero_stage=1, zero_backups=zero_backups)
@@ -66,7 +66,7 @@ def test_all_begin_together_and_end_together():
 
 
 def test_a_death_ends_the_generation_of_the_others_at_once():
-    """They wait for nothing of the table's: their generation's token tells them, with the reason."""
+    """They do not wait for the coordinator: their generation's token is aborted, with the reason."""
 
     def body(rank, membership, coordinator):
         pending = join(membership, rank)
@@ -111,11 +111,11 @@ def test_what_can_not_go_on_ends_every_wait_with_the_reason():
         with pytest.raises(RunEnded, match="range 1 of the optimizer state of stage 0, tp 0 has no holder left"):
             membership.finish()
             membership.next_generation(report_of(rank, state_generation=0))
-        return "told"
+        return "aborted"
 
     results, coordinator = run_with_coordinator(body, zero_backups=0)
     assert (
-        results == ["told", None]
+        results == ["aborted", None]
         and "elastic.zero_backups is 0" in coordinator.abort_reason
         and coordinator.run_token.aborted
     )
@@ -148,7 +148,7 @@ def test_who_is_asked_to_leave_departs_with_the_next_change():
 
 
 def test_a_recovery_that_hangs_is_told_at_once():
-    """Rank 1 waits for a message instead of reporting: nobody can move, and the table of waits says who is where."""
+    """Rank 1 waits for a message instead of reporting: no rank can go on, and the hang report names the waits."""
 
     def body(rank, membership, coordinator):
         join(membership, rank)

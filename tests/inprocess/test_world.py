@@ -1,4 +1,4 @@
-"""Ranks as threads: collectives, messages, deadlocks that are told, deaths on order."""
+"""Ranks as threads: collectives, messages, deadlock reports, injected deaths."""
 
 import threading
 import time
@@ -100,7 +100,7 @@ def test_a_rank_may_run_ahead_of_its_peers_by_several_calls():
 
     world = ThreadWorld(2)
     assert run_threads(2, body, world=world) == [[1.0, 3.0, 5.0, 7.0]] * 2
-    assert not world._collectives  # what everybody has read is thrown away
+    assert not world._collectives  # results that all ranks have read are dropped
 
 
 def test_messages_keep_their_order_and_their_content():
@@ -274,7 +274,7 @@ def test_the_first_real_error_is_raised_and_no_thread_stays():
 
 
 def test_a_world_with_a_coordinator_survives_a_death():
-    """Nobody's token is aborted by the world: whoever watches over it has been told. The dead rank's result is None."""
+    """The world aborts no token, because a coordinator handles deaths. The dead rank's result is None."""
     world = ThreadWorld(3)
     world.tolerates_deaths = True
 
@@ -301,7 +301,7 @@ def test_even_there_a_defect_is_everybodys():
 
 
 def test_a_rank_that_has_died_is_no_longer_waited_for():
-    """Without it nobody can move: a hang after a death is a deadlock, told at once."""
+    """Without it no rank can go on: a hang after a death is a deadlock, reported at once."""
     world = ThreadWorld(2)
     world.tolerates_deaths = True
 

@@ -65,7 +65,7 @@ class Folder:
     def losses(self, name: str) -> list[float]:
         lines = [json.loads(line) for line in (self.path / name / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if "event" not in line]
-        assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1)), "a step is missing, or told twice"
+        assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1)), "a step is missing, or recorded twice"
         return [line["loss"] for line in steps] + [line["loss"] for line in lines if line.get("event") == "evaluation"]
 
     def check_run(self, name: str, faults: list[dict]) -> None:

@@ -1,4 +1,4 @@
-"""--preflight: four steps, a save, two resumes, a verdict, and only then the run; as people run it."""
+"""--preflight: four steps, a save, two resumes, a comparison, and only then the run; with the real command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_difference_ends_it_before_the_run(config_file, tmp_path, monkeypatch,
 
 
 def corrupt_weight(checkpoint):
-    """Changes the first weight of a file; nobody verifies after the save."""
+    """Changes the first weight of a file, which is not verified after the save."""
     shard = next(checkpoint.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[8 + int.from_bytes(data[:8], "little")] ^= 1

@@ -38,7 +38,7 @@ def restarting(most=3, every=2, **fields):
 
 def losses(run):
     lines = metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or told twice"
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or recorded twice"
     return [line["loss"] for line in lines]
 
 
@@ -61,9 +61,10 @@ def test_two_fatal_kills_and_the_curve_is_the_undisturbed_one(config_file, tmp_p
     assert first["step"] < 6 and second["step"] < 11  # how far the writing of checkpoints was is a matter of time
     assert "restart 1 of 3 in 0.1 s from " in out and "restart 2 of 3 in 0.1 s from " in out
     assert "lost: the run can't go on: stage 1 has no replica left: lost pp1 dp0 tp0 (rank 1); rank 1 (" in out
-    told, lost = summary(run), read_metrics(run / "lost-steps.jsonl")
-    assert (told["restarts"], told["lost_steps"], told["steps"]) == (2, len([x for x in lost if "event" not in x]), 14)
-    assert 0 < told["productive_s"] < told["wall_s"] and told["uptime"] == told["productive_s"] / told["wall_s"]
+    found, lost = summary(run), read_metrics(run / "lost-steps.jsonl")
+    num_lost = len([line for line in lost if "event" not in line])
+    assert (found["restarts"], found["lost_steps"], found["steps"]) == (2, num_lost, 14)
+    assert 0 < found["productive_s"] < found["wall_s"] and found["uptime"] == found["productive_s"] / found["wall_s"]
     assert "uptime (productive / wall)" in out and "Traceback" not in out + err
 
 

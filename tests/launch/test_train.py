@@ -167,7 +167,7 @@ def test_an_empty_corpus(config_file, tmp_path):
 
 @pytest.mark.full
 def test_a_taken_port(config_file):
-    """A launcher without a store of its own names a port; somebody else listens there."""
+    """A launcher without a store of its own names a port on which another process listens."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         done = subprocess.run(

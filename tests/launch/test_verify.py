@@ -1,4 +1,4 @@
-"""launch/verify.py: layouts of a person's own run are compared with one process, and what differs is named."""
+"""launch/verify.py: layouts of a user's own run are compared with one process, and what differs is named."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_wrong_gradient_is_found_and_named(arguments: list[str], capsys, monke
 
 @pytest.mark.full
 def test_ranks_that_disagree_are_a_finding(arguments: list[str], capsys, monkeypatch):
-    """Norms under sequence parallelism see a part of the tokens each, and nobody adds their gradients up."""
+    """Norms under sequence parallelism see a part of the tokens each, and their gradients are not summed."""
     make_stage = verify.make_stage
 
     def make_forgetful_stage(config, layers, tp, device):

@@ -1,4 +1,4 @@
-"""Headers: what is packed is unpacked, what differs is told."""
+"""Headers: packing is invertible, differences are reported."""
 
 import dataclasses
 

@@ -112,7 +112,7 @@ def test_messages_come_in_the_order_of_the_sends(connect):
 
 
 def test_three_ranks_in_a_ring_and_back(connect):
-    """Every ordered pair has its own slots: nobody's messages meet another's."""
+    """Every ordered pair has its own slots, which no other pair uses."""
     links = connect(3)
     for step in range(5):
         for rank in range(3):
