@@ -34,7 +34,7 @@ from parallel3d.data.build import build_evaluation_lanes, build_reader, open_run
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import ConfigError, UserError
 from parallel3d.inprocess.harness import run_in_threads
-from parallel3d.inprocess.memory import available_bytes, estimate_bytes
+from parallel3d.inprocess.memory_estimate import available_bytes, estimate_bytes
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankContext, Transports

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from parallel3d.inprocess.group import Collective, ThreadGroup
-from parallel3d.inprocess.links import ThreadLinks
 from parallel3d.inprocess.scheduler import RankDied, ThreadScheduler
+from parallel3d.inprocess.thread_group import Collective, ThreadGroup
+from parallel3d.inprocess.thread_links import ThreadLinks
 from parallel3d.parallel.group import Group, SoloGroup
 from parallel3d.parallel.p2p_messages import Header
 

@@ -3,7 +3,7 @@
 Pipeline stages send each other activations and gradients, replicas of a stage send reduced gradients and optimizer
 state. `Links` is the transport's interface: each ordered pair of ranks has a fixed number of slots, a send takes one
 and does not wait for the receiver, and messages arrive in the order of the sends. Implementations: sockets
-(p2p_sockets.py) and threads of one process (inprocess/links.py).
+(p2p_sockets.py) and threads of one process (inprocess/thread_links.py).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from parallel3d.worker.device import choose_device, choose_num_threads, init_dev
 from parallel3d.worker.fault_injection import corrupt_weight
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.network import SocketNetwork
-from parallel3d.worker.reporting import RunReport
+from parallel3d.worker.run_report import RunReport
 
 OpenInitialWeights = Callable[[Config], InitMethod | None]
 """Opens the weights that a run starts from; None: random ones."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.errors import GenerationEnded
-from parallel3d.inprocess.group import ThreadGroup
+from parallel3d.inprocess.thread_group import ThreadGroup
 from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,

@@ -2,7 +2,7 @@
 
 A thread of the launcher's process (of rank 0's guardian under torchrun), never of a worker. One thread owns all state
 and waits in one selector, so there are no locks; records go to the reporter's own thread, so that a slow disk never
-delays an abort. The membership protocol (pure) decides about losses; membership.py carries that out.
+delays an abort. The membership protocol (pure) decides about losses; membership_manager.py carries that out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parallel3d.elastic.coordinator.connections import Connection, ConnectionSer
 from parallel3d.elastic.coordinator.drains import DrainQueue
 from parallel3d.elastic.coordinator.kv_store import OPS as KV_STORE_OPS
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
-from parallel3d.elastic.coordinator.membership import OPS as MEMBERSHIP_OPS
-from parallel3d.elastic.coordinator.membership import MembershipManager
+from parallel3d.elastic.coordinator.membership_manager import OPS as MEMBERSHIP_OPS
+from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.run_status import RunOutcome, RunStatus
 from parallel3d.elastic.coordinator.shutdown import Shutdown
 from parallel3d.elastic.coordinator.slow_step import HangReporter

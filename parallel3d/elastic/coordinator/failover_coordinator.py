@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel3d.elastic.coordinator.connections import Connection
 from parallel3d.elastic.coordinator.coordinator import Coordinator
-from parallel3d.elastic.coordinator.membership import MembershipManager
+from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord
