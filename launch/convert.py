@@ -62,7 +62,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     to_hf.add_argument("--tokenizer", type=Path, metavar="FILE", help="a SentencePiece model in place of the run's own")
     to_hf.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (5)")
     from_hf = command("from-hf", run_import, "Make a checkpoint of weights alone of a Hugging Face folder.")
-    from_hf.add_argument("source", type=Path, metavar="FOLDER", help="Llama, Qwen2 or GPT-2 in safetensors files")
+    from_hf.add_argument(
+        "source", type=Path, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
+    )
     from_hf.add_argument("target", type=Path, metavar="CHECKPOINT", help="the new checkpoint")
     for added in (to_hf, from_hf):
         added.add_argument("--dtype", choices=FORMATS, default="keep", help="format of the weights (keep: as they are)")
