@@ -23,6 +23,7 @@ from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
+from parallel3d.config.warmup_builder import check_length_function
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.restart_policy import RestartPolicy
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.preflight and (code := preflight(options, env)):
             return code
+        check_length_function(config)
         return train(resolve_initial_weights(config), env, title=Path(options.config).stem)
     except UserError as error:
         if env is None or env.local_rank == 0:  # once per host

@@ -20,6 +20,10 @@ EXIT_DIVERGED = 6
 """A run's exit code when training has diverged."""
 
 
+MAX_PROBLEMS = 50
+"""Problems that one message lists."""
+
+
 class Parallel3dError(Exception):
     """The base of the project's exceptions."""
 
@@ -44,7 +48,14 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.rule}. {self.fix}"
+        field, value = shorten(self.field), shorten(repr(self.value))
+        rule, fix = shorten(self.rule, 1000), shorten(self.fix, 1000)
+        return f"{field} = {value}: {rule}. {fix}"
+
+
+def shorten(text: str, most: int = 200) -> str:
+    """Returns `text`, cut after `most` characters: messages quote what they are about, however long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 class ConfigError(UserError):
@@ -52,7 +63,9 @@ class ConfigError(UserError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
-        lines = "\n".join(f"  - {problem}" for problem in problems)
+        lines = "\n".join(f"  - {problem}" for problem in problems[:MAX_PROBLEMS])
+        if len(problems) > MAX_PROBLEMS:
+            lines += f"\n  ... and {len(problems) - MAX_PROBLEMS:,} more"
         super().__init__(f"the configuration has {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n{lines}")
 
 

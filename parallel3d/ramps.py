@@ -1,4 +1,4 @@
-"""Values that follow the run's progress, in updates or in tokens trained: the learning rate now.
+"""The learning rate as a function of the run's progress, in updates or in tokens trained.
 
 A ramp rises linearly over its warmup, stays at its peak until the decay begins, and decays until it ends::
 
@@ -9,9 +9,9 @@ A ramp rises linearly over its warmup, stays at its peak until the decay begins,
            0  warmup  decay_begin  decay_end
 
 Warmup and decay each have their own unit. GPT-3 counts both in tokens; "Sequence Length Warmup" (Li et al. 2022,
-section 5.1) warms up over updates, since short sequences would stretch a warmup in tokens, and decays over tokens, so
-that runs with other lengths have the same learning rate after the same number of tokens. Where the two overlap the
-lower counts.
+section 5.1) warms up over updates, since short sequences would prolong a warmup in tokens, and decays over tokens, so
+that runs with other lengths have the same learning rate after the same number of tokens. Where the two overlap, the
+lower value applies.
 
 Two forms of decay reach `min_ratio`:
 
@@ -52,7 +52,7 @@ class LrSchedule:
     warmup_unit: LrUnit = "updates"
     decay_begin: int = 0
     decay_end: int = 0
-    """No shape but the constant holds its peak beyond this, even if it has not begun."""
+    """End of the decay. Every shape but constant is at its lowest from here on, even if decay_begin is later."""
     decay_unit: LrUnit = "updates"
     min_ratio: float = 0.0
     decay_form: Literal["floor", "clamp"] = "floor"

@@ -1,17 +1,17 @@
-"""How long sequences are and how many a step has, as functions of what lies behind the step. Pure.
+"""Schedules of sequence length and batch size, as functions of the steps and tokens before a step. Pure.
 
 Sequence-length warmup (Li, Zhang and He 2022, "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup
-for Training GPT Models") begins with short sequences, batch-size warmup (GPT-3) with few. Both are a pace: a value at
-each position, a position being the number of the step, or of the step's first token, counted from 1.
+for Training GPT Models") starts with short sequences, batch-size warmup (GPT-3) with few. Each is a size schedule: a
+value for each position, where the position is the number of the step, or of the step's first token, counted from 1.
 
-    Polynomial    first + (last - first) * min(position / duration, 1) ** exponent, down to a multiple: linear and root
-    Discrete    sizes[i] up to position until[i], the last one ever after: Shortformer has two
-    Periodic     the same over and over: the paper's Figure 2
-    Adaptive  a multiple more while the validation perplexity stays near its best
-    Custom    a function of the user's
+    Polynomial  first + (last - first) * min(position / duration, 1) ** exponent, down to a multiple: linear and root
+    Discrete    sizes[i] up to position until[i], then the last one: Shortformer has two
+    Periodic    sizes[i] in a cycle: the paper's Figure 2
+    Adaptive    one multiple more while the validation perplexity stays near its best
+    Custom      a function of the user's
 
-The paper's root has the exponent itself, DeepSpeed's `root_degree` its inverse. Polynomial and Discrete equal
-DeepSpeed's curriculum scheduler at every position, whose first step is 1 too.
+The paper's root takes the exponent itself, DeepSpeed's `root_degree` is its inverse. Polynomial and Discrete equal
+DeepSpeed's curriculum scheduler at every position; its first step is 1, too.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SizeUnit = Literal["steps", "tokens"]
 
 
 class SizeSchedule(Protocol):
-    """A size that follows the run."""
+    """A size as a function of the position in the run."""
 
     def at(self, position: int) -> int:
-        """The value at `position`, 1 being the first."""
+        """Returns the value at `position`; the first position is 1."""
 
     def constant_until(self, position: int) -> float:
-        """A position up to and with which the value stays as it is at `position`; infinite if it never changes."""
+        """Returns a position up to which (inclusive) the value is that at `position`; infinity if it never changes."""
 
     def values(self) -> tuple[int, ...]:
-        """All values that it may take, in increasing order; empty where nobody knows."""
+        """Returns all possible values, in increasing order; empty if they are unknown."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial:
-    """From `first` to `last`, both multiples of `multiple`, which are reached at position `over`."""
+    """From `first` to `last`, both multiples of `multiple`; `last` is reached at position `duration`."""
 
     first: int
     last: int
@@ -81,7 +81,7 @@ class Polynomial:
 
 @dataclass(frozen=True, kw_only=True)
 class Discrete:
-    """`sizes[i]` up to and with position `until[i]`; one size more than ends."""
+    """`sizes[i]` up to and including position `until[i]`; one more size than ends."""
 
     sizes: tuple[int, ...]
     until: tuple[int, ...]
@@ -98,7 +98,7 @@ class Discrete:
 
 @dataclass(frozen=True, kw_only=True)
 class Periodic:
-    """`sizes[i]` up to and with position `until[i]`, then again from the start; as many sizes as ends."""
+    """`sizes[i]` up to and including position `until[i]`, in a cycle; as many sizes as ends."""
 
     sizes: tuple[int, ...]
     until: tuple[int, ...]
@@ -119,7 +119,7 @@ class Periodic:
 
 @dataclass(frozen=True, kw_only=True)
 class Custom:
-    """The user's function of the position; what it gives is checked."""
+    """A function of the user's, whose values are checked."""
 
     function: Callable[[int], int]
     name: str
@@ -127,11 +127,16 @@ class Custom:
     multiple: int
 
     def at(self, position: int) -> int:
-        """UserError where the function gives no multiple of `multiple` between that and `last`."""
-        value = self.function(position)
+        """Raises UserError unless the function returns a multiple of `multiple` between that and `last`."""
+        try:
+            value = self.function(position)
+        except Exception as error:  # whatever the user's function raises
+            raise UserError(
+                f"warmup.sequence_length.function = {self.name!r}: raised {type(error).__name__} at {position}: {error}"
+            ) from error
         if type(value) is not int or not 0 < value <= self.last or value % self.multiple:
             raise UserError(
-                f"warmup.sequence_length.function = {self.name!r}: gives {value!r} for {position}, and a length must be"
+                f"warmup.sequence_length.function = {self.name!r}: returned {value!r} at {position}: a length must be"
                 f" a multiple of {self.multiple} from {self.multiple} to {self.last}"
             )
         return value
@@ -145,8 +150,8 @@ class Custom:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
-    """A multiple longer after each evaluation whose perplexity is at most `tolerance` x the best one before, a multiple
-    shorter (or as long as it is) after any other.
+    """One multiple longer after each evaluation whose perplexity is at most `tolerance` x the previous best, otherwise
+    one multiple shorter (or the same).
 
     The rule is ours: the paper tried pacing by losses, gives no formula, and calls 1.3 x the best perplexity a
     significant fluctuation. Evaluations are the same on all ranks, so lengths are.
@@ -171,7 +176,7 @@ class Adaptive:
         return tuple(range(self.first, self.last + 1, self.multiple))
 
     def after_evaluation(self, loss: float) -> Adaptive:
-        """The pace once an evaluation has given `loss`."""
+        """Returns the schedule after an evaluation with the loss `loss`."""
         is_near = isfinite(loss) and (self.best_loss == inf or loss - self.best_loss <= log(self.tolerance))
         change = self.multiple if is_near else -self.multiple if self.shrinks else 0
         value = min(max(self.value + change, self.first), self.last)
@@ -180,13 +185,13 @@ class Adaptive:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What a step trains on."""
+    """Shape of one step's batch."""
 
     num_sequences: int
-    """The first so many slots; the other lanes stand still."""
+    """Number of slots in use, from the first one; the other lanes don't advance."""
     sequence_length: int
     read_length: int
-    """Tokens that each of these lanes moves on by: what is beyond the sequence's length is dropped."""
+    """Tokens by which each of these lanes advances; those beyond sequence_length are dropped."""
 
     @property
     def num_tokens(self) -> int:
@@ -207,10 +212,10 @@ class BatchShapeSchedule:
     """Sequences of a step."""
     size_unit: SizeUnit = "steps"
     read_length: int | None = None
-    """Tokens that a lane moves on by, whatever is trained on; None: what is trained on, so that nothing is dropped."""
+    """Tokens by which a lane advances each step. None: by those trained on, so that none are dropped."""
 
     def shape(self, steps: int, tokens: int) -> BatchShape:
-        """Of the step before which lie `steps` steps with `tokens` target tokens."""
+        """Returns the shape of the step after `steps` steps with `tokens` target tokens."""
         first = {"steps": steps + 1, "tokens": tokens + 1}
         length = self.length.at(first[self.length_unit])
         return BatchShape(
@@ -220,7 +225,7 @@ class BatchShapeSchedule:
         )
 
     def num_steps_of_same_shape(self, steps: int, tokens: int) -> float:
-        """How many steps, the next one included, surely have the shape of the next one; infinite if all have."""
+        """Returns how many steps from the next one on are sure to have its shape; infinity if all do."""
         shape, counts = self.shape(steps, tokens), []
         for size_schedule, unit in ((self.length, self.length_unit), (self.size, self.size_unit)):
             done, per_step = {"steps": (steps, 1), "tokens": (tokens, shape.num_tokens)}[unit]
@@ -229,20 +234,21 @@ class BatchShapeSchedule:
         return min(counts)
 
     def after_evaluation(self, loss: float | None) -> BatchShapeSchedule:
-        """The pacing once the evaluation after a step has given `loss`; None: there was no text to evaluate on."""
+        """Returns the schedule after an evaluation with the loss `loss`; None: there was no text to evaluate on."""
         if loss is None or not isinstance(self.length, Adaptive):
             return self
         return replace(self, length=self.length.after_evaluation(loss))
 
     def to_json(self) -> dict[str, Any] | None:
-        """What evaluations have made of it; None where they play no part."""
+        """Returns the state that evaluations have changed; None for schedules that don't depend on them."""
         if not isinstance(self.length, Adaptive):
             return None
         best_loss = self.length.best_loss if isfinite(self.length.best_loss) else None
         return {"length": self.length.value, "best_loss": best_loss}
 
     def resumed(self, saved: dict[str, Any] | None) -> BatchShapeSchedule:
-        """This pacing, where evaluations had led the run that wrote `saved`; as it is where they had not."""
+        """Returns this schedule in the state that `saved` describes; unchanged if either doesn't depend on
+        evaluations."""
         if saved is None or not isinstance(self.length, Adaptive):
             return self
         value = min(max(saved["length"], self.length.first), self.length.last)
@@ -252,25 +258,26 @@ class BatchShapeSchedule:
 
 
 CONSTANT_SHAPE = BatchShapeSchedule()
-"""Of a state from which no batch is made."""
+"""For states from which no batch is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """How long a run is."""
+    """Length of a run."""
 
     num_steps: int
     num_tokens: int
-    """Target tokens, of all its steps."""
+    """Target tokens of all steps."""
     num_dropped_tokens: int = 0
     first_full_step: int | None = None
-    """The first step of which the shape is that of all later ones; None: there is none."""
+    """The first step with the same shape as all later ones; None: there is none."""
 
 
 def compute_run_length(
     shape_schedule: BatchShapeSchedule, *, num_steps: int | None, num_tokens: int | None
 ) -> RunLength:
-    """Of the run that `num_steps` or `num_tokens` ends, whichever is reached first; not for an adaptive pacing."""
+    """Returns the length of the run that ends at `num_steps` or `num_tokens`, whichever comes first; not for
+    Adaptive."""
     steps = tokens = dropped = 0
     first_full_step = None
     while True:

@@ -85,7 +85,7 @@ def test_growth_rises_in_steps_to_its_end_and_stays(size_schedule, position, fur
 def test_what_a_function_gives_is_checked():
     size_schedule = Custom(function=lambda t: 8 * t, name="mine:lengths", last=32, multiple=8)
     assert [size_schedule.at(t) for t in range(1, 5)] == [8, 16, 24, 32]
-    with pytest.raises(UserError, match="'mine:lengths': gives 40 for 5, .* multiple of 8 from 8 to 32"):
+    with pytest.raises(UserError, match="'mine:lengths': returned 40 at 5: .* multiple of 8 from 8 to 32"):
         size_schedule.at(5)
     for wrong in (0, -8, 12, 8.0, None, True):
         with pytest.raises(UserError, match="multiple of 8"):

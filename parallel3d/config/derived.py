@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel3d.config.schema import BatchConfig, CheckpointConfig, Config, LossScaleConfig, ModelConfig, ParallelConfig
+from parallel3d.config.schema import CheckpointConfig, Config, LossScaleConfig, ModelConfig
+from parallel3d.config.sections.batch import batch_sizes as batch_sizes
+from parallel3d.config.sections.parallel import replicas_in_world as replicas_in_world
 from parallel3d.config.specs.policies import POLICY_SPECS
 from parallel3d.config.specs.update_rules import has_exp_avg_sq
 from parallel3d.config.warmup_builder import run_length, warmup_warnings
@@ -112,29 +114,9 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 6 * num_matmul_parameters(model) + attention
 
 
-def batch_sizes(batch: BatchConfig) -> tuple[int, int, int]:
-    """(global_batch_size, micro_batch_size, num_micro_batches), the missing one derived; two at least must be given."""
-    total, micro, count = batch.global_batch_size, batch.micro_batch_size, batch.num_micro_batches
-    if micro is not None and count is not None:
-        return (micro * count if total is None else total), micro, count
-    assert total is not None, "batch_sizes needs two of the three sizes"
-    if micro is not None:
-        return total, micro, total // micro
-    assert count is not None, "batch_sizes needs two of the three sizes"
-    return total, total // count, count
-
-
 def tokens_per_step(config: Config) -> int:
     """Tokens of one iteration over all replicas."""
     return batch_sizes(config.batch)[0] * config.batch.sequence_length
-
-
-def replicas_in_world(parallel: ParallelConfig, world_size: int | None) -> tuple[int, ...]:
-    """Replicas of each stage when `world_size` ranks take part (None: the configuration decides, 1 by default)."""
-    if parallel.stage_replicas is not None:
-        return tuple(parallel.stage_replicas)
-    left = 1 if world_size is None else max(1, world_size // (parallel.tp_size * parallel.pp_size))
-    return (parallel.dp_size or left,) * parallel.pp_size
 
 
 def stage_replicas(config: Config) -> tuple[int, ...]:

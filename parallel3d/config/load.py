@@ -1,12 +1,12 @@
-"""From a JSON file and `section.field=value` overrides to a checked configuration.
+"""Loads a configuration from a JSON file and `section.field=value` overrides, and checks it.
 
     load_config -> Config as written, all its mistakes reported at once
     resolve     -> Config with every derivable null filled in, for a given number of ranks
     dump_config -> JSON that loads to the same Config
 
-Mistakes of form (schema.py) and broken rules between fields (rules.py) end in one ConfigError. So that one does
-not hide the other, fields with mistakes are replaced by something valid, and only the rules that read none of these
-fields are checked.
+Malformed fields (schema.py) and broken rules between fields (rules.py) are reported in one ConfigError. So that one
+does not hide the other, malformed fields are replaced by valid values, and the rules that read such a field are
+skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -23,21 +23,27 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
-from parallel3d.config.rules import broken_rules, expand_home
+from parallel3d.config.rules import broken_rules
 from parallel3d.config.schema import Config
-from parallel3d.config.sections.base import Section
-from parallel3d.config.sections.warmup import CurriculumLearning
-from parallel3d.config.warmup_builder import length_warmup, num_steps
-from parallel3d.errors import ConfigError, Problem
+from parallel3d.config.sections.base import Section, expand_home
+from parallel3d.config.sections.curriculum import CurriculumLearning
+from parallel3d.config.warmup_builder import length_warmup, needs_user_code, num_steps
+from parallel3d.errors import ConfigError, Problem, shorten
 
 CACHE_DIRECTORY = "~/.cache/parallel3d"
+MAX_DEPTH = 32
+"""Nested lists and objects in a value; the schema itself nests 7."""
+MAX_INTEGER = 2**128
+"""Larger integers overflow the floats that are computed from them."""
+MAX_NAME = 100
+"""Characters of a mistyped name that are compared with the right ones."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
-    """The configuration in `path`, changed by `overrides`; raises one ConfigError with all that is wrong with it.
+    """Returns the configuration in `path`, changed by `overrides`; raises one ConfigError with all its problems.
 
-    An override is `section.field=value`, its value JSON or, failing that, a plain string. A `$schema` entry in the file
-    is for editors and is left out.
+    An override is `section.field=value`; a value that isn't JSON is a plain string. A `$schema` entry in the file is
+    for editors and is ignored.
     """
     raw = _read(Path(path))
     raw.pop("$schema", None)
@@ -50,53 +56,58 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, world_size: 
 
 
 def check_config(config: Config, world_size: int | None = None) -> None:
-    """Raises one ConfigError with all broken rules between fields; `world_size` None leaves the ranks to the config."""
+    """Raises one ConfigError with all broken rules between fields. If `world_size` is None, the config sets the
+    ranks."""
     if problems := list(broken_rules(config, world_size, set())):
         raise ConfigError(problems)
 
 
 def resolve(config: Config, *, config_path: str | Path, world_size: int | None = None) -> Config:
-    """The configuration with every null filled in that the other fields, the file's name and the ranks decide.
+    """Checks the configuration and fills in every null that follows from other fields, the file's name and the ranks.
 
-    Checks it on the way. What the machine or the corpus decides stays null: run.threads_per_rank, run.evaluate_every,
-    data.document_chars, data.tokenizer.path, parallel.layers_per_stage. A leading ~ in a path becomes the home folder.
+    What depends on the machine, the corpus or a function of the user's stays null: run.threads_per_rank,
+    run.evaluate_every, data.document_chars, data.tokenizer.path, parallel.layers_per_stage; lr_schedule.decay_steps if
+    counting the steps would call warmup.sequence_length.function. A leading ~ in a path becomes the home folder.
     """
     check_config(config, world_size)
     raw = config.model_dump()
-    model, parallel, batch, lr_schedule, data, run = (
-        raw[name] for name in ("model", "parallel", "batch", "lr_schedule", "data", "run")
-    )
+    model, parallel, batch, lr_schedule = (raw[name] for name in ("model", "parallel", "batch", "lr_schedule"))
     sizes = derived.batch_sizes(config.batch)
     batch["global_batch_size"], batch["micro_batch_size"], batch["num_micro_batches"] = sizes
     model |= derived.resolved_model(config.model).model_dump()
     model["max_position_embeddings"] = config.model.max_position_embeddings or config.batch.sequence_length
     if parallel["stage_replicas"] is None:
         parallel["dp_size"] = derived.replicas_in_world(config.parallel, world_size)[0]
-    run["directory"] = expand_home(run["directory"] or f"runs/{Path(config_path).stem}")
+    tokenizer, warmup = raw["data"]["tokenizer"], raw["warmup"]
+    tokenizer["vocab_size"] = tokenizer["vocab_size"] or model["vocab_size"]
+    if config.curriculum_learning.enabled:
+        warmup["sequence_length"] = length_warmup(config).model_dump()
+        raw["curriculum_learning"] = CurriculumLearning().model_dump()
+    warmup["batch_size"]["increment"] = warmup["batch_size"]["increment"] or batch["micro_batch_size"]
+    if lr_schedule["decay_tokens"] is None and lr_schedule["decay_steps"] is None and not needs_user_code(config):
+        last_step = num_steps(Config.model_validate(raw))
+        lr_schedule["decay_steps"] = max(last_step, lr_schedule["warmup_steps"])
+    _resolve_paths(raw, Path(config_path).stem)
+    return Config.model_validate(raw)
+
+
+def _resolve_paths(raw: dict[str, Any], name: str) -> None:
+    """Fills in the folders of the run called `name`, and replaces a leading ~ in all paths."""
+    data, run, checkpoint, tokenizer = raw["data"], raw["run"], raw["checkpoint"], raw["data"]["tokenizer"]
+    run["directory"] = expand_home(run["directory"] or f"runs/{name}")
     run["resume"] = expand_home(run["resume"])
     run["initialize_from"] = run["initialize_from"] and expand_home(run["initialize_from"])
-    raw["checkpoint"]["directory"] = expand_home(raw["checkpoint"]["directory"] or f"{run['directory']}/checkpoints")
+    checkpoint["directory"] = expand_home(checkpoint["directory"] or f"{run['directory']}/checkpoints")
     data["cache_directory"] = expand_home(data["cache_directory"] or CACHE_DIRECTORY)
     data["sources"] = [expand_home(source) for source in data["sources"]]
     if data["blend"]:
         sources = data["blend"]["sources"]
         data["blend"]["sources"] = {name: [expand_home(path) for path in paths] for name, paths in sources.items()}
-    tokenizer = data["tokenizer"]
-    tokenizer["vocab_size"] = tokenizer["vocab_size"] or model["vocab_size"]
     tokenizer["path"] = tokenizer["path"] and expand_home(tokenizer["path"])
-    warmup = raw["warmup"]
-    if config.curriculum_learning.enabled:
-        warmup["sequence_length"] = length_warmup(config).model_dump()
-        raw["curriculum_learning"] = CurriculumLearning().model_dump()
-    warmup["batch_size"]["increment"] = warmup["batch_size"]["increment"] or batch["micro_batch_size"]
-    if lr_schedule["decay_tokens"] is None:
-        last_step = num_steps(Config.model_validate(raw))
-        lr_schedule["decay_steps"] = lr_schedule["decay_steps"] or max(last_step, lr_schedule["warmup_steps"])
-    return Config.model_validate(raw)
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as JSON, all fields written out."""
+    """Returns the configuration as JSON, with all fields."""
     return config.model_dump_json(indent=2) + "\n"
 
 
@@ -104,7 +115,7 @@ def dump_config(config: Config) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's JSON object."""
+    """Returns the file's JSON object."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
     except OSError as error:
@@ -115,20 +126,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
     except json.JSONDecodeError as error:
         where = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        raise _file_error(path, where, "Mend it there, or just before") from error
+        raise _file_error(path, where, "Fix the syntax at or just before this position") from error
+    except RecursionError as error:
+        raise _file_error(path, "is nested too deeply", f"Nest at most {MAX_DEPTH} lists or objects") from error
     except ValueError as error:  # bytes that are not UTF-8, repeated names
-        raise _file_error(path, f"is not a configuration: {error}", "Mend the file") from error
+        raise _file_error(path, f"is not a configuration: {error}", "Correct the file") from error
     if not isinstance(raw, dict):
-        raise _file_error(path, "holds no JSON object", "Begin it with { and the sections in it")
+        raise _file_error(path, "must be a JSON object", "Put the sections in { and }")
     return raw
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, refused when a name stands in it twice: JSON itself would keep the last and say nothing."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+    """Returns a JSON object; raises ValueError for a repeated name, of which JSON itself keeps the last."""
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{shorten(repr(name))} appears twice in one object")
+        result[name] = value
     return result
 
 
@@ -137,26 +151,32 @@ def _file_error(path: Path, rule: str, fix: str) -> ConfigError:
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> Iterator[Problem]:
-    """Sets one field in `raw`; names that do not exist are found out by the schema."""
+    """Sets one field in `raw`. The schema reports names that don't exist."""
     field, equals, text = override.partition("=")
     *sections, name = field.split(".")
     if not equals:
-        yield Problem(field=field, value="", rule="an override is section.field=value", fix="Put a value after an =")
+        yield Problem(field=field, value="", rule="must have the form section.field=value", fix="Add = and a value")
         return
     node = raw
     for depth, section in enumerate(sections, start=1):
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             prefix = ".".join(sections[:depth])
-            yield Problem(field=field, value=text, rule=f"{prefix} has no fields", fix=f"Set {prefix} itself")
+            yield Problem(
+                field=field, value=text, rule=f"doesn't exist: {prefix} is not a section", fix=f"Set {prefix} itself"
+            )
             return
     try:
         node[name] = json.loads(text)
     except ValueError:
         node[name] = text
+    except RecursionError:
+        yield Problem(
+            field=field, value=text, rule="is nested too deeply", fix=f"Nest at most {MAX_DEPTH} lists or objects"
+        )
 
 
-# --- mistakes of form -------------------------------------------------------------------------------------------------
+# --- malformed fields -------------------------------------------------------------------------------------------------
 
 
 class _Missing:
@@ -165,32 +185,77 @@ class _Missing:
 
 
 def _parse(raw: dict[str, Any]) -> tuple[Config, list[Problem], set[str]]:
-    """The configuration, its mistakes of form, and the fields that hold a stand-in because of these."""
+    """Returns the configuration, the problems of malformed fields, and the fields that were replaced because of
+    them."""
     required = {name for name, field in Config.model_fields.items() if field.is_required()}
-    repaired = {name: {} for name in required} | copy.deepcopy(raw)  # names each missing field, not their section
-    problems: list[Problem] = []
+    repaired: dict[str, Any] = {name: {} for name in required} | raw  # reports each missing field, not their section
     broken: set[str] = set()
+    unusable = list(_unusable_values(repaired))
+    problems = [problem for _, problem in unusable]
+    for location, _ in unusable:
+        broken.add(_repair(repaired, location))
+    repaired = copy.deepcopy(repaired)
+    is_first, known = True, dict(_fields(Config))
     while True:
         try:
             return Config.model_validate(repaired), problems, broken
         except ValidationError as error:
             mistakes = error.errors()
-        if not broken:  # a later round only meets what the first one's stand-ins left open
-            problems = [_problem(mistake) for mistake in mistakes]
+        if is_first:  # later rounds only find what the replacements of the first left open
+            problems += [_problem(mistake, known) for mistake in mistakes if _field_name(mistake) not in broken]
+            is_first = False
         broken |= {_repair(repaired, mistake["loc"]) for mistake in mistakes}
 
 
-def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
-    """Takes the mistake at `location` out of `raw`, and returns the field that held it.
+def _field_name(mistake: Any) -> str:
+    return ".".join(map(str, mistake["loc"]))
 
-    An unknown field goes, an optional one falls back to its default, a required one becomes 1, a required section {}.
+
+def _unusable_values(raw: dict[str, Any]) -> Iterator[tuple[tuple[int | str, ...], Problem]]:
+    """(location, problem) of values that nothing here can compute with, or write to a file.
+
+    Walks with a list instead of recursion, so that no nesting is too deep for it.
+    """
+    pending: list[tuple[tuple[int | str, ...], Any]] = [((), raw)]
+    while pending:
+        location, node = pending.pop()
+        field, rule = ".".join(map(str, location)), ""
+        if isinstance(node, dict | list):
+            if len(location) > MAX_DEPTH:
+                rule, fix = f"is nested in more than {MAX_DEPTH} lists or objects", "Give it fewer levels"
+            else:
+                pending += [((*location, name), value) for name, value in _items(node)]
+        elif isinstance(node, int) and abs(node) > MAX_INTEGER:
+            rule, fix = "must be at most 2**128", "Use a smaller number"
+        elif isinstance(node, str) and not _is_text((*location, node)):
+            rule, fix = "must be text that UTF-8 can encode, and has half of a surrogate pair", "Remove it"
+        if rule:
+            shown = "(nested)" if isinstance(node, dict | list) else node
+            yield location, Problem(field=field, value=shown, rule=rule, fix=fix)
+
+
+def _items(node: dict[str, Any] | list[Any]) -> Iterator[tuple[int | str, Any]]:
+    yield from node.items() if isinstance(node, dict) else enumerate(node)
+
+
+def _is_text(parts: Iterable[object]) -> bool:
+    try:
+        return all(str(part).encode() is not None for part in parts)
+    except UnicodeEncodeError:
+        return False
+
+
+def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
+    """Removes the malformed value at `location` from `raw`, and returns the name of its field.
+
+    An unknown field is removed, an optional one gets its default, a required one becomes 1, a required section {}.
     """
     section: type[Section] = Config
     names = [str(part) for part in location]
     for depth, name in enumerate(names, start=1):
         field = section.model_fields.get(name)
         inner = _section_of(field)
-        if inner is None or depth == len(names):
+        if inner is None or depth == len(names) or not isinstance(raw.get(name), dict):
             break
         raw, section = raw[name], inner
     if field is not None and field.is_required():
@@ -200,15 +265,14 @@ def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
     return ".".join(names[:depth])
 
 
-def _problem(mistake: Any) -> Problem:
-    """What pydantic found, in our words."""
-    location = ".".join(map(str, mistake["loc"]))
-    name = ".".join(part for part in mistake["loc"] if isinstance(part, str))  # elements of a list have its meaning
-    known = dict(_fields(Config))
+def _problem(mistake: Any, known: dict[str, FieldInfo]) -> Problem:
+    """Translates an error of pydantic's."""
+    location = _field_name(mistake)
+    name = ".".join(part for part in mistake["loc"] if isinstance(part, str))  # an element of a list has its meaning
     if mistake["type"] == "extra_forbidden":
         rule, fix = "there is no such field", _suggest(name, list(known))
         return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
-    while name not in known:  # a key of a dictionary, which the user has named
+    while name not in known:  # a key of a dictionary, chosen by the user
         name = name.rpartition(".")[0]
     field = known[name]
     meaning = " ".join((field.description or "").split()).removesuffix(".")
@@ -220,16 +284,17 @@ def _problem(mistake: Any) -> Problem:
 
 
 def _suggest(location: str, known: list[str]) -> str:
-    """The field that was probably meant: one of that name in another section, or else one of a similar name here."""
+    """Suggests the field that was probably meant: one of that name in another section, or one of a similar name
+    here."""
     section, _, name = location.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     meant = [other for other in known if other.rpartition(".")[2] == name]
-    meant = meant or [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
+    meant = meant or [siblings[near] for near in difflib.get_close_matches(name[:MAX_NAME], siblings, n=1)]
     return f"Did you mean {' or '.join(meant)}?" if meant else f"{section or 'The file'} has {', '.join(siblings)}"
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """All fields with their dotted names, sections included."""
+    """Yields all fields with their dotted names, sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
         if inner := _section_of(field) or _element_of(field):
@@ -237,7 +302,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def _section_of(field: FieldInfo | None) -> type[Section] | None:
-    """The field's own class, if it is a section; one that may be null, too."""
+    """Returns the field's class if it is a section, or a section that may be null."""
     kind = field.annotation if field else None
     if get_origin(kind) is UnionType:
         kind = next(part for part in get_args(kind) if part is not NoneType)
@@ -245,6 +310,6 @@ def _section_of(field: FieldInfo | None) -> type[Section] | None:
 
 
 def _element_of(field: FieldInfo) -> type[Section] | None:
-    """The class of the elements, if the field is a list of sections."""
+    """Returns the class of the elements if the field is a list of sections."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
     return kinds[0] if kinds and isinstance(kinds[0], type) and issubclass(kinds[0], Section) else None

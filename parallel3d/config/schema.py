@@ -1,10 +1,11 @@
 """The configuration: every field with its type, range, unit and what else it constrains.
 
-Types are strict (no "8" for 8), unknown fields are errors, objects are frozen. What a field may be on its own is said
-here; rules between fields live in rules.py, sizes that follow from fields in derived.py. The docstrings below are the
-reference: they are carried into the JSON schema that editors read, which `python -m parallel3d.config.schema` prints.
+Types are strict (no "8" for 8), unknown fields are errors, objects are frozen. Each section has a file in sections/,
+with its fields and the rules on them; rules.py collects the rules, derived.py computes sizes that follow from fields.
+The docstrings under the fields are the reference: the JSON schema that editors read contains them, and `python -m
+parallel3d.config.schema` prints it.
 
-A field that may be null says what null stands for; `load.resolve` fills in what can be derived.
+The docstring of a field that may be null explains what null means; `load.resolve` fills in what can be derived.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from parallel3d.config.sections.base import Section
 from parallel3d.config.sections.batch import BatchConfig
 from parallel3d.config.sections.checkpoint import CheckpointConfig
+from parallel3d.config.sections.curriculum import CurriculumLearning
 from parallel3d.config.sections.data import DataConfig
 from parallel3d.config.sections.debug import DebugConfig, DumpConfig, ProfileConfig
 from parallel3d.config.sections.elastic import (
@@ -33,7 +35,7 @@ from parallel3d.config.sections.parallel import ParallelConfig
 from parallel3d.config.sections.precision import LossScaleConfig, PrecisionConfig
 from parallel3d.config.sections.restart import RestartConfig
 from parallel3d.config.sections.run import RunConfig
-from parallel3d.config.sections.warmup import CurriculumLearning, WarmupConfig
+from parallel3d.config.sections.warmup import WarmupConfig
 
 __all__ = [
     "BatchConfig",
@@ -70,15 +72,15 @@ class Config(Section):
     """A training run: model, layout, batch, optimizer, data."""
 
     description: str = ""
-    """What this configuration is, and for how many devices."""
+    """What this configuration trains, and on how many devices."""
     source: str = ""
-    """Where its numbers come from."""
+    """Source of its numbers."""
     model: ModelConfig
     """The decoder's shape."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the model, its layers and the batch are spread over ranks."""
+    """How the model, its layers and the batch are distributed over ranks."""
     batch: BatchConfig
-    """Sizes of an iteration."""
+    """Sizes of one step."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
     optimizer: OptimizerConfig
@@ -86,29 +88,29 @@ class Config(Section):
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     """The learning rate over the updates."""
     warmup: WarmupConfig = WarmupConfig()
-    """Steps that are smaller at first: shorter sequences, or fewer."""
+    """Smaller steps first: shorter sequences, or fewer."""
     curriculum_learning: CurriculumLearning = CurriculumLearning()
-    """DeepSpeed's block as it stands in its configuration, in place of warmup.sequence_length."""
+    """DeepSpeed's block of this name, unchanged, instead of warmup.sequence_length."""
     data: DataConfig = DataConfig()
     """The text to train on."""
     elastic: ElasticConfig = ElasticConfig()
     """What happens when workers die."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What a run keeps of itself on disk."""
+    """What a run saves to disk."""
     monitor: MonitorConfig = MonitorConfig()
-    """What is recorded of a run's course, and what ends a run that has diverged."""
+    """What is recorded in addition to the loss, and what ends a run that has diverged."""
     restart: RestartConfig = RestartConfig()
-    """What happens when a run can't go on in place."""
+    """Restarts, for when a run can't continue in place."""
     debug: DebugConfig = DebugConfig()
-    """Aids for the case that something is wrong; all that cost anything are off."""
+    """Debugging options. All that cost time are off by default."""
     run: RunConfig
     """Length, seed, folder and devices of the run."""
 
 
 def json_schema() -> str:
-    """The JSON schema that editors complete and check configurations with; a file names it in its `$schema`."""
+    """The JSON schema with which editors complete and check configurations. A file refers to it by `$schema`."""
     schema = Config.model_json_schema()
-    schema["properties"] = {"$schema": {"type": "string", "description": "This schema's path."}} | schema["properties"]
+    schema["properties"] = {"$schema": {"type": "string", "description": "Path of this schema."}} | schema["properties"]
     return json.dumps(schema, indent=2) + "\n"
 
 

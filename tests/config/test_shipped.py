@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from math import prod
 from pathlib import Path
 
@@ -21,8 +22,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.glob("*.json") if path.name != "schema.json")
 
 
-def shipped(name: str) -> Config:
-    return resolve(load_config(CONFIGS / name), config_path=CONFIGS / name)
+def shipped(name: str, *overrides: str) -> Config:
+    return resolve(load_config(CONFIGS / name, overrides), config_path=CONFIGS / name)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -78,6 +79,7 @@ def test_hlat(name: str, num_parameters: int, learning_rate: float, layout: tupl
     assert (config.lr_schedule.warmup_steps, config.lr_schedule.decay_steps) == (2000, 500_000)
     assert (config.lr_schedule.min_ratio, config.lr_schedule.decay_form) == (0.1, "clamp")
     assert config.precision.policy == {1: "bf16_sr", 8: "bf16"}[layout[1]]  # section III-D
+    assert config.parallel.recompute == "selective"  # section III-D
     assert (config.model.initializer_range, config.model.initializer_depth_scaling) == (0.02, "num_layers")
 
 
@@ -136,6 +138,24 @@ def test_sequence_length_warmup_gpt2(
     assert adam_of(config) == (0.9, 0.999, 1e-8, 0.01, 1.0)
     assert config.precision.policy == "fp16"
     assert derived.world_size(config) == 128
+
+
+@pytest.mark.parametrize("name", [path.name for path in SHIPPED if path.name.startswith("slw_")])
+def test_the_documented_baseline_loads(name: str):
+    config = shipped(name, "warmup.sequence_length.kind=none")
+    assert run_length(config).num_steps == -(-config.run.num_tokens // derived.tokens_per_step(config))
+    assert config.lr_schedule == shipped(name).lr_schedule
+
+
+def test_the_documented_baseline_of_the_aggressive_gpt3_loads():
+    """Its overrides are those in the file's description."""
+    description = shipped("gpt3_125m_aggressive.json").description
+    overrides = shlex.split(description.partition("Baseline: ")[2])
+    config = shipped("gpt3_125m_aggressive.json", *overrides)
+    size = config.warmup.batch_size
+    assert (size.start, size.duration, size.unit) == (128, 4_000_000_000, "tokens")
+    assert config.optimizer.learning_rate == 30 * 6e-4
+    assert config.warmup.sequence_length.kind == "none" and derived.world_size(config) == 128
 
 
 def adam_of(config: Config) -> tuple[float | None, ...]:

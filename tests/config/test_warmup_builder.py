@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,8 +14,14 @@ import pytest
 from parallel3d.config import derived
 from parallel3d.config.load import check_config, dump_config, load_config, resolve
 from parallel3d.config.schema import Config
-from parallel3d.config.warmup_builder import build_shape_schedule, describe_warmup, num_steps, run_length
-from parallel3d.errors import ConfigError
+from parallel3d.config.warmup_builder import (
+    build_shape_schedule,
+    check_length_function,
+    describe_warmup,
+    num_steps,
+    run_length,
+)
+from parallel3d.errors import ConfigError, UserError
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {
@@ -104,13 +111,13 @@ def test_a_resolved_block_survives_dump_and_load(tmp_path: Path):
 @pytest.mark.parametrize(
     "change, field, words",
     [
-        ({"min_difficulty": 4}, "min_difficulty", "multiple of 8"),  # DeepSpeed trains on sequences of 0
-        ({"max_difficulty": 1020}, "max_difficulty", "Take 1016 or 1024"),  # it stays at 1,016, then takes 1,020
-        ({"max_difficulty": 2048}, "max_difficulty", "longer than batch.sequence_length = 1024"),
-        ({"min_difficulty": 1024, "max_difficulty": 512}, "min_difficulty", "with which the warmup ends"),
+        ({"min_difficulty": 4}, "min_difficulty", "Use 8"),  # DeepSpeed begins at 8
+        ({"max_difficulty": 1020}, "max_difficulty", "Use 1016 or 1024"),  # it stays at 1,016, then takes 1,020
+        ({"max_difficulty": 2048}, "max_difficulty", "at most batch.sequence_length (1024)"),
+        ({"min_difficulty": 1024, "max_difficulty": 512}, "min_difficulty", "the warmup ends with it"),
         ({"max_difficulty": None}, "max_difficulty", "is required"),
         ({"schedule_type": None}, "schedule_type", "is required"),
-        ({"schedule_type": "fixed_root"}, "schedule_config.root_degree", "fixed_root needs it"),
+        ({"schedule_type": "fixed_root"}, "schedule_config.root_degree", "fixed_root requires it"),
         ({"schedule_config": {"difficulty_step": 8}}, "schedule_config.total_curriculum_step", "is required"),
         ({"schedule_type": "custom"}, "schedule_type", "module:function"),
         (
@@ -121,13 +128,67 @@ def test_a_resolved_block_survives_dump_and_load(tmp_path: Path):
         (
             {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 12], "max_step": [5]}},
             "schedule_config.difficulty.1",
-            "Take 8 or 16",
+            "Use 8 or 16",
         ),
     ],
 )
 def test_what_deepspeed_lets_through_is_refused(change: dict[str, Any], field: str, words: str):
     found = problems(curriculum_learning=DEEPSPEED | change)
     assert list(found) == [f"curriculum_learning.{field}"] and words in found[f"curriculum_learning.{field}"]
+
+
+def random_discrete(random: Random) -> dict[str, Any]:
+    """A block with lengths in any order, and a max_difficulty that some of them may reach early."""
+    count = random.randint(2, 5)
+    difficulty = [8 * random.randint(1, 128) for _ in range(count)]
+    top = random.choice([max(difficulty), random.choice(difficulty), 8 * random.randint(2, 128)])
+    return DEEPSPEED | {
+        "min_difficulty": 8,
+        "max_difficulty": max(top, 16),
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": difficulty, "max_step": sorted(random.sample(range(1, 300), count - 1))},
+    }
+
+
+def test_every_discrete_block_equals_deepspeed_or_is_refused():
+    """DeepSpeed's scheduler keeps the first length that reaches max_difficulty."""
+    module = pytest.importorskip("deepspeed.runtime.data_pipeline.curriculum_scheduler")
+    random, num_refused, num_frozen = Random(20), 0, 0
+    known = {"difficulty": [8, 280, 232, 40], "max_step": [58, 138, 237]}
+    blocks = [DEEPSPEED | {"max_difficulty": 280, "schedule_type": "fixed_discrete", "schedule_config": known}]
+    for block in [*blocks, *(random_discrete(random) for _ in range(200))]:
+        scheduler = module.CurriculumScheduler(copy.deepcopy(block))
+        theirs = [scheduler.update_difficulty(step) for step in range(1, 400)]
+        try:
+            ours = lengths(resolved(curriculum_learning=block), range(399))
+        except ConfigError as error:
+            (problem,) = error.problems
+            assert problem.field == "curriculum_learning.schedule_config.difficulty" and len(set(theirs)) == 1
+            num_refused += 1
+        else:
+            assert ours == theirs, block
+            num_frozen += theirs[-1] != block["schedule_config"]["difficulty"][-1]
+    assert num_refused < 120 and num_frozen > 20
+
+
+@pytest.mark.parametrize("kind, degree", [("fixed_linear", {}), ("fixed_root", {"root_degree": 2})])
+def test_rising_blocks_equal_deepspeed(kind: str, degree: dict[str, int]):
+    module = pytest.importorskip("deepspeed.runtime.data_pipeline.curriculum_scheduler")
+    details = {"total_curriculum_step": 3000, "difficulty_step": 16} | degree
+    block = DEEPSPEED | {"min_difficulty": 16, "schedule_type": kind, "schedule_config": details}
+    scheduler = module.CurriculumScheduler(copy.deepcopy(block))
+    theirs = [scheduler.update_difficulty(step) for step in range(1, 4001)]
+    assert lengths(resolved(curriculum_learning=block), range(4000)) == theirs
+
+
+def test_a_discrete_block_begins_below_its_end():
+    block = DEEPSPEED | {
+        "min_difficulty": 64,
+        "max_difficulty": 64,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [8, 64], "max_step": [5]},
+    }
+    assert list(problems(curriculum_learning=block)) == ["curriculum_learning.min_difficulty"]
 
 
 def test_one_form_at_a_time():
@@ -151,12 +212,9 @@ def test_one_form_at_a_time():
         ({"kind": "periodic", "lengths": [128, 1024], "until": [900]}, ["until"]),
         ({"kind": "discrete", "lengths": [128, 2048], "until": [9]}, ["lengths.1"]),
         ({"kind": "custom"}, ["function"]),
-        ({"kind": "custom", "function": "no_such_module:pace"}, ["function"]),
         ({"kind": "custom", "function": "math"}, ["function"]),
-        ({"kind": "custom", "function": "math:pi"}, ["function"]),
-        ({"kind": "custom", "function": "math:floor"}, ["function"]),  # a length of 1
-        ({"kind": "custom", "function": "operator:add"}, ["function"]),
-        ({"duration": 7}, ["duration"]),
+        ({"kind": "custom", "function": "math:"}, ["function"]),
+        ({"kind": "discrete", "lengths": [8, 16], "until": [5], "duration": 7}, ["duration"]),
     ],
 )
 def test_each_rule_of_the_length(warmup: dict[str, Any], fields: list[str]):
@@ -200,10 +258,41 @@ def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config = resolved(warmup={"sequence_length": {"kind": "custom", "function": "my_paces:slowly"}})
     assert lengths(config, range(6)) == [16, 16, 16, 16, 1024, 1024]
     assert list(describe_warmup(config)) == [
-        "sequence length: custom, my_paces:slowly; the tails are dropped",
-        "40,000 steps in all, 2,621,181,952 tokens to train on, 258,048 dropped",
+        "sequence length: custom, my_paces:slowly; tokens beyond are dropped",
+        "40,000 steps in total, 2,621,181,952 tokens to train on, 258,048 dropped",
     ]
     sys.modules.pop("my_paces")
+
+
+@pytest.mark.parametrize("function", ["no_such_module:pace", "math:pi", "math:no_such_function"])
+def test_a_function_that_can_not_be_imported(function: str):
+    config = resolved(warmup={"sequence_length": {"kind": "custom", "function": function}})
+    with pytest.raises(ConfigError, match=r"warmup\.sequence_length\.function = .*can't be imported"):
+        check_length_function(config)
+
+
+@pytest.mark.parametrize("function", ["math:floor", "operator:add"])  # a length of 1; takes two arguments
+def test_a_function_that_returns_no_length(function: str):
+    with pytest.raises(UserError, match="warmup.sequence_length.function"):
+        check_length_function(resolved(warmup={"sequence_length": {"kind": "custom", "function": function}}))
+
+
+@pytest.mark.parametrize("run", [{"num_steps": 8}, {"num_steps": None, "num_tokens": 10**6}])
+def test_reading_a_configuration_runs_no_code_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: dict[str, Any]
+):
+    (tmp_path / "loud.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = resolved(run=run, warmup={"sequence_length": {"kind": "custom", "function": "loud:length"}})
+    assert "loud" not in sys.modules
+    assert config.lr_schedule.decay_steps == run["num_steps"]
+
+
+def test_kind_none_switches_off_the_fields_of_other_kinds():
+    for other in (LINEAR, {"lengths": [3, 5], "until": [7], "recycle": True}, {"function": "nonsense", "start": 5000}):
+        config = resolved(warmup={"sequence_length": other | {"kind": "none"}}, data={"slice": {}, "sources": ["."]})
+        assert build_shape_schedule(config) == build_shape_schedule(resolved())
+        assert list(describe_warmup(config)) == []
 
 
 def test_a_slice_is_read_in_whole_sequences(tmp_path: Path):
@@ -262,16 +351,16 @@ def test_a_run_ends_by_steps_or_by_tokens(run: dict[str, Any], warmup: dict[str,
     assert run_length(config).num_steps == num_steps(config) == config.lr_schedule.decay_steps == steps
 
 
-def test_what_a_person_is_told():
+def test_the_description_of_a_warmup():
     config = resolved(warmup={"sequence_length": LINEAR}, run={"num_steps": None, "num_tokens": 2 * 10**9})
     assert list(describe_warmup(config)) == [
-        "sequence length: linear, from 8 to 1,024 over 20,000 steps, 128 different ones; the tails are dropped",
-        "full size from step 20,000 on; 40,518 steps in all, 2,000,060,416 tokens to train on, 655,327,232 dropped",
+        "sequence length: linear, from 8 to 1,024 over 20,000 steps, 128 lengths; tokens beyond are dropped",
+        "full size from step 20,000; 40,518 steps in total, 2,000,060,416 tokens to train on, 655,327,232 dropped",
     ]
     config = resolved(warmup={"batch_size": {"start": 16, "duration": 10**9, "unit": "tokens"}})
     assert list(describe_warmup(config)) == [
-        "sequences a step: from 16 to 64 over 1,000,000,000 tokens, 13 different ones, a schedule for each",
-        "full size from step 30,212 on; 40,000 steps in all, 1,641,533,440 tokens to train on",
+        "batch size: from 16 to 64 over 1,000,000,000 tokens, 13 sizes, each with its own pipeline schedule",
+        "full size from step 30,212; 40,000 steps in total, 1,641,533,440 tokens to train on",
     ]
     assert list(describe_warmup(resolved())) == []
 
@@ -279,24 +368,24 @@ def test_what_a_person_is_told():
 @pytest.mark.parametrize(
     "kind, words",
     [
-        (LINEAR | {"kind": "root", "recycle": True}, "from 8 to 1,024 over 20,000 steps by the power 0.5"),
-        ({"kind": "discrete", "lengths": [128, 1024], "until": [9000]}, "128 to step 9,000, then 1,024, 2 different"),
-        ({"kind": "periodic", "lengths": [128, 1024], "until": [900, 1000]}, "1,024 to step 1,000, again after 1,000"),
+        (LINEAR | {"kind": "root", "recycle": True}, "from 8 to 1,024 over 20,000 steps, exponent 0.5"),
+        ({"kind": "discrete", "lengths": [128, 1024], "until": [9000]}, "128 to step 9,000, then 1,024, 2 lengths"),
+        ({"kind": "periodic", "lengths": [128, 1024], "until": [900, 1000]}, "1,024 to step 1,000, in a cycle"),
     ],
 )
 def test_every_kind_has_its_words(kind: dict[str, Any], words: str):
     line = next(describe_warmup(resolved(warmup={"sequence_length": kind}, run={"num_steps": 8})))
-    assert words in line and ("is trained on" in line) == kind.get("recycle", False)
+    assert words in line and ("no token is dropped" in line) == kind.get("recycle", False)
 
 
 @pytest.mark.parametrize(
     "warmup, word",
     [
-        ({"sequence_length": LINEAR, "batch_size": {"start": 32, "duration": 9}}, "each was meant to be alone"),
-        ({"sequence_length": LINEAR | {"multiple": 4}}, "no multiples of 8"),
+        ({"sequence_length": LINEAR, "batch_size": {"start": 32, "duration": 9}}, "use one of them"),
+        ({"sequence_length": LINEAR | {"multiple": 4}}, "aren't multiples of 8"),
         ({"sequence_length": LINEAR | {"end": 512}}, "the warmup ends at 512"),
-        ({"sequence_length": LINEAR | {"duration": 50_000}}, "the run ends at 40000 steps"),
-        ({"batch_size": {"start": 32, "duration": 50_000}}, "before warmup.batch_size.duration = 50000"),
+        ({"sequence_length": LINEAR | {"duration": 50_000}}, "the run ends after 40000 steps"),
+        ({"batch_size": {"start": 32, "duration": 50_000}}, "before warmup.batch_size.duration (50000)"),
     ],
 )
 def test_each_warning_of_a_warmup(warmup: dict[str, Any], word: str):

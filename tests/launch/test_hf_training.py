@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_told_before_any_worker(trained, tmp_path, capsys):
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     for weights, more, said in (
         (trained / "hf", ["model.hidden_size=64"], "model.hidden_size = 64: the weights in run.initialize_from"),
-        (tmp_path / "nowhere", [], "is no folder, seen from"),
+        (tmp_path / "nowhere", [], "is not a directory"),
         (tmp_path, [], "config.json can't be read"),
         (damaged, [], f"{shard.name} is damaged"),
     ):

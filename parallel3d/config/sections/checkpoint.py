@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from parallel3d.config.rule import rule
 from parallel3d.config.sections.base import Section
+from parallel3d.errors import Problem
 
 
 class CheckpointConfig(Section):
-    """What a run keeps of itself on disk. Saves are written while training goes on; each is complete or not there."""
+    """What a run saves to disk. Saves are written while training continues, and are atomic."""
 
     every: PositiveInt | None = None
-    """Steps between two saves. One that comes while another is still being written is skipped. Null: none."""
+    """Steps between two saves. A save that is due while another is being written is skipped. Null: none."""
     save_at_end: bool = True
-    """Save after the last step, and after a stop (Ctrl-C, SIGTERM), before the workers end. With `every` a stop saves
-    in any case."""
+    """Save after the last step, and after a stop (Ctrl-C, SIGTERM), before the workers end. If `every` is set, a stop
+    always saves."""
     retry_s: list[PositiveFloat] = [1.0, 10.0, 60.0, 300.0]
-    """Seconds after which the save at the end of a run is tried again when it has failed, one try each: time to make
-    room on a full disk. A stop (Ctrl-C, SIGTERM) cuts the waits short."""
+    """Delays in seconds before each retry of the final save, if it fails: time to make room on a full disk. A stop
+    (Ctrl-C, SIGTERM) cuts the delays short."""
     keep_last: PositiveInt = 2
-    """So many of the newest checkpoints are kept, and the one with the lowest loss."""
+    """Number of newest checkpoints to keep, in addition to the one with the lowest loss."""
     keep_every: PositiveInt | None = None
-    """Steps that are a multiple of this are saved, too, and their checkpoints kept for ever. Null: none."""
+    """Steps that are a multiple of this are saved too, and their checkpoints kept for good. Null: none."""
     keep_every_weights_only: bool = False
-    """Of those that are kept for ever only the weights are, once they are neither the best nor among the last: a third
-    of the bytes. A new run can begin from them, none can go on."""
+    """Reduce the checkpoints that keep_every keeps to their weights once they are neither the best nor among the last:
+    a third of the bytes. A new run can start from them, but no run can resume from them."""
     write_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of the time in which a rank writes, while training goes on. Less: training is slowed less, but for longer;
-    1: no breaks, for machines whose CPUs have nothing else to do."""
+    """Share of the time that a rank spends writing while training continues. A smaller share slows training less, but
+    for longer. 1: no pauses, for machines with idle CPUs."""
     directory: str | None = None
-    """Folder of the checkpoints; on several hosts one that all share. Null: checkpoints in the run's folder."""
+    """Checkpoint directory; shared between hosts, if there are several. Null: checkpoints in the run's folder."""
+
+
+@rule("checkpoint.keep_every_weights_only", "checkpoint.keep_every")
+def check_permanent(weights_only: bool, keep_every: int | None) -> Iterator[Problem]:
+    """There are checkpoints to reduce."""
+    if weights_only and keep_every is None:
+        yield Problem(
+            field="checkpoint.keep_every_weights_only",
+            value=True,
+            rule="applies to the checkpoints that checkpoint.keep_every keeps, which is null",
+            fix="Set checkpoint.keep_every to a number of steps, or remove this",
+        )

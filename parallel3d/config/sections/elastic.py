@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from parallel3d.config.rule import WORLD_SIZE, Rule, rule, too_large
 from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, num_ranks
+from parallel3d.errors import Problem
 
 FaultPhase = Literal[
     "load",
@@ -28,89 +32,121 @@ FaultPhase = Literal[
 
 
 class TimeoutConfig(Section):
-    """A timeout that follows the network: multiplier x measured round trip, held between two bounds
+    """A timeout that follows the network: multiplier x measured round trip, clamped to [min_s, max_s]
     (FlexiTrain: 25,000 x the mean time of a small all-reduce)."""
 
     multiplier: PositiveFloat
-    """Times the measured round trip of a small all-reduce."""
+    """Factor on the measured round trip of a small all-reduce."""
     min_s: PositiveFloat
-    """Never shorter, in seconds."""
+    """Lower limit, in seconds."""
     max_s: PositiveFloat
-    """Never longer, in seconds; at least min_s."""
+    """Upper limit, in seconds; at least min_s."""
 
 
 class HeartbeatTimeoutConfig(TimeoutConfig):
-    """How long a worker may be without a sign of life."""
+    """How long a worker may go without a heartbeat."""
 
     multiplier: PositiveFloat = 100.0
-    """Times the measured round trip of a small all-reduce."""
+    """Factor on the measured round trip of a small all-reduce."""
     min_s: PositiveFloat = 0.5
-    """Never shorter, in seconds."""
+    """Lower limit, in seconds."""
     max_s: PositiveFloat = 5.0
-    """Never longer, in seconds; at least min_s."""
+    """Upper limit, in seconds; at least min_s."""
 
 
 class WatchdogTimeoutConfig(TimeoutConfig):
-    """How long a worker may be alive without getting on."""
+    """How long a worker may send heartbeats without making progress."""
 
     multiplier: PositiveFloat = 100_000.0
-    """Times the measured round trip of a small all-reduce."""
+    """Factor on the measured round trip of a small all-reduce."""
     min_s: PositiveFloat = 60.0
-    """Never shorter, in seconds."""
+    """Lower limit, in seconds."""
     max_s: PositiveFloat = 600.0
-    """Never longer, in seconds; at least min_s."""
+    """Upper limit, in seconds; at least min_s."""
 
 
 class FaultConfig(Section):
-    """One fault to inject, for tests and demonstrations: it really happens."""
+    """One fault to inject, for tests and demonstrations. It is real: the worker dies, hangs, ..."""
 
     rank: NonNegativeInt
-    """The worker that it happens to."""
+    """The worker at fault."""
     step: PositiveInt
-    """The step in which it happens; for evaluation: the step after which it is held."""
+    """The step of the fault; for phase evaluate, the step after which the evaluation runs."""
     phase: FaultPhase = "forward"
-    """Where in the step. send: between a send to the next stage and the receive that follows; recovery_*: at that
-    point of the first recovery from step - 1 on."""
+    """Phase of the step. send: between a send to the next stage and the receive that follows. recovery_*: in that phase
+    of the first recovery from step - 1 on."""
     kind: Literal["kill", "stop", "term", "sleep", "flip", "nan"] = "kill"
-    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure; sleep: goes on `seconds` later;
-    flip: one bit of its first weight is the other way, as by a broken memory; nan: its first weight is no number, and
-    the run diverges."""
+    """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure. sleep: pauses for `seconds`. flip:
+    flips one bit of the worker's first weight, as faulty memory would. nan: makes its first weight NaN, and the run
+    diverges."""
     attempt: NonNegativeInt = 0
-    """In which start of the run it happens: 0 is the first, n the one after the n-th restart."""
+    """The attempt with the fault: 0 is the first start of the run, n the n-th restart."""
     seconds: NonNegativeFloat = 1.0
-    """How long a sleep lasts."""
+    """Duration of a sleep."""
 
 
 class RandomFaults(Section):
-    """Faults drawn for every (step, rank): the same in every process."""
+    """Faults drawn for every (step, rank), the same in every process."""
 
     probability: Fraction = 0.0
-    """That a rank has a fault in a step."""
+    """Probability of a fault for a rank in a step."""
     seed: NonNegativeInt = 0
-    """Keys the draw."""
+    """Seed of the draw."""
     max_faults: PositiveInt = 1
-    """At most so many in a start of the run; after a restart others are drawn."""
+    """Faults per attempt at most; after a restart others are drawn."""
     kind: Literal["kill", "stop", "term"] = "kill"
-    """kill: SIGKILL; stop: SIGSTOP, a hang; term: SIGTERM, an announced departure."""
+    """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure."""
 
 
 class ElasticConfig(Section):
     """What happens when workers die."""
 
     enabled: bool = True
-    """Go on without lost workers, with the same mathematics. false: the first loss ends the run."""
+    """Continue without lost workers, with the same mathematics. false: the first loss ends the run."""
     zero_backups: Literal[0, 1] = 1
-    """Copies of every range of optimizer state on another replica of its stage, kept up by updating it there too:
-    optimizer memory and update work x 2. 0: under zero_stage 1 the loss of any worker loses its range and ends the run.
-    Without effect at zero_stage 0."""
+    """Copies of every shard of optimizer state on another replica of its stage, which updates it too: twice the
+    optimizer memory and update work. 0: under zero_stage 1 the loss of any worker loses its shard and ends the run. No
+    effect at zero_stage 0."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
-    """How long a worker may be without a sign of life before its guardian kills it."""
+    """How long a worker may go without a heartbeat before its guardian kills it."""
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()
-    """How long a worker may be alive without getting on, while it waits for nobody, before its guardian kills it."""
+    """How long a worker that waits for no other may send heartbeats without making progress before its guardian kills
+    it."""
     witness: str | None = None
-    """A file on a folder that all hosts share: of two halves of the hosts that can't reach each other, the one that
-    locks it goes on. Null: a half that has lost the coordinator's host stops."""
+    """A file in a folder that all hosts share. If the hosts split into two groups that can't reach each other, the
+    group that locks this file continues. Null: a group that has lost the coordinator's host stops."""
     faults: list[FaultConfig] = []
     """Faults to inject, each {"rank", "step", "phase", "kind"}."""
     random_faults: RandomFaults = RandomFaults()
-    """Faults to draw and inject beside them."""
+    """Faults to draw and inject in addition."""
+
+
+def timeout_rule(name: str) -> Rule:
+    """The rule that a timeout's lower limit is below its upper one."""
+
+    @rule(f"elastic.{name}")
+    def check_timeout(timeout: TimeoutConfig) -> Iterator[Problem]:
+        if timeout.min_s > timeout.max_s:
+            yield too_large(f"elastic.{name}.min_s", timeout.min_s, f"elastic.{name}.max_s", timeout.max_s)
+
+    return check_timeout
+
+
+heartbeat_limits = timeout_rule("heartbeat_timeout")
+watchdog_limits = timeout_rule("watchdog_timeout")
+
+
+@rule("elastic.faults", "run.num_steps", LAYOUT, WORLD_SIZE)
+def check_faults(
+    faults: list[FaultConfig], num_steps: int | None, parallel: ParallelConfig, world_size: int | None
+) -> Iterator[Problem]:
+    """Faults name ranks and steps that exist."""
+    last_rank = (num_ranks(parallel, None) if world_size is None else world_size) - 1
+    for number, fault in enumerate(faults):
+        for name, value, last in (("rank", fault.rank, last_rank), ("step", fault.step, num_steps)):
+            if last is not None and value > last:  # a run that ends by tokens doesn't name its last step
+                rule_text, fix = (
+                    f"doesn't exist: the last {name} is {last}",
+                    f"Use an existing {name}, or remove the fault",
+                )
+                yield Problem(field=f"elastic.faults.{number}.{name}", value=value, rule=rule_text, fix=fix)

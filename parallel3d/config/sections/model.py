@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, create_model
 
+from parallel3d.config.rule import multiple_rule, rule
 from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.errors import Problem
 from parallel3d.families import DEFAULT_FAMILY, FAMILIES
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ else:
 
 
 class DecoderConfig(Section):
-    """The decoder's shape; fields are named as in Hugging Face configurations."""
+    """The decoder's shape. Fields have the names of Hugging Face configurations."""
 
     architecture: Architecture = Field(
         default=DEFAULT_FAMILY,
@@ -24,7 +27,7 @@ class DecoderConfig(Section):
         " All normalise before each block and support grouped-query attention.",
     )
     vocab_size: PositiveInt
-    """Rows of the embedding and of the output head, padded where parallel.tp_size does not divide it; at least
+    """Rows of the embedding and of the output head, padded if parallel.tp_size does not divide it. At least
     data.tokenizer.vocab_size."""
     hidden_size: PositiveInt
     """Width of the residual stream; num_attention_heads times the head size, which must be even for rotary
@@ -39,7 +42,7 @@ class DecoderConfig(Section):
     """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size, or a divisor: then
     several ranks hold copies of a head. Null: one per query head."""
     tie_word_embeddings: bool = False
-    """The output head uses the embedding's matrix: one parameter, held by the first and by the last pipeline stage."""
+    """The output head uses the embedding's matrix: one parameter, held by the first and the last pipeline stage."""
     qkv_bias: bool | None = None
     """Biases on the query, key and value projections. Null: where the family has them."""
     max_position_embeddings: PositiveInt | None = None
@@ -51,8 +54,8 @@ class DecoderConfig(Section):
     layer_norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside LayerNorm."""
     norm_backend: Literal["torch", "apex", "auto"] = "torch"
-    """What runs the norms: ours in torch, or NVIDIA apex's fused ones (CUDA; never run yet). auto: apex where it is
-    installed."""
+    """Implementation of the norms: ours in torch, or NVIDIA apex's fused kernels (CUDA; not run yet). auto: apex if it
+    is installed."""
     activation_function: Literal["gelu_new", "gelu"] | None = None
     """The MLP's GELU: the approximation with tanh (gelu_new) or the exact function (gelu). Null: gelu_new."""
     hidden_dropout: Fraction = 0.0
@@ -60,8 +63,8 @@ class DecoderConfig(Section):
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     initializer_depth_scaling: Literal["none", "layer_index", "num_layers"] = "none"
-    """Scales the initial output projections of attention and MLP: layer_index by 1/sqrt(2 l), l the 1-based layer index
-    (HLAT's paper); num_layers by 1/sqrt(2 L) in every layer (HLAT's code)."""
+    """Scales the initial output projections of attention and MLP. layer_index: by 1/sqrt(2 l), l the 1-based layer
+    index (HLAT's paper). num_layers: by 1/sqrt(2 L) in every layer (HLAT's code)."""
 
 
 if TYPE_CHECKING:
@@ -72,3 +75,53 @@ else:
         "ModelConfig", __base__=(*_OWN_FIELDS, DecoderConfig), __doc__=DecoderConfig.__doc__, __module__=__name__
     )
     """The section `model`: the fields that all families share, then each family's own."""
+
+
+FAMILY_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.fields))
+"""The fields of `model` that not every family has."""
+
+heads_divide_hidden_size = multiple_rule("model.hidden_size", "model.num_attention_heads", "all heads have one width")
+groups_divide_heads = multiple_rule(
+    "model.num_attention_heads", "model.num_key_value_heads", "key-value heads serve equally many query heads"
+)
+ranks_divide_heads = multiple_rule(
+    "model.num_attention_heads", "parallel.tp_size", "a tensor-parallel rank holds whole heads"
+)
+ranks_divide_mlp = multiple_rule(
+    "model.intermediate_size", "parallel.tp_size", "tensor-parallel ranks hold equal shares"
+)
+
+
+@rule("model")
+def check_family(model: ModelConfig) -> Iterator[Problem]:
+    """The family's own rules."""
+    yield from FAMILIES[model.architecture].problems(model.model_dump())
+
+
+@rule(f"model: architecture {' '.join(FAMILY_FIELDS)}")
+def check_other_families(model: ModelConfig) -> Iterator[Problem]:
+    """No field is set that belongs to other families; a field at its default is not set."""
+    own = FAMILIES[model.architecture].fields
+    for name in FAMILY_FIELDS:
+        value = getattr(model, name)
+        if name not in own and value != ModelConfig.model_fields[name].default:
+            owners = " or ".join(family.name for family in FAMILIES.values() if name in family.fields)
+            yield Problem(
+                field=f"model.{name}",
+                value=value,
+                rule=f"only applies to {owners}, and model.architecture is {model.architecture}",
+                fix=f"Remove it, or use model.architecture {owners}",
+            )
+
+
+@rule("model.num_key_value_heads", "parallel.tp_size")
+def check_key_value_heads(heads: int | None, tp_size: int) -> Iterator[Problem]:
+    """A tensor-parallel rank holds whole key-value heads, or a copy of one."""
+    if heads is not None and heads % tp_size and tp_size % heads:
+        yield Problem(
+            field="model.num_key_value_heads",
+            value=heads,
+            rule=f"must be a multiple or a divisor of parallel.tp_size ({tp_size}): a tensor-parallel rank holds whole"
+            " heads, or a copy of one",
+            fix="Change one of the two",
+        )

@@ -2,55 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from os.path import isdir
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from parallel3d.config.sections.base import Section
+from parallel3d.config.rule import excludes, rule
+from parallel3d.config.sections.base import Section, expand_home
+from parallel3d.errors import Problem
 
 
 class RunConfig(Section):
     """One training run."""
 
     resume: str = "never"
-    """never: from the start. auto: from the newest good checkpoint of this run's folder, if there is one; damaged ones
-    are named and passed over. Else the path of a checkpoint. The layout may be another one; model, seed, text and
-    batch.global_batch_size may not."""
-
+    """never: start from step 1. auto: resume from the newest intact checkpoint in this run's folder, if there is one;
+    damaged ones are reported and skipped. Otherwise the path of a checkpoint. The layout may differ from the saved one;
+    model, seed, data and batch.global_batch_size may not."""
     initialize_from: str | None = None
-    """Folder of the weights to begin with: a Hugging Face folder (Llama, Qwen2, GPT-2) or a checkpoint, of which the
-    weights alone are read. The section model must be theirs. A checkpoint that the run goes on from (resume) comes
-    first. Null: random weights, keyed by seed."""
+    """Folder with the initial weights: a Hugging Face folder (Llama, Qwen2, GPT-2), or a checkpoint, of which only the
+    weights are read. The section model must match it. A checkpoint to resume from takes precedence. Null: random
+    weights, derived from seed."""
     directory: str | None = None
-    """Folder of logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
+    """Folder for logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
     num_steps: PositiveInt | None = None
-    """Iterations of the run. Null: as many as run.num_tokens takes. With both, the first that is reached ends it."""
+    """Steps of the run. Null: as many as run.num_tokens takes. If both are set, the run ends at whichever comes
+    first."""
     num_tokens: PositiveInt | None = None
     """Tokens to train on: the run ends with the step that reaches them. Null: run.num_steps alone decides."""
     seed: NonNegativeInt = 1234
-    """Keys the initial weights, the order of the data and all noise."""
+    """Seed of the initial weights, the order of the data and all noise."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of each rank. Null: the machine's cores shared out over its ranks; 1 with precision.sums exact, where
-    the layout must not decide."""
+    """CPU threads of each rank. Null: the machine's cores divided by its ranks; 1 if precision.sums is exact, so that
+    results don't depend on the layout."""
     evaluate_every: PositiveInt | None = None
-    """Steps between two evaluations. Null: as evaluate_share says."""
+    """Steps between two evaluations. Null: evaluate_share decides."""
     evaluate_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """In place of evaluate_every: evaluate whenever it takes at most this share of the time since the last evaluation.
+    """Instead of evaluate_every: evaluate whenever it takes at most this share of the time since the last evaluation.
     Null: by steps, or not before the end."""
     evaluate_at_start: bool = False
-    """Evaluate before the first step, too."""
+    """Also evaluate before the first step."""
     evaluate_at_end: bool = True
-    """Evaluate after the last step. false, with evaluate_every and evaluate_share null: no evaluation at all."""
+    """Evaluate after the last step. If false, and evaluate_every and evaluate_share are null, there is no
+    evaluation."""
     evaluate_batches: PositiveInt = 4
     """Global batches of one evaluation."""
     show_routes: bool = False
-    """Print who handles which micro-batch, at the start and after each change of membership."""
+    """Print which replica processes which micro-batch, at the start and after each change of membership."""
     device: Literal["auto", "cpu", "cuda", "cuda_shared"] = "auto"
-    """cuda: a GPU for each rank, and NCCL. cuda_shared: the ranks of a machine share its GPUs, and gloo works on copies
-    in the host's memory: for tests. auto: cuda if every rank of a machine can have a GPU, else cpu; all machines must
-    be alike."""
+    """cuda: one GPU per rank, with NCCL. cuda_shared: the ranks of a machine share its GPUs and communicate with gloo
+    through host memory; for tests. auto: cuda if there is a GPU for every rank of a machine, otherwise cpu; all
+    machines must be alike."""
     compile: Literal["never", "elementwise"] = "never"
-    """elementwise: RMSNorm, rotary positions and SwiGLU become one kernel each, forward and backward: torch.compile
-    makes them in the first step, in some seconds, on CPUs with a C++ compiler. Changes last bits. GPT-2 has none."""
+    """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
+    This takes some seconds in the first step, needs a C++ compiler on CPUs, and changes last bits. No effect on
+    gpt2."""
     timeout_s: PositiveFloat = 600.0
-    """Longest wait for a peer, in seconds."""
+    """Longest wait for another rank, in seconds."""
+
+
+@rule("run.num_steps", "run.num_tokens")
+def check_length(num_steps: int | None, num_tokens: int | None) -> Iterator[Problem]:
+    """The run has an end."""
+    if num_steps is None and num_tokens is None:
+        rule_text = "is required if run.num_tokens is null: one of them ends the run"
+        yield Problem(
+            field="run.num_steps", value=None, rule=rule_text, fix="Set either, or both: the first one reached"
+        )
+
+
+@rule("run.resume")
+def check_resume(resume: str) -> Iterator[Problem]:
+    """The checkpoint to resume from is a folder."""
+    if resume not in ("never", "auto") and not isdir(expand_home(resume)):
+        yield Problem(
+            field="run.resume",
+            value=resume,
+            rule=f"must be never, auto or a directory (relative to {Path.cwd()})",
+            fix="Give the path of a checkpoint, such as runs/NAME/checkpoints/latest",
+        )
+
+
+@rule("run.initialize_from")
+def check_initialize_from(folder: str | None) -> Iterator[Problem]:
+    """The initial weights are a folder."""
+    if folder is not None and not isdir(expand_home(folder)):
+        yield Problem(
+            field="run.initialize_from",
+            value=folder,
+            rule=f"is not a directory (relative to {Path.cwd()})",
+            fix="Give a Hugging Face folder or a checkpoint, or remove it to start from random weights",
+        )
+
+
+@rule("run.evaluate_every", "run.evaluate_share")
+def check_evaluations(every: int | None, share: float | None) -> Iterator[Problem]:
+    """Evaluations come by time or by steps."""
+    if every is not None and share is not None:
+        yield excludes("run.evaluate_share", share, "run.evaluate_every", every, "evaluations come by time or by steps")
