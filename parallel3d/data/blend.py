@@ -1,4 +1,4 @@
-"""Lanes over several weighted sources: each sequence is of one source, and weights are shares of the tokens.
+"""Lanes over several weighted sources: each sequence comes from one source, and weights are shares of the tokens.
 
     lane 3, sequences     0     1     2     3     4     5   ...
     its number u(3, k)   .75   .37   .99   .60   .22   .84        between 0 and 1
@@ -41,18 +41,18 @@ class BlendStage:
 
     from_token: int
     weights: tuple[float, ...]
-    """By source; any positive sum."""
+    """One per source; their sum is any positive number."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where each source's part of 0 .. 2**64 ends."""
+        """Upper end of each source's part of 0 .. 2**64."""
         sums = list(accumulate(self.weights))
         return tuple(round(upto / sums[-1] * 2**RESOLUTION_LOG2) << (64 - RESOLUTION_LOG2) for upto in sums)
 
 
 @dataclass(frozen=True)
 class Subset:
-    """Some documents of a set, in the order given."""
+    """Some documents of a set, in the given order."""
 
     documents: TokenDocuments
     indices: np.ndarray
@@ -69,7 +69,7 @@ class Subset:
 
 
 def seed_offset(seed: int) -> int:
-    """What a run's seed adds to the numbers of all its sequences."""
+    """Offset, derived from the seed, of the numbers of all sequences."""
     return int.from_bytes(hashlib.blake2b(f"blend {seed}".encode(), digest_size=8).digest(), "little")
 
 
@@ -80,14 +80,14 @@ def low_discrepancy_number(offset: int, lane: int, sequence: int) -> int:
 
 
 def choose_source(bounds: Sequence[int], number: int) -> int:
-    """The source in whose part `number` lies; one of weight 0 has none."""
+    """The source whose part contains `number`; a source of weight 0 has no part."""
     return bisect_right(bounds, number)
 
 
 class BlendedReader(Reader):
     """Reads each sequence of a lane from one of several sources.
 
-    A cursor is (stage, sequences read, then data epoch, document and offset in each source): 2 + 3 x sources integers.
+    A cursor is (stage, sequences read, then epoch, document and offset in each source): 2 + 3 x sources integers.
     """
 
     def __init__(self, sources: Sequence[Lanes], stages: Sequence[BlendStage], seed: int):

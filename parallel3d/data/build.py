@@ -1,7 +1,7 @@
-"""From the configuration to what feeds a run: the corpus, and readers of it.
+"""Builds the corpus of a configuration, and the readers of it.
 
-Training reads the lanes of all text, a blend of its sources, or a slice of one file of tokens; evaluation the lanes of
-the text that is kept for it.
+Training reads the lanes of all text, a mixture of its sources, or a slice of one file of tokens. Evaluation reads the
+lanes of the text that is held out for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from parallel3d.parallel.abort import AbortToken
 
 
 def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None]) -> Corpus:
-    """The corpus; built by one process of each host on first use, which gives `notice` of it."""
+    """Returns the corpus. On first use one process of each host builds it, and logs that."""
     data, num_lanes = config.data, config.batch.global_batch_size
     assert data.cache_directory is not None and num_lanes is not None, "needs a resolved configuration"
     return open_corpus(
@@ -42,6 +42,7 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
         validation_fraction=data.validation_fraction,
         num_lanes=num_lanes,
         tokenizer=data.tokenizer,
+        needs_eos=data.slice is None or data.document_mask,
         cache_directory=Path(data.cache_directory),
         token=token,
         log=log,
@@ -49,7 +50,7 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
 
 
 def build_reader(config: Config, corpus: Corpus) -> Reader:
-    """What feeds the training slots; DataError where there is too little text."""
+    """Returns the reader of the training data; DataError if there is too little text."""
     seed, num_lanes, blend = config.run.seed, config.batch.global_batch_size, config.data.blend
     assert num_lanes is not None, "needs a resolved configuration"
     if config.data.slice is not None:
@@ -68,7 +69,7 @@ def build_reader(config: Config, corpus: Corpus) -> Reader:
 def build_reader_processes(
     config: Config, corpus: Corpus, token: AbortToken, log: Callable[[str], None]
 ) -> list[ReaderProcess]:
-    """Processes that read ahead, as many as the configuration asks for. Tokens as they lie in a file need none."""
+    """Returns the processes that read ahead, as many as the configuration sets; none for a slice of tokens."""
     make_reader = partial(_open_reader, config, corpus.folder)
     count = config.data.num_processes if config.data.slice is None else 0
     return [ReaderProcess(make_reader, token, log) for _ in range(count)]
@@ -79,9 +80,9 @@ def _open_reader(config: Config, folder: Path) -> Reader:
 
 
 def build_evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
-    """As many lanes as the validation text can feed; None when there is none.
+    """Returns as many lanes as the validation text can feed; None if there is none.
 
-    A slice is read as it lies in its file: what evaluation would take out of that file is trained on.
+    A slice covers all of its range in the file, so evaluation can't hold out a part of it.
     """
     assert config.batch.global_batch_size is not None, "needs a resolved configuration"
     num_lanes = min(config.batch.global_batch_size, len(corpus.validation))
@@ -90,7 +91,7 @@ def build_evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
 
 
 def blend_stages(blend: BlendConfig) -> list[BlendStage]:
-    """Stages with the weights of all sources, in the sources' order."""
+    """Returns the stages, each with the weights of all sources in the sources' order."""
     return [
         BlendStage(from_token=stage.from_token, weights=tuple(stage.weights.get(name, 0.0) for name in blend.sources))
         for stage in blend.stages
@@ -98,7 +99,7 @@ def blend_stages(blend: BlendConfig) -> list[BlendStage]:
 
 
 def describe_data(config: Config, corpus: Corpus) -> Iterator[str]:
-    """Lines for a person, where training reads anything else than all of the text."""
+    """Yields lines to log if training reads a mixture or a slice."""
     if config.data.blend is not None:
         yield from _describe_blend(config.data.blend, corpus)
     if config.data.slice is not None:
@@ -106,7 +107,7 @@ def describe_data(config: Config, corpus: Corpus) -> Iterator[str]:
 
 
 def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
-    """What each source has, and the weights of each stage."""
+    """Yields the size of each source, and the weights of each stage."""
     counts = _counts_by_source(blend, corpus)
     yield "blend: " + ", ".join(f"{name} {count:,} documents" for name, count in counts.items())
     for stage in blend.stages:
@@ -114,7 +115,7 @@ def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def describe_begun_stages(blend: BlendConfig, step: int, tokens: range) -> Iterator[str]:
-    """A line for each further stage that has begun among the run's `tokens`, those of this step."""
+    """Yields a line for each further stage that starts within the run's `tokens` of this step."""
     for stage in blend.stages[1:]:
         if stage.from_token in tokens:
             yield f"step {step}: data.blend is now {_shares(stage)} of the tokens, from token {stage.from_token:,} on"
@@ -126,21 +127,21 @@ def _shares(stage: BlendStageConfig) -> str:
 
 
 def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:
-    """Where it lies, how often the run reads it, and where another run would go on."""
+    """Yields its range, how often the run reads it, and where another run would continue."""
     file, part = _slice(config)
     steps = num_steps(config)
     passes = steps / part.num_batches
     yield (
         f"slice: tokens {part.start:,} to {part.stop:,} of {file.num_tokens:,}, {part.num_batches:,} global batches, "
-        f"which this run's {steps:,} steps read {passes:.3g} times; a run that goes on behind it has "
-        f"data.slice.start_token {part.stop}"
+        f"which the {steps:,} steps of this run read {passes:.3g} times; to continue after it, set "
+        f"data.slice.start_token to {part.stop}"
     )
     if build_evaluation_lanes(config, corpus) is None:
-        yield "slice: no evaluation, for want of a validation.safetensors beside the file that is trained on"
+        yield "slice: no evaluation, as there is no validation.safetensors next to the file to train on"
 
 
 def fingerprint_data(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """What tells this text, cut, tokenised and dealt to lanes as it is, from another."""
+    """Identifies the text as it is split, tokenised and distributed to lanes."""
     identity: dict[str, Any] = {
         "fingerprint": corpus.fingerprint,
         "num_train_tokens": corpus.num_train_tokens,
@@ -157,7 +158,7 @@ def fingerprint_data(config: Config, corpus: Corpus) -> dict[str, Any]:
 
 
 def _extend_fingerprint(identity: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The identity of a text of which more is to be told: its fingerprint covers that, too."""
+    """Adds entries to the identity of a text, and to what its fingerprint covers."""
     both = hashlib.sha256(json.dumps([identity["fingerprint"], more]).encode()).hexdigest()
     return {**identity, "fingerprint": both, **more}
 
@@ -166,14 +167,15 @@ def _extend_fingerprint(identity: dict[str, Any], **more: Any) -> dict[str, Any]
 
 
 def _all_sources(data: DataConfig) -> list[str]:
-    """Files, folders and globs of the whole text, those of a blend one source after the other."""
+    """Files, folders and globs of the whole text, those of a mixture one source after the other."""
     if data.blend is None:
         return data.sources
     return [path for paths in data.blend.sources.values() for path in paths]
 
 
 def _document_chars(data: DataConfig, num_lanes: int) -> int | None:
-    """Where plain text is cut; of a blend so that the smallest source feeds every lane. None: as the corpus says."""
+    """Length of documents of plain text; for a mixture, short enough that the smallest source feeds every lane. None:
+    the corpus decides."""
     if data.document_chars is not None or data.blend is None:
         return data.document_chars
     sizes = [sum(file.path.stat().st_size for file in find_files(paths)) for paths in data.blend.sources.values()]
@@ -181,27 +183,28 @@ def _document_chars(data: DataConfig, num_lanes: int) -> int | None:
 
 
 def _documents_by_source(blend: BlendConfig, corpus: Corpus) -> list[np.ndarray]:
-    """Indices of the training documents of each source, in order; a corpus numbers its files as they are found."""
+    """Indices of the training documents of each source, in order; a corpus numbers its files in the order of
+    sources."""
     last_files = np.cumsum([len(find_files(paths)) for paths in blend.sources.values()])
     by_document = np.searchsorted(last_files, corpus.train_document_index[:, 0], side="right")
     return [np.flatnonzero(by_document == number) for number in range(len(blend.sources))]
 
 
 def _counts_by_source(blend: BlendConfig, corpus: Corpus) -> dict[str, int]:
-    """Training documents of each source."""
+    """Number of training documents of each source."""
     return {name: len(each) for name, each in zip(blend.sources, _documents_by_source(blend, corpus), strict=True)}
 
 
 def _slice(config: Config) -> tuple[TokenFile, TokenSlice]:
-    """The one file to train on, and which part of it."""
+    """The file to train on, and the part of it."""
     part, batch = config.data.slice, config.batch
     assert part is not None and batch.global_batch_size is not None
     files = [file for file in find_files(config.data.sources) if file.format != "tokens for validation"]
     if [file.format for file in files] != ["tokens"]:
         names = ", ".join(file.path.name for file in files[:3])
         raise DataError(
-            f"data.slice is a part of one file of tokens, and data.sources has {len(files)} files ({names} ...): name a"
-            " folder that launch/prepare.py has made, or one .safetensors file"
+            f"data.slice needs one file of tokens, and data.sources has {len(files)} files ({names} ...): name a folder"
+            " that launch/prepare.py has made, or one .safetensors file"
         )
     opened = open_token_file(files[0].path)
     return opened, plan_slice(

@@ -1,4 +1,4 @@
-"""Folders of the cache that are made once, by whichever process comes first, while the others wait.
+"""Folders of the cache that are built once, by the first process that needs them, while the others wait.
 
 <folder>.lock       held by the one process that builds
 <folder>.building/  what it has written so far; a dead builder's is thrown away by the next
@@ -22,9 +22,9 @@ LOCK_LOG_AFTER_S = 30.0  # of waiting for another process before this one says s
 
 
 def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, log: Callable[[str], None]) -> None:
-    """Has `build` fill an empty folder, which then becomes `folder`; does nothing where that is there.
+    """Lets `build` fill an empty folder, which is then renamed to `folder`; does nothing if `folder` exists.
 
-    DataError when the disk can't be written; GenerationEnded once the token is aborted.
+    Raises DataError if the disk can't be written, GenerationEnded once the token is aborted.
     """
     if folder.is_dir():
         return
@@ -46,7 +46,7 @@ def build_once(folder: Path, build: Callable[[Path], None], token: AbortToken, l
 
 @contextmanager
 def _lock(path: Path, token: AbortToken, log: Callable[[str], None]) -> Iterator[None]:
-    """Holds the file lock at `path`; the system lets go of a dead process's."""
+    """Holds the file lock at `path`; the system releases that of a dead process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")

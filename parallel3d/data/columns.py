@@ -1,8 +1,8 @@
-"""Text in columns: Arrow IPC (file or stream) and Parquet, read a batch at a time whatever the size of the file.
+"""Columns of text: Arrow IPC (file or stream) and Parquet, read one batch at a time.
 
-In an Arrow file that is not compressed the documents of a batch lie end to end as bytes: they are found once, and read
-where they are. Those of Parquet files and of compressed Arrow files can't be read one by one; they are written end to
-end into a file of the cache, once. A null is no document. pyarrow finds documents; reading them needs it no more.
+In an uncompressed Arrow file the documents of a batch are consecutive bytes: they are indexed once, and read in place.
+Those of Parquet files and compressed Arrow files can't be read one by one; they are written to a file of the cache,
+once. A null is not a document. Only indexing needs pyarrow, reading doesn't.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ import numpy as np
 from parallel3d.errors import DataError
 
 BATCH_BYTES = 4 * 2**20
-"""About so much text is held at once; of a Parquet file a page of the column, where that is more (its writer decides,
-1,024 rows or 1 MB as a rule), of a compressed Arrow file one of its batches."""
+"""Approximate size of the text in memory. At least one page of a Parquet column (set by its writer, usually 1,024 rows
+or 1 MB), or one batch of a compressed Arrow file."""
 MAX_BATCH_ROWS = 65_536
 ARROW_FILE_MAGIC = b"ARROW1"
 
 
 def is_readable_in_place(path: Path, column: str) -> bool:
-    """Whether the text of an Arrow file can be read where it is: plain strings, not compressed."""
+    """Whether the text of an Arrow file can be read in place: plain strings, not compressed."""
     spans = ((chunk.buffers()[2], span) for chunk, span in _arrow_spans(path, column))
     return next((span is not None for buffer, span in spans if buffer), True)
 
 
 def scan_arrow(path: Path, column: str) -> Iterator[tuple[int, int]]:
-    """Yields (offset in the file, bytes) of each document of an Arrow file whose text lies open."""
+    """Yields (offset in the file, bytes) of each document of an uncompressed Arrow file."""
     for batch, (_, span) in enumerate(_arrow_spans(path, column)):
         if span is None:
-            raise DataError(f"{path}: batch {batch} is compressed and those before it are not: write the file anew")
+            raise DataError(f"{path}: batch {batch} is compressed, and earlier ones are not: write the file again")
         yield from _ranges(*span)
 
 
 def extract_text(path: Path, kind: str, column: str, target: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Writes the documents of a Parquet file (`kind` parquet) or an Arrow file end to end, and yields where each is."""
+    """Writes the documents of a Parquet file (`kind` parquet) or an Arrow file to `target`, and yields the range of
+    each."""
     chunks = _parquet_chunks(path, column) if kind == "parquet" else (chunk for chunk, _ in _arrow_spans(path, column))
     position = 0
     for chunk in chunks:
@@ -51,7 +52,7 @@ def extract_text(path: Path, kind: str, column: str, target: BinaryIO) -> Iterat
 
 
 Span = tuple[int, np.ndarray, np.ndarray]
-"""Where a batch's text begins in the file, the offsets of its rows from there (one more than rows), which are valid."""
+"""Start of a batch's text in the file, offsets of its rows from there (one more than rows), and which are valid."""
 
 
 def _ranges(begin: int, offsets: np.ndarray, valid: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -61,11 +62,11 @@ def _ranges(begin: int, offsets: np.ndarray, valid: np.ndarray) -> Iterator[tupl
 
 
 def _arrow_spans(path: Path, column: str) -> Iterator[tuple[Any, Span | None]]:
-    """Yields the column of each batch, checked, and where it lies in the file; None when it does not lie there."""
+    """Yields the column of each batch, checked, and its position in the file; None if it is compressed."""
     arrow = _pyarrow(path)
     with _readable(path, "Arrow"), path.open("rb") as file:
         if not path.stat().st_size:
-            raise DataError(f"{path}: an empty file, no Arrow file")
+            raise DataError(f"{path}: empty, not an Arrow file")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         whole = arrow.py_buffer(mapped)
         row = seen = 0
@@ -78,13 +79,13 @@ def _arrow_spans(path: Path, column: str) -> Iterator[tuple[Any, Span | None]]:
             _, offsets, valid = _layout(chunk)
             yield chunk, ((begin, offsets, valid) if in_place else None)
             seen += chunk.nbytes
-            if seen >= BATCH_BYTES:  # pages that were read count as this process' memory until they are let go
+            if seen >= BATCH_BYTES:  # pages that were read count as memory of this process until released
                 mapped.madvise(mmap.MADV_DONTNEED)
                 seen = 0
 
 
 def _batches(arrow: Any, whole: Any) -> Iterator[Any]:
-    """The record batches of an IPC file or stream; large ones in parts."""
+    """Yields the record batches of an IPC file or stream, large ones in parts."""
     for batch in _whole_batches(arrow, whole):
         rows = _rows_at_once(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, rows):
@@ -92,7 +93,7 @@ def _batches(arrow: Any, whole: Any) -> Iterator[Any]:
 
 
 def _rows_at_once(num_rows: int, num_bytes: int) -> int:
-    """Rows that hold about BATCH_BYTES."""
+    """Number of rows that hold about BATCH_BYTES."""
     return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), MAX_BATCH_ROWS)
 
 
@@ -106,7 +107,7 @@ def _whole_batches(arrow: Any, whole: Any) -> Iterator[Any]:
 
 
 def _parquet_chunks(path: Path, column: str) -> Iterator[Any]:
-    """The column of a Parquet file, some rows at a time, checked."""
+    """Yields the column of a Parquet file, some rows at a time, checked."""
     arrow = _pyarrow(path)
     with _readable(path, "Parquet"):
         file = arrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
@@ -120,7 +121,7 @@ def _parquet_chunks(path: Path, column: str) -> Iterator[Any]:
 
 
 def _text_of(path: Path, batch: Any, column: str, row: int) -> Any:
-    """The column as an array of strings, known to be valid UTF-8; `row` is the batch's first."""
+    """Returns the column as an array of valid UTF-8 strings; `row` is the number of the batch's first row."""
     arrow = _pyarrow(path)
     _check_column(path, batch.schema, column)
     chunk = batch.column(column)
@@ -144,20 +145,21 @@ def _is_valid(arrow: Any, chunk: Any) -> bool:
 
 
 def _check_column(path: Path, schema: Any, column: str) -> None:
-    """DataError when there is no such column, or no text in it."""
+    """Raises DataError if there is no such column, or it isn't text."""
     arrow = _pyarrow(path)
     if schema.names.count(column) != 1:
         names = ", ".join(map(repr, schema.names))
         problem = "no column" if column not in schema.names else "more than one column"
-        raise DataError(f"{path}: {problem} {column!r}; it has {names}. data.text_column names the column to read")
+        raise DataError(f"{path}: {problem} {column!r}; it has {names}. Set data.text_column to a column of text")
     kind = schema.field(column).type
     inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(inner) or arrow.types.is_large_string(inner) or arrow.types.is_string_view(inner)):
-        raise DataError(f"{path}: column {column!r} is {kind}, not text. data.text_column names the column to read")
+        raise DataError(f"{path}: column {column!r} is {kind}, not text. Set data.text_column to a column of text")
 
 
 def _layout(chunk: Any) -> tuple[memoryview, np.ndarray, np.ndarray]:
-    """The bytes of an array of strings, the offsets of its rows in them, int64 (rows + 1,), and which are valid."""
+    """Returns the bytes of an array of strings, its rows' offsets in them, int64 (rows + 1,), and which rows are
+    valid."""
     wide = str(chunk.type).startswith("large")
     _, offsets, data = chunk.buffers()
     if offsets is None or not len(chunk):
@@ -169,12 +171,12 @@ def _layout(chunk: Any) -> tuple[memoryview, np.ndarray, np.ndarray]:
 
 @contextmanager
 def _readable(path: Path, kind: str) -> Iterator[None]:
-    """What goes wrong in reading becomes a DataError that names the file."""
+    """Turns errors of reading into a DataError that names the file."""
     arrow = _pyarrow(path)
     try:
         yield
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a whole {kind} file ({' '.join(str(error).split())})") from error
+    except (arrow.ArrowException, OSError, UnicodeError) as error:  # UnicodeError: names of columns
+        raise DataError(f"{path}: not an intact {kind} file ({' '.join(str(error).split())})") from error
 
 
 def _pyarrow(path: Path) -> Any:
@@ -183,5 +185,5 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading it needs pyarrow, which is not installed: pip install pyarrow") from error
+        raise DataError(f"{path}: needs pyarrow, which is not installed: pip install pyarrow") from error
     return pyarrow

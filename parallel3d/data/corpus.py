@@ -1,15 +1,15 @@
-"""A corpus: training and validation documents, their tokenizer and what is known of their tokens.
+"""A corpus: training and validation documents, their tokenizer and statistics of their tokens.
 
-What is expensive (finding the documents, training the tokenizer, counting tokens) is done once and kept in a folder of
-the cache, named by everything that decides it: <cache_directory>/<key>/ with
+The expensive parts (indexing the documents, training the tokenizer, counting tokens) are done once and kept in a folder
+of the cache, named by a hash of all inputs: <cache_directory>/<key>/ with
 
-    train.places  validation.places     where each document lies, mapped when read (places.py)
-    unpacked-N.text                     the text of a source that can't be read at random (Parquet, compressed Arrow)
+    train.places  validation.places     position of each document, memory-mapped (document_index.py)
+    unpacked-N.text                     text of a source without random access (Parquet, compressed Arrow)
     tokenizer.model  corpus.json
 
-The key has the files' paths, sizes and times, so that opening a known corpus reads none of its text. The fingerprint,
-by which a checkpoint knows its text again, has none of these (fingerprint.py). Nothing here knows of ranks: the same
-files and settings give the same corpus on every host.
+The key covers the files' paths, sizes and times, so that opening a known corpus reads none of its text. The
+fingerprint, by which a checkpoint recognises its text, covers none of these (fingerprint.py). Ranks play no part: the
+same files and settings give the same corpus on every host.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from parallel3d.parallel.abort import AbortToken
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What training reads, and what its loss is compared with."""
+    """The text of a run, and the reference for its loss."""
 
     folder: Path
-    """Where it is kept: load_corpus opens it again, in any process of this host."""
+    """Folder in the cache: load_corpus opens it in any process of this host."""
     train: TokenDocuments
     validation: TokenDocuments
     train_document_index: np.ndarray
     """int64 (training documents, 3), mapped: number of the file, in the order of data.sources; offset, size."""
     tokenizer: Tokenizer | None
-    """None where the text came as tokens and nobody says whose."""
+    """None for files of tokens whose tokenizer is unknown."""
     vocab_size: int
     """Ids are below it."""
     unigram_entropy: float
-    """Nats a training token (EOS included): the loss of a model that knows the frequencies of the tokens alone. Where
-    validation is a part of files of tokens: of all tokens."""
+    """Nats per training token (EOS included): the loss of a model that knows only the frequencies of the tokens. If
+    validation is a part of files of tokens: over all tokens."""
     num_train_tokens: int
-    """Tokens of one data epoch of training, EOS included."""
+    """Tokens of one epoch of training, EOS included."""
     counts_are_exact: bool
-    """False where the last two come from every n-th training document."""
+    """False if the last two were estimated from every n-th training document."""
     document_chars: int
-    """Where plain text was cut; 0: nowhere."""
+    """Length at which plain text was split into documents; 0: not split."""
     fingerprint: str
-    """Hash of the text, its order and split, and the tokenizer: equal on every host, wherever the files lie, and for
-    a text that `prepare` has tokenised."""
+    """Hash of the text, its order and split, and the tokenizer: the same on every host, for every location of the
+    files, and for text that `prepare` has tokenised."""
 
 
 def open_corpus(
@@ -73,15 +73,16 @@ def open_corpus(
     validation_fraction: float,
     num_lanes: int,
     tokenizer: TokenizerConfig,
+    needs_eos: bool = True,
     cache_directory: Path,
     token: AbortToken,
     log: Callable[[str], None],
 ) -> Corpus:
-    """Returns the corpus of `sources` (none: the built-in one), built first where the cache lacks it.
+    """Returns the corpus of `sources` (none: the built-in one), built first if the cache lacks it.
 
-    Any number of processes may call this at once: one builds, the others wait. `notice` is told what takes time, by the
-    builder; a process that waits is silent unless it takes very long.
-    Raises DataError for whatever is wrong with the files, GenerationEnded once the token is aborted.
+    Any number of processes may call this at once: one builds and passes its progress to `log`, the others wait, and log
+    only if that takes very long.
+    Raises DataError for damaged or unusable files, GenerationEnded once the token is aborted.
     """
     files = find_files(sources)
     if document_chars is None:
@@ -93,6 +94,7 @@ def open_corpus(
         document_chars=document_chars,
         validation_fraction=validation_fraction,
         tokenizer=tokenizer,
+        needs_eos=needs_eos,
     )
     folder = cache_directory.expanduser() / spec.cache_key()
     build_once(folder, partial(_build, spec, folder, token, log), token, log)
@@ -100,7 +102,7 @@ def open_corpus(
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Returns the corpus that `folder` of the cache holds."""
+    """Returns the corpus in `folder` of the cache."""
     facts = json.loads((folder / "corpus.json").read_text())
     files = [SourceFile(path=folder / file["path"], format=file["format"]) for file in facts.pop("files")]
     kind = facts.pop("tokenizer")
@@ -131,7 +133,7 @@ def load_corpus(folder: Path) -> Corpus:
 
 
 def _build(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str], None], scratch: Path) -> None:
-    """Fills `scratch`, which becomes `folder`."""
+    """Fills `scratch`, which is then renamed to `folder`."""
     started = time.perf_counter()
     log(f"first use of this corpus: indexing {len(spec.files):,} files, into {folder}")
     facts = build_token_corpus(spec, scratch, token) if spec.is_tokens else build_text_corpus(spec, scratch, token, log)

@@ -1,4 +1,4 @@
-"""What decides a corpus: its files and the settings that cut, split and tokenise them."""
+"""What determines a corpus: its files, and the settings by which they are split and tokenised."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.sources import SourceFile
@@ -22,23 +23,25 @@ LIBRARIES = ("sentencepiece", "pyarrow")
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """Everything that a corpus is made by."""
+    """All inputs of a corpus."""
 
     files: Sequence[SourceFile]
     text_column: str
     document_chars: int
     validation_fraction: float
     tokenizer: TokenizerConfig
+    needs_eos: bool = True
+    """Files of tokens must have an EOS after each document. A slice has no documents."""
 
     @property
     def is_tokens(self) -> bool:
-        """The files have been tokenised before."""
+        """Whether the files are tokenised already."""
         return self.files[0].format.startswith("tokens")
 
     def cache_key(self) -> str:
-        """Names the corpus in the cache: equal on one machine as long as no file and no version changes."""
+        """Name of the corpus in the cache; the same on one machine until a file or a version changes."""
         path = self.tokenizer.path
-        parts = {
+        parts: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "files": [(_stat(file.path), file.format) for file in self.files],
             "text_column": self.text_column,
@@ -47,14 +50,16 @@ class CorpusSpec:
             "tokenizer": [self.tokenizer.model_dump(), path and _stat(Path(path).expanduser())],
             "versions": [sys.version, *map(_version, LIBRARIES)],
         }
+        if not self.needs_eos:
+            parts["needs_eos"] = False
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def choose_document_chars(total_bytes: int, num_lanes: int, validation_fraction: float) -> int:
-    """Returns where to cut plain text: a power of two, so that small changes of the corpus do not move it.
+    """Returns the length of documents of plain text: a power of two, so that small changes of the corpus don't move it.
 
-    Every lane gets several documents, also when they are few; and a document of validation, as long as that leaves
-    documents of a few thousand characters.
+    Every lane gets several documents, and one for validation as long as that leaves documents of a few thousand
+    characters.
     """
     for_training = total_bytes // (num_lanes * DOCUMENTS_PER_LANE)
     for_validation = int(total_bytes * validation_fraction / num_lanes) or for_training
@@ -66,7 +71,7 @@ def _stat(path: Path) -> tuple[str, int, int]:
     try:
         stat = path.stat()
     except OSError as error:
-        raise DataError(f"there is no file {path}") from error
+        raise DataError(f"{path}: no such file") from error
     return str(path.resolve()), stat.st_size, stat.st_mtime_ns
 
 

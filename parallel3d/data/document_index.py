@@ -1,6 +1,6 @@
-"""Where documents lie: rows of (file, offset, size), int64, kept in a file that grows with them and is mapped to read.
+"""Index of documents: rows of (file, offset, size), int64, in a file that is memory-mapped for reading.
 
-Memory holds neither the rows nor a list of them: only a scan's last few, and the pages that were looked at.
+Only the last rows of a scan, and the pages that were read, are in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write_document_index(path: Path, rows: Iterable[np.ndarray]) -> None:
 
 def load_document_index(path: Path) -> np.ndarray:
     """Returns all rows, int64 (documents, 3), mapped."""
-    if not path.stat().st_size:  # nothing can't be mapped
+    if not path.stat().st_size:  # an empty file can't be mapped
         return np.zeros((0, COLUMNS), np.int64)
     return np.memmap(path, np.int64, "r").reshape(-1, COLUMNS)
 
@@ -40,7 +40,7 @@ def blocks(rows: Iterable[tuple[int, ...]]) -> Iterator[np.ndarray]:
 
 
 def write_split(folder: Path, rows: Iterable[np.ndarray], validation_fraction: float) -> int:
-    """Writes the places of each split, and returns how many documents there are; where there are none, no file."""
+    """Writes the index of each split, and returns the number of documents; without documents it writes no file."""
     write_document_index(folder / ALL, rows)
     document_index = load_document_index(folder / ALL)
     if len(document_index):
@@ -54,7 +54,7 @@ def write_split(folder: Path, rows: Iterable[np.ndarray], validation_fraction: f
 
 
 def load_split(folder: Path) -> dict[str, np.ndarray]:
-    """The places of each split, mapped."""
+    """Returns the index of each split, memory-mapped."""
     return {name: load_document_index(folder / file) for name, file in SPLITS.items()}
 
 

@@ -1,4 +1,4 @@
-"""What lanes read: documents as tokens, whether they come from text or from a file that was tokenised before."""
+"""Documents as tokens, which lanes read: from text, or from a file that is already tokenised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Documents(Protocol):
 
 
 class TokenDocuments(Protocol):
-    """An ordered list of documents as tokens. Reading keeps no state: any thread or process may do it, in any order."""
+    """An ordered list of documents as tokens. Reading keeps no state, so any thread or process may do it, in any
+    order."""
 
     @property
     def eos_id(self) -> int:
@@ -35,7 +36,7 @@ class TokenDocuments(Protocol):
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """Texts through a tokenizer."""
+    """Texts that a tokenizer encodes when they are read."""
 
     documents: Documents
     tokenizer: Tokenizer

@@ -1,9 +1,9 @@
-"""A hash by which a text is known again on another machine, whatever its files are called and when they were written.
+"""A hash that identifies a text on any machine, independent of the names and times of its files.
 
 Of a file of up to 16 MiB all bytes count, of a larger one 64 blocks of 256 KiB spread evenly from its first byte to its
-last, and its size: reading gigabytes once more would take as long as indexing them. The places of all documents count
-as well. So a change goes unnoticed only if it leaves the size of every document and all 64 blocks of its file as they
-are.
+last, and its size: reading gigabytes once more would take as long as indexing them. The positions of all documents
+count as well. So a change goes unnoticed only if it leaves the size of every document and all 64 blocks of its file as
+they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ BLOCK_BYTES, NUM_BLOCKS = 2**18, 64
 
 
 def fingerprint(*, settings: object, files: Iterable[Path], document_index: Iterable[Path], model: bytes) -> str:
-    """The hash of what decides the tokens: settings (as JSON), files, places of documents, the tokenizer's model."""
+    """Returns the hash of all that determines the tokens: settings (as JSON), files, document index, tokenizer
+    model."""
     digest = hashlib.sha256(json.dumps(settings).encode())
     for path in files:
         digest.update(file_digest_of(path))
@@ -29,7 +30,7 @@ def fingerprint(*, settings: object, files: Iterable[Path], document_index: Iter
 
 
 def file_digest_of(path: Path) -> bytes:
-    """The hash of a file: of all of it, or of blocks of a large one."""
+    """Returns the hash of a file, or of blocks of a large one."""
     size = path.stat().st_size
     last = size - BLOCK_BYTES
     digest = hashlib.sha256(str(size).encode())

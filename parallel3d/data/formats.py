@@ -1,7 +1,7 @@
-"""Formats: where the documents of one kind of file lie, and how to read one of them without loading the rest.
+"""File formats: how to find the documents of a file, and how to read one of them without loading the rest.
 
-A document is a range of bytes of a file. Text lies so as it is, JSON Lines too, and so does a column of text in an
-Arrow file that is not compressed (columns.py): reading at random then needs neither an index in memory nor a library.
+A document is a range of bytes of a file. This fits plain text, JSON Lines, and a column of text in an uncompressed
+Arrow file (columns.py): random access then needs neither an index in memory nor a library.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -17,17 +18,20 @@ import numpy as np
 
 from parallel3d.data.columns import scan_arrow
 from parallel3d.data.sources import SourceFile
-from parallel3d.errors import DataError
+from parallel3d.errors import DataError, shorten
 
 MAX_LINE_BYTES = 2**20
-"""Longer lines of plain text are cut: what is read at once stays small, whatever the file."""
+"""Longer lines of plain text are read in pieces, which limits memory."""
+MAX_RECORD_BYTES = 2**26
+"""Longer lines of JSON are refused: parsing one takes several times its size in memory."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class DocumentFormat(Protocol):
-    """How documents lie in one kind of file."""
+    """Layout of documents in one kind of file."""
 
     def scan(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Yields (offset, number of bytes) of each document that is not empty; raises DataError where one is bad."""
+        """Yields (offset, number of bytes) of each document that is not empty; raises DataError for a damaged one."""
         ...
 
     def read(self, path: Path, offset: int, num_bytes: int) -> str:
@@ -47,7 +51,7 @@ def build_formats(*, text_column: str, document_chars: int) -> Mapping[str, Docu
 
 @dataclass(frozen=True, kw_only=True)
 class PlainText:
-    """UTF-8 text as it is, cut at line ends into documents of at most `document_chars` characters (0: never cut)."""
+    """UTF-8 text, split at line ends into documents of at most `document_chars` characters (0: not split)."""
 
     document_chars: int
 
@@ -60,7 +64,7 @@ class PlainText:
 
 @dataclass(frozen=True, kw_only=True)
 class UncompressedArrow:
-    """A column of an Arrow file, file or stream, that is not compressed: its text lies in the file as it is."""
+    """An uncompressed column of an Arrow IPC file or stream, whose text is plain bytes of the file."""
 
     text_column: str
 
@@ -73,15 +77,22 @@ class UncompressedArrow:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """One JSON object a line, its text under `text_column`; a line is a document, and null is no text."""
+    """One JSON object per line, with its text under `text_column`. A line is a document; null is an empty one."""
 
     text_column: str
 
     def scan(self, path: Path) -> Iterator[tuple[int, int]]:
-        offset = 0
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip() and self._text(line, f"{path}:{number}"):
+            offset = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+            file.seek(offset)
+            for number in count(1):
+                line = file.readline(MAX_RECORD_BYTES + 1)
+                if len(line) > MAX_RECORD_BYTES:
+                    most = f"{MAX_RECORD_BYTES // 2**20} MiB"
+                    raise DataError(f"{path}:{number}: a line of more than {most}: put one document on each line")
+                if not line:
+                    return
+                if not line.isspace() and self._text(line, f"{path}:{number}"):
                     yield offset, len(line)
                 offset += len(line)
 
@@ -91,19 +102,30 @@ class JsonLines:
     def _text(self, line: bytes, where: str) -> str:
         try:
             record = json.loads(line.decode())
-            text = record[self.text_column]
-            if text is None:
-                return ""
-            text.encode()  # a lone surrogate is legal JSON but no text
         except UnicodeError as error:
             raise DataError(f"{where}: not valid UTF-8 ({error})") from error
         except ValueError as error:
             raise DataError(f"{where}: not valid JSON ({error})") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            names = f"; it has {', '.join(map(repr, record))}" if isinstance(record, dict) else ""
+        except RecursionError as error:
+            raise DataError(f"{where}: JSON that is nested too deeply") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a line must be a JSON object, and this one is of type {type(record).__name__}")
+        if self.text_column not in record:
+            names = shorten(", ".join(map(repr, record)))
+            raise DataError(f"{where}: no field {self.text_column!r}; it has {names}. Set data.text_column to its text")
+        text = record[self.text_column]
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            kind = type(text).__name__
             raise DataError(
-                f"{where}: no text under {self.text_column!r}{names}. data.text_column names the field to read"
-            ) from error
+                f"{where}: field {self.text_column!r} is of type {kind}, not text. Set data.text_column to its text"
+            )
+        if b"\\u" in line:  # only an escape can make a lone surrogate, which is legal JSON but not text
+            try:
+                text.encode()
+            except UnicodeError as error:
+                raise DataError(f"{where}: not valid UTF-8 ({error})") from error
         return text
 
 
@@ -119,7 +141,7 @@ class HelpTopics:
         return self._texts()[offset]
 
     def _texts(self) -> list[str]:
-        from pydoc_data.topics import topics  # half a megabyte of text, wanted by this format only
+        from pydoc_data.topics import topics  # half a megabyte of text that only this format needs
 
         return [topics[name] for name in sorted(topics)]
 
@@ -127,8 +149,8 @@ class HelpTopics:
 def cut_at_line_ends(line_sizes: Iterable[tuple[int, int]], document_chars: int) -> Iterator[tuple[int, int]]:
     """Yields (byte offset, number of bytes) of consecutive documents of whole lines, of at most `document_chars`.
 
-    `line_sizes` are (bytes, characters) of each line. A longer line is a document of its own, and a tail shorter than
-    half a document stays with the one before it.
+    `line_sizes` are (bytes, characters) of each line. A longer line is a document of its own. A tail shorter than half
+    a document is appended to the previous one.
     """
     held: tuple[int, int] | None = None  # the last whole document, until we know that more than a tail follows
     start = end = num_chars = 0
@@ -151,7 +173,7 @@ def cut_at_line_ends(line_sizes: Iterable[tuple[int, int]], document_chars: int)
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSet:
-    """An ordered list of documents: where each one lies, and how to read it."""
+    """An ordered list of documents: the position of each, and how to read it."""
 
     files: Sequence[SourceFile]
     formats: Mapping[str, DocumentFormat]
@@ -163,7 +185,7 @@ class DocumentSet:
 
     @property
     def num_bytes(self) -> np.ndarray:
-        """int64 (documents,): the size of each."""
+        """Size of each document in bytes, int64 (documents,)."""
         return self.document_index[:, 2]
 
     def read(self, index: int) -> str:
@@ -176,7 +198,7 @@ class DocumentSet:
 
 
 def _line_sizes(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields (bytes, characters) of each line, of one that is very long piece by piece."""
+    """Yields (bytes, characters) of each line; a very long one comes in pieces."""
     offset = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
@@ -187,7 +209,7 @@ def _line_sizes(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _rest_of_character(file: BufferedReader) -> bytes:
-    """Reads on to where a character of UTF-8 begins: at most 3 bytes."""
+    """Reads up to the next start of a UTF-8 character: at most 3 bytes."""
     rest = b""
     while len(rest) < 3 and (ahead := file.peek(1)[:1]) and ahead[0] & 0xC0 == 0x80:
         rest += file.read(1)
@@ -206,5 +228,5 @@ def _read_bytes(path: Path, offset: int, num_bytes: int) -> bytes:
         file.seek(offset)
         data = file.read(num_bytes)
     if len(data) != num_bytes:
-        raise DataError(f"{path}: shorter than when it was indexed; start again so that the new file is indexed")
+        raise DataError(f"{path}: shorter than when it was indexed. Start again to index the new file")
     return data

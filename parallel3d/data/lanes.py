@@ -1,6 +1,6 @@
 """Lanes: one endless stream of tokens for each sequence slot, a pure function of (seed, lane, cursor).
 
-    documents of data epoch e   perm(seed, e) = [ 7  2  9  0  5  1  8 ... ]
+    documents of epoch e        perm(seed, e) = [ 7  2  9  0  5  1  8 ... ]
     dealt to 3 lanes            lane 0: 7 0 8 ...   lane 1: 2 5 ...   lane 2: 9 1 ...
     packed                      lane 0: [tokens of 7] EOS [tokens of 0] EOS [tokens of 8] EOS ... then data epoch e + 1
     cut exactly                         |--- n + 1 tokens ---|
@@ -23,14 +23,14 @@ from parallel3d.errors import DataError
 
 
 class Cursor(NamedTuple):
-    """A place in a lane of one source: the next token that it will read."""
+    """Position in a lane of one source: the next token to read."""
 
     epoch: int
-    """Passes over the data that lie behind."""
+    """Completed passes over the data."""
     document: int
-    """Position in the lane's document sequence of this data epoch."""
+    """Position in the lane's document sequence of this epoch."""
     offset: int
-    """Tokens of that document (its EOS is the last one) that lie behind."""
+    """Tokens of that document that have been read; its EOS is the last one."""
 
     @staticmethod
     def start() -> Cursor:
@@ -58,8 +58,8 @@ class Lanes(Reader):
     def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> tuple[np.ndarray, Cursor]:
         """Returns token ids, int32 (num_tokens + 1,), inputs [:-1] and targets [1:], and the cursor num_tokens on.
 
-        The last token is read again as the first input of the next sequence: each token is a target exactly once, but
-        for the lane's very first.
+        The last token is read again as the first input of the next sequence: each token is a target exactly once,
+        except for the lane's first.
         """
         parts: list[np.ndarray] = []
         position, missing = Cursor(*cursor), num_tokens
@@ -71,7 +71,7 @@ class Lanes(Reader):
         return np.concatenate(parts), position
 
     def document_sequence(self, lane: int, epoch: int) -> list[int]:
-        """Returns the documents that feed `lane` in data epoch `epoch`, in order."""
+        """Returns the documents that feed `lane` in epoch `epoch`, in order."""
         return self._sequence(lane, epoch).tolist()
 
     def _sequence(self, lane: int, epoch: int) -> np.ndarray:
@@ -80,7 +80,7 @@ class Lanes(Reader):
         return self._permutation(epoch)[lane :: self.num_lanes]
 
     def _advance(self, lane: int, cursor: Cursor, at_most: int) -> tuple[np.ndarray, Cursor]:
-        """Returns 1 to `at_most` tokens of the cursor's document, and the cursor behind them."""
+        """Returns 1 to `at_most` tokens of the cursor's document, and the cursor after them."""
         sequence = self._sequence(lane, cursor.epoch)
         tokens = self._tokens(lane, Cursor(cursor.epoch, cursor.document, 0), sequence)
         if cursor.offset >= len(tokens):

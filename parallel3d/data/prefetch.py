@@ -1,4 +1,4 @@
-"""Tokenisation that runs ahead of training: the same results as `Lanes.read`, ready before they are asked for.
+"""Tokenisation ahead of training: the same results as `Lanes.read`, ready before they are requested.
 
 A lane is read in order, so after each read the next ones are known. Background threads make them, `depth` steps ahead
 for every lane that has been asked for; a read that was predicted takes the result, or waits when it is being made, and
@@ -35,18 +35,18 @@ class _LanePredictions:
 
 
 class Prefetcher(Reader):
-    """Reads lanes ahead, for one calling thread. An aborted token ends every wait with GenerationEnded."""
+    """Reads lanes ahead for one calling thread. An aborted token ends every wait with GenerationEnded."""
 
     def __init__(self, reader: Reader, depth: int, token: AbortToken, reader_processes: Sequence[ReaderProcess] = ()):
-        """`reader_processes` read ahead in place of `reader`, which then makes only what nobody has begun."""
+        """`reader_processes` read ahead instead of `reader`, which then makes only reads that weren't started."""
         self.data_wait_s = 0.0
         """Seconds that the caller has spent in `read`."""
         self.num_ready = 0
-        """Reads that were finished when asked for."""
+        """Reads that were finished when requested."""
         self.num_waited = 0
-        """Reads that were being made when asked for."""
+        """Reads that were in progress when requested."""
         self.num_direct = 0
-        """Reads that nobody had begun: not predicted, or too late."""
+        """Reads that were not started when requested: not predicted, or too late."""
         self._reader = reader
         self._depth = depth
         self._token = token
@@ -78,19 +78,19 @@ class Prefetcher(Reader):
             self.data_wait_s += time.perf_counter() - started
 
     def describe(self) -> str:
-        """A line on how its reads have been."""
-        counts = f"{self.num_ready:,} ready, {self.num_waited:,} waited for, {self.num_direct:,} made on the spot"
-        return f"reads of text: {counts}; {self.data_wait_s:.3f} s in all"
+        """Returns a line of statistics of the reads."""
+        counts = f"{self.num_ready:,} ready, {self.num_waited:,} waited for, {self.num_direct:,} read directly"
+        return f"reads of text: {counts}; {self.data_wait_s:.3f} s in total"
 
     def close(self) -> None:
-        """Ends threads and reader_processes, once they have finished the reads that they are at."""
+        """Ends threads and reader processes after their current reads."""
         for ahead in self._workers:
             ahead.thread.shutdown(wait=True, cancel_futures=True)
         for reader_process in self._reader_processes:
             reader_process.close()
 
     def _take_predictions(self, lane: int, cursor: LaneCursor, num_tokens: int) -> _LanePredictions:
-        """Takes out the lane's track if it predicted this read, else a new one."""
+        """Removes and returns the lane's predictions if they include this read, otherwise new ones."""
         predictions = self._predictions.pop(lane, None)
         if predictions is not None:
             if (predictions.cursor, predictions.num_tokens) == (cursor, num_tokens):

@@ -1,8 +1,8 @@
-"""Sources: which files a corpus is made of, in which order.
+"""Sources: the files of a corpus, and their order.
 
-A *source* is what the user names: a file, a folder, a glob, or nothing for the built-in corpus (the Python standard
-library's sources and `pydoc`'s help topics, which every installation has). A source yields files in the order of their
-relative names; the suffix of a file says its format, and other names are plain text.
+A *source* is a file, a folder, a glob, or nothing for the built-in corpus (the sources of Python's standard library and
+`pydoc`'s help topics, which every installation has). A source yields files in the order of their relative names. The
+suffix of a file determines its format; any other suffix is plain text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FORMAT_BY_SUFFIX = {
     ".parquet": "parquet",
     ".safetensors": "tokens",
 }
-"""What a folder is searched for, and how each kind of file is read."""
+"""The suffixes that a folder is searched for, and the format of each."""
 TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
-"""The files of a prepared folder. A file of tokens with the second name is for evaluation, all of it."""
+"""The files of a prepared folder. All of a file of tokens with the second name is for evaluation."""
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz")
-# Of the standard library: installed packages, tests, tables of character sets, two large programs, and the source of
-# the help topics, which are read as text.
+# Parts of the standard library that are not read: installed packages, tests, character sets, two large programs,
+# and the source of the help topics, which are read as text.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
@@ -40,17 +40,17 @@ class SourceFile:
 
 
 def find_files(sources: Sequence[str]) -> list[SourceFile]:
-    """Returns the files of all sources, in the order given and by relative name within each; none twice."""
+    """Returns the files of all sources, in the given order and by relative name within each, without repetitions."""
     files = [file for source in sources for file in _files_of(source)] if sources else _built_in_files()
     seen: set[Path] = set()
     for file in files:
         if file.path in seen:
-            raise DataError(f"{file.path}: given by two of data.sources; it would be read twice. Drop one of them")
+            raise DataError(f"{file.path}: named by two of data.sources. Remove one of them")
         seen.add(file.path)
     tokens = [file for file in files if file.format.startswith("tokens")]
     if tokens and len(tokens) < len(files):
         text = next(file for file in files if file not in tokens)
-        raise DataError(f"data.sources mixes tokens ({tokens[0].path}) with text ({text.path}): name one kind")
+        raise DataError(f"data.sources mixes tokens ({tokens[0].path}) with text ({text.path}): use one kind")
     return files
 
 
@@ -62,17 +62,19 @@ def _files_of(source: str) -> list[SourceFile]:
         found = _sorted_below(path, [file for suffix in FORMAT_BY_SUFFIX for file in path.rglob(f"*{suffix}")])
         if not found:
             suffixes = ", ".join(FORMAT_BY_SUFFIX)
-            raise DataError(f"data.sources: the folder {source} has no file that is read ({suffixes})")
+            raise DataError(f"data.sources: the folder {source} has no readable file ({suffixes})")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
         if not found:
-            raise DataError(f"data.sources: there is no file, folder or match of the pattern {source!r}")
+            exists = path.exists() or glob.glob(str(path), recursive=True)
+            problem = "is neither a regular file nor a folder" if exists else "doesn't exist, and no file matches it"
+            raise DataError(f"data.sources: {source!r} {problem}")
     return [SourceFile(path=file.resolve(), format=_format_of(file.name, file.suffix)) for file in found]
 
 
 def _format_of(name: str, suffix: str) -> str:
     if suffix in COMPRESSED_SUFFIXES:
-        raise DataError(f"data.sources: {name} is packed: unpack it first")
+        raise DataError(f"data.sources: {name} is compressed: decompress it first")
     return "tokens for validation" if name == VALIDATION_TOKENS else FORMAT_BY_SUFFIX.get(suffix, "text")
 
 
@@ -84,7 +86,9 @@ def _built_in_files() -> list[SourceFile]:
     if topics.is_file():
         files.append(SourceFile(path=topics, format="help_topics"))
     if not files:
-        raise DataError(f"the built-in corpus is Python's library, but {library} has no sources: set data.sources")
+        raise DataError(
+            f"the built-in corpus is Python's standard library, but {library} has no sources: set data.sources"
+        )
     return files
 
 

@@ -1,4 +1,4 @@
-"""Makes a corpus of files that were tokenised before, by prepare or by others: finds the documents, counts tokens."""
+"""Builds a corpus of files that are already tokenised, by prepare or otherwise: indexes documents, counts tokens."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
 from parallel3d.data.document_index import SPLITS, load_split, write_document_index, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.text_corpus import entropy
 from parallel3d.data.token_file import TokenFile, open_token_file, scan_tokens
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
-from parallel3d.errors import DataError
+from parallel3d.errors import DataError, shorten
 from parallel3d.parallel.abort import AbortToken
+
+NO_EOS = -1
+"""No token has this id."""
 
 
 def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dict[str, Any]:
-    """Fills `folder` with the places of the documents, and returns what is known of them."""
+    """Fills `folder` with the index of the documents, and returns the contents of corpus.json."""
     files = [open_token_file(file.path) for file in spec.files]
     kind, model = _tokenizer(spec, files)
-    eos_id = _eos_id(spec.tokenizer, files, kind, model)
+    eos_id = _eos_id(spec, files, kind, model)
     assert spec.tokenizer.vocab_size is not None, "the configuration is resolved"
     counts, validation_counts = np.zeros((2, spec.tokenizer.vocab_size), np.int64)
     validation_files = {number for number, file in enumerate(spec.files) if file.format == "tokens for validation"}
-    rows = _rows(files, set(range(len(files))) - validation_files, eos_id, counts, token)
+    rows = _rows(files, set(range(len(files))) - validation_files, eos_id, counts, token, spec.needs_eos)
     if not write_split(folder, rows, 0.0 if validation_files else spec.validation_fraction):
         raise DataError(f"there are no tokens to train on in data.sources ({spec.files[0].path} first)")
     if validation_files:
         write_document_index(
-            folder / SPLITS["validation"], _rows(files, validation_files, eos_id, validation_counts, token)
+            folder / SPLITS["validation"],
+            _rows(files, validation_files, eos_id, validation_counts, token, spec.needs_eos),
         )
     (folder / MODEL_FILE).write_bytes(model)
     train = load_split(folder)["train"]
@@ -57,29 +60,32 @@ def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dic
 
 
 def _rows(
-    files: Sequence[TokenFile], wanted: set[int], eos_id: int, counts: np.ndarray, token: AbortToken
+    files: Sequence[TokenFile], wanted: set[int], eos_id: int, counts: np.ndarray, token: AbortToken, needs_eos: bool
 ) -> Iterator[np.ndarray]:
-    """Yields the places of the documents of the wanted files, some at a time; adds to `counts` (scan_tokens)."""
+    """Yields index rows of the documents of the wanted files, some at a time; adds to `counts` (scan_tokens)."""
     for number in sorted(wanted):
-        for block in scan_tokens(files[number], eos_id, counts):
+        for block in scan_tokens(files[number], eos_id, counts, needs_eos=needs_eos):
             token.check()
             yield np.insert(block, 0, number, axis=1)
 
 
 def _tokenizer(spec: CorpusSpec, files: Sequence[TokenFile]) -> tuple[str | None, bytes]:
-    """Kind and model of the tokenizer that made the files, as far as they or the configuration say: else None, b""."""
+    """Kind and model of the tokenizer that made the files; None, b"" if neither they nor the configuration name it."""
     default_path = files[0].path.parent / MODEL_FILE
     path = Path(spec.tokenizer.path).expanduser() if spec.tokenizer.path is not None else default_path
     kinds = {file.metadata["tokenizer"] for file in files if "tokenizer" in file.metadata}
     if len(kinds) > 1 or (spec.tokenizer.kind == "bytes" and "sentencepiece" in kinds):
-        raise DataError(f"{files[0].path}: tokens of {' and '.join(sorted(kinds))}: see data.tokenizer.kind")
+        raise DataError(
+            f"{files[0].path}: tokens of {' and '.join(sorted(kinds))} tokenizers: check data.tokenizer.kind"
+        )
     if spec.tokenizer.kind == "bytes" or kinds == {"bytes"}:
         return "bytes", b""
     return ("sentencepiece", path.read_bytes()) if path.is_file() else (None, b"")
 
 
-def _eos_id(settings: TokenizerConfig, files: Sequence[TokenFile], kind: str | None, model: bytes) -> int:
-    """The id that ends documents; DataError where nobody says it, or they say different ones."""
+def _eos_id(spec: CorpusSpec, files: Sequence[TokenFile], kind: str | None, model: bytes) -> int:
+    """The id that ends documents, NO_EOS if none is known or needed; DataError if declarations differ."""
+    settings = spec.tokenizer
     declared = {str(file.path): _number(file, "eos_id", 0) for file in files if "eos_id" in file.metadata}
     if settings.eos_id is not None:
         declared["data.tokenizer.eos_id"] = settings.eos_id
@@ -89,16 +95,20 @@ def _eos_id(settings: TokenizerConfig, files: Sequence[TokenFile], kind: str | N
         raise DataError(
             "the id that ends documents differs: " + ", ".join(f"{id} in {who}" for who, id in declared.items())
         )
+    if not declared and not spec.needs_eos:
+        return NO_EOS
     if not declared:
         raise DataError(
-            f"{files[0].path} does not say which id ends a document: set data.tokenizer.eos_id (GPT-2's is 50256)"
+            f"{files[0].path} doesn't record which id ends a document: set data.tokenizer.eos_id (GPT-2's is 50256)"
         )
     return next(iter(declared.values()))
 
 
 def _number(file: TokenFile, name: str, default: int) -> int:
-    """What a file's metadata say."""
+    """A number in a file's metadata."""
     try:
         return int(file.metadata.get(name, default))
     except ValueError as error:
-        raise DataError(f"{file.path}: its metadata say {name} = {file.metadata[name]!r}, no number") from error
+        raise DataError(
+            f"{file.path}: its metadata have {name} = {shorten(file.metadata[name])!r}, which is not a number"
+        ) from error

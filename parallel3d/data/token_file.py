@@ -1,10 +1,10 @@
-"""Files of tokens: safetensors with one tensor `tokens` of uint16 or uint32, documents end to end, each with its EOS.
+"""Files of tokens: safetensors with one tensor `tokens` of uint16 or uint32, documents in a row, each with its EOS.
 
     8 bytes: size of the header | header (JSON, padded with spaces) | tokens ...
     {"__metadata__": {"eos_id": "1", ...}, "tokens": {"dtype": "U16", "shape": [n], "data_offsets": [0, 2 n]}}
 
-A file is memory-mapped a window at a time, so that reading holds no more than it asks for, and keeps no state. It is
-written as tokens come: the header, whose room is known and whose content is not, comes last.
+A file is memory-mapped one window at a time, so reading needs little memory and keeps no state. A file is written as
+tokens come; its header has a fixed size and is written last.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from types import TracebackType
 
 import numpy as np
 
-from parallel3d.errors import DataError
+from parallel3d.errors import DataError, shorten
 
 TENSOR = "tokens"
 DTYPES: dict[str, np.dtype] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 HEADER_BYTES = 4096
-"""Room for the header of a file that we write, its size included."""
+"""Size of the header of a file that we write, including the 8 bytes of its length."""
 MAX_HEADER_BYTES = 100 * 2**20
 """The format's own limit."""
 WINDOW_TOKENS = 2**21
-"""Tokens that a scan looks at at once."""
+"""Tokens that a scan reads at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class TokenFile:
     metadata: Mapping[str, str]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Returns `count` ids from number `start` on, int32 (count,)."""
+        """Returns `count` token ids from index `start` on, int32 (count,)."""
         return self.window(start, count).astype(np.int32)
 
     def window(self, start: int, count: int) -> np.ndarray:
-        """The same in the file's own type, mapped, not read."""
+        """Returns `count` token ids from index `start` on in the file's own type, mapped, not read."""
         if not 0 <= start <= start + count <= self.num_tokens:
             raise IndexError(f"{self.path}: tokens {start} to {start + count} of {self.num_tokens}")
         if count == 0:
@@ -55,7 +55,7 @@ class TokenFile:
         try:
             return np.memmap(self.path, self.dtype, "r", offset, (count,))
         except (OSError, ValueError) as error:
-            raise DataError(f"{self.path}: not what it was when it was indexed ({error}); start again") from error
+            raise DataError(f"{self.path}: changed since it was indexed ({error}). Start again") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,36 +78,40 @@ class PackedDocuments:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """Reads the header; DataError when it is not a whole file with one tensor `tokens` of uint16 or uint32."""
+    """Reads the header; raises DataError unless it is an intact file with one tensor `tokens` of uint16 or uint32."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-                raise DataError(f"{path}: no safetensors file, or cut short")
+                raise DataError(f"{path}: not a safetensors file, or truncated")
             header = json.loads(file.read(header_bytes))
-        metadata = header.pop("__metadata__", {})
+        metadata = {str(name): str(value) for name, value in header.pop("__metadata__", {}).items()}
         tensor = header.get(TENSOR)
         if tensor is None:
-            names = ", ".join(map(repr, header)) or "none"
+            names = shorten(", ".join(map(repr, header)) or "none")
             raise DataError(f"{path}: no tensor {TENSOR!r}; it has {names}")
         dtype, shape = str(tensor["dtype"]), [int(size) for size in tensor["shape"]]
         begin, end = (int(offset) for offset in tensor["data_offsets"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: no safetensors file that can be read ({error})") from error
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = shorten(f"{type(error).__name__}: {error}")
+        raise DataError(f"{path}: not a readable safetensors file ({reason})") from error
     if dtype not in DTYPES or len(shape) != 1:
-        raise DataError(f"{path}: {TENSOR!r} is {dtype} of shape {shape}; it must be uint16 or uint32, all in one row")
+        found = shorten(f"{dtype} of shape {shape}")
+        raise DataError(f"{path}: {TENSOR!r} is {found}; it must be uint16 or uint32 of one dimension")
     start = 8 + header_bytes + begin
-    if end - begin != shape[0] * DTYPES[dtype].itemsize or 8 + header_bytes + end > size:
-        raise DataError(f"{path}: cut short: {size:,} bytes, its header says {8 + header_bytes + end:,}")
+    if begin < 0 or end - begin != shape[0] * DTYPES[dtype].itemsize:
+        raise DataError(f"{path}: damaged: its data_offsets don't fit {shape[0]} tokens")
+    if 8 + header_bytes + end > size:
+        raise DataError(f"{path}: truncated: {size:,} bytes, its header says {8 + header_bytes + end:,}")
     return TokenFile(path=path, dtype=DTYPES[dtype], data_offset=start, num_tokens=shape[0], metadata=metadata)
 
 
-def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray) -> Iterator[np.ndarray]:
+def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray, *, needs_eos: bool = True) -> Iterator[np.ndarray]:
     """Yields (first token, tokens without EOS) of the documents, int64 (documents, 2), some at a time.
 
-    Adds to `counts`, int64 (vocabulary,), how often each id occurs. A last document need not have its EOS. DataError at
-    an id that the vocabulary does not have, and when EOS never occurs.
+    Adds the frequency of each id to `counts`, int64 (vocabulary,). The last document may lack its EOS. Raises DataError
+    for an id outside the vocabulary, and if EOS never occurs; without `needs_eos` such a file is one document.
     """
     opened = 0
     for start in range(0, file.num_tokens, WINDOW_TOKENS):
@@ -115,7 +119,7 @@ def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray) -> Iterator[np
         if ids.max() >= len(counts):
             at = int(np.argmax(ids >= len(counts)))
             raise DataError(
-                f"{file.path}: token {start + at} is {ids[at]}, and the vocabulary has {len(counts):,}: "
+                f"{file.path}: token {start + at} is {ids[at]}, outside the vocabulary of {len(counts):,}: "
                 "raise model.vocab_size, or data.tokenizer.vocab_size"
             )
         counts += np.bincount(ids, minlength=len(counts))
@@ -123,14 +127,14 @@ def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray) -> Iterator[np
         starts = np.append(opened, ends + 1)
         yield np.stack([starts[:-1], ends - starts[:-1]], axis=1)
         opened = int(starts[-1])
-    if opened == 0 and file.num_tokens:
-        raise DataError(f"{file.path}: no token is {eos_id}, which should end each document: see data.tokenizer.eos_id")
+    if opened == 0 and file.num_tokens and needs_eos:
+        raise DataError(f"{file.path}: no token is {eos_id}, which ends each document: check data.tokenizer.eos_id")
     if opened < file.num_tokens:
         yield np.array([[opened, file.num_tokens - opened]])
 
 
 class TokenWriter:
-    """Writes a file of tokens as they come, however many; without `finish` no safetensors file."""
+    """Writes a file of tokens as they come. Until `finish` it is not a valid safetensors file."""
 
     def __init__(self, path: Path, vocab_size: int):
         self.num_tokens = 0
@@ -144,7 +148,7 @@ class TokenWriter:
         self.num_tokens += len(ids)
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Writes the header, with which the file is whole."""
+        """Writes the header, which completes the file."""
         size = self.num_tokens * DTYPES[self._name].itemsize
         tensor = {"dtype": self._name, "shape": [self.num_tokens], "data_offsets": [0, size]}
         header = json.dumps({"__metadata__": dict(metadata), TENSOR: tensor}).encode()

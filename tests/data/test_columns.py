@@ -77,7 +77,9 @@ def test_batches_of_any_size_lose_nothing(tmp_path_factory, texts, kind, batch_r
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_or_wrong_column_is_told_with_those_there_are(tmp_path, kind):
     path = write_table(path_of(tmp_path, kind), TEXTS, kind)
-    with pytest.raises(DataError, match=rf"{path.name}: no column 'body'; it has 'number', 'text'. data.text_column"):
+    with pytest.raises(
+        DataError, match=rf"{path.name}: no column 'body'; it has 'number', 'text'. Set data.text_column"
+    ):
         documents(path, tmp_path, column="body")
     with pytest.raises(DataError, match=rf"{path.name}: column 'number' is int64, not text"):
         documents(path, tmp_path, column="number")
@@ -109,6 +111,13 @@ def test_invalid_utf8_names_file_and_row(tmp_path, kind):
         documents(path, tmp_path)
 
 
+def test_a_damaged_name_of_a_column_names_the_file(tmp_path):
+    path = write_table(tmp_path / "a.arrow", TEXTS, "file")
+    path.write_bytes(path.read_bytes().replace(b"number", b"numb\xff\xfe"))
+    with pytest.raises(DataError, match=r"a\.arrow: not an intact Arrow file"):
+        documents(path, tmp_path)
+
+
 def test_a_file_that_is_compressed_halfway_is_told(tmp_path):
     """The parts of two files in one stream: batches of one schema may differ in compression."""
     schema, path = pa.schema([("text", pa.string())]), tmp_path / "a.arrow"
@@ -121,21 +130,21 @@ def test_a_file_that_is_compressed_halfway_is_told(tmp_path):
         parts.append(sink.getvalue().to_pybytes())
     header = parts[1].index(b"\xff\xff\xff\xff", 8)  # behind the schema
     path.write_bytes(parts[0][:-8] + parts[1][header:])
-    with pytest.raises(DataError, match="batch 1 is compressed and those before it are not"):
+    with pytest.raises(DataError, match="batch 1 is compressed, and earlier ones are not"):
         documents(path, tmp_path)
 
 
 def test_without_pyarrow_the_error_says_what_to_install(tmp_path, monkeypatch):
     path = write_table(tmp_path / "a.arrow", TEXTS, "file")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"a\.arrow: reading it needs pyarrow.*pip install pyarrow"):
+    with pytest.raises(DataError, match=r"a\.arrow: needs pyarrow.*pip install pyarrow"):
         documents(path, tmp_path)
 
 
 SCAN = """
 import sys
 from pathlib import Path
-from parallel3d.data.columns import scan_arrow, extract_text
+from parallel3d.data.columns import extract_text, scan_arrow
 import pyarrow, pyarrow.ipc, pyarrow.parquet
 path = Path(sys.argv[1])
 peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

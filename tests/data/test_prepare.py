@@ -173,7 +173,7 @@ def write_foreign_tokens(path, num_documents=50, **extra):
 
 def test_tokens_of_others_need_the_id_that_ends_documents(tmp_path):
     path, cache = write_foreign_tokens(tmp_path / "alien" / "train.safetensors"), tmp_path / "cache"
-    with pytest.raises(DataError, match=r"train\.safetensors does not say which id.*GPT-2's is 50256"):
+    with pytest.raises(DataError, match=r"train\.safetensors doesn't record which id.*GPT-2's is 50256"):
         open_words(path, cache, tokenizer=TokenizerConfig(vocab_size=50257))
     tokenizer = TokenizerConfig(vocab_size=50257, eos_id=50256)
     corpus = open_words(path, cache, tokenizer=tokenizer, validation_fraction=0.1)
@@ -195,10 +195,12 @@ def test_who_says_what_ends_a_document_has_to_agree(tmp_path):
     with pytest.raises(DataError, match=r"differs: 50256 in .*a\.safetensors, 3 in data.tokenizer.eos_id"):
         open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=50257, eos_id=3))
     write_foreign_tokens(path, metadata={"eos_id": "0", "tokenizer": "sentencepiece"})
-    with pytest.raises(DataError, match=r"a\.safetensors: tokens of sentencepiece: see data.tokenizer.kind"):
+    with pytest.raises(
+        DataError, match=r"a\.safetensors: tokens of sentencepiece tokenizers: check data.tokenizer.kind"
+    ):
         open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes", vocab_size=50257))
     write_foreign_tokens(path, metadata={"eos_id": "end"})
-    with pytest.raises(DataError, match=r"a\.safetensors: its metadata say eos_id = 'end', no number"):
+    with pytest.raises(DataError, match=r"a\.safetensors: its metadata have eos_id = 'end', which is not a number"):
         open_words(path, tmp_path / "cache", tokenizer=tokenizer)
     with pytest.raises(DataError, match="data.tokenizer.eos_id is 3, but the tokenizer ends documents with 256"):
         text = write_words(tmp_path / "words.txt")

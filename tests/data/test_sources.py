@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -96,13 +97,38 @@ def test_json_lines(tmp_path):
     assert texts(documents_of([path], text_column="body", document_chars=1)) == ["eins", "zwei", "3"]
 
 
+def test_json_lines_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
+    assert texts(documents_of([path])) == ["one", "two"]
+
+
+def test_a_long_line_takes_a_few_times_its_size(tmp_path):
+    size = 16 * 2**20
+    write(tmp_path / "a.jsonl", json.dumps({"text": "x" * size}))
+    tracemalloc.start()
+    try:
+        assert len(documents_of([tmp_path / "a.jsonl"])) == 1
+        assert tracemalloc.get_traced_memory()[1] < 3.5 * size
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_RECORD_BYTES", 2**20)
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": "x"}) + "\n" + json.dumps({"text": "x" * 2**20}))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: a line of more than 1 MiB: put one document on each line"):
+        documents_of([path])
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         (b'{"text": ', "not valid JSON"),
-        (b'{"body": "x"}', "no text under 'text'; it has 'body'"),
-        (b'{"text": 3}', "no text under 'text'"),
-        (b"[1]", "no text under 'text'"),
+        (b'{"body": "x"}', "no field 'text'; it has 'body'"),
+        (b'{"text": 3}', "field 'text' is of type int, not text"),
+        (b"[1]", "a line must be a JSON object"),
+        (b"[" * 100_000, "JSON that is nested too deeply"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
         (b'{"text": "\\ud800"}', "not valid UTF-8"),
     ],
@@ -122,19 +148,21 @@ def test_invalid_utf8_names_file_and_byte(tmp_path):
 
 
 def test_missing_empty_and_repeated_sources_are_told(tmp_path):
-    with pytest.raises(DataError, match="no file, folder or match"):
+    with pytest.raises(DataError, match="doesn't exist, and no file matches it"):
         find_files([str(tmp_path / "nothing.txt")])
-    with pytest.raises(DataError, match="no file, folder or match"):
+    with pytest.raises(DataError, match="'/dev/null' is neither a regular file nor a folder"):
+        find_files(["/dev/null"])
+    with pytest.raises(DataError, match="doesn't exist, and no file matches it"):
         find_files([str(tmp_path / "*.txt")])
-    with pytest.raises(DataError, match=r"has no file that is read \(.txt, .jsonl, .arrow"):
+    with pytest.raises(DataError, match=r"has no readable file \(.txt, .jsonl, .arrow"):
         find_files([str(tmp_path)])
     path = write(tmp_path / "a.txt", "a")
-    with pytest.raises(DataError, match=r"a\.txt: given by two"):
+    with pytest.raises(DataError, match=r"a\.txt: named by two"):
         find_files([str(path), str(tmp_path)])
 
 
 def test_a_packed_file_is_not_taken_for_text(tmp_path):
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz is packed: unpack it first"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is compressed: decompress it first"):
         find_files([str(write(tmp_path / "a.jsonl.gz", "x"))])
 
 

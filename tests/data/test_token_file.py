@@ -81,7 +81,7 @@ def test_an_unfinished_file_is_not_taken_for_a_whole_one(tmp_path):
     path = tmp_path / "a.safetensors"
     with TokenWriter(path, 10) as writer:
         writer.append(np.array([1, EOS]))
-    with pytest.raises(DataError, match="a.safetensors: no safetensors file"):
+    with pytest.raises(DataError, match="a.safetensors: not a safetensors file"):
         open_token_file(path)
 
 
@@ -110,10 +110,10 @@ def test_wrong_tensors_are_told(tmp_path):
 def test_ids_that_do_not_fit_and_a_wrong_end_are_told(tmp_path):
     path = write_tokens(tmp_path / "a.safetensors", [1, 2, EOS, 50256, 3, EOS])
     with pytest.raises(
-        DataError, match="a.safetensors: token 3 is 50256, and the vocabulary has 100: raise model.vocab"
+        DataError, match="a.safetensors: token 3 is 50256, outside the vocabulary of 100: raise model.vocab"
     ):
         scan(path)
-    with pytest.raises(DataError, match="no token is 7, which should end each document: see data.tokenizer.eos_id"):
+    with pytest.raises(DataError, match="no token is 7, which ends each document: check data.tokenizer.eos_id"):
         scan(path, eos_id=7, vocab_size=50257)
 
 
@@ -121,18 +121,27 @@ def test_ids_that_do_not_fit_and_a_wrong_end_are_told(tmp_path):
 def test_a_truncated_file_is_told(tmp_path, size):
     path = write_tokens(tmp_path / "a.safetensors", range(1000))
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(DataError, match=r"a\.safetensors: (no safetensors file|cut short)"):
+    with pytest.raises(DataError, match=r"a\.safetensors: (not a safetensors file|truncated)"):
         open_token_file(path)
 
 
 @pytest.mark.parametrize(
     "header",
-    [b"{{", b"[1]", b'{"tokens": 3}', b'{"tokens": {"dtype": "U16"}}', b'{"tokens": {"dtype": [], "shape": 1}}'],
+    [
+        b"[" * 100_000,
+        b'{"tokens": {"dtype": "U16", "shape": [1e999], "data_offsets": [0, 6]}}',
+        b'{"__metadata__": [1], "tokens": {"dtype": "U16", "shape": [0], "data_offsets": [0, 0]}}',
+        b"{{",
+        b"[1]",
+        b'{"tokens": 3}',
+        b'{"tokens": {"dtype": "U16"}}',
+        b'{"tokens": {"dtype": [], "shape": 1}}',
+    ],
 )
 def test_a_damaged_header_is_told(tmp_path, header):
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(DataError, match=r"a\.safetensors: no safetensors file that can be read"):
+    with pytest.raises(DataError, match=r"a\.safetensors: not a readable safetensors file"):
         open_token_file(path)
 
 
@@ -140,7 +149,15 @@ def test_a_header_that_promises_more_than_there_is_is_told(tmp_path):
     header = json.dumps({"tokens": {"dtype": "U16", "shape": [4], "data_offsets": [0, 6]}}).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(DataError, match="cut short"):
+    with pytest.raises(DataError, match="data_offsets don't fit 4 tokens"):
+        open_token_file(path)
+
+
+def test_negative_offsets_are_refused(tmp_path):
+    header = json.dumps({"tokens": {"dtype": "U16", "shape": [4], "data_offsets": [-10000, -9992]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(DataError, match="data_offsets don't fit 4 tokens"):
         open_token_file(path)
 
 
@@ -148,5 +165,5 @@ def test_a_file_that_shrank_while_it_was_open_is_told(tmp_path):
     documents, _ = scan(write_tokens(tmp_path / "a.safetensors", [*range(1, 50), EOS]))
     path = documents.files[0].path
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(DataError, match=re.escape(f"{path}: not what it was when it was indexed")):
+    with pytest.raises(DataError, match=re.escape(f"{path}: changed since it was indexed")):
         documents.tokens(0)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from launch.prepare import main
 from parallel3d.config.load import dump_config
@@ -32,7 +33,7 @@ def make(tmp_path):
     def build(*, num_steps=10, **data):
         config = cells.make_config(
             batch=dict(global_batch_size=NUM_LANES, sequence_length=LENGTH),
-            data=dict(tokenizer=dict(kind="bytes"), cache_directory=str(tmp_path / "cache"), **data),
+            data=dict(tokenizer=dict(kind="bytes"), cache_directory=str(tmp_path / "cache")) | data,
             run=dict(num_steps=num_steps),
         )
         return config, open_run_corpus(config, AbortToken(), lambda text: None)
@@ -167,8 +168,8 @@ def test_a_slice_is_the_file_in_its_order(make, prepared):
     steps = sequences(config, build_reader(config, corpus), 4)
     assert np.array_equal(steps[:, :, :-1].ravel(), np.arange(7, 7 + 4 * 64) % 200)
     assert [*describe_data(config, corpus)] == [
-        "slice: tokens 7 to 263 of 1,001, 4 global batches, which this run's 6 steps read 1.5 times; "
-        "a run that goes on behind it has data.slice.start_token 263"
+        "slice: tokens 7 to 263 of 1,001, 4 global batches, which the 6 steps of this run read 1.5 times; "
+        "to continue after it, set data.slice.start_token to 263"
     ]
     assert build_evaluation_lanes(config, corpus) is not None
 
@@ -186,6 +187,19 @@ def test_from_a_file_of_its_own_nothing_is_evaluated_that_is_trained_on(make, pr
     assert build_evaluation_lanes(config, corpus) is None
     assert "no evaluation" in [*describe_data(config, corpus)][-1]
     assert build_evaluation_lanes(*make(sources=[str(prepared / "train.safetensors")])) is not None
+
+
+def test_a_slice_needs_no_end_of_documents(make, tmp_path):
+    """It reads no documents, so neither an id that ends them nor one in the file is required."""
+    path = tmp_path / "tokens.safetensors"
+    save_file({"tokens": np.arange(1000, dtype=np.uint16) % 200}, path)
+    config, corpus = make(sources=[str(path)], slice={}, tokenizer={})
+    ids, _ = build_reader(config, corpus).read(0, (0,), config.batch.sequence_length)
+    assert ids.tolist() == [number % 200 for number in range(config.batch.sequence_length + 1)]
+    with pytest.raises(DataError, match="doesn't record which id ends a document"):
+        make(sources=[str(path)], slice={}, tokenizer={}, document_mask=True)
+    with pytest.raises(DataError, match="doesn't record which id ends a document"):
+        make(sources=[str(path)], tokenizer={})
 
 
 def test_a_slice_of_text_or_of_several_files_is_refused(make, books, prepared, tmp_path):
