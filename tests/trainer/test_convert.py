@@ -222,7 +222,7 @@ def test_the_section_that_is_printed_is_the_one_that_fits(tmp_path, capsys, chec
 def test_a_checkpoint_of_weights_alone_is_no_place_to_go_on_from(tmp_path, capsys, checkpoint):
     convert(capsys, "to-hf", checkpoint("llama"), tmp_path / "hf")
     convert(capsys, "from-hf", tmp_path / "hf", tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="weights alone"):
+    with pytest.raises(CheckpointError, match="holds weights only"):
         run_layout(config_of("llama", {}), start=tmp_path / "weights")
 
 
