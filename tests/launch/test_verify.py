@@ -106,7 +106,7 @@ def test_ranks_that_disagree_are_a_finding(arguments: list[str], capsys, monkeyp
     [
         (["--layouts", "tp2.qq2"], "'qq2'"),
         (["--layouts", "tp8"], "layout tp8: the configuration has"),
-        (["--layouts", "dp16"], "batch.num_micro_batches"),
+        (["--layouts", "dp16"], "parallel.dp_size"),
         (["model.hiden_size=3"], "model.hidden_size"),
         (["data.sources=[]", "--layouts", "dp2", "model.hidden_size=262144", "model.intermediate_size=1048576"], "GiB"),
     ],

@@ -103,7 +103,7 @@ def test_a_run_that_asks_for_what_is_not_there_says_so_once(run_layout, section)
 
 
 def test_a_policy_without_fp32_weights_excludes_apex():
-    with pytest.raises(ConfigError, match="optimizer.backend = 'apex'.*precision.policy bf16_sr has none"):
+    with pytest.raises(ConfigError, match="optimizer.backend = 'apex'.*precision.policy bf16_sr doesn't have"):
         make_config(optimizer=dict(backend="apex"), precision=dict(policy="bf16_sr"))
 
 

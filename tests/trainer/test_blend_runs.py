@@ -102,7 +102,7 @@ def test_cursors_of_another_kind_are_refused(tmp_path):
     plain = cells.make_config(**{**PLAIN, "batch": LENGTH})
     _, snapshots, runtimes = run_layout(plain, steps=1)
     first = save(tmp_path, snapshots, runtimes[0])
-    with pytest.raises(CheckpointError, match="of 3 numbers, .* of 8"):
+    with pytest.raises(CheckpointError, match="have 3 numbers, .* have 8"):
         run_layout(blended(), start=first)
 
 
