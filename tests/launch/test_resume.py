@@ -110,4 +110,4 @@ def test_a_folder_that_can_not_be(config_file, tmp_path):
     """A file stands in its place: that is said before anything starts."""
     (tmp_path / "file").write_text("")
     code, out, err = finish(start("--config", config_file, f"checkpoint.directory={tmp_path}/file/checkpoints"))
-    assert code == 2 and "file/checkpoints (Not a directory)" in err and "Traceback" not in out + err
+    assert code == 2 and "file/checkpoints cannot be listed (Not a directory)" in err and "Traceback" not in out + err

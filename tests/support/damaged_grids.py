@@ -24,7 +24,8 @@ def damaged_grids(draw, *, min_stages=1, max_stages=6, max_replicas=6):
 @st.composite
 def plan_requests(draw, *, grids, schedules, chunks=None, max_micro_batches=40, max_slots=4):
     """Anything that can be asked for on such a grid by one of these rules, with costs of 1 to 4."""
-    replicas, num_chunks, schedule = draw(grids), draw(chunks) if chunks else 1, draw(st.sampled_from(schedules))
+    num_chunks = 1 if chunks is None else draw(chunks)
+    replicas, schedule = draw(grids), draw(st.sampled_from(schedules))
     costs = st.tuples(*[st.integers(1, 4)] * (len(replicas) * num_chunks))
     return PlanRequest(
         replicas=replicas,
