@@ -105,10 +105,6 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
     batch = BatchPlan(seed=0, iteration=1, num_micro_batches=MICRO_BATCHES, micro_batch_size=1, sequence_length=4)
 
     def work(rank: int) -> None:
-        coordinates = grid.coordinates(rank)
-        stage = SleepingStage(
-            "weight", is_first=coordinates.pp == 0, is_last=coordinates.pp == STAGES - 1, seconds=unit_s
-        )
         links = SocketLinks(
             rank=rank,
             generation=0,
@@ -118,22 +114,10 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
             token=token,
             timeout_s=60.0,
         )
-        executor = Executor(
-            chunks=[stage],
-            layout=plan.request.layout,
-            grid=grid,
-            rank=rank,
-            generation=0,
-            links=links,
-            tp=solo_region(),
-            hidden_size=HIDDEN,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            token=token,
-        )
+        executor = build_executor(plan, grid, rank, links, token, unit_s)
         tokens = torch.zeros(4, dtype=torch.int64)
         ready.wait(60.0)
-        executor.run(plan.lists[coordinates.replica], batch, lambda micro: LoadedMicroBatch(tokens, tokens))
+        executor.run(plan.lists[grid.coordinates(rank).replica], batch, lambda micro: LoadedMicroBatch(tokens, tokens))
         ends.append(time.perf_counter())
         links.close()
 
@@ -145,6 +129,23 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
     for thread in threads:
         thread.join(600.0)
     return max(ends) - started
+
+
+def build_executor(plan: Plan, grid: Grid, rank: int, links: SocketLinks, token: AbortToken, unit_s: float) -> Executor:
+    stage = grid.coordinates(rank).pp
+    return Executor(
+        chunks=[SleepingStage("weight", is_first=stage == 0, is_last=stage == STAGES - 1, seconds=unit_s)],
+        layout=plan.request.layout,
+        grid=grid,
+        rank=rank,
+        generation=0,
+        links=links,
+        tp=solo_region(),
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        token=token,
+    )
 
 
 if __name__ == "__main__":

@@ -23,16 +23,9 @@ import pytest
 from tests.support import english
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 450
-MAX_FUNCTION_LINES = 60
-LONGER: dict[str, int] = {
-    "parallel3d/elastic/coordinator/coordinator.py": 508,
-    "parallel3d/optim/distributed_optimizer.py": 461,
-    "parallel3d/config/derived.py warnings": 85,
-    "parallel3d/inprocess/harness.py run_elastic_in_threads": 83,
-    "parallel3d/optim/distributed_optimizer.py __init__": 63,
-    "parallel3d/worker/main.py run_worker": 67,
-}
+MAX_LINES = 400
+MAX_FUNCTION_LINES = 50
+LONGER: dict[str, int] = {"parallel3d/optim/distributed_optimizer.py __init__": 62}
 """Files and functions that were longer when the limits came. Their limits only fall."""
 
 SAME_CLASS_NAMES: frozenset[str] = frozenset({"Block", "Component", "Rule"})

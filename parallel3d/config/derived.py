@@ -5,20 +5,11 @@ Functions that need a resolved configuration (`load.resolve`) say so; the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from parallel3d.config.schema import CheckpointConfig, Config, LossScaleConfig, ModelConfig
+from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.config.sections.batch import batch_sizes as batch_sizes
 from parallel3d.config.sections.parallel import replicas_in_world as replicas_in_world
-from parallel3d.config.specs.policies import POLICY_SPECS
-from parallel3d.config.specs.update_rules import has_exp_avg_sq
-from parallel3d.config.warmup_builder import run_length, warmup_warnings
 from parallel3d.families import FAMILIES
 from parallel3d.families.spec import Family
-from parallel3d.pipeline.schedules import SCHEDULES
-
-RARE_SHARE = 0.1
-"""Of a blend's source that may be meant otherwise."""
 
 
 def num_key_value_heads(model: ModelConfig) -> int:
@@ -129,103 +120,6 @@ def world_size(config: Config) -> int:
     return sum(stage_replicas(config)) * config.parallel.tp_size
 
 
-def warnings(config: Config) -> list[str]:
-    """What is allowed but hardly meant, one sentence each; of a resolved configuration."""
-    parallel, replicas, policy = config.parallel, stage_replicas(config), POLICY_SPECS[config.precision.policy]
-    num_micro_batches = batch_sizes(config.batch)[2]
-    lr_schedule, whole = config.lr_schedule, run_length(config)
-    if lr_schedule.decay_tokens is None:
-        unit, decay_end, run_end = "steps", lr_schedule.decay_steps or whole.num_steps, whole.num_steps
-    else:
-        unit, decay_end, run_end = "tokens", lr_schedule.decay_tokens, whole.num_tokens
-    schedule, replica_micro_batches = SCHEDULES[parallel.schedule], num_micro_batches / max(replicas)
-    bubble = schedule.bubble(parallel.pp_size, parallel.virtual_stages, replica_micro_batches)
-    uneven = sorted({count for count in replicas if num_micro_batches % count})
-    checks = (
-        (
-            bubble > 0.5,
-            f"pipeline stages idle for {bubble:.0%} of a step, at {replica_micro_batches:g} micro-batches"
-            f" a replica: raise batch.num_micro_batches or lower parallel.pp_size",
-        ),
-        (
-            bool(uneven),
-            f"{num_micro_batches} micro-batches do not divide evenly over {uneven} replicas: some wait for the others",
-        ),
-        (
-            not schedule.suits(parallel.pp_size, replica_micro_batches),
-            f"stages idle a little longer than they need with parallel.schedule {schedule.name}: it is made for"
-            f" {schedule.suitable_micro_batches}, and parallel.pp_size = {parallel.pp_size} stages get"
-            f" {replica_micro_batches:g}",
-        ),
-        (
-            parallel.sequence_parallel and parallel.tp_size == 1,
-            "parallel.sequence_parallel has no effect at parallel.tp_size 1",
-        ),
-        (
-            config.run.compile == "elementwise"
-            and not any(block.is_compiled for block in family_of(config.model).blocks),
-            f'run.compile "elementwise" has no effect on {config.model.architecture}, whose norms and activations are'
-            " kernels already",
-        ),
-        (
-            lr_schedule.kind != "constant" and decay_end < 0.8 * run_end,
-            f"the learning rate stays at its lowest from {decay_end:,} {unit} of {run_end:,} on"
-            f" (lr_schedule.decay_{unit})",
-        ),
-        (
-            lr_schedule.warmup_steps >= whole.num_steps,
-            f"the run ends within its warmup of {lr_schedule.warmup_steps:,} updates (lr_schedule.warmup_steps)",
-        ),
-        (
-            (lr_schedule.warmup_tokens or 0) >= whole.num_tokens,
-            f"the run ends within its warmup of {lr_schedule.warmup_tokens or 0:,} tokens (lr_schedule.warmup_tokens)",
-        ),
-        (
-            config.elastic.enabled and not config.elastic.zero_backups and parallel.zero_stage and max(replicas) > 1,
-            "without backups (elastic.zero_backups 0) the loss of any worker loses its part of the optimizer's state"
-            " and ends the run",
-        ),
-        (
-            config.elastic.enabled and min(replicas) == 1 and max(replicas) > 1,
-            f"stages {[stage for stage, count in enumerate(replicas) if count == 1]} have one replica each: the loss of"
-            " one of their workers ends the run",
-        ),
-        (
-            config.run.initialize_from is not None
-            and (config.data.tokenizer.path, config.data.tokenizer.kind) == (None, "sentencepiece"),
-            "run.initialize_from brings weights that know the tokens of another tokenizer, and the corpus has one of"
-            " its own: set data.tokenizer.path to the tokenizer.model that belongs to them",
-        ),
-        (
-            not policy.scales_loss and config.precision.loss_scale != LossScaleConfig(),
-            f"precision.loss_scale has no effect on policy {config.precision.policy}",
-        ),
-        (
-            policy.has_narrow_moments
-            and has_exp_avg_sq(config.optimizer.kind)
-            and (config.optimizer.beta2 or 0.0) >= 0.99,
-            f"optimizer.beta2 {config.optimizer.beta2} with moments in 16 bits: the second moment follows a spike of"
-            " the gradient too slowly (HLAT was unstable at 0.99, not at 0.95)",
-        ),
-        (
-            config.data.slice is not None and config.data.num_processes > 0,
-            "data.num_processes has no effect on data.slice: its tokens are ready",
-        ),
-        *warmup_warnings(config),
-    )
-    return [*(sentence for applies, sentence in checks if applies), *_rare_sources(config)]
-
-
 def save_intervals(settings: CheckpointConfig) -> list[int]:
     """A save is due at each step that is a multiple of one of these."""
     return [steps for steps in (settings.every, settings.keep_every) if steps is not None]
-
-
-def _rare_sources(config: Config) -> Iterator[str]:
-    """Sources of which a step sees little or, in most steps, nothing."""
-    for number, stage in enumerate(config.data.blend.stages if config.data.blend else ()):
-        for name, weight in stage.weights.items():
-            share = weight / sum(stage.weights.values())
-            if 0 < share < RARE_SHARE:
-                sequences = share * batch_sizes(config.batch)[0]
-                yield f"stage {number} of data.blend has {share:.3g} of {name!r}: {sequences:.2g} sequences a step"

@@ -99,35 +99,6 @@ def describe_warmup(config: Config) -> Iterator[str]:
     yield f"{full}{whole.num_steps:,} steps in total, {whole.num_tokens:,} tokens to train on{dropped}"
 
 
-def warmup_warnings(config: Config) -> Iterator[tuple[bool, str]]:
-    """(whether it applies, warning) for settings that are valid but probably unintended; of a resolved
-    configuration."""
-    warmup, size, full = config.warmup.sequence_length, config.warmup.batch_size, config.batch.sequence_length
-    lengths = [*warmup.lengths, warmup.end or full] if warmup.kind in ("discrete", "periodic") else [warmup.end or full]
-    yield (
-        warmup.kind != "none" and size.start is not None,
-        "warmup.sequence_length and warmup.batch_size both reduce the tokens of a step: use one of them",
-    )
-    yield (
-        warmup.kind != "none" and warmup.multiple % 8 != 0,
-        "sequence lengths that aren't multiples of 8 are slow on GPUs"
-        f" (warmup.sequence_length.multiple = {warmup.multiple})",
-    )
-    yield (
-        warmup.kind not in ("none", "custom") and max(lengths) < full,
-        f"no step is as long as batch.sequence_length ({full}): the warmup ends at {max(lengths)}",
-    )
-    for name, duration, unit in (
-        ("sequence_length", warmup.duration if warmup.kind in ("linear", "root") else None, warmup.unit),
-        ("batch_size", size.duration if size.start is not None else None, size.unit),
-    ):
-        limit = config.run.num_steps if unit == "steps" else config.run.num_tokens
-        yield (
-            duration is not None and limit is not None and duration > limit,
-            f"the run ends after {limit} {unit}, before warmup.{name}.duration ({duration})",
-        )
-
-
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 

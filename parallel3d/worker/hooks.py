@@ -10,6 +10,7 @@ from parallel3d.debug.trace import NoTrace
 from parallel3d.elastic.guardian.heartbeat import Mode
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.pipeline.instructions import Instruction
+from parallel3d.trainer.context import RankHooks
 from parallel3d.trainer.loop import Phase
 from parallel3d.worker.fault_injection import FaultInjector, inject_fault, plan_faults
 
@@ -29,6 +30,14 @@ class WorkerHooks:
         self._worker_status = context.worker_status
         self._trace = trace or NoTrace()
         self._num_steps = 0
+
+    def for_rank(self) -> RankHooks:
+        """The hooks that a rank calls while it trains."""
+        return RankHooks(on_instruction=self.on_instruction, phase_hook=self.enter_phase, label=self._trace.label)
+
+    def close(self) -> None:
+        """Ends the trace."""
+        self._trace.close()
 
     def on_instruction(self, instruction: Instruction) -> None:
         self._heartbeat.tick()

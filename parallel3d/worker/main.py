@@ -22,15 +22,16 @@ from parallel3d.data.build import (
 )
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prefetch import Prefetcher
-from parallel3d.debug.trace import make_trace
+from parallel3d.debug.trace import NoTrace, make_trace
 from parallel3d.elastic.protocol.restart_policy import START_KEY, StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.layers.init import InitMethod
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.build import MakeStage, RunLanes, prepare_rank
 from parallel3d.trainer.checkpointing import AsyncSaver, CheckpointSaver, NoSaver
-from parallel3d.trainer.context import RankContext, RankHooks
+from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.generation import close_generation
 from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.plans import build_grid
@@ -57,29 +58,26 @@ def run_worker(
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     device = set_up_device(config, context)
     grid = build_grid(config)
-    control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    start = StartInstruction.from_json(json.loads(control.get(START_KEY, token)))
+    start = join_run(context, grid)
 
     def log_notice(text: str) -> None:
         control.publish({"kind": "notice", "text": text})
 
     log_notice_once = log_notice if context.rank == grid.ranks[0] else lambda text: None
-    if config.run.device == "auto" and device.type == "cpu" and torch.cuda.device_count():
-        log_notice_once("warning: run.device auto uses the CPU: there are fewer GPUs here than workers")
+    warn_unused_gpus(config, device, log_notice_once)
     corpus = open_run_corpus(config, token, log_notice)
     prefetcher = build_prefetcher(config, corpus, token, log_notice)
-    traces = Path(str(config.run.directory)) / TRACES
-    trace = make_trace(config.debug.profile, rank=context.rank, directory=traces, device=device)
-    hooks = WorkerHooks(config, context, trace, attempt=start.attempt)
+    lanes = RunLanes(train=prefetcher, evaluate=build_evaluation_lanes(config, corpus), eos_id=corpus.train.eos_id)
+    hooks = WorkerHooks(config, context, open_trace(config, context.rank, device), attempt=start.attempt)
     rank = prepare_rank(
         config,
         context.rank,
         grid,
         make_stage=make_stage,
-        lanes=RunLanes(train=prefetcher, evaluate=build_evaluation_lanes(config, corpus), eos_id=corpus.train.eos_id),
+        lanes=lanes,
         device=device,
         initial=open_initial_weights(config) if start.checkpoint is None else None,
-        hooks=RankHooks(on_instruction=hooks.on_instruction, phase_hook=hooks.enter_phase, label=trace.label),
+        hooks=hooks.for_rank(),
     )
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     data_fingerprint = fingerprint_data(config, corpus)
@@ -94,7 +92,7 @@ def run_worker(
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=report.summary,
     )
-    trace.close()
+    hooks.close()
     prefetcher.close()
     print(prefetcher.describe(), flush=True)
     return 0
@@ -108,6 +106,24 @@ def set_up_device(config: Config, context: WorkerContext) -> torch.device:
     torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)
     return device
+
+
+def join_run(context: WorkerContext, grid: Grid) -> StartInstruction:
+    """Introduces this worker to the coordinator and waits for its start instruction."""
+    context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
+    return StartInstruction.from_json(json.loads(context.control.get(START_KEY, context.control.token)))
+
+
+def warn_unused_gpus(config: Config, device: torch.device, log_notice: Callable[[str], None]) -> None:
+    """Reports that workers use the CPU although the host has GPUs."""
+    if config.run.device == "auto" and device.type == "cpu" and torch.cuda.device_count():
+        log_notice("warning: run.device auto uses the CPU: there are fewer GPUs here than workers")
+
+
+def open_trace(config: Config, rank: int, device: torch.device) -> NoTrace:
+    """The trace that `debug.profile` asks for, in the run's folder."""
+    directory = Path(str(config.run.directory)) / TRACES
+    return make_trace(config.debug.profile, rank=rank, directory=directory, device=device)
 
 
 def build_prefetcher(

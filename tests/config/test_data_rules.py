@@ -1,4 +1,4 @@
-"""What may be said of the text to read: each mistake has one message, with the field and what to do."""
+"""Rules of the section `data`: each mistake has one message, with its field and a fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.derived import warnings
 from parallel3d.config.load import load_config, resolve
 from tests.config.test_load import TINY, problems, write
 
@@ -94,10 +93,3 @@ def test_homes_are_found_in_blends(tiny: Path):
     config = load_config(tiny, [blend(sources={"web": ["~"], "code": ["."]})])
     resolved = resolve(config, config_path=tiny)
     assert resolved.data.blend is not None and resolved.data.blend.sources["web"] == [str(Path.home())]
-
-
-def test_rare_sources_are_named_in_a_warning(tiny: Path):
-    config = load_config(tiny, [blend(stages=stages((0, {"web": 0.95, "code": 0.05})))])
-    (warning,) = warnings(resolve(config, config_path=tiny))
-    assert warning == "stage 0 of data.blend has 0.05 of 'code': 0.4 sequences a step"
-    assert warnings(resolve(load_config(tiny, [blend()]), config_path=tiny)) == []

@@ -1,4 +1,4 @@
-"""Derived sizes: the published parameter counts, a count by hand, and the warnings."""
+"""Derived sizes: the published parameter counts and counts by hand."""
 
 from __future__ import annotations
 
@@ -100,36 +100,3 @@ def test_layout_and_tokens():
     uneven = config(parallel={"tp_size": 2, "pp_size": 3, "stage_replicas": [1, 3, 2]})
     assert derived.stage_replicas(uneven) == (1, 3, 2)
     assert derived.world_size(uneven) == 12
-
-
-@pytest.mark.parametrize(
-    ("sections", "word"),
-    [
-        ({"parallel": {"pp_size": 8, "dp_size": 2}}, "idle for 64%"),  # (8 - 1) / (8 / 2 + 8 - 1)
-        ({"parallel": {"dp_size": 3}}, "[3] replicas"),
-        (
-            {"parallel": {"pp_size": 3, "schedule": "interleaved", "virtual_stages": 2}},
-            "made for a multiple of parallel.pp_size",
-        ),
-        ({"parallel": {"sequence_parallel": True}}, "sequence_parallel"),
-        ({"model": {"architecture": "gpt2"}, "run": {"compile": "elementwise"}}, "no effect on gpt2"),
-        ({"lr_schedule": {"decay_steps": 50}}, "from 50 steps of 100"),
-        ({"lr_schedule": {"decay_tokens": 10_000}}, "from 10,000 tokens of 12,800"),
-        ({"lr_schedule": {"warmup_steps": 100}}, "within its warmup"),
-        ({"lr_schedule": {"warmup_tokens": 12_800}}, "within its warmup of 12,800 tokens"),
-        ({"run": {"initialize_from": ".", "num_steps": 100}}, "set data.tokenizer.path to the tokenizer.model that"),
-        ({"precision": {"loss_scale": {"initial": 2.0}}}, "no effect on policy fp32"),
-        ({"precision": {"policy": "bf16_sr"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.99}}, "beta2 0.99"),
-        ({"precision": {"policy": "bf16_pure"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.999}}, "beta2 0.999"),
-    ],
-)
-def test_each_warning_alone(sections: dict[str, dict[str, Any]], word: str):
-    (warning,) = derived.warnings(config(**sections))
-    assert word in warning
-
-
-def test_no_warning_for_a_sound_configuration():
-    assert derived.warnings(config(parallel={"tp_size": 2, "pp_size": 4, "dp_size": 2})) == []
-    slow = {"learning_rate": 1e-3, "beta2": 0.999}  # the moments are in fp32
-    assert derived.warnings(config(precision={"policy": "bf16"}, optimizer=slow)) == []
-    assert derived.warnings(config(precision={"policy": "bf16_sr"})) == []

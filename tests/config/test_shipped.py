@@ -14,6 +14,7 @@ from parallel3d.config import derived
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config, json_schema
 from parallel3d.config.warmup_builder import run_length
+from parallel3d.config.warnings import warnings
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
@@ -31,7 +32,7 @@ def test_loads_and_says_what_it_is(path: Path):
     config = shipped(path.name)
     assert config.description
     assert config.source
-    assert derived.warnings(config) == []
+    assert warnings(config) == []
     assert path.name in (CONFIGS / "README.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Warmups of the batch in the configuration: both forms, what is refused, what a person is told."""
+"""Warmups of the batch in the configuration: both forms, refused settings, descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config import derived
 from parallel3d.config.load import check_config, dump_config, load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import (
@@ -376,18 +375,3 @@ def test_the_description_of_a_warmup():
 def test_every_kind_has_its_words(kind: dict[str, Any], words: str):
     line = next(describe_warmup(resolved(warmup={"sequence_length": kind}, run={"num_steps": 8})))
     assert words in line and ("no token is dropped" in line) == kind.get("recycle", False)
-
-
-@pytest.mark.parametrize(
-    "warmup, word",
-    [
-        ({"sequence_length": LINEAR, "batch_size": {"start": 32, "duration": 9}}, "use one of them"),
-        ({"sequence_length": LINEAR | {"multiple": 4}}, "aren't multiples of 8"),
-        ({"sequence_length": LINEAR | {"end": 512}}, "the warmup ends at 512"),
-        ({"sequence_length": LINEAR | {"duration": 50_000}}, "the run ends after 40000 steps"),
-        ({"batch_size": {"start": 32, "duration": 50_000}}, "before warmup.batch_size.duration (50000)"),
-    ],
-)
-def test_each_warning_of_a_warmup(warmup: dict[str, Any], word: str):
-    (warning,) = derived.warnings(resolved(warmup=warmup))
-    assert word in warning
