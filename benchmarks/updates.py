@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from parallel3d.config.sections.optimizer import OptimizerConfig
-from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
 from parallel3d.random_keys import bits, key_of
 
 STEP = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5)

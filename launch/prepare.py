@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.load import load_config, resolve
-from parallel3d.data.build import open_run_corpus
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.prepare import prepare, refuse_existing
+from parallel3d.data.run_data import open_run_corpus
 from parallel3d.data.tokenizer import MODEL_FILE
 from parallel3d.errors import DataError, UserError
 from parallel3d.parallel.abort import AbortToken

@@ -30,8 +30,8 @@ from parallel3d.config.derived import num_parameters, world_size
 from parallel3d.config.layouts import HELP, Layout, current_layout, default_layouts, parse_layout, parse_layouts
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
-from parallel3d.data.build import build_evaluation_lanes, build_reader, open_run_corpus
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.run_data import build_evaluation_lanes, build_reader, open_run_corpus
 from parallel3d.errors import ConfigError, UserError
 from parallel3d.inprocess.harness import run_in_threads
 from parallel3d.inprocess.memory_estimate import available_bytes, estimate_bytes

@@ -1,6 +1,6 @@
 """Builds the blocks that a family's row names (parallel3d/families): its norms, its MLPs and its positions.
 
-A new kind of block is a layer in parallel3d/layers, a row in parallel3d/families/blocks.py and a line here.
+A new kind of block is a layer in parallel3d/layers, a row in parallel3d/families/block_kinds.py and a line here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel3d.config.derived import family_of, head_size
 from parallel3d.config.schema import ModelConfig
-from parallel3d.families.blocks import GELU_MLP, LAYER_NORM, LEARNED, RMS_NORM, ROTARY, SWIGLU
+from parallel3d.families.block_kinds import GELU_MLP, LAYER_NORM, LEARNED, RMS_NORM, ROTARY, SWIGLU
 from parallel3d.layers.gelu_mlp import GeluMlp
 from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.placement import LayerContext

@@ -28,12 +28,6 @@ MAX_FUNCTION_LINES = 50
 LONGER: dict[str, int] = {"parallel3d/optim/distributed_optimizer.py __init__": 62}
 """Files and functions that were longer when the limits came. Their limits only fall."""
 
-SAME_CLASS_NAMES: frozenset[str] = frozenset({"Block", "Component", "Rule"})
-SAME_FILE_NAMES: frozenset[str] = frozenset(
-    {"average", "base", "blocks", "build", "compare_dumps", "coordinator", "documents", "prepare"}
-)
-"""Names that two modules had when the rule came: one name, one thing."""
-
 UNWANTED_WORDING: dict[str, int] = {
     "parallel3d": 103,
     "models": 6,
@@ -46,7 +40,7 @@ UNWANTED_WORDING: dict[str, int] = {
 
 FLOORS: dict[str, int] = {
     "parallel3d.errors": -2,  # below all others: everybody raises them
-    "parallel3d.config.sections.base": -2,  # pydantic's base class, for the rows' own fields
+    "parallel3d.config.sections.section": -2,  # pydantic's base class, for the rows' own fields
     "parallel3d.size_schedule": -1,  # the configuration builds them
     "parallel3d.families": -1,  # rows that the configuration reads
     "parallel3d.parallel.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
@@ -376,13 +370,15 @@ def test_a_class_name_is_used_once():
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ClassDef)
     )
-    twice = names_used_twice(classes)
-    assert set(twice) <= SAME_CLASS_NAMES, twice
+    assert not names_used_twice(classes)
 
 
 def test_a_file_name_is_used_once():
-    twice = names_used_twice((path, PurePosixPath(path).stem) for path, _ in sources() if "__init__" not in path)
-    assert set(twice) <= SAME_FILE_NAMES, twice
+    """A command may have the name of the library module that does its work: launch/average.py."""
+    files = [path for path, _ in sources() if not path.endswith("__init__.py")]
+    for commands in (True, False):
+        named = ((path, PurePosixPath(path).stem) for path in files if path.startswith("launch/") is commands)
+        assert not names_used_twice(named)
 
 
 @pytest.mark.parametrize("folder", UNWANTED_WORDING)
@@ -485,7 +481,7 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
             "parallel3d/optim/clip.py",
             "import torch\nfrom parallel3d.parallel import group\nfrom . import adamw",
         ),
-        (check_floors, "parallel3d/optim/clip.py", "from parallel3d.optim.update_rules.base import UpdateRule"),
+        (check_floors, "parallel3d/optim/clip.py", "from parallel3d.optim.update_rules.update_rule import UpdateRule"),
         (check_floors, "parallel3d/parallel/groups.py", "from parallel3d.parallel.abort import AbortToken"),
         (check_floors, "parallel3d/ramps.py", "from parallel3d.errors import ConfigError"),
         (check_floors, "launch/train.py", "from models.llama import Llama\nfrom parallel3d.trainer.loop import run"),

@@ -25,8 +25,8 @@ from pydantic.fields import FieldInfo
 from parallel3d.config import derived
 from parallel3d.config.rules import broken_rules
 from parallel3d.config.schema import Config
-from parallel3d.config.sections.base import Section, expand_home
 from parallel3d.config.sections.curriculum import CurriculumLearning
+from parallel3d.config.sections.section import Section, expand_home
 from parallel3d.config.warmup_builder import length_warmup, needs_user_code, num_steps
 from parallel3d.errors import ConfigError, Problem, shorten
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 
-from parallel3d.config.sections.base import Section
 from parallel3d.config.sections.batch import BatchConfig
 from parallel3d.config.sections.checkpoint import CheckpointConfig
 from parallel3d.config.sections.curriculum import CurriculumLearning
@@ -35,6 +34,7 @@ from parallel3d.config.sections.parallel import ParallelConfig
 from parallel3d.config.sections.precision import LossScaleConfig, PrecisionConfig
 from parallel3d.config.sections.restart import RestartConfig
 from parallel3d.config.sections.run import RunConfig
+from parallel3d.config.sections.section import Section
 from parallel3d.config.sections.warmup import WarmupConfig
 
 __all__ = [

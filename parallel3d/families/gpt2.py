@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parallel3d.errors import Problem
-from parallel3d.families.blocks import GELU_MLP, LAYER_NORM, LEARNED, Values
+from parallel3d.families.block_kinds import GELU_MLP, LAYER_NORM, LEARNED, Values
 from parallel3d.families.spec import Family, HfModel, JsonFields
 
 

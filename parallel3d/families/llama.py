@@ -5,7 +5,7 @@ With biases on query, key and value (`model.qkv_bias`) Hugging Face calls it Qwe
 
 from __future__ import annotations
 
-from parallel3d.families.blocks import RMS_NORM, ROTARY, SWIGLU
+from parallel3d.families.block_kinds import RMS_NORM, ROTARY, SWIGLU
 from parallel3d.families.spec import Family, HfModel
 
 WEIGHTS: dict[str, str | tuple[str, ...]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import PositiveInt
 
-from parallel3d.config.sections.base import Section
-from parallel3d.families.blocks import RMS_NORM, ROTARY, SWIGLU
+from parallel3d.config.sections.section import Section
+from parallel3d.families.block_kinds import RMS_NORM, ROTARY, SWIGLU
 from parallel3d.families.spec import Family, HfModel
 
 

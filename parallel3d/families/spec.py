@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
-from parallel3d.families.blocks import Block, Mlp, Norm, Positions, Values
+from parallel3d.families.block_kinds import BlockKind, Mlp, Norm, Positions, Values
 
 JsonFields = dict[str, Any]
 """Fields of a Hugging Face config.json."""
@@ -82,7 +82,7 @@ class Family:
     hf_models: tuple[HfModel, ...] = ()
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockKind, ...]:
         return self.norm, self.mlp, self.positions
 
     @property

@@ -11,8 +11,8 @@ from parallel3d.comparison.run_result import RankResult, RunResult, assemble_run
 from parallel3d.config.schema import Config, FaultConfig
 from parallel3d.elastic.protocol.membership import Address, GenerationRecord
 from parallel3d.errors import RunEnded
-from parallel3d.inprocess.coordinator import ThreadCoordinator
 from parallel3d.inprocess.scheduler import RankDied
+from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid

@@ -17,7 +17,7 @@ from parallel3d.optim.matrices import gather_matrices, make_directions
 from parallel3d.optim.measure import measure_state
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.state_norms import StateNorms
-from parallel3d.optim.update_rules.base import MatrixRule, UpdateRule, UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import MatrixRule, UpdateRule, UpdateRules, UpdateStep
 from parallel3d.parallel.group import Group, Work, WorkThen
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats

@@ -49,7 +49,7 @@ from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.reshard import ReshardPlan, move_bucket
 from parallel3d.optim.shard_map import ShardMap, ShardMaps
 from parallel3d.optim.state_norms import StateNorms
-from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
 from parallel3d.parallel.group import AbsentGroup, Group, Work
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Header, Kind, Links

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.optim.bucket_plan import ParamSlot
-from parallel3d.optim.update_rules.base import MatrixRule
+from parallel3d.optim.update_rules.update_rule import MatrixRule
 from parallel3d.parallel.group import Group
 from parallel3d.parallel.sharding import ParamSharding
 

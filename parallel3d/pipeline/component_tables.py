@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from parallel3d.pipeline.request import PlanRequest, Routes
-from parallel3d.pipeline.schedules.base import Component, VirtualMicroBatch
+from parallel3d.pipeline.schedules.schedule import Component, VirtualMicroBatch
 
 Hop = tuple[int, int] | None
 """(stage, chunk) of a neighbouring virtual stage; None at the ends."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.errors import GenerationEnded
-from parallel3d.layers.documents import append_document_marks, num_rows, split_document_marks
+from parallel3d.layers.document_marks import append_document_marks, num_rows, split_document_marks
 from parallel3d.layers.micro_batch import BatchPlan, GradPass, MicroBatch
 from parallel3d.layers.parameter import WeightGradStore, WeightGradTask, parameters_of, run_deferred
 from parallel3d.parallel.abort import AbortToken

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
-from parallel3d.pipeline.routes import Component, home_replicas, plan_routes, split_components
-from parallel3d.pipeline.schedules.base import VirtualMicroBatch
+from parallel3d.pipeline.routes import RouteComponent, home_replicas, plan_routes, split_components
+from parallel3d.pipeline.schedules.schedule import VirtualMicroBatch
 from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, least_makespan, simulate
 
 
@@ -67,7 +67,7 @@ class Plan:
     routes: Routes
     lists: Mapping[ReplicaId, tuple[Instruction, ...]]
     """One list for each live replica; empty where no micro-batch comes by."""
-    runs: list[tuple[Component, SimulatedRun]]
+    runs: list[tuple[RouteComponent, SimulatedRun]]
     """The simulation of each part of the grid that shares micro-batches."""
     makespan: int
     candidates: tuple[Candidate, ...] = ()
@@ -231,7 +231,7 @@ class _RoutedGrid(NamedTuple):
     """Routes and components, which all requests of the same routing share."""
 
     routes: Routes
-    components: list[Component]
+    components: list[RouteComponent]
     loads: set[tuple[int, int]]
     """(stage, micro-batches of one of its replicas)"""
 
@@ -241,7 +241,7 @@ class _Simulated(NamedTuple):
 
     request: PlanRequest
     routes: Routes
-    runs: list[tuple[Component, SimulatedRun]]
+    runs: list[tuple[RouteComponent, SimulatedRun]]
     makespan: int
 
 
@@ -284,7 +284,7 @@ def _build_plan(simulated: _Simulated) -> Plan:
 class _InstructionLists(Mapping[ReplicaId, tuple[Instruction, ...]]):
     """The lists by replica, each made on first use: a rank needs only its own."""
 
-    def __init__(self, request: PlanRequest, runs: list[tuple[Component, SimulatedRun]]):
+    def __init__(self, request: PlanRequest, runs: list[tuple[RouteComponent, SimulatedRun]]):
         self._made: dict[ReplicaId, tuple[Instruction, ...]] = {}
         self._live = [(stage, replica) for stage, ids in enumerate(request.replicas) for replica in sorted(ids)]
         self._request = request
@@ -312,7 +312,7 @@ class _InstructionLists(Mapping[ReplicaId, tuple[Instruction, ...]]):
 def _with_messages(
     request: PlanRequest,
     stage: int,
-    component: Component,
+    component: RouteComponent,
     virtual_micro_batches: list[VirtualMicroBatch],
     steps: list[SimulatedStep],
 ) -> Iterator[Instruction]:

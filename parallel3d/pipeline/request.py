@@ -10,7 +10,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.schedules import SCHEDULES
-from parallel3d.pipeline.schedules.base import Schedule
+from parallel3d.pipeline.schedules.schedule import Schedule
 
 Routing = Literal["reroute", "drop"]
 Routes = tuple[tuple[int, ...], ...]

@@ -20,7 +20,7 @@ from parallel3d.pipeline.request import PlanRequest, Routes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class RouteComponent:
     """Replicas connected by micro-batches. `shape` is its routes in positions: indices into `replicas`."""
 
     micro_batches: list[int]
@@ -44,7 +44,7 @@ def _replicas_in_use(request: PlanRequest) -> Routes:
     return (request.whole_pipelines,) * request.num_stages if request.routing == "drop" else request.replicas
 
 
-def split_components(routes: Routes) -> list[Component]:
+def split_components(routes: Routes) -> list[RouteComponent]:
     """The connected components; positions keep the order of names, so that equal shapes have equal runs."""
     by_route: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for micro_batch, route in enumerate(routes):
@@ -79,7 +79,7 @@ def _route_stage(ids: tuple[int, ...], home_of: tuple[int, ...]) -> list[int]:
     return column
 
 
-def _build_component(by_route: dict[tuple[int, ...], list[int]]) -> Component:
+def _build_component(by_route: dict[tuple[int, ...], list[int]]) -> RouteComponent:
     replicas = sorted({replica for route in by_route for replica in enumerate(route)})
     position = {replica: i for i, replica in enumerate(replicas)}
     in_positions = {
@@ -89,6 +89,6 @@ def _build_component(by_route: dict[tuple[int, ...], list[int]]) -> Component:
         for micro_batch in micro_batches
     }
     micro_batches = sorted(in_positions)
-    return Component(
+    return RouteComponent(
         micro_batches=micro_batches, replicas=replicas, shape=tuple(map(in_positions.__getitem__, micro_batches))
     )

@@ -41,7 +41,7 @@ from parallel3d.pipeline.component_tables import ComponentTables, Hop
 from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.mailboxes import Mailboxes
 from parallel3d.pipeline.request import PlanRequest, Routes
-from parallel3d.pipeline.schedules.base import VirtualMicroBatch
+from parallel3d.pipeline.schedules.schedule import VirtualMicroBatch
 
 _FORWARD = Op.FORWARD  # a look-up less
 _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT

@@ -25,7 +25,7 @@ from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.training_monitor import TrainingMonitor
 from parallel3d.optim.distributed_optimizer import ShardedOptimizer
 from parallel3d.optim.update_rules.apex import choose_update_backend
-from parallel3d.optim.update_rules.base import UpdateRules
+from parallel3d.optim.update_rules.update_rule import UpdateRules
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel

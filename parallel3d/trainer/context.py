@@ -17,7 +17,7 @@ from torch import nn
 from parallel3d.config.schema import Config
 from parallel3d.monitor.flops import Peak
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
-from parallel3d.optim.update_rules.base import UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.group import Group

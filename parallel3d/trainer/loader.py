@@ -11,7 +11,7 @@ import torch
 
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
-from parallel3d.layers.documents import document_lengths
+from parallel3d.layers.document_marks import document_lengths
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.parallel.staged_group import to_device
 from parallel3d.pipeline.executor import LoadedMicroBatch

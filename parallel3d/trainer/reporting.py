@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from parallel3d.config.derived import flops_per_token
-from parallel3d.data.build import describe_begun_stages
+from parallel3d.data.run_data import describe_begun_stages
 from parallel3d.monitor.training_monitor import perplexity
 from parallel3d.parallel.grid import Grid
 from parallel3d.pipeline.route_map import draw_route_map

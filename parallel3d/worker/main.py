@@ -13,15 +13,15 @@ import torch
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.config.derived import save_intervals
 from parallel3d.config.schema import Config
-from parallel3d.data.build import (
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.prefetch import Prefetcher
+from parallel3d.data.run_data import (
     build_evaluation_lanes,
     build_reader,
     build_reader_processes,
     fingerprint_data,
     open_run_corpus,
 )
-from parallel3d.data.corpus import Corpus
-from parallel3d.data.prefetch import Prefetcher
 from parallel3d.debug.trace import NoTrace, make_trace
 from parallel3d.elastic.protocol.restart_policy import START_KEY, StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext

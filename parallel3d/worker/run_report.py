@@ -12,8 +12,8 @@ import torch
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.warmup_builder import describe_warmup, num_steps
 from parallel3d.config.warnings import warnings
-from parallel3d.data.build import describe_data
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.run_data import describe_data
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.monitor.device_peak import find_peak
 from parallel3d.monitor.flops import Peak

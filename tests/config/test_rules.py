@@ -11,8 +11,8 @@ import pytest
 from parallel3d.config.rule import WORLD_SIZE, Rule, fields_of, nearest_multiples, rule
 from parallel3d.config.rules import RULES, SECTIONS, broken_rules
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import base
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections import section
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
 from tests.config.test_load import TINY
 
@@ -57,9 +57,9 @@ def test_every_declared_field_exists():
 
 
 def test_every_section_file_is_collected():
-    folder = Path(base.__file__).parent
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
-    assert files == {section.__name__.rpartition(".")[2] for section in SECTIONS}
+    folder = Path(section.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "section"}
+    assert files == {module.__name__.rpartition(".")[2] for module in SECTIONS}
 
 
 def test_a_rule_is_skipped_where_a_field_is_malformed():

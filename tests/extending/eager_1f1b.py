@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel3d.pipeline.schedules.base import Component, Schedule
+from parallel3d.pipeline.schedules.schedule import Component, Schedule
 
 
 class EagerOneFOneB(Schedule):

@@ -6,7 +6,7 @@ import torch
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.optim.parameter_noise import ParameterNoise
-from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
 from parallel3d.random_keys import bits, key_of
 from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, cut_local
 

@@ -8,7 +8,7 @@ import torch
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.optim.update_rules.base import UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.parallel.p2p_messages import Header, Kind
 from tests.support.optimizer_ranks import (
     NUM_STEPS,

@@ -13,8 +13,8 @@ from parallel3d.config.schema import Config
 from parallel3d.config.specs.update_rules import ALL_SETTINGS, UPDATE_RULES, default_settings
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.optim.bucket_plan import plan_buckets
-from parallel3d.optim.update_rules.base import UpdateStep, build_update_rule
 from parallel3d.optim.update_rules.muon import orthogonalize
+from parallel3d.optim.update_rules.update_rule import UpdateStep, build_update_rule
 from parallel3d.parallel.sharding import ParamSharding
 from tests.support import cells
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save

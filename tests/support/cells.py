@@ -28,10 +28,10 @@ from parallel3d.comparison.run_result import RunResult, assemble_run
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import BlendedReader, Subset
-from parallel3d.data.build import blend_stages
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
+from parallel3d.data.run_data import blend_stages
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import GenerationRecord

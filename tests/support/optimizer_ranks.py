@@ -18,7 +18,7 @@ from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
 from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
-from parallel3d.optim.update_rules.base import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.groups import build_groups
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding

@@ -14,7 +14,7 @@ from parallel3d.config.specs.update_rules import default_settings
 from parallel3d.errors import ConfigError
 from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.placement import LayerContext
-from parallel3d.optim.update_rules.base import UpdateStep, build_update_rule
+from parallel3d.optim.update_rules.update_rule import UpdateStep, build_update_rule
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 from tests.support.cells import make_config

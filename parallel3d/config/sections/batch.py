@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pydantic import PositiveInt
 
 from parallel3d.config.rule import WORLD_SIZE, must_be_multiple, rule, too_large
-from parallel3d.config.sections.base import Section
 from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, most_replicas
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
 
 BATCH_SIZES = "batch: global_batch_size micro_batch_size num_micro_batches"

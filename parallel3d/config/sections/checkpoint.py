@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import rule
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
 
 

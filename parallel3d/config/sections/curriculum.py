@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from parallel3d.config.rule import excludes, required, rule
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 from parallel3d.config.sections.warmup import FIELDS_BY_KIND, SequenceLengthWarmup
 from parallel3d.errors import Problem
 

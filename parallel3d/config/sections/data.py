@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.config.sections.section import Fraction, Section
 
 
 class BlendStageConfig(Section):

@@ -9,8 +9,8 @@ from os.path import exists, isfile
 from pathlib import Path
 
 from parallel3d.config.rule import excludes, rule, too_large
-from parallel3d.config.sections.base import expand_home
 from parallel3d.config.sections.data import BlendConfig, BlendStageConfig, DataConfig, SliceConfig
+from parallel3d.config.sections.section import expand_home
 from parallel3d.errors import Problem
 
 NUM_BYTE_TOKENS = 257

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import WORLD_SIZE, rule
-from parallel3d.config.sections.base import Section
 from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, num_ranks
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import WORLD_SIZE, Rule, rule, too_large
-from parallel3d.config.sections.base import Fraction, Section
 from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, num_ranks
+from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.errors import Problem
 
 FaultPhase = Literal[

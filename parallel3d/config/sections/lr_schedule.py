@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from parallel3d.config.rule import excludes, rule, too_large
-from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.errors import Problem
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, create_model
 
 from parallel3d.config.rule import multiple_rule, rule
-from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.errors import Problem
 from parallel3d.families import DEFAULT_FAMILY, FAMILIES
 

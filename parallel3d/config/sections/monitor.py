@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 
 
 class MonitorConfig(Section):

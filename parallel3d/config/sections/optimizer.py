@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
 from parallel3d.config.rule import rule
-from parallel3d.config.sections.base import Fraction, Section
+from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.config.specs.policies import names_of
 from parallel3d.config.specs.update_rules import (
     ALL_SETTINGS,

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, Posit
 from pydantic_core import PydanticCustomError
 
 from parallel3d.config.rule import WORLD_SIZE, excludes, rule
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
 from parallel3d.pipeline.schedules import SCHEDULES, default_schedule
 

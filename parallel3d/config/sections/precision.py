@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import rule
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 from parallel3d.config.specs.policies import DEFAULT_POLICY, POLICY_SPECS, names_of
 from parallel3d.errors import Problem
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from parallel3d.config.rule import rule, too_large
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import excludes, rule
-from parallel3d.config.sections.base import Section, expand_home
+from parallel3d.config.sections.section import Section, expand_home
 from parallel3d.errors import Problem
 
 

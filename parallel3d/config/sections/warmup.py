@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from parallel3d.config.sections.base import Section
+from parallel3d.config.sections.section import Section
 
 
 class SequenceLengthWarmup(Section):

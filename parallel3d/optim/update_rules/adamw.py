@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from parallel3d.optim.update_rules.apex import adamw_apex
-from parallel3d.optim.update_rules.base import Block, UpdateRule, UpdateStep
+from parallel3d.optim.update_rules.update_rule import Block, UpdateRule, UpdateStep
 
 
-class Rule(UpdateRule):
+class AdamW(UpdateRule):
     """States: exp_avg, m = beta1 m + (1 - beta1) g; exp_avg_sq, v = beta2 v + (1 - beta2) g^2."""
 
     def read_settings(self, settings: dict[str, float]) -> None:
@@ -56,3 +56,6 @@ class Rule(UpdateRule):
         root.mul_((1.0 - self.beta2**step.number) ** -0.5).add_(self.eps)
         change = torch.div(first, root, out=grad).mul_(step.learning_rate / (1.0 - self.beta1**step.number))
         block.weight.mul_(1.0 - step.learning_rate * weight_decay).sub_(change)
+
+
+RULE = AdamW

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel3d.backends import Backend, choose_backend, find_symbol
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.config.specs.update_rules import UPDATE_RULES
-from parallel3d.optim.update_rules.base import UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
 
 SYMBOL = ("apex.optimizers", "FusedAdam")
 

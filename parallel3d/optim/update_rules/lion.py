@@ -6,10 +6,10 @@ weight decay as much larger (section 5).
 
 from __future__ import annotations
 
-from parallel3d.optim.update_rules.base import Block, UpdateRule, UpdateStep
+from parallel3d.optim.update_rules.update_rule import Block, UpdateRule, UpdateStep
 
 
-class Rule(UpdateRule):
+class Lion(UpdateRule):
     """State: exp_avg, m. Step: sign(beta1 m + (1 - beta1) g); then m = beta2 m + (1 - beta2) g."""
 
     def read_settings(self, settings: dict[str, float]) -> None:
@@ -20,3 +20,6 @@ class Rule(UpdateRule):
         change = (momentum * self.beta1).add_(block.grad * (1.0 - self.beta1)).sign_().mul_(step.learning_rate)
         momentum.mul_(self.beta2).add_(block.grad.mul_(1.0 - self.beta2))
         block.weight.mul_(1.0 - step.learning_rate * weight_decay).sub_(change)
+
+
+RULE = Lion

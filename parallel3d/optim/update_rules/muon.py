@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel3d.optim.update_rules.base import Block, MatrixRule, UpdateStep
+from parallel3d.optim.update_rules.update_rule import Block, MatrixRule, UpdateStep
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x -> a x + b x^3 + c x^5: steep at 0; singular values end between about 0.7 and 1.2."""
 NUM_ITERATIONS = 5
 
 
-class Rule(MatrixRule):
+class Muon(MatrixRule):
     """State: momentum, m = momentum m + (1 - momentum) g."""
 
     def read_settings(self, settings: dict[str, float]) -> None:
@@ -37,6 +37,9 @@ class Rule(MatrixRule):
         learning_rate = step.learning_rate * self.lr_ratio
         block.states[0].mul_(self.momentum).add_(block.grad.mul_(1.0 - self.momentum))
         block.weight.mul_(1.0 - learning_rate * weight_decay).sub_(block.direction * learning_rate)
+
+
+RULE = Muon
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

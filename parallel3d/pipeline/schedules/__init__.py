@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from parallel3d.pipeline.schedules.base import Schedule
+from parallel3d.pipeline.schedules.schedule import Schedule
 
 
 def _find_schedules() -> dict[str, Schedule]:

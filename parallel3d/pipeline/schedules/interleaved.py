@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from parallel3d.pipeline.schedules.base import Component, Schedule, VirtualMicroBatch
+from parallel3d.pipeline.schedules.schedule import Component, Schedule, VirtualMicroBatch
 
 
 class Interleaved(Schedule):

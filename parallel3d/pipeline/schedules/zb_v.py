@@ -21,7 +21,7 @@ from collections import defaultdict
 from itertools import chain, islice
 
 from parallel3d.pipeline.chunk_layout import ChunkLayout
-from parallel3d.pipeline.schedules.base import Component, Schedule, VirtualMicroBatch
+from parallel3d.pipeline.schedules.schedule import Component, Schedule, VirtualMicroBatch
 
 
 class ZeroBubbleV(Schedule):

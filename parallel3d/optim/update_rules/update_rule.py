@@ -129,9 +129,9 @@ class MatrixRule(UpdateRule):
 
 
 def build_update_rule(name: str, settings: dict[str, float], *, backend: Backend = "torch") -> UpdateRule:
-    """The rule of a row, from the module of its name: its class is called `Rule`."""
+    """The rule of a row: RULE of the module of its name."""
     module = import_module(f"parallel3d.optim.update_rules.{name}")
-    rule: UpdateRule = module.Rule(UPDATE_RULES[name], settings, backend=backend)
+    rule: UpdateRule = module.RULE(UPDATE_RULES[name], settings, backend=backend)
     return rule
 
 

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from launch.prepare import main
 from parallel3d.config.load import dump_config
-from parallel3d.data.build import (
+from parallel3d.data.run_data import (
     _open_reader,
     build_evaluation_lanes,
     build_reader,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.layers.documents import append_document_marks, document_lengths, num_rows, split_document_marks
+from parallel3d.layers.document_marks import append_document_marks, document_lengths, num_rows, split_document_marks
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
 from tests.support.tiny_stages import (

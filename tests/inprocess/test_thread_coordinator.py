@@ -6,8 +6,8 @@ import pytest
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION, LogPosition, StateReport
 from parallel3d.errors import GenerationEnded, RunEnded
-from parallel3d.inprocess.coordinator import ThreadCoordinator
 from parallel3d.inprocess.scheduler import DeadlockError, RankDied
+from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid

@@ -20,7 +20,7 @@ def _no_problems(model: Values) -> Iterable[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockKind:
     """A kind of block."""
 
     name: str
@@ -34,7 +34,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm(Block):
+class Norm(BlockKind):
     """A norm of (tokens, hidden)."""
 
     num_vectors: int
@@ -42,7 +42,7 @@ class Norm(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mlp(Block):
+class Mlp(BlockKind):
     """A feed-forward block."""
 
     num_matrices: int
@@ -51,7 +51,7 @@ class Mlp(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Positions(Block):
+class Positions(BlockKind):
     """How tokens know where they are."""
 
     are_learned: bool
