@@ -95,7 +95,9 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         directory=directory,
         open_folder=open_folder,
         prepare=partial(prepare_initial, config),
-        make_report=partial(RunReporter, title=title, tensorboard=config.monitor.tensorboard),
+        make_report=partial(
+            RunReporter, title=title, charts=config.monitor.charts, tensorboard=config.monitor.tensorboard
+        ),
         checkpoint_dir=CheckpointDirectory(Path(str(config.checkpoint.directory))),
         resume=config.run.resume,
         policy=RestartPolicy(

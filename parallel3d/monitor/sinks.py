@@ -143,12 +143,14 @@ class RunReporter:
         folder: RunFolder,
         *,
         title: str,
+        charts: bool = True,
         tensorboard: bool = False,
         out: TextIO = sys.stdout,
         err: TextIO = sys.stderr,
     ):
         self._folder = folder
         self._title = title
+        self._charts = charts
         self._tensorboard = tensorboard
         self._tensorboard_file: TensorBoardFile | None = None
         self._out, self._err = out, err
@@ -200,7 +202,8 @@ class RunReporter:
         self._summary |= self.run_history.figures(time.time())
         summary = {"exit_code": exit_code, "message": message, **last, **self._summary}
         self._try_write(self._folder.write_summary, summary)
-        self._try_write(self._draw_charts)
+        if self._charts:
+            self._try_write(self._draw_charts)
         self._try_write(self._folder.close)
         if self._tensorboard_file is not None:
             self._try_write(self._tensorboard_file.close)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
-    code, out, err = finish(start("--config", config_file))
+    code, out, err = finish(start("--config", config_file, "monitor.charts=true"))
     assert code == 0, out + err
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}

@@ -66,6 +66,17 @@ def test_a_run_that_fails_early_still_has_its_summary(tmp_path):
     assert not (tmp_path / "loss.png").exists()
 
 
+def test_charts_can_be_turned_off(tmp_path):
+    folder = RunFolder(tmp_path, config="{}", environment={})
+    report = RunReporter(folder, title="small", charts=False, out=(out := io.StringIO()), err=io.StringIO())
+    report.start()
+    for number in (1, 2, 3):
+        report.publish(step(number))
+    report.close("", exit_code=0)
+    assert (tmp_path / "summary.json").exists() and not (tmp_path / "loss.png").exists()
+    assert "loss.png" not in out.getvalue()
+
+
 def test_the_bar_on_a_terminal(tmp_path):
     report, _ = report_of(tmp_path, out := Terminal())
     report.start()

@@ -546,7 +546,9 @@ def run_cell_on_processes(folder: Path, cell: Cell) -> int:
         work,
         world_size=len(grid.ranks),
         logs=directory / "logs",
-        open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=cell.name),
+        open_report=lambda: RunReporter(
+            RunFolder(directory, config="{}", environment={}), title=cell.name, charts=False
+        ),
         preload=("torch",),
     )
 

@@ -179,7 +179,7 @@ def run_kill_cell(folder: Path, name: str, config: Config) -> int:
         lambda context: work_on(config, directory, context),
         world_size=len(build_grid(config).ranks),
         logs=directory / "logs",
-        open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=name),
+        open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=name, charts=False),
         preload=("torch",),
         elastic=ElasticSettings.from_config(config, build_grid(config)),
     )

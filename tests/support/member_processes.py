@@ -208,8 +208,10 @@ def main() -> int:
             partial(member, spec),
             world_size=len(grid.ranks),
             logs=directory / "logs",
-            open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title="members"),
-            reopen_report=lambda: RunReporter(ContinuedRunFolder(directory), title="members"),
+            open_report=lambda: RunReporter(
+                RunFolder(directory, config="{}", environment={}), title="members", charts=False
+            ),
+            reopen_report=lambda: RunReporter(ContinuedRunFolder(directory), title="members", charts=False),
             env=env,
             host=spec["hosts"][env.rank] if env else None,
             timeouts=LaunchTimeouts(start_s=20.0, connect_s=1.5, failover_s=2.0, abort_grace_s=1.0, stop_grace_s=3.0),

@@ -168,7 +168,9 @@ def main() -> int:
             globals()[case],
             world_size=world_size,
             logs=directory / "logs",
-            open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=case),
+            open_report=lambda: RunReporter(
+                RunFolder(directory, config="{}", environment={}), title=case, charts=case == "good"
+            ),
             env=env,
             preload=("torch",) if case in ("reduced", "half_built") else (),
             timeouts=LaunchTimeouts(

@@ -25,5 +25,8 @@ class MonitorConfig(Section):
     peak_flops: PositiveFloat | None = None
     """Peak FLOP/s of a rank's device, for MFU. Null: the vendor's figure; for CPUs and unknown devices the speed of a
     matrix product, measured at the start."""
+    charts: bool = True
+    """Draw loss.png, course.png and instability.png into the run's folder when the run ends; launch/report.py draws
+    them at any time."""
     tensorboard: bool = False
     """Write the metrics of every step for TensorBoard too, to tensorboard/ in the run's folder."""
