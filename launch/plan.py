@@ -77,6 +77,7 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
     yield from describe_routes(plan)
     yield f"{plan.reason}; bubble {plan.bubble:.1%}"
     yield draw_text(plan, width=shutil.get_terminal_size((120, 40)).columns)
+    yield describe_marks(plan)
     if png is not None:
         gone = [replica for stage in range(whole.pp_size) for replica in lost_replicas(whole, grid, stage)]
         write_png(plan, png, gone)
@@ -174,6 +175,16 @@ def describe_routes(plan: Plan) -> Iterator[str]:
     if len(rerouted) > MAX_ROUTES:
         yield f"  and {len(rerouted) - MAX_ROUTES} more"
     yield ""
+
+
+def describe_marks(plan: Plan) -> str:
+    """Explains the marks of the timeline that this plan uses."""
+    marks = ["3 is the forward of micro-batch 3", "3' its backward"]
+    if plan.request.splits:
+        marks[1:] = ["3' its gradients of inputs", '3" its gradients of weights']
+    if plan.request.virtual_stages > 1:
+        marks.append("3b micro-batch 3 in the stage's second chunk")
+    return f"({', '.join([*marks, 'a dot idle time'])})"
 
 
 def write_png(plan: Plan, path: Path, lost: Sequence[ReplicaId]) -> None:

@@ -84,7 +84,7 @@ def model_section(fields: JsonFields, where: str) -> ModelConfig:
     values["num_key_value_heads"] = values.get("num_key_value_heads") or values["num_attention_heads"]
     values["qkv_bias"] = fields.get("qkv_bias", family.qkv_bias) if hf.qkv_bias is None else hf.qkv_bias
     try:
-        return ModelConfig(architecture=family.name, **values)
+        return resolved_model(ModelConfig(architecture=family.name, **values))
     except ValidationError as error:
         wrong = error.errors()[0]
         name = hf.names.get(str(wrong["loc"][0]), str(wrong["loc"][0]))

@@ -19,6 +19,7 @@ PATH = re.compile(r"(?<![\w/.-])((?:parallel3d|models|launch|configs|docs|tests|
 MODULE = re.compile(r"`([\w/]+/\w+\.py)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIELD = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w(/-])")
+PYTHON = re.compile(r"^```python\n.*?^```$", re.DOTALL | re.MULTILINE)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|mnt|Users)/\S+")
 
 
@@ -60,9 +61,9 @@ def anchors(text: str) -> set[str]:
 
 
 def unknown_fields(text: str) -> Iterator[str]:
-    """Words `section.field` whose section is one of the configuration and whose field it lacks."""
+    """Words `section.field` outside Python code whose section the configuration has and whose field it lacks."""
     schema = Config.model_json_schema()
-    for name in FIELD.findall(text):
+    for name in FIELD.findall(PYTHON.sub("", text)):
         section, *fields = name.split(".")
         if section not in schema["properties"] or fields[-1] in {"py", "md", "json", "png"}:
             continue

@@ -27,3 +27,4 @@ HF_MODELS: dict[str, tuple[Family, HfModel]] = {
 """By Hugging Face's `model_type`."""
 
 assert len(_found) == len(FAMILIES) and sum(family.is_default for family in _found) == 1, "two families of one name"
+assert len(HF_MODELS) == sum(len(family.hf_models) for family in _found), "two families read one model_type"

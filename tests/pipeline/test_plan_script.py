@@ -37,6 +37,7 @@ def test_the_report(tmp_path):
     assert "2      2         3-5 (3)" in done.stdout
     assert "     1: 1 > 0 > 1\n     3: 1 > 0 > 1\n" in done.stdout
     assert "stage 1 replica 0 " in done.stdout
+    assert "(3 is the forward of micro-batch 3, 3' its " in done.stdout
     assert (tmp_path / "plan.png").exists()
 
 

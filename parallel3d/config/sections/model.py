@@ -70,7 +70,7 @@ class DecoderConfig(Section):
 if TYPE_CHECKING:
     ModelConfig = DecoderConfig
 else:
-    _OWN_FIELDS = tuple(family.own_fields for family in FAMILIES.values() if family.own_fields)
+    _OWN_FIELDS = tuple(dict.fromkeys(family.own_fields for family in FAMILIES.values() if family.own_fields))
     ModelConfig = create_model(
         "ModelConfig", __base__=(*_OWN_FIELDS, DecoderConfig), __doc__=DecoderConfig.__doc__, __module__=__name__
     )
