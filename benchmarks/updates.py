@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from parallel3d.config.sections.optimizer import OptimizerConfig
-from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import Updaters
 from parallel3d.random_keys import bits, key_of
 
-STEP = UpdateStep(number=10, learning_rate=1e-4, grad_scale=0.5)
-RULE = UpdateRules.build(OptimizerConfig(learning_rate=1.0)).element
+STEP = UpdateStep(number=10, learning_rate=1e-4, peak_learning_rate=1e-4, grad_scale=0.5)
+ADAMW = Updaters.build(OptimizerConfig(learning_rate=1.0)).element
 
 
 def main() -> None:
@@ -65,14 +66,14 @@ def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
     copy = mixed[0].bfloat16()
 
     def update_mixed() -> None:
-        RULE.update(*mixed, STEP, weight_decay=0.1)
+        ADAMW.update(*mixed, STEP, weight_decay=0.1)
         copy.copy_(mixed[0])
 
     return {
-        "fp32, fused": lambda: RULE.update(*wide, STEP, weight_decay=0.1),
+        "fp32, fused": lambda: ADAMW.update(*wide, STEP, weight_decay=0.1),
         "bf16 with fp32 master weights, fused": update_mixed,
-        "bf16_pure": lambda: RULE.update_bf16(*near, STEP, weight_decay=0.1, noise=None),
-        "bf16_sr": lambda: RULE.update_bf16(*stochastic, STEP, weight_decay=0.1, noise=noise),
+        "bf16_pure": lambda: ADAMW.update_bf16(*near, STEP, weight_decay=0.1, noise=None),
+        "bf16_sr": lambda: ADAMW.update_bf16(*stochastic, STEP, weight_decay=0.1, noise=noise),
     }
 
 

@@ -4,7 +4,8 @@ Every checker takes a file's place in the repository and its source and returns 
 checkers can be tested on bad snippets (the second half of this file).
 
 Floors: a file imports only from lower floors and from its own folder; `parallel3d` never imports `models` or `launch`.
-Kinds: pure files never import torch, nor a file that is not pure; tensor files never import torch.distributed.
+Kinds: pure files never import torch, nor a file that is not pure; tensor files never import torch.distributed. Pure
+files with formulas in methods of tensors may name torch's types under TYPE_CHECKING.
 Waits: in a file that uses what blocks by itself (threads, sockets, processes, torch.distributed), a call that may block
 has a timeout, or stands in a function that has an abort token, or says on one of its lines why it ends, as
 `# bounded: <why>`. Other files wait for what those made: a group's work carries its group's token.
@@ -50,6 +51,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.random_keys": 0,
     "parallel3d.pipeline.schedules": -1,  # the configuration takes names, limits and messages from them
     "parallel3d.pipeline.chunk_layout": -1,
+    "parallel3d.optim.update_rules": -1,  # the configuration takes names, settings and states from them
     "parallel3d.config": 0,
     "parallel3d.parallel": 1,
     "parallel3d.precision": 1,
@@ -92,7 +94,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.pipeline.route_map",
     "parallel3d.layers.micro_batch",
     "parallel3d.data.reader",
-    *(f"parallel3d.optim.{name}" for name in ("bucket_plan", "shard_map", "state_norms")),
+    *(f"parallel3d.optim.{name}" for name in ("bucket_plan", "shard_map", "state_norms", "update_rules")),
     *(f"parallel3d.checkpoint.{name}" for name in ("tensor_chunks", "index")),
     *(
         f"parallel3d.monitor.{name}"
@@ -112,6 +114,8 @@ PURE: tuple[str, ...] = (
         for name in ("learning_rate", "entry", "entry_layout", "state", "batching", "plans", "divergence_check")
     ),
 )
+NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)
+"""Pure files whose functions take tensors: they name torch's types under TYPE_CHECKING, and import nothing of it."""
 TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")
 
 MAY_READ_ENVIRONMENT: tuple[str, ...] = (
@@ -150,8 +154,9 @@ def check_kinds(path: str, source: str) -> Iterator[str]:
     """torch in pure files, torch.distributed in tensor files."""
     module = module_of(path)
     pure, tensors_only = is_in(module, PURE), is_in(module, TENSORS_ONLY)
+    only_types = type_checking_lines(source) if is_in(module, NAMES_TENSORS) else set()
     for line, imported in imports(path, source):
-        if pure and is_in(imported, ("torch",)):
+        if pure and is_in(imported, ("torch",)) and line not in only_types:
             yield f"{path}:{line}: a pure file imports {imported}"
         if pure and is_in(imported, ("parallel3d",)) and not is_in(imported, PURE):
             yield f"{path}:{line}: a pure file imports {imported}, which is not pure"
@@ -253,6 +258,13 @@ def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def type_checking_lines(source: str) -> set[int]:
+    """Lines in blocks `if TYPE_CHECKING:`, which only a type checker reads."""
+    blocks = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If))
+    types = (node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
+    return {line for node in types for part in node.body for line in range(part.lineno, (part.end_lineno or 0) + 1)}
 
 
 def project_imports(path: str, source: str) -> Iterator[tuple[int, str]]:
@@ -419,6 +431,7 @@ def test_files_are_found():
 # --- the checkers themselves ------------------------------------------------------------------------------------------
 
 GRID = "parallel3d/parallel/grid.py"
+LION = "parallel3d/optim/update_rules/lion.py"
 GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
 
 
@@ -444,6 +457,9 @@ GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
         (check_kinds, "parallel3d/pipeline/planner.py", "from parallel3d.pipeline.stage import Stage"),
         (check_kinds, "parallel3d/config/load.py", "from parallel3d.parallel import abort"),
         (check_kinds, "parallel3d/random_keys.py", "from torch import distributed"),
+        (check_kinds, LION, "import torch\nif TYPE_CHECKING:\n    from torch import Tensor"),
+        (check_kinds, LION, "if TYPE_CHECKING:\n    x = 1\nelse:\n    from torch import Tensor"),
+        (check_kinds, GRID, "if TYPE_CHECKING:\n    from torch import Tensor"),
         (check_kinds, "parallel3d/precision/sums.py", "import torch.distributed as dist"),
         (check_globals, GRID, "def f():\n    global x\n    x = 1"),
         (check_environment, GRID, "import os\nx = os.environ['RANK']"),
@@ -489,6 +505,7 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
         (check_kinds, "parallel3d/parallel/groups.py", "import torch.distributed"),
         (check_kinds, "parallel3d/pipeline/planner.py", "from parallel3d.pipeline.check import check\nimport heapq"),
         (check_kinds, "parallel3d/random_keys.py", "import torch"),
+        (check_kinds, LION, "if TYPE_CHECKING:\n    from torch import Tensor"),
         (check_environment, "launch/train.py", "import os\nx = os.environ"),
         (check_environment, "parallel3d/elastic/guardian/launcher_env.py", "import os\nx = os.environ"),
         (check_waits, "launch/train.py", "import threading\ndef f(event):\n    event.wait()"),

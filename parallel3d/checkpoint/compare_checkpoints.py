@@ -17,8 +17,8 @@ from parallel3d.checkpoint.directory import read_index
 from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.read import CheckpointReader
 from parallel3d.checkpoint.tensor_chunks import row_blocks
-from parallel3d.config.specs.update_rules import EXP_AVG_SQ_KIND
 from parallel3d.errors import CheckpointError
+from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ
 
 BLOCK_ELEMENTS = 4 << 20
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv"}
@@ -57,7 +57,7 @@ def compare_checkpoints(ours: Path, theirs: Path, *, noise: float) -> Iterator[T
         for start, block in row_blocks(shape, BLOCK_ELEMENTS):
             counts = torch.ones(block, dtype=torch.bool)
             if floor is not None:
-                exp_avg_sq = right.read(EXP_AVG_SQ_KIND, name, start, block).double()
+                exp_avg_sq = right.read(EXP_AVG_SQ.kind, name, start, block).double()
                 counts = ~((exp_avg_sq > 0) & (exp_avg_sq < floor))  # what is not finite counts
             for kind in kinds:
                 a, b = (reader.read(kind, name, start, block).double() for reader in (mine, right))
@@ -73,11 +73,11 @@ def _floors(reader: CheckpointReader, noise: float) -> dict[str, float]:
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name, tensor in reader.index.tensors.items():
-        if EXP_AVG_SQ_KIND not in tensor.kinds:
+        if EXP_AVG_SQ.kind not in tensor.kinds:
             continue
         parameter = _parameter_of(name)
         for start, block in row_blocks(tensor.shape, BLOCK_ELEMENTS):
-            total = reader.read(EXP_AVG_SQ_KIND, name, start, block).sum(dtype=torch.float64).item()
+            total = reader.read(EXP_AVG_SQ.kind, name, start, block).sum(dtype=torch.float64).item()
             sums[parameter] = sums.get(parameter, 0.0) + total
         counts[parameter] = counts.get(parameter, 0) + prod(tensor.shape)
     return {parameter: noise**2 * sums[parameter] / counts[parameter] for parameter in sums}

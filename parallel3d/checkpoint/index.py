@@ -2,7 +2,7 @@
 
 One JSON file beside the shards. Tensors are named as in the model, with the chunks of fused parameters apart; each is
 there in some *kinds*: weight (master weights where there are any), and the states of its update rule
-(config/specs/update_rules.py). The rectangles ("pieces") of a tensor are the same for all of its kinds::
+(optim/update_rules). The rectangles ("pieces") of a tensor are the same for all of its kinds::
 
     tensors: layers.0.attention.q.weight: {shape: [4096, 4096], kinds: {weight: F32, moment1: F32, moment2: F32},
                                            pieces: [{file: rank-00003.safetensors, start: [0, 0], shape: [1024, 4096]}]}

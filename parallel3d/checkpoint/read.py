@@ -104,7 +104,7 @@ def load_shard(
     check_shapes(reader, [parameter.sharding for parameter in bucket.parameters])
     shard = bucket.empty_shard(span)
     shard.states.zero_()
-    known = (WEIGHT, *bucket.rule.spec.state_kinds)
+    known = (WEIGHT, *bucket.rule.state_kinds())
     every = zip(known, (shard.master, *shard.states))
     states = [(kind, state) for kind, state in every if kinds is None or kind in kinds]
     for tensor_chunk in bucket_tensor_chunks(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
@@ -137,7 +137,7 @@ def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp_rank: i
 def check_states(reader: CheckpointReader, buckets: Iterable[Bucket]) -> None:
     """Raises CheckpointError where the checkpoint lacks a state that the update rule keeps."""
     for bucket in buckets:
-        wanted = set(bucket.rule.spec.state_kinds)
+        wanted = set(bucket.rule.state_kinds())
         names = (name for parameter in bucket.parameters for name in tensors_of(parameter.sharding))
         for name in names:
             tensor = reader.index.tensors.get(name)
@@ -145,7 +145,7 @@ def check_states(reader: CheckpointReader, buckets: Iterable[Bucket]) -> None:
                 there, needed = (", ".join(sorted(kinds - {WEIGHT})) for kinds in (tensor.kinds.keys(), wanted))
                 raise CheckpointError(
                     f"{reader.folder} was saved with another update rule: of {name} it holds {there}, and"
-                    f" {bucket.rule.spec.name} needs {needed}. Set optimizer.kind as it was, or begin a new run from"
+                    f" {bucket.rule.name} needs {needed}. Set optimizer.kind as it was, or begin a new run from"
                     " its weights (run.initialize_from)"
                 )
 

@@ -64,7 +64,7 @@ def take_snapshot(optimizer: ShardedOptimizer, *, tp_rank: int, tp_size: int) ->
             continue
         shard = bucket.owned
         part = slice(span.start - shard.span.start, span.stop - shard.span.start)
-        kinds = (WEIGHT, *bucket.rule.spec.state_kinds)
+        kinds = (WEIGHT, *bucket.rule.state_kinds())
         states = {kind: _copy(state[part]) for kind, state in zip(kinds, (shard.master, *shard.states))}
         ranges.append(BucketRange(start=span.start, pieces=pieces, states=states))
         named = {tensor_chunk.tensor for tensor_chunk in pieces}

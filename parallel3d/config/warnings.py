@@ -12,7 +12,6 @@ from parallel3d.config.schema import Config, LossScaleConfig
 from parallel3d.config.sections.batch import batch_sizes
 from parallel3d.config.sections.warmup import FIELDS_BY_KIND
 from parallel3d.config.specs.policies import POLICY_SPECS
-from parallel3d.config.specs.update_rules import has_exp_avg_sq
 from parallel3d.config.warmup_builder import run_length
 from parallel3d.pipeline.schedules import SCHEDULES
 
@@ -107,10 +106,10 @@ def warn_other_tokenizer(config: Config) -> Iterator[str]:
 
 def warn_slow_second_moment(config: Config) -> Iterator[str]:
     optimizer, policy = config.optimizer, POLICY_SPECS[config.precision.policy]
-    if policy.has_narrow_moments and has_exp_avg_sq(optimizer.kind) and (optimizer.beta2 or 0.0) >= SAFE_NARROW_BETA2:
+    if policy.has_narrow_moments and (optimizer.exp_avg_sq_decay or 0.0) >= SAFE_NARROW_BETA2:
         yield (
-            f"optimizer.beta2 {optimizer.beta2} with moments in 16 bits: the second moment follows a spike of the"
-            " gradient too slowly (HLAT was unstable at 0.99, not at 0.95)"
+            f"optimizer.beta2 {optimizer.exp_avg_sq_decay} with moments in 16 bits: the second moment follows a spike"
+            " of the gradient too slowly (HLAT was unstable at 0.99, not at 0.95)"
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from parallel3d.config.derived import num_parameters, stage_replicas
 from parallel3d.config.schema import Config
-from parallel3d.config.specs.update_rules import specs_of
+from parallel3d.optim.update_rules import rules_of
 from parallel3d.pipeline.check import check_plan
 from parallel3d.precision.policy import policy_of
 from parallel3d.trainer.batching import plan_batch
@@ -23,7 +23,7 @@ def estimate_bytes(config: Config) -> int:
         num_holders = sum(replicas)
     exact_sum_bytes = 8 if config.precision.sums == "exact" else 0
     everywhere = 3 * weight + grad + exact_sum_bytes  # a rank keeps two copies of its weights
-    num_states = max(len(spec.states) for spec in specs_of(config.optimizer.kind)) + (1 if policy.has_master else 0)
+    num_states = max(len(rule.states) for rule in rules_of(config.optimizer.kind)) + (1 if policy.has_master else 0)
     where_held = num_states * state + grad
     for_comparison = 2 * (2 * weight + 2 * grad)  # weights and gradients, first and last, of this run and one process
     mean = [count / len(replicas) for count in (sum(replicas), min(num_holders, sum(replicas)))]

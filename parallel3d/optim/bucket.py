@@ -17,7 +17,8 @@ from parallel3d.optim.matrices import gather_matrices, make_directions
 from parallel3d.optim.measure import measure_state
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.state_norms import StateNorms
-from parallel3d.optim.update_rules.update_rule import MatrixRule, UpdateRule, UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MatrixRule, UpdateRule, UpdateStep
+from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.group import Group, Work, WorkThen
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
@@ -86,7 +87,7 @@ class Bucket:
         initial: Callable[[ShardedParameter], Tensor],
         max_ranges: int,
         policy: Policy,
-        rules: UpdateRules,
+        updaters: Updaters,
         fixed: FixedPoint | None,
         noise: ParameterNoise,
         device: torch.device,
@@ -99,11 +100,11 @@ class Bucket:
         """The iteration to which the shards have been updated."""
         self.shards: list[Shard] = []
         self._policy = policy
-        self.rule: UpdateRule = rules.element
+        self._updater = updaters.element
         if plan.key.is_matrix_wise:
-            assert rules.matrix is not None
-            self.rule = rules.matrix
-        self._weight_decay = rules.weight_decay if plan.key.decay else 0.0
+            assert updaters.matrix is not None
+            self._updater = updaters.matrix
+        self._weight_decay = updaters.weight_decay if plan.key.decay else 0.0
         self._noise = noise
         self._unscale = 1.0
         capacity = plan.capacity(max_ranges)
@@ -125,6 +126,10 @@ class Bucket:
         self._bind_buffers()
 
     @property
+    def rule(self) -> UpdateRule:
+        return self._updater.rule
+
+    @property
     def has_master(self) -> bool:
         """Whether master weights are copies of their own."""
         return self._policy.has_master
@@ -135,7 +140,7 @@ class Bucket:
 
     def num_rows(self, *, with_master: bool) -> int:
         """Rows of what `Shard.read` gives."""
-        return len(self.rule.spec.states) + (1 if with_master else 0)
+        return len(self.rule.states) + (1 if with_master else 0)
 
     @property
     def owned(self) -> Shard:
@@ -213,8 +218,8 @@ class Bucket:
 
     def state_norms(self, tp_rank: int) -> StateNorms:
         """Norms of the owned weights, and of exp_avg_sq where the rule has it, that rank `tp_rank` counts."""
-        master, row, exact = self.owned.master, self.rule.spec.row_of_exp_avg_sq, self.fixed is not None
-        exp_avg_sq = None if row is None else self.owned.states[row]
+        master, states, exact = self.owned.master, self.rule.states, self.fixed is not None
+        exp_avg_sq = self.owned.states[states.index(EXP_AVG_SQ)] if EXP_AVG_SQ in states else None
         parts = (part for part in self._counted(tp_rank) if part.stop > part.start)
         return sum(
             (measure_state(master[p], None if exp_avg_sq is None else exp_avg_sq[p], exact=exact) for p in parts),
@@ -246,13 +251,14 @@ class Bucket:
         """One step on every range held, with its gradients times the step's factor; `iteration` keys the noise."""
         for shard in self.shards:
             tensors, directions = (shard.master, shard.states, shard.grads), self._directions(shard, step)
+            decay = self._weight_decay
             if self._policy.update_rounding == "none":
-                self.rule.update(*tensors, step, weight_decay=self._weight_decay, directions=directions)
+                self._updater.update(*tensors, step, weight_decay=decay, directions=directions)
                 continue
             noise = None
             if self._policy.update_rounding == "stochastic":
                 noise = self._noise.of_range(self.plan, self.parameters, shard.span.start, "update", iteration)
-            self.rule.update_bf16(*tensors, step, weight_decay=self._weight_decay, noise=noise, directions=directions)
+            self._updater.update_bf16(*tensors, step, weight_decay=decay, noise=noise, directions=directions)
         self.copy_master_to_weights()
 
     def copy_master_to_weights(self) -> None:
@@ -313,7 +319,7 @@ class Bucket:
         """
         part = self._weights[span.start : span.stop]
         master = part.to(self._policy.state) if self._policy.has_master else part
-        states = master.new_empty((len(self.rule.spec.states), len(span)))
+        states = master.new_empty((len(self.rule.states), len(span)))
         states[:, max(0, self.plan.num_elements - span.start) :] = 0
         grads = part.new_zeros(len(span), dtype=self._policy.grad)
         sums = grads if self.fixed is None else part.new_zeros(len(span), dtype=torch.int64)

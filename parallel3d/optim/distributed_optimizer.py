@@ -49,7 +49,8 @@ from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.reshard import ReshardPlan, move_bucket
 from parallel3d.optim.shard_map import ShardMap, ShardMaps
 from parallel3d.optim.state_norms import StateNorms
-from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.group import AbsentGroup, Group, Work
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
@@ -82,7 +83,7 @@ class ShardedOptimizer:
         zero_stage: int,
         bucket_bytes: int,
         policy: Policy,
-        rules: UpdateRules,
+        updaters: Updaters,
         initial: InitMethod | None = None,
         overlap_reduce: bool,
         overlap_gather: bool,
@@ -102,8 +103,8 @@ class ShardedOptimizer:
             [p.sharding for p in parameters.values()],
             tp_size=tp_size,
             bucket_elements=max(1, bucket_bytes // policy.grad.itemsize),
-            decay_norms_and_biases=rules.decay_norms_and_biases,
-            matrix_wise=rules.matrix is not None,
+            decay_norms_and_biases=updaters.decay_norms_and_biases,
+            matrix_wise=updaters.matrix is not None,
         )
         self.buckets = [
             Bucket(
@@ -112,7 +113,7 @@ class ShardedOptimizer:
                 initial=lambda p: initial(p.sharding, tp_rank=tp_rank, tp_size=tp_size),
                 max_ranges=first_shard_maps.of(plan.key).num_ranges,
                 policy=policy,
-                rules=rules,
+                updaters=updaters,
                 fixed=fixed,
                 noise=ParameterNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
                 device=device,

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from parallel3d.config.schema import Config
-from parallel3d.config.specs.update_rules import has_exp_avg_sq
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
@@ -24,8 +23,9 @@ from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.training_monitor import TrainingMonitor
 from parallel3d.optim.distributed_optimizer import ShardedOptimizer
-from parallel3d.optim.update_rules.apex import choose_update_backend
-from parallel3d.optim.update_rules.update_rule import UpdateRules
+from parallel3d.optim.kernels import choose_update_backend
+from parallel3d.optim.update_rules import has_exp_avg_sq
+from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -131,7 +131,7 @@ def build_optimizer(
         zero_stage=parallel.zero_stage,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         policy=policy,
-        rules=UpdateRules.build(config.optimizer, choose_update_backend(config.optimizer, policy.state, device.type)),
+        updaters=Updaters.build(config.optimizer, choose_update_backend(config.optimizer, policy.state, device.type)),
         initial=initial,
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
@@ -205,7 +205,7 @@ def build_loss_scale(config: Config, batch: BatchPlan) -> LossScale:
 def build_training_monitor(config: Config) -> TrainingMonitor:
     """A monitor with the run's rules that has seen no step yet."""
     rules = DivergenceRules(
-        beta2=config.optimizer.beta2 if has_exp_avg_sq(config.optimizer.kind) else None,
+        beta2=config.optimizer.exp_avg_sq_decay,
         max_loss_ratio=config.monitor.max_loss_ratio,
         ends_run=config.monitor.divergence == "stop",
     )

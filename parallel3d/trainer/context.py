@@ -145,5 +145,6 @@ class RankContext:
         return UpdateStep(
             number=self.state.num_updates,
             learning_rate=self.learning_rate_now,
+            peak_learning_rate=self.config.optimizer.learning_rate,
             grad_scale=entry.grad_scale(self.config.optimizer.max_grad_norm),
         )

@@ -96,7 +96,7 @@ def _state(rank: RankContext, bucket: Bucket, shared_range: SharedRange) -> Iter
         if not span or (shared_range.neighbours and holders[0] != rank.rank):
             continue
         rows = shard.read(span.start, span.stop, with_master=bucket.has_master)
-        titles = (*(state.title for state in bucket.rule.spec.states), "master weights")
+        titles = (*(state.title for state in bucket.rule.states), "master weights")
         for what, row in zip(titles, rows):
             yield ReplicaCopy(
                 name=shared_range.named(what, span), holders=shared_range.neighbours or holders, digest=digest([row])

@@ -6,12 +6,13 @@ import torch
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.optim.parameter_noise import ParameterNoise
-from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import Updaters
 from parallel3d.random_keys import bits, key_of
 from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, cut_local
 
-ADAMW = UpdateRules.build(OptimizerConfig(learning_rate=1.0)).element
-STEP = UpdateStep(number=3, learning_rate=1e-2, grad_scale=0.25)
+ADAMW = Updaters.build(OptimizerConfig(learning_rate=1.0)).element
+STEP = UpdateStep(number=3, learning_rate=1e-2, peak_learning_rate=1e-2, grad_scale=0.25)
 
 
 def tensors(num_elements=5000, dtype=torch.bfloat16):
@@ -69,7 +70,7 @@ def test_updates_far_below_a_step_of_the_weights_arrive_on_average():
         weights, moments = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(2, 4096, dtype=torch.bfloat16)
         for number in range(1, 101):
             draw = lambda span, n=number: bits(key_of("update", 1, n, "w"), torch.arange(span.start, span.stop))  # noqa: E731
-            step = UpdateStep(number=number, learning_rate=1e-4, grad_scale=1.0)
+            step = UpdateStep(number=number, learning_rate=1e-4, peak_learning_rate=1e-4, grad_scale=1.0)
             grads = torch.ones(4096, dtype=torch.bfloat16)
             ADAMW.update_bf16(weights, moments, grads, step, weight_decay=0.0, noise=draw if words else None)
         ends[name] = weights.float().mean().item()

@@ -322,7 +322,8 @@ def test_small_updates_are_not_lost_in_bf16():
             for parameter in parameters_of(rank.stage):
                 parameter.grad_buffer().fill_(1.0)
             rank.optimizer.finish_reduction()
-            rank.optimizer.update(step + 1, UpdateStep(number=step + 1, learning_rate=1e-4, grad_scale=1.0))
+            small = UpdateStep(number=step + 1, learning_rate=1e-4, peak_learning_rate=1.0, grad_scale=1.0)
+            rank.optimizer.update(step + 1, small)
         (bucket,) = (b for b in rank.buckets if b.plan.param_slots[0].name == "norm")
         return bucket.owned.master[:12].clone(), bucket.weights[:12].clone()
 

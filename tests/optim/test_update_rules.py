@@ -10,11 +10,14 @@ import torch
 
 from parallel3d.comparison.run_result import RunResult
 from parallel3d.config.schema import Config
-from parallel3d.config.specs.update_rules import ALL_SETTINGS, UPDATE_RULES, default_settings
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.optim.bucket_plan import plan_buckets
-from parallel3d.optim.update_rules.muon import orthogonalize
-from parallel3d.optim.update_rules.update_rule import UpdateStep, build_update_rule
+from parallel3d.optim.kernels import KERNELS
+from parallel3d.optim.update_rules import UPDATE_RULES, default_settings
+from parallel3d.optim.update_rules.lion import Lion
+from parallel3d.optim.update_rules.muon import Muon, orthogonalize
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import Updater, build_updater
 from parallel3d.parallel.sharding import ParamSharding
 from tests.support import cells
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
@@ -160,14 +163,14 @@ def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
 
 # --- the formulas -----------------------------------------------------------------------------------------------------
 
-STEP = UpdateStep(number=2, learning_rate=0.01, grad_scale=0.5)
+STEP = UpdateStep(number=2, learning_rate=0.01, peak_learning_rate=0.04, grad_scale=0.5)
 
 
 def test_lion_is_the_papers_algorithm() -> None:
     numbers = torch.Generator().manual_seed(1)
     weight, momentum, grad = (torch.randn(100, dtype=torch.float64, generator=numbers) for _ in range(3))
     weights, states = weight.clone(), momentum.clone().unsqueeze(0)
-    build_update_rule("lion", default_settings("lion")).update(weights, states, grad, STEP, weight_decay=0.3)
+    Updater(rule=Lion()).update(weights, states, grad, STEP, weight_decay=0.3)
     change = torch.sign(0.9 * momentum + 0.1 * 0.5 * grad)
     assert torch.allclose(weights, weight - 0.01 * (change + 0.3 * weight), rtol=1e-14, atol=0)
     assert torch.allclose(states[0], 0.99 * momentum + 0.01 * 0.5 * grad, rtol=1e-14, atol=0)
@@ -187,11 +190,10 @@ def test_muon_is_the_authors_algorithm() -> None:
     """https://github.com/KellerJordan/Muon: lerp, Nesterov, orthogonalize, scale by rows / columns."""
     numbers = torch.Generator().manual_seed(3)
     weight, momentum, grad = (torch.randn(12, 5, dtype=torch.float64, generator=numbers) for _ in range(3))
-    settings = default_settings("muon") | {"learning_rate": 0.04}
-    rule = build_update_rule("muon", settings)
+    rule = Muon()
     direction = rule.direction(grad * 0.5, (momentum,))
     weights, states = weight.clone().flatten(), momentum.clone().view(1, -1)
-    rule.update(weights, states, grad.view(-1), STEP, weight_decay=0.3, directions=direction.view(-1))
+    Updater(rule=rule).update(weights, states, grad.view(-1), STEP, weight_decay=0.3, directions=direction.view(-1))
     lerped = momentum.lerp(0.5 * grad, 0.05)
     change = orthogonalize((0.5 * grad).lerp(lerped, 0.95)) * (12 / 5) ** 0.5
     assert torch.allclose(states.view(12, 5), lerped, rtol=1e-13, atol=0)
@@ -230,8 +232,12 @@ def test_settings_are_those_of_the_rule() -> None:
         cells.make_config(optimizer=dict(kind="lion", backend="apex"), precision=dict(policy="fp32"))
 
 
-def test_every_row_has_its_file_and_its_fields() -> None:
-    for name in UPDATE_RULES:
-        assert build_update_rule(name, default_settings(name) | {"learning_rate": 1.0}).spec.name == name
+@pytest.mark.parametrize("name", UPDATE_RULES)
+def test_every_rule_has_its_fields_and_its_kernels(name: str) -> None:
+    rule = UPDATE_RULES[name]
+    assert build_updater(rule, default_settings(name)).rule == rule()
     fields = type(cells.make_config().optimizer).model_fields
-    assert set(ALL_SETTINGS) <= fields.keys()
+    for setting, field in rule.model_fields.items():
+        assert f"{name} ({field.default:g} by default): {field.description}" in (fields[setting].description or "")
+    for backend in rule.backends:
+        assert backend == "torch" or (name, backend) in KERNELS

@@ -18,7 +18,8 @@ from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
 from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
-from parallel3d.optim.update_rules.update_rule import UpdateRules, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.groups import build_groups
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
@@ -136,7 +137,7 @@ class Rank:
             zero_stage=zero_stage,
             bucket_bytes=bucket_bytes,
             policy=POLICIES[policy],
-            rules=UpdateRules.build(OptimizerConfig(learning_rate=1.0, kind=kind)),
+            updaters=Updaters.build(OptimizerConfig(learning_rate=1.0, kind=kind)),
             overlap_reduce=overlap_reduce,
             overlap_gather=overlap_gather,
             device=torch.device("cpu"),
@@ -209,7 +210,12 @@ class Rank:
 
 
 def update_step(step: int) -> UpdateStep:
-    return UpdateStep(number=step + 1, learning_rate=LEARNING_RATES[step], grad_scale=GRAD_SCALES[step])
+    return UpdateStep(
+        number=step + 1,
+        learning_rate=LEARNING_RATES[step],
+        peak_learning_rate=1.0,
+        grad_scale=GRAD_SCALES[step],
+    )
 
 
 def reference(num_parts: int, dtype: torch.dtype = torch.float64) -> tuple[list[dict[str, Tensor]], list[Tensor]]:

@@ -10,11 +10,13 @@ import torch
 
 from parallel3d import backends
 from parallel3d.backends import choose_backend, find_symbol
-from parallel3d.config.specs.update_rules import default_settings
 from parallel3d.errors import ConfigError
 from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.placement import LayerContext
-from parallel3d.optim.update_rules.update_rule import UpdateStep, build_update_rule
+from parallel3d.optim.update_rules import default_settings
+from parallel3d.optim.update_rules.adamw import AdamW
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import build_updater
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 from tests.support.cells import make_config
@@ -113,12 +115,12 @@ def test_the_update_is_torchs(apex, dtype, tolerance):
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(1000, dtype=dtype, generator=generator)
     runs = [(start.clone(), torch.zeros(2, 1000, dtype=dtype)) for _ in range(2)]
-    rules = [build_update_rule("adamw", default_settings("adamw"), backend=backend) for backend in ("apex", "torch")]
+    updaters = [build_updater(AdamW, default_settings("adamw"), backend=backend) for backend in ("apex", "torch")]
     for number in range(1, 6):
         grads = torch.randn(1000, dtype=dtype, generator=generator)
-        step = UpdateStep(number=number, learning_rate=1e-2, grad_scale=0.5)
-        for (weights, states), rule in zip(runs, rules):
-            rule.update(weights, states, grads, step, weight_decay=0.1)
+        step = UpdateStep(number=number, learning_rate=1e-2, peak_learning_rate=1e-2, grad_scale=0.5)
+        for (weights, states), updater in zip(runs, updaters):
+            updater.update(weights, states, grads, step, weight_decay=0.1)
     for ours, theirs in zip(*runs):
         assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * 0.1)
     assert not torch.equal(runs[0][0], start) and runs[0][0].grad is None

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, create_model, model_validator
 
 from parallel3d.config.rule import rule
-from parallel3d.config.sections.section import Fraction, Section
+from parallel3d.config.sections.section import Section
 from parallel3d.config.specs.policies import names_of
-from parallel3d.config.specs.update_rules import (
+from parallel3d.errors import Problem
+from parallel3d.optim.update_rules import (
     ALL_SETTINGS,
     DEFAULT_UPDATE_RULE,
     UPDATE_RULES,
-    UpdateRuleName,
     default_settings,
+    has_exp_avg_sq,
 )
-from parallel3d.errors import Problem
 
 APEX_POLICIES = names_of(lambda policy: policy.fits_apex)
 """Precision policies with the fp32 weights that apex updates."""
 
+if TYPE_CHECKING:
+    UpdateRuleName = str
+else:
+    UpdateRuleName = Literal[tuple(UPDATE_RULES)]
 
-class OptimizerConfig(Section):
+
+class CommonOptimizerConfig(Section):
     """The update rule and its settings."""
 
     kind: UpdateRuleName = DEFAULT_UPDATE_RULE
@@ -33,17 +38,6 @@ class OptimizerConfig(Section):
     fp32, fp16 or bf16; not run yet). auto: apex if it is installed and supports the rule and the policy."""
     learning_rate: PositiveFloat
     """Peak learning rate. lr_schedule sets how it rises and decays."""
-    beta1: Fraction | None = None
-    """AdamW: decay of the first moment per update, 0.9 by default. Lion: its momentum's share of a step, 0.9."""
-    beta2: Fraction | None = None
-    """AdamW: decay of the second moment per update, 0.95 by default. Lion: decay of its momentum, 0.99."""
-    eps: PositiveFloat | None = None
-    """AdamW: added to the root of the second moment, 1e-8 by default."""
-    momentum: Fraction | None = None
-    """Muon: decay of the momentum per update, 0.95 by default."""
-    matrix_learning_rate: PositiveFloat | None = None
-    """Muon: peak learning rate of the matrices that it updates, 0.02 by default; `learning_rate` is that of the other
-    parameters, which AdamW updates. Both follow `lr_schedule`."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_norms_and_biases: bool = False
@@ -63,6 +57,33 @@ class OptimizerConfig(Section):
     def settings(self) -> dict[str, float]:
         """The settings of the rule, and of the one that it falls back to."""
         return {name: getattr(self, name) for name in default_settings(self.kind)}
+
+    @property
+    def exp_avg_sq_decay(self) -> float | None:
+        """`beta2` where the rule keeps a running mean of squared gradients; None where it does not."""
+        return self.settings["beta2"] if has_exp_avg_sq(self.kind) else None
+
+
+def _setting_field(name: str) -> Any:
+    """Type and field of a setting in the section: null by default, described by every rule that has it."""
+    owners = {rule: rule.model_fields[name] for rule in UPDATE_RULES.values() if name in rule.model_fields}
+    kinds = {Annotated[(field.annotation, *field.metadata)] for field in owners.values()}
+    assert len(kinds) == 1, f"update rules differ in the type of {name}"
+    lines = [f"{rule.name} ({field.default:g} by default): {field.description}" for rule, field in owners.items()]
+    return kinds.pop() | None, Field(default=None, description="\n".join(lines))
+
+
+if TYPE_CHECKING:
+    OptimizerConfig = CommonOptimizerConfig
+else:
+    OptimizerConfig = create_model(
+        "OptimizerConfig",
+        __base__=CommonOptimizerConfig,
+        __doc__=CommonOptimizerConfig.__doc__,
+        __module__=__name__,
+        **{name: _setting_field(name) for name in ALL_SETTINGS},
+    )
+    """The section `optimizer`: the fields that all update rules share, then the rules' own settings."""
 
 
 @rule("optimizer: kind backend", "precision.policy")

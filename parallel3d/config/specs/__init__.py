@@ -1,1 +1,1 @@
-"""Rows that describe the extensions of the project, one file for each kind; validation and sizes derive from them."""
+"""Rows of data, one file for each kind, that other packages' choices follow from. Pure."""

@@ -1,1 +1,47 @@
-"""The arithmetic of the update rules, one file each; their rows are in parallel3d/config/specs/update_rules.py."""
+"""The update rules, one file each: every module in this folder that defines a RULE adds it.
+
+A rule's file has no torch in it at run time, so that the configuration, the planner and the optimizer read the same
+class. docs/extending.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MAX_STATES, MatrixRule, UpdateRule
+
+_modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+_found: list[type[UpdateRule]] = [module.RULE for module in _modules if hasattr(module, "RULE")]
+
+UPDATE_RULES: dict[str, type[UpdateRule]] = {
+    rule.name: rule for rule in sorted(_found, key=lambda rule: (not rule.is_default, rule.name))
+}
+"""By name, which is `optimizer.kind`; the default comes first."""
+DEFAULT_UPDATE_RULE = next(rule.name for rule in UPDATE_RULES.values() if rule.is_default)
+
+assert len(_found) == len(UPDATE_RULES) and sum(rule.is_default for rule in _found) == 1, "two rules of one name"
+for _rule in _found:
+    assert len(_rule.states) <= MAX_STATES, _rule.name
+    assert issubclass(_rule, MatrixRule) == (_rule.fallback is not None), _rule.name
+
+
+def rules_of(kind: str) -> tuple[type[UpdateRule], ...]:
+    """The rule `kind`, then the one that updates the parameters that it leaves out."""
+    rule = UPDATE_RULES[kind]
+    return (rule,) if rule.fallback is None else (rule, UPDATE_RULES[rule.fallback])
+
+
+def default_settings(kind: str) -> dict[str, float]:
+    """The settings of the rule and of its fallback, with their defaults."""
+    rules = reversed(rules_of(kind))
+    return {name: field.default for rule in rules for name, field in rule.model_fields.items()}
+
+
+def has_exp_avg_sq(kind: str) -> bool:
+    """Whether some parameters have a running mean of squared gradients, which decays by `optimizer.beta2`."""
+    return any(EXP_AVG_SQ in rule.states for rule in rules_of(kind))
+
+
+ALL_SETTINGS = tuple(dict.fromkeys(name for kind in UPDATE_RULES for name in default_settings(kind)))
+"""The fields of the section `optimizer` that only some rules have."""

@@ -1,19 +1,25 @@
 """Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2): the sign of a momentum.
 
-Each step moves an element by the whole learning rate, so that this is 3 to 10 times smaller than AdamW's, and the
-weight decay as much larger (section 5).
+Each step moves an element by the whole learning rate. So this is 3 to 10 times smaller than AdamW's, and the weight
+decay as much larger (section 5).
 """
 
 from __future__ import annotations
 
-from parallel3d.optim.update_rules.update_rule import Block, UpdateRule, UpdateStep
+from parallel3d.config.sections.section import Fraction
+from parallel3d.optim.update_rules.update_rule import EXP_AVG, Block, UpdateRule, UpdateStep
 
 
 class Lion(UpdateRule):
-    """State: exp_avg, m. Step: sign(beta1 m + (1 - beta1) g); then m = beta2 m + (1 - beta2) g."""
+    """Step: sign(beta1 m + (1 - beta1) g); then m = beta2 m + (1 - beta2) g."""
 
-    def read_settings(self, settings: dict[str, float]) -> None:
-        self.beta1, self.beta2 = settings["beta1"], settings["beta2"]
+    name = "lion"
+    states = (EXP_AVG,)
+
+    beta1: Fraction = 0.9
+    """The momentum's share of a step."""
+    beta2: Fraction = 0.99
+    """Decay of the momentum per update."""
 
     def update_block(self, block: Block, step: UpdateStep, *, weight_decay: float) -> None:
         (momentum,) = block.states

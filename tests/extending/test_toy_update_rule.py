@@ -1,0 +1,49 @@
+"""The worked example of docs/extending.md: an update rule in one file, with states and settings of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import Updater
+from tests.extending.ademamix import RULE
+from tests.support import cells, overlay
+
+FILE = Path(__file__).with_name("ademamix.py")
+DOCS = overlay.ROOT / "docs" / "extending.md"
+
+
+def test_the_docs_show_this_file() -> None:
+    assert f"```python\n{FILE.read_text()}```\n" in DOCS.read_text()
+
+
+def test_it_is_the_papers_algorithm() -> None:
+    numbers = torch.Generator().manual_seed(1)
+    weight, first, slow, grad = (torch.randn(50, dtype=torch.float64, generator=numbers) for _ in range(4))
+    second = torch.rand(50, dtype=torch.float64, generator=numbers)
+    weights, states = weight.clone(), torch.stack([first, second, slow])
+    step = UpdateStep(number=3, learning_rate=0.01, peak_learning_rate=0.01, grad_scale=0.5)
+    Updater(rule=RULE(alpha=2.0)).update(weights, states, grad, step, weight_decay=0.3)
+    g = 0.5 * grad
+    m1, v, m2 = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2, 0.9999 * slow + 0.0001 * g
+    change = (m1 / (1 - 0.9**3) + 2.0 * m2) / ((v / (1 - 0.999**3)).sqrt() + 1e-8)
+    assert torch.allclose(weights, weight - 0.01 * (change + 0.3 * weight), rtol=1e-12, atol=0)
+    assert torch.allclose(states, torch.stack([m1, v, m2]), rtol=1e-12, atol=0)
+
+
+@pytest.mark.slow
+def test_in_its_folder_it_is_found_and_trains_like_one_process(tmp_path: Path) -> None:
+    overlay.add_file(tmp_path, "parallel3d/optim/update_rules", FILE)
+    done = overlay.run_module(tmp_path, "tests.extending.train_ademamix")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [
+        word for name in ("settings", "layouts", "death", "resume") for word in (f"check_{name}", "passed")
+    ]
+
+
+def test_before_it_is_added_it_is_unknown() -> None:
+    with pytest.raises(ValueError, match="should be 'adamw', 'lion' or 'muon'"):
+        cells.make_config(optimizer=dict(kind="ademamix"))
