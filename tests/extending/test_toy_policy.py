@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.extending.copies import DOCS, ROOT, compare_with_one_process, make_copy
-from tests.support import cells
+from tests.support import cells, tiny_runs
 
 POLICIES = "parallel3d/config/specs/policies.py"
 LAYOUTS = {"tp2-pp2-dp2": cells.CUBE, "dp4": dict(dp_size=4)}
@@ -20,5 +20,5 @@ def test_the_row_in_the_docs_trains_like_one_process(tmp_path: Path) -> None:
     copy = make_copy(tmp_path / "copy", {POLICIES: table.replace("_ROWS = (\n", "_ROWS = (\n" + row)})
     found = compare_with_one_process(copy, LAYOUTS, precision=dict(policy="bf16_grads"))
     assert found == {"losses": found["losses"], **dict.fromkeys(LAYOUTS, [])}
-    bf16 = cells.run_cell_in_threads(precision=dict(policy="bf16"))
+    bf16 = tiny_runs.train_in_threads(precision=dict(policy="bf16"))
     assert found["losses"][0] == bf16.losses[0] and found["losses"] != bf16.losses

@@ -15,7 +15,7 @@ from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.pipeline.schedules import SCHEDULES
 from tests.extending.eager_1f1b import SCHEDULE
-from tests.support import cells
+from tests.support import tiny_runs
 
 FILE = Path(__file__).with_name("eager_1f1b.py")
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -44,8 +44,8 @@ def test_its_plans_are_proven() -> None:
 def test_it_trains_like_one_process(replicas: list[int]) -> None:
     precision = dict(policy="fp32", sums="exact")
     parallel = dict(pp_size=2, stage_replicas=replicas, schedule="eager-1f1b")
-    ours = cells.run_cell_in_threads(parallel=parallel, precision=precision)
-    one = cells.run_cell_in_threads(precision=precision)
+    ours = tiny_runs.train_in_threads(parallel=parallel, precision=precision)
+    one = tiny_runs.train_in_threads(precision=precision)
     assert ours.entries == one.entries
     assert all(torch.equal(ours.weights[name], weight) for name, weight in one.weights.items())
 
@@ -54,9 +54,9 @@ def test_it_trains_like_one_process(replicas: list[int]) -> None:
 def test_layouts_and_messages_know_it() -> None:
     assert parse_layout("pp2.eager-1f1b").fields["schedule"] == "eager-1f1b"
     with pytest.raises(ConfigError, match="parallel.schedule eager-1f1b needs 1"):
-        cells.make_config(parallel=dict(pp_size=2, virtual_stages=2, schedule="eager-1f1b"))
+        tiny_runs.make_config(parallel=dict(pp_size=2, virtual_stages=2, schedule="eager-1f1b"))
 
 
 def test_before_it_is_added_it_is_unknown() -> None:
     with pytest.raises(ValueError, match="should be 1f1b or interleaved or gpipe or zb-h1 or zb-v"):
-        cells.make_config(parallel=dict(pp_size=2, schedule="eager-1f1b"))
+        tiny_runs.make_config(parallel=dict(pp_size=2, schedule="eager-1f1b"))

@@ -10,7 +10,7 @@ import torch
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updater
 from tests.extending.ademamix import RULE
-from tests.support import cells, overlay
+from tests.support import overlay, tiny_runs
 
 FILE = Path(__file__).with_name("ademamix.py")
 DOCS = overlay.ROOT / "docs" / "extending.md"
@@ -46,4 +46,4 @@ def test_in_its_folder_it_is_found_and_trains_like_one_process(tmp_path: Path) -
 
 def test_before_it_is_added_it_is_unknown() -> None:
     with pytest.raises(ValueError, match="should be 'adamw', 'lion' or 'muon'"):
-        cells.make_config(optimizer=dict(kind="ademamix"))
+        tiny_runs.make_config(optimizer=dict(kind="ademamix"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from parallel3d.errors import ConfigError
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 from tests.support.thread_cells import Outcome, assert_same_run, kill_fault, outcome_of, run
 
@@ -33,10 +33,10 @@ def sections(policy: str = "fp32", **parallel: object) -> dict[str, dict[str, ob
 
 
 def check_settings() -> None:
-    optimizer = cells.make_config(**sections()).optimizer
+    optimizer = tiny_runs.make_config(**sections()).optimizer
     assert optimizer.settings == dict(beta1=0.9, beta2=0.999, beta3=0.99, alpha=4.0, eps=1e-8)
     try:
-        cells.make_config(optimizer=dict(kind="lion", alpha=4.0))
+        tiny_runs.make_config(optimizer=dict(kind="lion", alpha=4.0))
     except ConfigError as error:
         assert "optimizer.alpha = 4.0: is not a setting of optimizer.kind lion" in str(error)
     else:
@@ -45,16 +45,16 @@ def check_settings() -> None:
 
 def check_layouts() -> None:
     for policy, layouts in LAYOUTS.items():
-        one = cells.run_cell_in_threads(**sections(policy))
+        one = tiny_runs.train_in_threads(**sections(policy))
         assert one.entries[-1].loss < one.entries[0].loss, policy
         for layout in layouts:
-            many = cells.run_cell_in_threads(**sections(policy, **layout))
+            many = tiny_runs.train_in_threads(**sections(policy, **layout))
             assert many.entries == one.entries, (policy, layout)
             assert all(torch.equal(many.weights[key], weight) for key, weight in one.weights.items()), (policy, layout)
 
 
 def check_death() -> None:
-    config = cells.make_config(
+    config = tiny_runs.make_config(
         **{**sections(dp_size=3), "elastic": dict(enabled=True, zero_backups=1)}, run=dict(evaluate_every=2)
     )
     disturbed = run(config, [kill_fault(1, "update")])
@@ -64,7 +64,7 @@ def check_death() -> None:
 
 def check_resume() -> None:
     before, after = (
-        cells.make_config(**sections("bf16", **layout)) for layout in (dict(pp_size=2, dp_size=2), dict(dp_size=3))
+        tiny_runs.make_config(**sections("bf16", **layout)) for layout in (dict(pp_size=2, dp_size=2), dict(dp_size=3))
     )
     _, snapshots, runtimes = run_layout(before, steps=1)
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ from parallel3d.optim.update_rules.muon import Muon, orthogonalize
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updater, build_updater
 from parallel3d.parallel.sharding import ParamSharding
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 from tests.support.thread_cells import Outcome, assert_same_run, kill_fault, outcome_of, run
 
@@ -49,7 +49,7 @@ def sections(kind: str, policy: str, parallel: dict[str, object]) -> dict[str, d
 
 @cache
 def trained(kind: str, policy: str, layout: str | None) -> RunResult:
-    return cells.run_cell_in_threads(**sections(kind, policy, LAYOUTS[layout] if layout else {}))
+    return tiny_runs.train_in_threads(**sections(kind, policy, LAYOUTS[layout] if layout else {}))
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -75,8 +75,8 @@ def test_it_learns(kind: str) -> None:
 def test_tensor_parallel_ranks_update_whole_matrices(kind: str, tp_size: int) -> None:
     """With four ranks for two key heads, copies. fp64: partial products in another order, some 1e-15 a step, which
     Lion's sign makes a whole step of where a gradient is rounding alone."""
-    one = cells.run_cell_in_threads(**sections(kind, "fp64", {}))
-    many = cells.run_cell_in_threads(**sections(kind, "fp64", dict(tp_size=tp_size, dp_size=2)))
+    one = tiny_runs.train_in_threads(**sections(kind, "fp64", {}))
+    many = tiny_runs.train_in_threads(**sections(kind, "fp64", dict(tp_size=tp_size, dp_size=2)))
     for name, weight in one.weights.items():
         apart = (many.weights[name] - weight).abs()
         if kind == "muon":
@@ -93,7 +93,7 @@ KILLED = {
 
 
 def kill_config(kind: str, layout: str, policy: str = "fp32") -> Config:
-    return cells.make_config(
+    return tiny_runs.make_config(
         model=dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2),
         parallel=dict(bucket_mib=0.003, **KILLED[layout]),
         batch=dict(global_batch_size=2 * KILLED[layout]["dp_size"], micro_batch_size=1, sequence_length=4),
@@ -143,7 +143,7 @@ SAVED = [
 def test_a_run_goes_on_from_a_checkpoint_of_another_layout(
     tmp_path: Path, kind: str, first: dict, second: dict, policy: str
 ) -> None:
-    before, after = (cells.make_config(**sections(kind, policy, parallel)) for parallel in (first, second))
+    before, after = (tiny_runs.make_config(**sections(kind, policy, parallel)) for parallel in (first, second))
     _, snapshots, runtimes = run_layout(before, steps=1)
     folder = save(tmp_path, snapshots, runtimes[0])
     resumed, _, _ = run_layout(after, start=folder, steps=1)
@@ -154,9 +154,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_layout(
 
 
 def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
-    _, snapshots, runtimes = run_layout(cells.make_config(**sections("lion", "fp32", {})), steps=1)
+    _, snapshots, runtimes = run_layout(tiny_runs.make_config(**sections("lion", "fp32", {})), steps=1)
     folder = save(tmp_path, snapshots, runtimes[0])
-    adamw = cells.make_config(model=MODEL)
+    adamw = tiny_runs.make_config(model=MODEL)
     with pytest.raises(CheckpointError, match="it holds moment1, and adamw needs moment1, moment2. Set optimizer.kind"):
         run_layout(adamw, start=folder)
 
@@ -223,20 +223,20 @@ def test_ranges_of_matrices_begin_and_end_with_parameters() -> None:
 
 
 def test_settings_are_those_of_the_rule() -> None:
-    lion = cells.make_config(optimizer=dict(kind="lion")).optimizer
+    lion = tiny_runs.make_config(optimizer=dict(kind="lion")).optimizer
     assert (lion.beta1, lion.beta2, lion.eps, lion.momentum) == (0.9, 0.99, None, None)
-    assert cells.make_config().optimizer.beta2 == 0.95
+    assert tiny_runs.make_config().optimizer.beta2 == 0.95
     with pytest.raises(ConfigError, match="optimizer.eps = 1e-06: is not a setting of optimizer.kind lion"):
-        cells.make_config(optimizer=dict(kind="lion", eps=1e-6))
+        tiny_runs.make_config(optimizer=dict(kind="lion", eps=1e-6))
     with pytest.raises(ConfigError, match="has no kernel for optimizer.kind lion"):
-        cells.make_config(optimizer=dict(kind="lion", backend="apex"), precision=dict(policy="fp32"))
+        tiny_runs.make_config(optimizer=dict(kind="lion", backend="apex"), precision=dict(policy="fp32"))
 
 
 @pytest.mark.parametrize("name", UPDATE_RULES)
 def test_every_rule_has_its_fields_and_its_kernels(name: str) -> None:
     rule = UPDATE_RULES[name]
     assert build_updater(rule, default_settings(name)).rule == rule()
-    fields = type(cells.make_config().optimizer).model_fields
+    fields = type(tiny_runs.make_config().optimizer).model_fields
     for setting, field in rule.model_fields.items():
         assert f"{name} ({field.default:g} by default): {field.description}" in (fields[setting].description or "")
     for backend in rule.backends:

@@ -28,7 +28,7 @@ from parallel3d.trainer.plans import build_grid
 from parallel3d.worker.fault_injection import STEP_PHASES
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.main import train_rank
-from tests.support.cells import make_config, prepare
+from tests.support.tiny_runs import make_config, prepare
 
 NUM_STEPS = 4
 PHASES = (*STEP_PHASES, "evaluate")

@@ -21,7 +21,7 @@ from parallel3d.trainer.generation import start_rank
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.resume import resume, state_to_json
 from parallel3d.trainer.step import train_step
-from tests.support import cells
+from tests.support import tiny_runs
 
 TEXT = {"fingerprint": "topics"}
 
@@ -35,7 +35,7 @@ def run_layout(
 
     def body(rank: int, world: ThreadWorld) -> tuple[RankResult, Snapshot, RankContext]:
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
-        runtime = cells.prepare(config, grid, rank, initial=initial)
+        runtime = tiny_runs.prepare(config, grid, rank, initial=initial)
         if start is not None:
             resume(runtime, start, TEXT)
         start_rank(runtime, grid, transports)

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.cells import CELLS
+from tests.support.cell_table import CELLS
 from tests.support.tiers import Row, axes_of, covering_rows, examples, spread_rows
 
 AXES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "schedule": ("1f1b", "gpipe"), "zero": (0, 1)}

@@ -15,7 +15,7 @@ from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.context import RankContext, RankHooks
 from parallel3d.trainer.plans import build_grid
 from parallel3d.worker.fault_injection import FaultInjector
-from tests.support import cells
+from tests.support import tiny_runs
 
 LAYOUTS = {
     "pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2),
@@ -107,7 +107,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
     num_replicas = sizes["dp_size"] if "dp_size" in sizes else max(sizes["stage_replicas"])
     num_layers = max(3, sizes.get("pp_size", 1) * sizes.get("virtual_stages", 1))
     shape = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=num_layers, num_attention_heads=2)
-    return cells.make_config(
+    return tiny_runs.make_config(
         model=shape | model,
         parallel=dict(bucket_mib=0.003, zero_stage=zero_stage, **sizes),
         batch=dict(
@@ -118,7 +118,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
         elastic=dict(zero_backups=zero_backups),
         data=dict(
             document_mask=layout in DOCUMENTS,
-            blend=cells.blend_from(3 * num_replicas * 4) if has_blend else None,
+            blend=tiny_runs.blend_from(3 * num_replicas * 4) if has_blend else None,
         ),
     )
 
@@ -151,7 +151,7 @@ def run(
     grid = build_grid(config)
 
     def prepare(rank: int, phase_hook) -> RankContext:
-        runtime = cells.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
+        runtime = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
         watch(rank, runtime)
         return runtime
 

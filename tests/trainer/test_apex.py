@@ -19,7 +19,7 @@ from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import build_updater
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
-from tests.support.cells import make_config
+from tests.support.tiny_runs import make_config
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from parallel3d.trainer.context import Transports
 from parallel3d.trainer.generation import start_rank
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.step import evaluate
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import read_all, run_layout, save
 from tests.trainer.test_checkpointing import config_of, train
 
@@ -33,7 +33,7 @@ MIXED = (
 
 
 def saved(folder, parallel=(), policy="fp32", model=(), steps=1):
-    config = cells.make_config(
+    config = tiny_runs.make_config(
         model=SMALL | dict(model),
         parallel=dict(bucket_mib=0.003, **dict(parallel)),
         precision=dict(policy=policy),
@@ -81,7 +81,7 @@ def test_the_order_changes_no_bit(tmp_path, mixed):
 def evaluation_of(config, folder):
     """The validation loss with a checkpoint's weights, on one process."""
     world, grid = ThreadWorld(1), build_grid(config)
-    rank = cells.prepare(config, grid, 0)
+    rank = tiny_runs.prepare(config, grid, 0)
     reader = CheckpointReader(folder, verify_checkpoint(folder))
     rank.optimizer.start_from(0, partial(load_shard, reader, tp_rank=0, tp_size=1, kinds=(WEIGHT,)))
     start_rank(rank, grid, Transports(make_group=world.make_group(0), links=world.links(0), token=world.tokens[0]))

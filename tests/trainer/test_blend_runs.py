@@ -3,7 +3,7 @@
 import pytest
 
 from parallel3d.errors import CheckpointError
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import assert_equal, run_layout, save
 from tests.support.thread_cells import (
     BLENDS,
@@ -24,13 +24,13 @@ SWITCH = 8 * 6 * 2 + 24
 
 
 def blended(blend=None, **parallel):
-    return cells.make_config(
+    return tiny_runs.make_config(
         model=dict(hidden_size=16, intermediate_size=24),
         batch=LENGTH,
         parallel=parallel,
         precision=dict(policy="fp32", sums="exact"),
         lr_schedule=dict(kind="constant", warmup_steps=0),
-        data=dict(blend=blend or cells.blend_from(SWITCH)),
+        data=dict(blend=blend or tiny_runs.blend_from(SWITCH)),
     )
 
 
@@ -48,7 +48,7 @@ def test_a_blend_under_growing_lengths_and_batches_survives_a_death(recycle):
     """Lanes that a step does not read keep their places, and their turn in the blend."""
 
     def config(**parallel):
-        return cells.make_config(
+        return tiny_runs.make_config(
             model=dict(hidden_size=8, intermediate_size=16, num_attention_heads=2),
             parallel=dict(bucket_mib=0.003, **parallel),
             batch=dict(global_batch_size=6, micro_batch_size=1, sequence_length=32),
@@ -57,7 +57,7 @@ def test_a_blend_under_growing_lengths_and_batches_survives_a_death(recycle):
                 sequence_length=dict(kind="linear", start=8, duration=5, recycle=recycle),
                 batch_size=dict(start=2, duration=5),
             ),
-            data=dict(blend=cells.blend_from(72 if recycle else 250)),
+            data=dict(blend=tiny_runs.blend_from(72 if recycle else 250)),
             run=dict(num_steps=5, evaluate_every=2, evaluate_batches=1),
         )
 
@@ -89,7 +89,7 @@ def test_weights_may_change_on_resume_and_the_places_stay(tmp_path):
     _, snapshots, runtimes = run_layout(blended(), steps=2)
     first = save(tmp_path, snapshots, runtimes[0])
     before = runtimes[0].state.cursors
-    only_odd = cells.blend_from(SWITCH) | dict(stages=[dict(weights={"even": 0.0, "odd": 1.0})])
+    only_odd = tiny_runs.blend_from(SWITCH) | dict(stages=[dict(weights={"even": 0.0, "odd": 1.0})])
     only_odd["stages"].append(dict(from_token=10**6, weights={"even": 1.0}))
     _, _, others = run_layout(blended(only_odd), start=first, steps=2)
     for old, new in zip(before, others[0].state.cursors):
@@ -99,7 +99,7 @@ def test_weights_may_change_on_resume_and_the_places_stay(tmp_path):
 
 def test_cursors_of_another_kind_are_refused(tmp_path):
     """A blend of two sources can't go on where lanes of one have been."""
-    plain = cells.make_config(**{**PLAIN, "batch": LENGTH})
+    plain = tiny_runs.make_config(**{**PLAIN, "batch": LENGTH})
     _, snapshots, runtimes = run_layout(plain, steps=1)
     first = save(tmp_path, snapshots, runtimes[0])
     with pytest.raises(CheckpointError, match="have 3 numbers, .* have 8"):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.errors import CheckpointError
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 
 NUM_PAIRS = 40
@@ -42,7 +42,7 @@ def random_model(numbers):
 
 def config_of(layout, model, policy="fp32"):
     batch = dict(global_batch_size=6, micro_batch_size=1, sequence_length=8)
-    return cells.make_config(model=model, precision=dict(policy=policy), batch=batch, **layout)
+    return tiny_runs.make_config(model=model, precision=dict(policy=policy), batch=batch, **layout)
 
 
 def round_trip(folder, seed):
@@ -119,6 +119,6 @@ def test_another_run_is_refused_with_what_differs(tmp_path, change, named):
     for section, values in change.items():
         config[section] |= values
     config["batch"]["num_micro_batches"] = None
-    changed = cells.make_config(**{name: config[name] for name in ("model", "batch", "precision", "run")})
+    changed = tiny_runs.make_config(**{name: config[name] for name in ("model", "batch", "precision", "run")})
     with pytest.raises(CheckpointError, match=named):
         run_layout(changed, start=folder)

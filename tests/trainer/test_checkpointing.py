@@ -14,7 +14,7 @@ from parallel3d.inprocess.harness import run_elastic_in_threads
 from parallel3d.trainer.checkpointing import AsyncSaver
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.resume import resume
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import TEXT, assert_equal, read_all, run_layout
 from tests.support.thread_cells import MONITORED, fault_hooks, kill_fault
 
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 def config_of(layout, *, policy="fp32", sums="float", model=(), num_steps=6, every=3, **checkpoint):
     shape = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, hidden_dropout=0.1)
-    return cells.make_config(
+    return tiny_runs.make_config(
         model=shape | dict(model),
         parallel=dict(bucket_mib=0.003, **LAYOUTS[layout]),
         batch=dict(global_batch_size=6, micro_batch_size=1, sequence_length=8),
@@ -64,7 +64,7 @@ def train(config, directory, faults=(), *, start=None, disk=None, stop_at=None):
     grid = build_grid(config)
 
     def prepare(rank, phase_hook):
-        runtime = cells.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
+        runtime = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
         if start is not None:
             resume(runtime, Path(start), TEXT)
         return runtime

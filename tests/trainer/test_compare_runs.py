@@ -10,7 +10,7 @@ import torch
 from parallel3d.comparison.compare_runs import BITWISE, compare_runs, relative_difference, tolerance_of
 from parallel3d.config.specs.policies import POLICY_SPECS
 from parallel3d.precision.policy import POLICIES
-from tests.support.cells import make_config
+from tests.support.tiny_runs import make_config
 
 
 def test_every_policy_says_what_it_is_allowed():

@@ -34,7 +34,7 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 
 SEQ = 16
@@ -53,7 +53,7 @@ OTHER = dict(tp_size=4, pp_size=1, dp_size=1)
 def config_of(name, parallel, policy="fp32", **run):
     batch = dict(global_batch_size=4, micro_batch_size=1, sequence_length=SEQ)
     model = dict(initializer_range=0.2, **MODELS[name])
-    return cells.make_config(model=model, parallel=parallel, precision=dict(policy=policy), batch=batch, run=run)
+    return tiny_runs.make_config(model=model, parallel=parallel, precision=dict(policy=policy), batch=batch, run=run)
 
 
 def convert(capsys, *arguments):

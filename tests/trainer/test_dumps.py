@@ -11,8 +11,8 @@ from parallel3d.debug.compare_dumps import SECTIONS, assemble_tensors, compare_t
 from parallel3d.debug.dump import read_step
 from parallel3d.debug.recorder import name_modules
 from parallel3d.layers.linear import RowParallelLinear
-from tests.support.cells import make_config, run_cell_in_threads
 from tests.support.thread_cells import config_of, kill_fault, run
+from tests.support.tiny_runs import make_config, train_in_threads
 
 STEP = 2
 TOLERANCE = 1e-10
@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 def dump_run(folder, *, names=("*",), steps=(STEP,), **changes):
     """Runs a layout in threads with a dump of its second step; returns the run."""
     asked = dict(steps=list(steps), names=list(names), directory=str(folder))
-    return run_cell_in_threads(steps=STEP, **{**changes, "debug": dict(dump_tensors=asked)})
+    return train_in_threads(steps=STEP, **{**changes, "debug": dict(dump_tensors=asked)})
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,9 @@ def test_names_choose(tmp_path):
 def test_nothing_is_left_of_the_hooks_and_nothing_changes(tmp_path, alone):
     """The dumped step and those after it are bitwise as without."""
     parallel = dict(sequence_parallel=True, **CUBE)
-    plain = run_cell_in_threads(steps=3, parallel=parallel)
+    plain = train_in_threads(steps=3, parallel=parallel)
     asked = dict(dump_tensors=dict(steps=[2], directory=str(tmp_path)))
-    dumped = run_cell_in_threads(steps=3, parallel=parallel, debug=asked)
+    dumped = train_in_threads(steps=3, parallel=parallel, debug=asked)
     assert dumped.entries == plain.entries
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2"]
     assert len(list((tmp_path / "step-2").iterdir())) == 8

@@ -9,7 +9,9 @@ import torch
 
 from parallel3d.comparison.compare_runs import compare_runs
 from parallel3d.optim.bucket import Bucket
-from tests.support.cells import CELLS, load_gloo_cell, run_cell
+from tests.support.cell_table import CELLS
+from tests.support.cells import run_cell
+from tests.support.gloo_cells import load_gloo_cell
 
 
 @pytest.mark.pairwise("parallel.tp_size", "parallel.pp_size", "parallel.dp_size")

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.support import cells
+from tests.support import tiny_runs
 
 # Sizes at which kernels add in another order as soon as addresses, threads or the number of terms differ.
 SHAPE = dict(
@@ -24,6 +24,8 @@ LAYOUTS = {
     "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
     "pp2-dp2-interleaved": dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2),
     "stages-1-3-interleaved": dict(pp_size=2, stage_replicas=[1, 3], schedule="interleaved", virtual_stages=2),
+    "pp2-dp2-zb-v": dict(pp_size=2, dp_size=2, schedule="zb-v", virtual_stages=2),
+    "stages-1-3-zb-v": dict(pp_size=2, stage_replicas=[1, 3], schedule="zb-v", virtual_stages=2),
     "stages-1-3": dict(pp_size=2, stage_replicas=[1, 3]),
     "stages-1-3-whole": dict(pp_size=2, stage_replicas=[1, 3], split_backward="never"),
 }
@@ -33,13 +35,13 @@ PRECISIONS = {
 }
 
 
-TIED = ["pp2", "pp4-gpipe", "dp4", "dp4-zero0", "pp2-dp2-zb-h1", "stages-1-3"]
+TIED = ["pp2", "pp4-gpipe", "dp4", "dp4-zero0", "pp2-dp2-zb-h1", "stages-1-3-zb-v", "stages-1-3"]
 
 
 @cache
 def run(layout: str | None, precision: str, tied: bool = False):
     backups = 0 if layout == "dp3-no-backups" else 1
-    return cells.run_cell_in_threads(
+    return tiny_runs.train_in_threads(
         **{**SHAPE, "model": {**SHAPE["model"], "tie_word_embeddings": tied}},
         parallel=LAYOUTS[layout] if layout else {},
         precision=dict(**PRECISIONS[precision], sums="exact"),
@@ -62,7 +64,7 @@ CELLS = [
 @pytest.mark.parametrize(
     "layout, precision, tied",
     CELLS,
-    ids=[f"{precision}-{layout}{'-tied' * tied}" for layout, precision, tied in CELLS],
+    ids=[f"{precision}-{layout}{'-tied' if tied else ''}" for layout, precision, tied in CELLS],
 )
 def test_every_layout_is_the_same_run_bit_for_bit(layout: str, precision: str, tied: bool):
     ours, one = run(layout, precision, tied), run(None, precision, tied)
@@ -76,7 +78,7 @@ def test_every_layout_is_the_same_run_bit_for_bit(layout: str, precision: str, t
 def test_other_models_and_copied_heads_at_equal_tensor_parallel_size(model):
     """Three ranks, with three key-value heads or each with a copy of the one that there is."""
     one, ours = (
-        cells.run_cell_in_threads(
+        tiny_runs.train_in_threads(
             **{**SHAPE, "model": SHAPE["model"] | model},
             parallel=dict(tp_size=3, **layout),
             precision=dict(policy="fp32", sums="exact"),
@@ -92,7 +94,7 @@ def test_other_models_and_copied_heads_at_equal_tensor_parallel_size(model):
 def test_floats_do_not_do_that():
     """Else the test above would show nothing."""
     runs = [
-        cells.run_cell_in_threads(**SHAPE, parallel=parallel, precision=dict(policy="fp32"))
+        tiny_runs.train_in_threads(**SHAPE, parallel=parallel, precision=dict(policy="fp32"))
         for parallel in ({}, dict(dp_size=4))
     ]
     assert any(not torch.equal(runs[0].weights[name], runs[1].weights[name]) for name in runs[0].weights)

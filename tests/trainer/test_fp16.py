@@ -7,7 +7,7 @@ from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
-from tests.support import cells, thread_cells
+from tests.support import thread_cells, tiny_runs
 
 DYNAMIC = dict(
     policy="fp16", loss_scale=dict(initial=2.0**21, growth_interval=2, growth_factor=64.0, backoff_factor=1 / 64)
@@ -16,7 +16,7 @@ DYNAMIC = dict(
 
 
 def run(steps=4, precision=DYNAMIC, **changes):
-    return cells.run_cell_in_threads(steps=steps, precision=precision, **changes)
+    return tiny_runs.train_in_threads(steps=steps, precision=precision, **changes)
 
 
 def finite(done):

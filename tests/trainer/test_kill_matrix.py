@@ -22,7 +22,7 @@ import random
 import pytest
 
 from parallel3d.trainer.generation import shard_maps_of
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,
@@ -384,7 +384,7 @@ def test_only_what_is_missing_travels(rank, phase, num_rows):
     done = run(config, [kill_fault(rank, phase)])
     left, _ = grid.without({rank})
     survivors = left.dp_ranks(rank // 4, 0)
-    one = cells.prepare(config, grid, survivors[0])
+    one = tiny_runs.prepare(config, grid, survivors[0])
     before, after = (shard_maps_of(config, one.coordinates, each, {}).stage for each in (grid, left))
     num_elements = sum(
         len(elements_of(bucket.plan, after, other) - elements_of(bucket.plan, before, other))

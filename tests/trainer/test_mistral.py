@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel3d.comparison.compare_runs import compare_runs
-from tests.support import cells
+from tests.support import cells, tiny_runs
 from tests.support.cells import Cell
 from tests.support.saved_layouts import run_layout as run_saved_layout
 from tests.support.saved_layouts import save
@@ -44,15 +44,15 @@ def test_a_window_ends_with_its_document_on_every_stage(reference):
 
 
 def test_without_a_window_it_is_llama():
-    mistral = cells.run_cell_in_threads(model=dict(MODEL, sliding_window=None))
-    llama = cells.run_cell_in_threads(model=dict(num_key_value_heads=2))
+    mistral = tiny_runs.train_in_threads(model=dict(MODEL, sliding_window=None))
+    llama = tiny_runs.train_in_threads(model=dict(num_key_value_heads=2))
     assert mistral.losses == llama.losses
     assert all(torch.equal(mistral.weights[name], weight) for name, weight in llama.weights.items())
 
 
 def test_a_resume_on_another_layout_changes_no_bit(tmp_path):
     def config(**parallel):
-        return cells.make_config(model=MODEL, precision=dict(policy="fp32", sums="exact"), parallel=parallel)
+        return tiny_runs.make_config(model=MODEL, precision=dict(policy="fp32", sums="exact"), parallel=parallel)
 
     first, other = config(pp_size=2, dp_size=2), config(pp_size=4, dp_size=1)
     _, snapshots, runtimes = run_saved_layout(first, steps=1)

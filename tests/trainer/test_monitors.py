@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel3d.errors import Diverged
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.thread_cells import MONITORED, assert_same_run, config_of, kill_fault, run, undisturbed
 
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)
@@ -31,8 +31,8 @@ def norms_of(done):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_norms_are_those_of_one_process(name):
     parallel, model = LAYOUTS[name]
-    ours = norms_of(cells.run_cell_in_threads(model=model, parallel=parallel))
-    theirs = norms_of(cells.run_cell_in_threads(model=model))
+    ours = norms_of(tiny_runs.train_in_threads(model=model, parallel=parallel))
+    theirs = norms_of(tiny_runs.train_in_threads(model=model))
     for mine, yours in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(yours, rel=1e-9)
 
@@ -41,7 +41,7 @@ def test_the_norms_are_those_of_one_process(name):
 @pytest.mark.parametrize("policy, tolerance", [("fp32", 1e-4), ("bf16", 0.05), ("fp16", 0.05), ("bf16_sr", 0.05)])
 def test_the_norms_of_other_formats(policy, tolerance):
     changes = dict(precision=dict(policy=policy))
-    ours, theirs = (norms_of(cells.run_cell_in_threads(parallel=layout, **changes)) for layout in (CUBE, {}))
+    ours, theirs = (norms_of(tiny_runs.train_in_threads(parallel=layout, **changes)) for layout in (CUBE, {}))
     for mine, yours in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(yours, rel=tolerance)
 
@@ -49,7 +49,7 @@ def test_the_norms_of_other_formats(policy, tolerance):
 @pytest.mark.parametrize("sums", ["float", "exact"])
 def test_the_norms_are_what_they_are_called(sums):
     """From the tensors themselves: the initial weights, and v after one update, (1 - beta2) (clipped gradient)^2."""
-    done = cells.run_cell_in_threads(steps=2, parallel=CUBE, precision=dict(sums=sums))
+    done = tiny_runs.train_in_threads(steps=2, parallel=CUBE, precision=dict(sums=sums))
     first, second = norms_of(done)
     weights = torch.cat([weight.flatten() for weight in done.initial.values()])
     assert first == (pytest.approx(weights.norm().item(), rel=1e-12), 0.0, 0.0)
@@ -62,16 +62,16 @@ def test_the_norms_are_what_they_are_called(sums):
 @pytest.mark.parametrize("parallel", [dict(dp_size=4), dict(pp_size=2, stage_replicas=[1, 3])])
 def test_exact_norms_are_the_same_bits_on_every_layout(parallel):
     ours, theirs = (
-        norms_of(cells.run_cell_in_threads(precision=dict(sums="exact"), parallel=layout)) for layout in (parallel, {})
+        norms_of(tiny_runs.train_in_threads(precision=dict(sums="exact"), parallel=layout)) for layout in (parallel, {})
     )
     assert ours == theirs
 
 
 def test_norms_are_measured_when_they_are_due():
-    done = cells.run_cell_in_threads(monitor=dict(norms_every=2), parallel=dict(dp_size=2))
+    done = tiny_runs.train_in_threads(monitor=dict(norms_every=2), parallel=dict(dp_size=2))
     assert [entry.param_norm is None for entry in done.entries] == [False, True, False]
     assert done.entries[2].variance_norm > 0
-    never = cells.run_cell_in_threads(monitor=dict(norms_every=None), parallel=dict(dp_size=2))
+    never = tiny_runs.train_in_threads(monitor=dict(norms_every=None), parallel=dict(dp_size=2))
     assert [norms for norms in norms_of(never) if norms != (None, None, None)] == []
     assert never.losses == done.losses
 
@@ -146,6 +146,7 @@ def test_evaluations_before_the_first_step_and_none_at_the_end():
 def test_evaluations_are_sharded_and_give_the_same_result(layout):
     """At equal tensor-parallel size bitwise, where the weights are: losses of micro-batches are added exactly."""
     one, many = (
-        cells.run_cell_in_threads(steps=1, precision=dict(sums="exact"), parallel=parallel) for parallel in ({}, layout)
+        tiny_runs.train_in_threads(steps=1, precision=dict(sums="exact"), parallel=parallel)
+        for parallel in ({}, layout)
     )
     assert many.evaluation == (pytest.approx(one.evaluation, rel=1e-12) if layout is CUBE else one.evaluation)

@@ -5,7 +5,7 @@ import torch
 
 from parallel3d.comparison.compare_runs import largest_difference
 from parallel3d.data.lanes import Cursor
-from tests.support import cells, plain_gpt2, plain_llama
+from tests.support import plain_gpt2, plain_llama, tiny_runs
 
 PLAIN_LOSS = {"llama": plain_llama.plain_loss, "gpt2": plain_gpt2.plain_loss}
 
@@ -18,7 +18,7 @@ def plain_run(config, initial, num_steps):
     others = [weight for name, weight in weights.items() if name.endswith(small)]
     groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    lanes, seq = cells.topic_lanes(config), config.batch.sequence_length
+    lanes, seq = tiny_runs.topic_lanes(config), config.batch.sequence_length
     slots = range(config.batch.global_batch_size)
     streams = [lanes.read(slot, Cursor.start(), num_steps * seq)[0] for slot in slots]  # each lane in one piece
     losses, norms = [], []
@@ -48,9 +48,9 @@ def test_three_steps_of_a_plain_loop(parallel, tied, max_grad_norm, architecture
         model=dict(architecture=architecture, num_key_value_heads=2, qkv_bias=False, tie_word_embeddings=tied),
         optimizer=dict(learning_rate=1e-2, max_grad_norm=max_grad_norm),
     )
-    ours = cells.run_cell_in_threads(**changes)
+    ours = tiny_runs.train_in_threads(**changes)
     assert ("head.weight" in ours.initial) is not tied
-    losses, norms, weights = plain_run(cells.make_config(**changes), ours.initial, 3)
+    losses, norms, weights = plain_run(tiny_runs.make_config(**changes), ours.initial, 3)
     assert norms[0] > 0.5  # the smaller limit clips
     assert ours.losses == pytest.approx(losses, rel=1e-11)
     assert ours.grad_norms == pytest.approx(norms, rel=1e-10)

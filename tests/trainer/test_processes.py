@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.support.cells import CELLS, load_gloo_cell, run_cell
+from tests.support.cell_table import CELLS
+from tests.support.cells import run_cell
+from tests.support.gloo_cells import load_gloo_cell
 
 pytestmark = pytest.mark.slow
 BY_NAME = {cell.name: cell for cell in CELLS}

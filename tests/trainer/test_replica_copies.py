@@ -10,8 +10,8 @@ from parallel3d.errors import ReplicasDiffer
 from parallel3d.precision.policy import POLICIES
 from parallel3d.trainer.entry import Contribution
 from parallel3d.trainer.entry_layout import EntryLayout
-from tests.support.cells import make_config
 from tests.support.thread_cells import config_of, kill_fault, run, undisturbed
+from tests.support.tiny_runs import make_config
 
 CHECKED = dict(replica_check_every=1)
 

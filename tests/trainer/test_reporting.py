@@ -10,14 +10,14 @@ from parallel3d.trainer.generation import start_rank
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.reporting import StepReporter
 from parallel3d.trainer.step import train_step
-from tests.support import cells
+from tests.support import tiny_runs
 
 
 def reporter_of(num_steps: int, *, resumed: bool):
     """(records, reporter) of a run on one rank that has trained `num_steps`, or was resumed after them."""
-    config = cells.make_config()
+    config = tiny_runs.make_config()
     grid, world, records = build_grid(config), ThreadWorld(1), []
-    rank = cells.prepare(config, grid, 0)
+    rank = tiny_runs.prepare(config, grid, 0)
     start_rank(rank, grid, Transports(make_group=world.make_group(0), links=world.links(0), token=world.tokens[0]))
     reporter = StepReporter(rank, records.append, data_wait_s=lambda: 0.0, describe=lambda: {"world": 1})
     for _ in range(num_steps):
@@ -56,7 +56,7 @@ def test_a_finished_run_that_is_resumed_reports_no_speed():
 def test_only_the_leader_publishes():
     records, reporter = reporter_of(1, resumed=False)
     rank = reporter._rank
-    rank.generation = replace(rank.current, grid=build_grid(cells.make_config(parallel=dict(dp_size=2))))
+    rank.generation = replace(rank.current, grid=build_grid(tiny_runs.make_config(parallel=dict(dp_size=2))))
     rank.rank = 1
     records.clear()
     reporter.begin_generation(last_reported_step=0)

@@ -7,7 +7,7 @@ from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.random_keys import key_of
 from parallel3d.trainer.plans import build_grid
-from tests.support import cells
+from tests.support import tiny_runs
 
 LAYOUTS = [dict(tp_size=4), dict(tp_size=2, sequence_parallel=True), dict(tp_size=2, pp_size=2, dp_size=2)]
 
@@ -66,8 +66,8 @@ def test_each_place_that_is_asked_for_changes_the_run(run_layout):
 
 def test_each_term_that_is_added_has_noise_of_its_own():
     """Iteration, first slot of the micro-batch and pass key it; elements that get nothing stay as they are."""
-    config = cells.make_config(precision=dict(policy="bf16_sr", stochastic_rounding=["accumulation"]))
-    bucket = cells.prepare(config, build_grid(config), 0).optimizer.buckets[0]
+    config = tiny_runs.make_config(precision=dict(policy="bf16_sr", stochastic_rounding=["accumulation"]))
+    bucket = tiny_runs.prepare(config, build_grid(config), 0).optimizer.buckets[0]
 
     def rounded(grad_pass="backward", iteration=3, slot=2):
         batch = MicroBatch(seed=config.run.seed, iteration=iteration, slots=(slot,), sequence_length=16)

@@ -21,7 +21,7 @@ from parallel3d.data.run_data import (
 from parallel3d.data.token_file import TokenWriter
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
-from tests.support import cells
+from tests.support import tiny_runs
 
 NUM_LANES, LENGTH = 4, 16
 
@@ -31,7 +31,7 @@ def make(tmp_path):
     """make(blend=..., slice=..., ...) -> (configuration, corpus); bytes are tokens, so that nothing is trained."""
 
     def build(*, num_steps=10, **data):
-        config = cells.make_config(
+        config = tiny_runs.make_config(
             batch=dict(global_batch_size=NUM_LANES, sequence_length=LENGTH),
             data=dict(tokenizer=dict(kind="bytes"), cache_directory=str(tmp_path / "cache")) | data,
             run=dict(num_steps=num_steps),

@@ -17,7 +17,7 @@ from parallel3d.trainer.context import Transports
 from parallel3d.trainer.entry import Contribution
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.step import all_reduce_entry, bubble_of, evaluate, train_step
-from tests.support import cells
+from tests.support import tiny_runs
 
 
 class Recorder(Reader):
@@ -34,13 +34,13 @@ class Recorder(Reader):
 
 def run(body, **changes):
     """body(runtime, recorder) on every rank."""
-    config = cells.make_config(**changes)
+    config = tiny_runs.make_config(**changes)
     grid = build_grid(config)
 
     def rank_body(rank, world):
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
-        lanes = Recorder(cells.topic_lanes(config))
-        return body(cells.build(config, grid, rank, transports, lanes), lanes)
+        lanes = Recorder(tiny_runs.topic_lanes(config))
+        return body(tiny_runs.build(config, grid, rank, transports, lanes), lanes)
 
     return run_threads(len(grid.ranks), rank_body)
 
@@ -205,12 +205,12 @@ def test_lengths_that_change_from_step_to_step(layout, monkeypatch):
 
 def test_death_of_a_rank_ends_the_generation_for_all_others():
     """Whatever call it dies in: nobody hangs, the cause is named."""
-    config = cells.make_config(parallel=LAYOUT)
+    config = tiny_runs.make_config(parallel=LAYOUT)
     grid = build_grid(config)
 
     def body(rank, world):
         transports = Transports(make_group=world.make_group(rank), links=world.links(rank), token=world.tokens[rank])
-        runtime = cells.build(config, grid, rank, transports)
+        runtime = tiny_runs.build(config, grid, rank, transports)
         for _ in range(4):
             train_step(runtime)
 

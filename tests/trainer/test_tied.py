@@ -8,21 +8,21 @@ from parallel3d.trainer.build import exact_format
 from parallel3d.trainer.context import Transports
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.step import train_step
-from tests.support import cells
+from tests.support import tiny_runs
 
 
 @pytest.mark.parametrize("parallel", [dict(dp_size=2), dict(pp_size=2, stage_replicas=[2, 1])], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_all_reductions_have_begun_when_the_backward_pass_ends(parallel, schedule):
     """The tied bucket too, of which a stage that is both ends gets two gradients a micro-batch."""
-    config = cells.make_config(model=dict(tie_word_embeddings=True), parallel=dict(**parallel, schedule=schedule))
+    config = tiny_runs.make_config(model=dict(tie_word_embeddings=True), parallel=dict(**parallel, schedule=schedule))
     grid = build_grid(config)
 
     def body(number, world: ThreadWorld):
         transports = Transports(
             make_group=world.make_group(number), links=world.links(number), token=world.tokens[number]
         )
-        rank = cells.build(config, grid, number, transports)
+        rank = tiny_runs.build(config, grid, number, transports)
         begun, finish = [], rank.optimizer.finish_reduction
 
         def noted():
@@ -42,7 +42,7 @@ def test_all_reductions_have_begun_when_the_backward_pass_ends(parallel, schedul
 def test_head_and_embedding_are_terms_of_their_own():
     """They may come up on different ranks; so each of the two has half of the room."""
     tied, untied = (
-        cells.make_config(model=dict(tie_word_embeddings=on), precision=dict(sums="exact")) for on in (True, False)
+        tiny_runs.make_config(model=dict(tie_word_embeddings=on), precision=dict(sums="exact")) for on in (True, False)
     )
     batch = plan_batch(tied, 0)
     for tp_size in (1, 2):

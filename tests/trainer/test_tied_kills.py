@@ -14,7 +14,7 @@ from parallel3d.optim import distributed_optimizer
 from parallel3d.optim.reshard import move_bucket
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.generation import shard_maps_of
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.thread_cells import (
     AFTER_GO,
     BEFORE_GO,
@@ -150,7 +150,7 @@ def test_the_end_that_has_lost_nobody_is_cut_anew_too(rank, monkeypatch):
 
     monkeypatch.setattr(distributed_optimizer, "move_bucket", counted)
     assert_same_run(run(config, [kill_fault(rank, "backup")]), undisturbed("tied-pp2-dp4"))
-    one = cells.prepare(config, grid, 4)
+    one = tiny_runs.prepare(config, grid, 4)
     plan = one.optimizer.buckets[-1].plan
     before, after = (shard_maps_of(config, one.coordinates, each, {}).of(plan.key) for each in (grid, left))
     missing = sum(

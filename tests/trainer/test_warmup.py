@@ -23,7 +23,7 @@ from parallel3d.trainer.entry import Entry, EvaluationEntry
 from parallel3d.trainer.loader import LaneLoader
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to, state_from_json, state_to_json
 from parallel3d.trainer.state import TrainState
-from tests.support import cells
+from tests.support import tiny_runs
 from tests.support.saved_layouts import run_layout, save
 from tests.support.thread_cells import assert_same_run, kill_fault, run
 from tests.support.tiers import examples
@@ -36,7 +36,7 @@ BOTH = dict(sequence_length=LENGTHS, batch_size=dict(start=2, duration=5))
 
 
 def config_of(*, warmup=BOTH, parallel=CUBE, sums="exact", policy="fp64", sequence_length=64, **run_changes):
-    return cells.make_config(
+    return tiny_runs.make_config(
         model=SHAPE,
         parallel=dict(bucket_mib=0.003, **parallel),
         batch=dict(global_batch_size=6, micro_batch_size=1, sequence_length=sequence_length),
@@ -291,7 +291,7 @@ def dropped_tails(shapes):
 def test_lanes_train_on_a_prefix_of_their_text_but_for_the_logged_tails(
     length, size, unit, recycle, seed, num_steps, resume_at
 ):
-    lanes = Lanes(TokenizedDocuments(cells.Texts(), cells.ByteTokenizer()), seed, 4)
+    lanes = Lanes(TokenizedDocuments(tiny_runs.Texts(), tiny_runs.ByteTokenizer()), seed, 4)
     shape_schedule = BatchShapeSchedule(length=length, length_unit=unit, size=size, read_length=None if recycle else 32)
     trained, shapes, state = trained_tokens(lanes, shape_schedule, num_steps, resume_at=resume_at)
     tails = list(dropped_tails(shapes))

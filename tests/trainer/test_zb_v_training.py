@@ -9,7 +9,7 @@ import torch
 
 from parallel3d.comparison.run_result import RunResult
 from parallel3d.trainer.plans import build_grid
-from tests.support import cells
+from tests.support import cells, tiny_runs
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 from tests.support.thread_cells import assert_same_run, kill_fault, run
 
@@ -36,14 +36,14 @@ def config_of(parallel: dict[str, object], model: dict[str, object], **changes):
         precision=dict(policy="fp32", sums="exact"),
         run=dict(num_steps=4, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
     )
-    return cells.make_config(**{**sections, **changes})
+    return tiny_runs.make_config(**{**sections, **changes})
 
 
 @cache
 def trained(layout: str | None, model: str, document_mask: bool = False) -> RunResult:
     config = config_of(LAYOUTS[layout] if layout else {}, MODELS[model])
     changes = {name: getattr(config, name).model_dump() for name in ("model", "parallel", "batch", "precision", "run")}
-    return cells.run_cell_in_threads(**changes, data=dict(document_mask=document_mask))
+    return tiny_runs.train_in_threads(**changes, data=dict(document_mask=document_mask))
 
 
 def assert_equal_runs(ours: RunResult, one: RunResult) -> None:
