@@ -14,7 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.debug.compare_dumps import SECTIONS, TensorComparison, assemble_tensors, compare_tensors, mean_loss
+import torch
+
+from parallel3d.debug.compare_dumps import SECTIONS, TensorComparison, compare_tensors, dumped_tensors, mean_loss
 from parallel3d.debug.dump import read_step
 from parallel3d.errors import UserError
 
@@ -62,14 +64,14 @@ def common_steps(ours: dict[int, Path], theirs: dict[int, Path], options: argpar
 def compare_step(step: int, ours: Path, theirs: Path, options: argparse.Namespace) -> bool:
     """Prints the differences of one step; returns True when there are none."""
     dumps = read_step(ours), read_step(theirs)
-    global_tensors = assemble_tensors(dumps[0]), assemble_tensors(dumps[1])
-    found = list(compare_tensors(*global_tensors))
+    tensors = dumped_tensors(dumps[0]), dumped_tensors(dumps[1])
+    found = list(compare_tensors(*tensors))
     print(
         f"step {step}: {len(found)} tensors in both dumps; loss {' and '.join(map(format_loss, map(mean_loss, dumps)))}"
     )
     for names, folder in (
-        (global_tensors[0].keys() - global_tensors[1].keys(), ours),
-        (global_tensors[1].keys() - global_tensors[0].keys(), theirs),
+        (tensors[0].keys() - tensors[1].keys(), ours),
+        (tensors[1].keys() - tensors[0].keys(), theirs),
     ):
         if names:
             more = " ..." if len(names) > options.rows else ""
@@ -119,4 +121,7 @@ def format_loss(loss: float | None) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(
+        1
+    )  # thousands of small operations: idle OpenMP threads would spin, 95 s for 18 on a busy machine
     sys.exit(main(sys.argv[1:]))

@@ -3,12 +3,15 @@
 Parts are assembled to global tensors by their slabs; copies of a part on several ranks must agree too. Tensors come in
 the order in which a step computes them, so that the first difference is the cause of the others: weights, activations
 from the embedding to the loss, gradients of activations back to the embedding, gradients of parameters.
+
+The files are mapped into memory, and one tensor of each dump is assembled at a time: memory is a few times the largest
+tensor, whatever the size of the dumps.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +27,25 @@ LOSS = "loss"
 class GlobalTensor:
     """A tensor assembled from all ranks: float64, NaN where no rank had it."""
 
-    name: str
     values: Tensor
     """(rows, columns)."""
     covered: Tensor
     """True where a rank had the element; bool, shaped like `values`."""
     copy_difference: float
     """Largest difference between two ranks' copies of an element."""
-    position: tuple[int, int]
-    """(depth, order), as in its slabs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpedTensor:
+    """The parts of a tensor in the dumps of all ranks."""
+
+    name: str
+    parts: Sequence[tuple[Slab, Tensor]]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(depth, order) of its first part."""
+        return min((slab.depth, slab.order) for slab, _ in self.parts)
 
     @property
     def section(self) -> str:
@@ -40,6 +53,24 @@ class GlobalTensor:
         if self.name.endswith(".grad"):
             return "gradients" if is_parameter else "backward"
         return "weights" if is_parameter else "forward"
+
+    def assemble(self) -> GlobalTensor:
+        shape = self.parts[0][0].shape
+        values = torch.full(shape, float("nan"), dtype=torch.float64)
+        covered, copy_difference = torch.zeros(shape, dtype=torch.bool), 0.0
+        for slab, tensor in self.parts:
+            assert slab.shape == shape, f"{self.name}: {slab.shape} against {shape}"
+            for where, block in slab.blocks(tensor):
+                known = covered[where]
+                if not known.any():
+                    values[where] = block.double()
+                elif slab.is_partial_sum:
+                    values[where] = block.double() + values[where].where(known, 0.0)
+                else:
+                    copy_difference = max(copy_difference, _largest(block.double(), values[where], known)[0])
+                    values[where] = values[where].where(known, block.double())
+                covered[where] = True
+        return GlobalTensor(values=values, covered=covered, copy_difference=copy_difference)
 
 
 SECTIONS = ("weights", "forward", "backward", "gradients")
@@ -66,14 +97,14 @@ class TensorComparison:
         return self.complete and max(self.relative, self.copy_difference) <= tolerance
 
 
-def assemble_tensors(dumps: Sequence[RankDump]) -> dict[str, GlobalTensor]:
-    """The global tensors of a step by name, in the order of computation."""
+def dumped_tensors(dumps: Sequence[RankDump]) -> dict[str, DumpedTensor]:
+    """The tensors of a step by name, in the order of computation; reads none of their elements."""
     parts: defaultdict[str, list[tuple[Slab, Tensor]]] = defaultdict(list)
     for dump in dumps:
         for slab, tensor in dump.tensors:
             parts[slab.name].append((slab, tensor))
-    global_tensors = [_join(name, held) for name, held in parts.items()]
-    return {global_tensor.name: global_tensor for global_tensor in sorted(global_tensors, key=_in_order)}
+    found = [DumpedTensor(name=name, parts=held) for name, held in parts.items()]
+    return {tensor.name: tensor for tensor in sorted(found, key=_in_order)}
 
 
 def mean_loss(dumps: Sequence[RankDump]) -> float | None:
@@ -82,67 +113,42 @@ def mean_loss(dumps: Sequence[RankDump]) -> float | None:
     return sum(losses.values()) / dumps[0].num_target_tokens if losses else None
 
 
-def compare_tensors(ours: dict[str, GlobalTensor], theirs: dict[str, GlobalTensor]) -> Iterator[TensorComparison]:
+def compare_tensors(ours: Mapping[str, DumpedTensor], theirs: Mapping[str, DumpedTensor]) -> Iterator[TensorComparison]:
     """Comparisons of the tensors in both dumps, in the order of computation."""
-    for name, global_tensor in ours.items():
+    for name, tensor in ours.items():
         if name in theirs:
-            yield _compare(global_tensor, theirs[name])
+            yield _compare(tensor, tensor.assemble(), theirs[name].assemble())
 
 
-def _in_order(global_tensor: GlobalTensor) -> tuple[int, int, int]:
-    section = SECTIONS.index(global_tensor.section)
-    sign = -1 if global_tensor.section in ("backward", "gradients") else 1
-    depth, order = global_tensor.position
+def _in_order(tensor: DumpedTensor) -> tuple[int, int, int]:
+    section = SECTIONS.index(tensor.section)
+    sign = -1 if tensor.section in ("backward", "gradients") else 1
+    depth, order = tensor.position
     return (section, sign * depth, sign * order)
 
 
-def _join(name: str, held: Sequence[tuple[Slab, Tensor]]) -> GlobalTensor:
-    first = held[0][0]
-    flat = torch.full((first.shape[0] * first.shape[1],), float("nan"), dtype=torch.float64)
-    covered, copy_difference = torch.zeros_like(flat, dtype=torch.bool), 0.0
-    for slab, tensor in held:
-        assert slab.shape == first.shape, f"{name}: {slab.shape} against {first.shape}"
-        values, index = tensor.reshape(-1).double(), slab.index(tensor.numel())
-        values, index = values[index >= 0], index[index >= 0]
-        again = covered[index]
-        if slab.is_partial_sum:
-            flat[index[again]] += values[again]
-        else:
-            copy_difference = max(copy_difference, _largest(values[again], flat[index[again]])[0])
-        flat[index[~again]] = values[~again]
-        covered[index] = True
-    return GlobalTensor(
-        name=name,
-        values=flat.view(first.shape),
-        covered=covered.view(first.shape),
-        copy_difference=copy_difference,
-        position=min((slab.depth, slab.order) for slab, _ in held),
-    )
-
-
-def _compare(ours: GlobalTensor, theirs: GlobalTensor) -> TensorComparison:
-    assert ours.values.shape == theirs.values.shape, f"{ours.name}: {ours.values.shape} and {theirs.values.shape}"
+def _compare(tensor: DumpedTensor, ours: GlobalTensor, theirs: GlobalTensor) -> TensorComparison:
+    assert ours.values.shape == theirs.values.shape, f"{tensor.name}: {ours.values.shape} and {theirs.values.shape}"
     both = ours.covered & theirs.covered
-    largest, index = _largest(ours.values[both], theirs.values[both])
-    known = theirs.values[both].abs().nan_to_num(0.0)
-    scale = max(known.max().item() if len(known) else 0.0, 1e-30)
-    row, column = both.nonzero()[index].tolist() if largest > 0 else (0, 0)
+    largest, index = _largest(ours.values, theirs.values, both)
+    scale = max(theirs.values.abs().where(both, 0.0).nan_to_num_(0.0).max().item(), 1e-30)
     return TensorComparison(
-        name=ours.name,
-        section=ours.section,
+        name=tensor.name,
+        section=tensor.section,
         largest=largest,
         relative=largest / scale,
-        where=(row, column) if largest > 0 else None,
+        where=divmod(index, ours.values.shape[1]) if largest > 0 else None,
         copy_difference=max(ours.copy_difference, theirs.copy_difference) / scale,
         complete=bool(both.all()),
     )
 
 
-def _largest(ours: Tensor, theirs: Tensor) -> tuple[float, int]:
-    """max |a - b| and its index; equal infinities, and NaN against NaN, do not differ."""
-    if not len(ours):
-        return 0.0, 0
+def _largest(ours: Tensor, theirs: Tensor, where: Tensor) -> tuple[float, int]:
+    """max |a - b| of the elements chosen by `where`, and its flat index.
+
+    Equal infinities, and NaN against NaN, do not differ.
+    """
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    differences = torch.where(same, 0.0, (ours - theirs).abs()).nan_to_num(nan=float("inf"))
+    differences = (ours - theirs).abs_().masked_fill_(same | ~where, 0.0).nan_to_num_(nan=float("inf"))
     index = int(differences.argmax())
-    return differences[index].item(), index
+    return differences.view(-1)[index].item(), index

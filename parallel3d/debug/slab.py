@@ -6,14 +6,17 @@ Every dumped tensor is a matrix: activations are (sequence slot x position, feat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallel3d.parallel.sharding import IndexRun, ParamSharding
+
+Block = tuple[slice, slice]
+"""Rows and columns of a matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +37,20 @@ class Slab:
     order: int = 0
     """Order of first appearance in the rank's forward pass, within a depth; negative for parameters."""
 
-    def index(self, num_elements: int) -> Tensor:
-        """Index in the flattened global matrix of each of `num_elements` local elements, int64; -1 for padding."""
-        rows, columns = (
-            _global_indices(self.rows, self.local_shape[0]),
-            _global_indices(self.columns, self.local_shape[1]),
-        )
-        start = self.flat_start or 0
-        local = torch.arange(start, start + num_elements)
-        row, column = rows[local // self.local_shape[1]], columns[local % self.local_shape[1]]
-        return torch.where((row < 0) | (column < 0), -1, row * self.shape[1] + column)
+    def blocks(self, tensor: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """The rectangles of the global matrix that `tensor` holds, each with its part of it; padding is left out.
+
+        A range of the flattened part is at most three rectangles: the end of a row, whole rows, the start of a row.
+        """
+        flat, width, start = tensor.reshape(-1), self.local_shape[1], self.flat_start or 0
+        stop = start + flat.numel()
+        for first, last in _row_aligned(start, stop, width):
+            row, column = divmod(first, width)
+            num_rows, num_columns = max(1, (last - first) // width), min(width, last - first)
+            values = flat[first - start : last - start].view(num_rows, num_columns)
+            for rows, its_rows in _overlaps(self.rows, row, num_rows):
+                for columns, its_columns in _overlaps(self.columns, column, num_columns):
+                    yield (rows, columns), values[its_rows, its_columns]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,10 +91,19 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], shape[1] if len(shape) > 1 else 1)
 
 
-def _global_indices(runs: Sequence[IndexRun], size: int) -> Tensor:
-    """Global index of each of `size` local indices; -1 for padding."""
-    indices = torch.full((size,), -1, dtype=torch.int64)
+def _row_aligned(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Cuts a range of flat indices into ranges of whole rows and of parts of one row; leaves empty ones out."""
+    first_whole = min(stop, -(-start // width) * width)
+    last_whole = max(first_whole, stop // width * width)
+    bounds = (start, first_whole, last_whole, stop)
+    return ((first, last) for first, last in pairwise(bounds) if first < last)
+
+
+def _overlaps(runs: Sequence[IndexRun], first: int, length: int) -> Iterator[tuple[slice, slice]]:
+    """The local indices first to first + length - 1 that runs hold: global slices, each with the slice from `first`."""
     for run in runs:
-        stop = run.local_start + run.length
-        indices[run.local_start : stop] = torch.arange(run.global_start, run.global_start + run.length)
-    return indices
+        begin = max(first, run.local_start)
+        end = min(first + length, run.local_start + run.length)
+        if begin < end:
+            shift = run.global_start - run.local_start
+            yield slice(begin + shift, end + shift), slice(begin - first, end - first)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from parallel3d.debug.compare_dumps import SECTIONS, assemble_tensors, compare_tensors, mean_loss
+from parallel3d.debug.compare_dumps import SECTIONS, compare_tensors, dumped_tensors, mean_loss
 from parallel3d.debug.dump import read_step
 from parallel3d.debug.recorder import name_modules
 from parallel3d.layers.linear import RowParallelLinear
@@ -40,7 +40,7 @@ def alone(tmp_path_factory):
 
 
 def global_tensors(folder):
-    return assemble_tensors(read_step(folder / f"step-{STEP}"))
+    return dumped_tensors(read_step(folder / f"step-{STEP}"))
 
 
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2)
@@ -87,7 +87,7 @@ def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
     assert [each.name for each in found if not each.is_same(TOLERANCE)] == []
     assert mean_loss(read_step(tmp_path / f"step-{STEP}")) == pytest.approx(reference.losses[-1], rel=1e-12)
     for parameter, gradient in done.gradients.items():  # what an independent way says of the same step
-        dumped = ours[f"{parameter}.grad"].values.view(gradient.shape)
+        dumped = ours[f"{parameter}.grad"].assemble().values.view(gradient.shape)
         assert torch.allclose(dumped, gradient.double(), rtol=1e-12, atol=1e-15)
 
 
@@ -96,7 +96,7 @@ def test_gradients_are_told_without_the_loss_scale(tmp_path):
     """fp16 multiplies the loss by 65536; a dump has the gradients of the mean loss, to fp16's three digits."""
     dump_run(tmp_path, parallel=CUBE, precision=dict(policy="fp16"), steps=[1])
     dump_run(tmp_path / "wide", steps=[1])
-    wide, narrow = (assemble_tensors(read_step(folder / "step-1")) for folder in (tmp_path / "wide", tmp_path))
+    wide, narrow = (dumped_tensors(read_step(folder / "step-1")) for folder in (tmp_path / "wide", tmp_path))
     far = [each.name for each in compare_tensors(narrow, wide) if each.relative > 0.05]
     assert far == []
 
@@ -111,8 +111,8 @@ def test_everything_has_a_name_that_says_what_it_is(alone):
         for part in parts:
             for what in ("input", "output", "input.grad", "output.grad"):
                 assert f"layers.{layer}{part}.{what}" in names
-    assert found["embedding.output"].values.shape == (8 * 16, 32)
-    assert found["head.logits"].values.shape == (8 * 16, 257)
+    assert found["embedding.output"].assemble().values.shape == (8 * 16, 32)
+    assert found["head.logits"].assemble().values.shape == (8 * 16, 257)
     assert found["embedding.input"].section == "forward"
     forward = [name for name in names if found[name].section == "forward"]
     assert forward[0] == "embedding.input" and forward[-1] == "head.logits"
@@ -209,7 +209,7 @@ def test_a_step_that_begins_anew_after_a_loss_is_dumped_whole(phase, tmp_path):
         debug = config.debug.model_copy(update=dict(dump_tensors=asked))
         assert not run(config.model_copy(update=dict(debug=debug)), faults).abort_reason
         dumps[name] = read_step(tmp_path / name / f"step-{STEP}")
-    found = list(compare_tensors(assemble_tensors(dumps["lost"]), assemble_tensors(dumps["undisturbed"])))
+    found = list(compare_tensors(dumped_tensors(dumps["lost"]), dumped_tensors(dumps["undisturbed"])))
     assert len(found) > 100 and all(each.largest == 0 for each in found)
     assert phase == "all_reduce" or all(each.complete for each in found)
 
