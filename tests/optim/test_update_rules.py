@@ -55,6 +55,7 @@ def trained(kind: str, policy: str, layout: str | None) -> RunResult:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_sr"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", NEW)
@@ -70,6 +71,7 @@ def test_it_learns(kind: str) -> None:
     assert last.loss < first.loss - 0.01
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("kind", NEW)
 def test_tensor_parallel_ranks_update_whole_matrices(kind: str, tp_size: int) -> None:
@@ -110,14 +112,15 @@ def undisturbed(kind: str, layout: str, policy: str) -> object:
     return run(kill_config(kind, layout, policy))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", ["backward", "reduce_scatter", "backup", "all_reduce", "update", "all_gather"])
 @pytest.mark.parametrize("layout", KILLED)
 @pytest.mark.parametrize("kind", NEW)
-def test_a_death_changes_no_bit(kind: str, layout: str, phase: str) -> None:
-    for rank, policy in ((1, "fp32"), (2, "bf16_sr")):
-        done = run(kill_config(kind, layout, policy), [kill_fault(rank, phase)])
-        assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
-        assert_same_run(done, undisturbed(kind, layout, policy))
+@pytest.mark.parametrize("rank, policy", [(1, "fp32"), (2, "bf16_sr")])
+def test_a_death_changes_no_bit(kind: str, layout: str, phase: str, rank: int, policy: str) -> None:
+    done = run(kill_config(kind, layout, policy), [kill_fault(rank, phase)])
+    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
+    assert_same_run(done, undisturbed(kind, layout, policy))
 
 
 @pytest.mark.parametrize("kind", NEW)
@@ -137,6 +140,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", ["bf16", "bf16_sr"])
 @pytest.mark.parametrize("first, second", SAVED)
 @pytest.mark.parametrize("kind", NEW)

@@ -75,6 +75,21 @@ def train(config, directory, faults=(), *, start=None, disk=None, stop_at=None):
     return run_elastic_in_threads(config, prepare, faults, save=save, stop_at=stop_at)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Trains a configuration in a folder of its own, once for all tests; returns the run and the folder."""
+    known = {}
+
+    def trained(config):
+        key = config.model_dump_json()
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = train(config, folder), folder
+        return known[key]
+
+    return trained
+
+
 def assert_goes_on(done, whole, *, steps=range(4, 7)):
     """The steps, the evaluation and the weights are those of the run that was never interrupted."""
     assert sorted(done.steps) == list(steps)
@@ -85,7 +100,7 @@ def assert_goes_on(done, whole, *, steps=range(4, 7)):
     assert_equal(done.run.weights, whole.run.weights)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "layout, policy, model",
     [
@@ -99,44 +114,44 @@ def assert_goes_on(done, whole, *, steps=range(4, 7)):
         ("one", "fp32", {}),
     ],
 )
-def test_the_same_layout_goes_on_bitwise(tmp_path, layout, policy, model):
+def test_the_same_layout_goes_on_bitwise(tmp_path, undisturbed, layout, policy, model):
     config = config_of(layout, policy=policy, model=model)
-    whole = train(config, tmp_path / "whole")
-    again = train(config, tmp_path / "again", start=tmp_path / "whole" / "step-00000003")
+    whole, folder = undisturbed(config)
+    again = train(config, tmp_path, start=folder / "step-00000003")
     assert_goes_on(again, whole)
-    assert_equal(read_all(tmp_path / "again" / "step-00000006"), read_all(tmp_path / "whole" / "step-00000006"))
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("there", ["pp2-dp2", "dp3-zero0", "one", "pp2-interleaved", "stages-2-1"])
-def test_exact_sums_go_on_bitwise_on_any_layout(tmp_path, there):
-    """At equal tensor-parallel size."""
-    whole = train(config_of("pp2-dp3", sums="exact"), tmp_path / "whole")
-    moved = train(config_of(there, sums="exact"), tmp_path / "moved", start=tmp_path / "whole" / "step-00000003")
-    assert_goes_on(moved, whole)
+    assert_equal(read_all(tmp_path / "step-00000006"), read_all(folder / "step-00000006"))
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("there", ["pp2-dp2", "dp3-zero0", "one", "pp2-interleaved", "stages-2-1"])
+def test_exact_sums_go_on_bitwise_on_any_layout(tmp_path, undisturbed, there):
+    """At equal tensor-parallel size."""
+    whole, folder = undisturbed(config_of("pp2-dp3", sums="exact"))
+    moved = train(config_of(there, sums="exact"), tmp_path, start=folder / "step-00000003")
+    assert_goes_on(moved, whole)
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("there", ["pp2-dp2", "one", "dp3-zero0"])
-def test_another_layout_goes_on_within_tolerance(tmp_path, there):
-    whole = train(config_of("cube", policy="fp64"), tmp_path / "whole")
-    moved = train(config_of(there, policy="fp64"), tmp_path / "moved", start=tmp_path / "whole" / "step-00000003")
+def test_another_layout_goes_on_within_tolerance(tmp_path, undisturbed, there):
+    whole, folder = undisturbed(config_of("cube", policy="fp64"))
+    moved = train(config_of(there, policy="fp64"), tmp_path, start=folder / "step-00000003")
     for step in range(4, 7):
         assert moved.steps[step]["loss"] == pytest.approx(whole.steps[step]["loss"], rel=1e-10)
     for name, weight in whole.run.weights.items():
         torch.testing.assert_close(moved.run.weights[name], weight, rtol=1e-8, atol=1e-10)
 
 
-def test_saving_changes_no_bit(tmp_path):
-    with_saves = train(config_of("cube"), tmp_path / "a")
-    without = train(config_of("cube", every=None, save_at_end=False), tmp_path / "b")
+def test_saving_changes_no_bit(tmp_path, undisturbed):
+    with_saves, _ = undisturbed(config_of("cube"))
+    without = train(config_of("cube", every=None, save_at_end=False), tmp_path / "none")
     assert_goes_on(with_saves, without, steps=range(1, 7))
-    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "none").exists()
 
 
-def test_a_stop_saves_and_the_run_goes_on_from_there(tmp_path):
+def test_a_stop_saves_and_the_run_goes_on_from_there(tmp_path, undisturbed):
     config = config_of("pp2-dp2", every=None)
-    whole = train(config, tmp_path / "whole")
+    whole, _ = undisturbed(config)
     stopped = train(config, tmp_path / "run", stop_at=2)
     assert sorted(stopped.steps) == [1, 2] and CheckpointDirectory(tmp_path / "run").steps() == [2]
     rest = train(config, tmp_path / "run", start=tmp_path / "run" / "latest")
@@ -200,20 +215,21 @@ class GatedDisk(Disk):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("phase", ["forward", "backup", "all_reduce", "update", "all_gather"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_death_while_a_save_is_written(tmp_path, rank, phase):
+def test_a_death_while_a_save_is_written(tmp_path, undisturbed, rank, phase):
     """It is given up; begun anew where the run still stands at that step; the run is the undisturbed one."""
     config = config_of("pp2-dp3", sums="exact", every=2)
-    whole = train(config, tmp_path / "whole")
-    done = train(config, tmp_path / "run", [kill_fault(rank, phase, 3)], disk=GatedDisk(2))
+    whole, folder = undisturbed(config)
+    done = train(config, tmp_path, [kill_fault(rank, phase, 3)], disk=GatedDisk(2))
     assert done.num_changes == 1 and done.dead == (rank,)
     assert_goes_on(done, whole, steps=range(1, 7))
     assert "the checkpoint of step 2 is abandoned: the workers have changed meanwhile" in done.notices
-    steps = CheckpointDirectory(tmp_path / "run").steps()
+    steps = CheckpointDirectory(tmp_path).steps()
     assert 6 in steps
     assert phase == "all_reduce" or (2 in steps) == (phase in ("forward", "backup"))
-    assert_equal(read_all(tmp_path / "run" / "latest"), read_all(tmp_path / "whole" / "latest"))
+    assert_equal(read_all(tmp_path / "latest"), read_all(folder / "latest"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["update", "all_gather", "evaluate"])
 def test_a_death_after_the_step_that_is_saved(tmp_path, phase):
     """Some have taken their snapshot, others not: all begin the save anew."""
@@ -224,21 +240,21 @@ def test_a_death_after_the_step_that_is_saved(tmp_path, phase):
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".partial", ".removed"))]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("phase", ["update", "all_gather", "evaluate"])
-def test_a_death_after_the_last_step(tmp_path, phase):
+def test_a_death_after_the_last_step(tmp_path, undisturbed, phase):
     config = config_of("pp2-dp3", sums="exact", every=None)
-    train(config, tmp_path / "whole")
-    done = train(config, tmp_path / "run", [kill_fault(1, phase, 6)])
+    _, folder = undisturbed(config)
+    done = train(config, tmp_path, [kill_fault(1, phase, 6)])
     assert done.num_changes == 1
-    assert_equal(read_all(tmp_path / "run" / "latest"), read_all(tmp_path / "whole" / "latest"))
+    assert_equal(read_all(tmp_path / "latest"), read_all(folder / "latest"))
 
 
-def test_a_resumed_run_survives_a_death(tmp_path):
+def test_a_resumed_run_survives_a_death(tmp_path, undisturbed):
     config = config_of("pp2-dp3", sums="exact")
-    whole = train(config, tmp_path / "whole")
+    whole, folder = undisturbed(config)
     for phase, step in [("forward", 4), ("recovery_moves", 4), ("update", 5)]:
-        start = tmp_path / "whole" / "step-00000003"
+        start = folder / "step-00000003"
         faults = (
             [kill_fault(0, "forward", 4), kill_fault(4, phase, step)]
             if phase != "forward"
@@ -274,19 +290,19 @@ class BadDisk(Disk):
         super().rename(path, target)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "operation, words", [("make_folder", "can't write its part"), ("rename", "can't be published")]
 )
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_costs_one_checkpoint(tmp_path, operation, words, number):
+def test_a_disk_that_refuses_costs_one_checkpoint(tmp_path, undisturbed, operation, words, number):
     config = config_of("pp2-dp2", every=3)
-    whole = train(config, tmp_path / "whole")
-    done = train(config, tmp_path / "run", disk=BadDisk(3, operation, number))
+    whole, _ = undisturbed(config)
+    done = train(config, tmp_path, disk=BadDisk(3, operation, number))
     assert_goes_on(done, whole, steps=range(1, 7))
     assert any("step 3 is abandoned" in text and words in text and os.strerror(number) in text for text in done.notices)
-    found = CheckpointDirectory(tmp_path / "run").find_newest_valid()
-    assert found.index.step == 6 and not found.damaged and 3 not in CheckpointDirectory(tmp_path / "run").steps()
+    found = CheckpointDirectory(tmp_path).find_newest_valid()
+    assert found.index.step == 6 and not found.damaged and 3 not in CheckpointDirectory(tmp_path).steps()
 
 
 class FullDisk(BadDisk):

@@ -14,7 +14,7 @@ from tests.support.cells import run_cell
 from tests.support.gloo_cells import load_gloo_cell
 
 
-@pytest.mark.pairwise("parallel.tp_size", "parallel.pp_size", "parallel.dp_size")
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.transport == "gloo")) for c in CELLS]
 )
@@ -35,7 +35,7 @@ def test_formats_stay_near_fp64(run_layout):
     assert run_layout(model=dict(hidden_dropout=0.2)).losses != pytest.approx(wide, rel=1e-4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp,pp,dp,zero", [(1, 1, 4, 1), (2, 2, 2, 1), (1, 4, 2, 0)])
 def test_overlap_changes_no_bit(run_layout, tp, pp, dp, zero, tied):

@@ -60,7 +60,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.pairwise("precision", "tied")
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout, precision, tied",
     CELLS,
@@ -74,6 +74,7 @@ def test_every_layout_is_the_same_run_bit_for_bit(layout: str, precision: str, t
         assert torch.equal(ours.weights[name], one.weights[name]), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [dict(architecture="gpt2"), dict(num_key_value_heads=1)], ids=str)
 def test_other_models_and_copied_heads_at_equal_tensor_parallel_size(model):
     """Three ranks, with three key-value heads or each with a copy of the one that there is."""

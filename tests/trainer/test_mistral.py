@@ -28,6 +28,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_equals_one_process(layout, reference):
     cell = Cell(name=layout, changes=dict(model=MODEL, parallel=LAYOUTS[layout]))

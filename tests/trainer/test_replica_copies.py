@@ -162,7 +162,7 @@ def test_no_false_alarm(layout, zero_stage, zero_backups):
     assert [entry.differing_stages for entry in done.run.entries] == [(), ()]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "fp64"])
 def test_no_false_alarm_in_other_formats(policy):
     config = make_config(
@@ -178,6 +178,7 @@ def test_no_false_alarm_on_chunks_of_layers():
     assert len(run(make_config(parallel=parallel, model=dict(architecture="gpt2"), debug=CHECKED)).steps) == 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("phase", ["forward", "backup", "all_reduce", "update", "all_gather", "recovery_moves"])
 def test_no_false_alarm_over_losses(phase):
     """The check changes nothing, and a loss in a checked step is not taken for a difference."""

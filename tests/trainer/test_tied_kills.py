@@ -54,7 +54,7 @@ def survives(grid: Grid, dead: set[int]) -> bool:
     return check_survivability(grid, zero_stage=1, zero_backups=1, hosts={}, dead=dead).can_continue
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout, rank, phase", list(single_cells()))
 def test_one_death(layout, rank, phase):
     done = run(config_of(layout), [kill_fault(rank, phase)])
@@ -62,6 +62,7 @@ def test_one_death(layout, rank, phase):
     assert_same_run(done, undisturbed(layout))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["tied-pp2-dp2-tp2", "tied-stages-2-1-3"])
 @pytest.mark.parametrize("phase", ["backward", "backup", "update"])
 def test_without_zero_every_replica_of_both_ends_holds_all(layout, phase):
@@ -89,7 +90,7 @@ def pairs():
             yield pytest.param(layout, first, phase, second, recovery, id=name)
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout, first, phase, second, recovery", list(pairs()))
 def test_two_deaths(layout, first, phase, second, recovery):
     """Owner and backup of a range of the matrix are owner and backup of a range of their stage: who takes both is told
@@ -110,7 +111,7 @@ def test_the_pairs_end_both_ways():
     assert fates == {True, False}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("order", [(0, 1, 2, 4, 5, 6), (7, 0, 6, 3, 5, 1)], ids=str)
 def test_down_to_one_replica_of_each_end(order, zero_stage):
@@ -121,6 +122,7 @@ def test_down_to_one_replica_of_each_end(order, zero_stage):
     assert_same_run(done, undisturbed("tied-pp2-dp4", 8))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [(0, 6), (0, 1), (1, 7)], ids=str)
 def test_who_leaves_hands_over_to_both_ends(ranks):
     config = config_of("tied-pp2-dp4", num_steps=5)

@@ -99,7 +99,7 @@ def undisturbed():
     return run(config_of())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "faults",
     [

@@ -53,6 +53,7 @@ def assert_equal_runs(ours: RunResult, one: RunResult) -> None:
         assert torch.equal(ours.weights[name], one.weights[name]), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_it_is_one_process_bit_for_bit(layout, model):
@@ -75,6 +76,7 @@ def test_tensor_parallel_ranks():
             torch.testing.assert_close(ours.weights[name], weight, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", ["llama", "tied"])
 @pytest.mark.parametrize(("rank", "phase"), [(0, "forward"), (1, "load"), (3, "backward"), (2, "reduce_scatter")])
 def test_a_kill_changes_nothing(model, rank, phase):
@@ -83,6 +85,7 @@ def test_a_kill_changes_nothing(model, rank, phase):
     assert_same_run(run(config, [kill_fault(rank, phase)]), run(config))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["llama", "tied"])
 def test_it_resumes_on_other_layouts_and_they_on_it(tmp_path, model):
     layouts = [dict(pp_size=3, dp_size=2, **ZB_V), dict(pp_size=2), {}]
