@@ -37,6 +37,7 @@ def trained(tmp_path_factory, text, cache):
         "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 64},
         "optimizer": {"learning_rate": 2e-2},
         "data": {"sources": [str(text)], "cache_directory": str(cache)},
+        "monitor": {"charts": False},
         "run": {"num_steps": 40, "threads_per_rank": 1, "directory": str(folder / "run"), "timeout_s": 60.0},
     }
     (folder / "tiny.json").write_text(json.dumps(config))
@@ -46,6 +47,7 @@ def trained(tmp_path_factory, text, cache):
     return folder
 
 
+@pytest.mark.full
 def test_transformers_alone_generates_text(trained, tmp_path):
     """Isolated from this folder and offline. After 40 steps it knows indentation, if not much else."""
     command = [sys.executable, "-I", "-c", GENERATE_SCRIPT, str(trained / "hf"), "def f(self):\n    return"]
@@ -82,6 +84,7 @@ def copy(source, target):
     return target
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_told_before_any_worker(trained, tmp_path, capsys):
     damaged = copy(trained / "run" / "checkpoints" / "latest", tmp_path / "damaged")
     shard = sorted(damaged.glob("*.safetensors"))[0]
@@ -96,6 +99,7 @@ def test_what_does_not_fit_is_told_before_any_worker(trained, tmp_path, capsys):
         assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_tensor_that_is_missing_is_named_once(trained, tmp_path):
     broken = copy(trained / "hf", tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")

@@ -49,6 +49,7 @@ class Folder:
             "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 16},
             "optimizer": {"learning_rate": 1e-2},
             "data": {"sources": [str(self.path / "text.txt")], "cache_directory": str(self.path / "cache")},
+            "monitor": {"charts": False},
             "elastic": {"faults": faults},
             "run": {
                 "num_steps": NUM_STEPS,

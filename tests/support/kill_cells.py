@@ -125,6 +125,7 @@ def special_cells() -> Iterator[KillCell]:
     """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many; and
     other schedules, losses on either end of a pipeline whose ends share a matrix, and while the batch still grows."""
     cube, wide, tied, uneven = "pp2-dp2-tp2", "pp2-dp4", *TIED
+    yield every_kind()
     yield KillCell(layout=cube, faults=((0, 2, "load", "kill"), (1, 2, "load", "kill")), num_changes=(1, 2))
     yield KillCell(layout=cube, faults=((6, 4, "backward", "stop"),))
     yield KillCell(layout=wide, faults=((5, 4, "forward", "stop"),))
@@ -151,6 +152,12 @@ def special_cells() -> Iterator[KillCell]:
     yield KillCell(layout=tied, faults=((1, 2, "reduce_scatter", "kill"), (2, 4, "update", "kill")), num_changes=(2,))
     yield KillCell(layout="warmup-pp2-dp2-tp2", faults=((5, 3, "backward", "kill"),))
     yield KillCell(layout=uneven, faults=((0, 2, "backup", "kill"), (5, 2, "recovery_moves", "kill")))
+
+
+def every_kind() -> KillCell:
+    """Each kind of loss once, one at each stage: a drain, a kill, a hang. One replica of each stage is left."""
+    faults = ((5, 1, "forward", "term"), (2, 3, "backward", "kill"), (1, 4, "forward", "stop"))
+    return KillCell(layout="pp3-dp2", faults=faults, num_changes=(2, 3))  # the drain may coincide with the kill
 
 
 def work_on(config: Config, directory: Path, context: WorkerContext) -> int:

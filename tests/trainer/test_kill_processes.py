@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import kill_cells
-from tests.support.kill_cells import PHASES, KillCell, covering_cells, describe_failure, special_cells
+from tests.support.kill_cells import PHASES, KillCell, covering_cells, describe_failure, every_kind, special_cells
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CELLS = list(covering_cells())
-QUICK_CELLS = list({cell.faults[0][3]: cell for cell in reversed(CELLS) if cell.layout == "pp2-dp2-tp2"}.values())
-"""A cell for each kind of fault, on the same layout: they share the undisturbed run."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def kill_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, id=cell.name, marks=[] if cell in QUICK_CELLS else pytest.mark.full) for cell in CELLS],
+    [pytest.param(cell, id=cell.name, marks=[] if cell == every_kind() else pytest.mark.full) for cell in CELLS],
 )
 def test_the_run_goes_on_as_if_undisturbed(kill_folder: Path, cell: KillCell):
     assert describe_failure(kill_folder, cell) == ""
