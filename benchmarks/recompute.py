@@ -23,6 +23,7 @@ from models.decoder import DecoderStage
 from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.live_bytes import LiveBytes
+from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
@@ -70,7 +71,7 @@ def build(options: argparse.Namespace, recompute: Recompute, *, compiles: bool) 
     stage = make_decoder(config, layers, num_positions=num_positions, context=context, recompute=recompute)
     for parameter in parameters_of(stage):
         parameter.data.normal_(std=0.02)
-        parameter.grad_buffer()
+        parameter.attach(GradientSink.with_own_buffer(parameter))
     return stage
 
 

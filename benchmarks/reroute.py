@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.sleeping import HIDDEN, SleepingStage
+from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
@@ -132,9 +133,11 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
 
 
 def build_executor(plan: Plan, grid: Grid, rank: int, links: SocketLinks, token: AbortToken, unit_s: float) -> Executor:
-    stage = grid.coordinates(rank).pp
+    stage, weight_grads = grid.coordinates(rank).pp, WeightGradStore()
+    chunk = SleepingStage("weight", is_first=stage == 0, is_last=stage == STAGES - 1, seconds=unit_s)
+    chunk.weight.attach(GradientSink.with_own_buffer(chunk.weight, weight_grads=weight_grads))
     return Executor(
-        chunks=[SleepingStage("weight", is_first=stage == 0, is_last=stage == STAGES - 1, seconds=unit_s)],
+        chunks=[chunk],
         layout=plan.request.layout,
         grid=grid,
         rank=rank,
@@ -145,6 +148,7 @@ def build_executor(plan: Plan, grid: Grid, rank: int, links: SocketLinks, token:
         dtype=torch.float32,
         device=torch.device("cpu"),
         token=token,
+        weight_grads=weight_grads,
     )
 
 

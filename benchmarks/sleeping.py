@@ -49,9 +49,9 @@ class _Sleep(Function):
 
         def add() -> None:
             time.sleep(seconds)
-            weight.grad_buffer().add_(1.0)
-            weight.register_grad_ready()
+            weight.sink.buffer.add_(1.0)
+            weight.sink.on_added()
 
         time.sleep(seconds)
-        weight.weight_grad_store.run(add)
+        weight.sink.run_or_defer(add)
         return grad, None, None

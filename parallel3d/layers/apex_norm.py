@@ -28,8 +28,7 @@ class _MainGrad(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        ctx.parameter.grad_buffer().add_(grad)
-        ctx.parameter.register_grad_ready()
+        ctx.parameter.sink.add(grad)
 
 
 def rms_norm(x: Tensor, weight: ShardedParameter, eps: float) -> Tensor:

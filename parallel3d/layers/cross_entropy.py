@@ -41,7 +41,7 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         whole = tp.gather(hidden)
         valid = weight.detach()[:num_valid]
-        grad_buffer = weight.grad_buffer()[:num_valid] if grad_factor else None
+        grad_buffer = weight.sink.buffer[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         token_block_bytes = DEVICE_TOKEN_BLOCK_BYTES if hidden.is_cuda else TOKEN_BLOCK_BYTES
@@ -54,7 +54,7 @@ class _LinearCrossEntropy(Function):
             if grad_factor and hidden_grad is not None and grad_buffer is not None:
                 logits_grad = (logits if grad_factor == 1.0 else logits.mul_(grad_factor)).to(x.dtype)
                 hidden_grad[part] = matmul(logits_grad, valid)
-                add_matmul(grad_buffer, logits_grad.t(), x, wide=weight.accumulate_in_grad_dtype)
+                add_matmul(grad_buffer, logits_grad.t(), x, wide=weight.sink.accumulate_in_grad_dtype)
         ctx.weight = weight
         if hidden_grad is not None:
             ctx.save_for_backward(tp.sum(hidden_grad))
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
-        ctx.weight.register_grad_ready()
+        ctx.weight.sink.on_added()
         return hidden_grad, None, None, None, None, None, None, None
 
 

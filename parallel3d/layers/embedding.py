@@ -32,13 +32,14 @@ class _LookUp(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         local, elsewhere = ctx.saved_tensors
-        buffer = ctx.weight.grad_buffer()
+        sink = ctx.weight.sink
+        buffer = sink.buffer
         rows = grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0)
         if buffer.is_cuda:  # sorts: the same bits each time, where index_add_ adds atomically, in any order
             buffer.index_put_((local,), rows, accumulate=True)
         else:
             buffer.index_add_(0, local, rows)
-        ctx.weight.register_grad_ready()
+        sink.on_added()
         return None, None, None, None
 
 

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from parallel3d.layers.gemm import matmul
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.output_rounding import MatmulFn, matmul_for
-from parallel3d.layers.parameter import ShardedParameter, add_matrix_grad
+from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -54,7 +54,7 @@ class _ColumnParallel(Function):
         if ctx.bias is not None:
             add_bias_grad(ctx.bias, grad)
         gathering.wait()
-        add_matrix_grad(ctx.weight, grad, whole)
+        ctx.weight.sink.add_product(grad, whole)
         summing.wait()
         return input_grad, None, None, None, None
 
@@ -73,7 +73,7 @@ class _RowParallel(Function):
         (x,) = ctx.saved_tensors
         grad = ctx.tp.gather(grad)
         input_grad = matmul(grad, ctx.weight)
-        add_matrix_grad(ctx.weight, grad, x)
+        ctx.weight.sink.add_product(grad, x)
         return input_grad, None, None, None
 
 
@@ -174,7 +174,5 @@ def bias_sharding(
 
 
 def add_bias_grad(bias: ShardedParameter, grad: Tensor) -> None:
-    """bias.main_grad += sum over tokens of grad (tokens, out)."""
-    buffer = bias.grad_buffer()
-    buffer.add_(grad.sum(0, dtype=buffer.dtype))
-    bias.register_grad_ready()
+    """Adds the sum over tokens of grad (tokens, out) to the bias' main gradient."""
+    bias.sink.add(grad.sum(0, dtype=bias.sink.buffer.dtype))

@@ -63,8 +63,7 @@ class _RmsNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, scale = ctx.saved_tensors
         input_grad, weight_grad = ctx.kernels.backward(grad, x, scale, ctx.weight.detach())
-        ctx.weight.grad_buffer().add_(weight_grad)
-        ctx.weight.register_grad_ready()
+        ctx.weight.sink.add(weight_grad)
         return input_grad, None, None, None, None
 
 
@@ -88,9 +87,8 @@ class _LayerNorm(Function):
         input_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(
             grad.to(scale.dtype), x.to(scale.dtype), x.shape[-1:], mean, scale, weight, bias, [True, True, True]
         )
-        for parameter, parameter_grad in ((ctx.weight, weight_grad), (ctx.bias, bias_grad)):
-            parameter.grad_buffer().add_(parameter_grad)
-            parameter.register_grad_ready()
+        ctx.weight.sink.add(weight_grad)
+        ctx.bias.sink.add(bias_grad)
         return input_grad.to(x.dtype), None, None, None, None
 
 

@@ -29,10 +29,10 @@ class _AddPositions(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        buffer = ctx.weight.grad_buffer()
+        sink = ctx.weight.sink
         for token_span in ctx.token_spans:
-            buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]
-        ctx.weight.register_grad_ready()
+            sink.buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]
+        sink.on_added()
         return grad, None, None
 
 

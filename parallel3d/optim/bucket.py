@@ -5,11 +5,12 @@ The buffers are as long as the bucket can get with fewer replicas, so that a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.bucket_plan import BucketPlan
@@ -88,6 +89,8 @@ class Bucket:
         max_ranges: int,
         policy: Policy,
         updaters: Updaters,
+        weight_grads: WeightGradStore | None,
+        on_grad_added: Callable[[], None],
         fixed: FixedPoint | None,
         noise: ParameterNoise,
         device: torch.device,
@@ -116,10 +119,19 @@ class Bucket:
         if fixed is not None or policy.rounds_accumulation:
             total_format = policy.grad if fixed is None else torch.int64
             self._totals = torch.zeros(capacity, dtype=total_format, device=device)
-        for parameter in parameters:
-            parameter.accumulate_in_grad_dtype = policy.rounds_accumulation
-        for parameter, param_slot in zip(parameters, plan.param_slots):
-            initial_state[param_slot.offset : param_slot.offset + param_slot.length] = initial(parameter).reshape(-1)
+        self._sinks = [
+            GradientSink(
+                grad_view,
+                weight_grads=weight_grads,
+                on_added=on_grad_added,
+                accumulate_in_grad_dtype=policy.rounds_accumulation,
+            )
+            for grad_view in self._views(self._grads)
+        ]
+        for parameter, sink in zip(parameters, self._sinks):
+            parameter.attach(sink)
+        for parameter, view in zip(parameters, self._views(initial_state)):
+            view.copy_(initial(parameter))
         self._weights.copy_(initial_state)
         self._initial: Tensor | None = initial_state
         self._num_ranges = 1
@@ -341,14 +353,19 @@ class Bucket:
         self._totals = torch.zeros_like(self._totals) if is_exact else self._grads
         self._bind_buffers()
 
+    def _views(self, flat: Tensor) -> Iterator[Tensor]:
+        """The part of `flat` that each parameter has, in its shape."""
+        for slot in self.plan.param_slots:
+            yield flat[slot.offset : slot.offset + slot.length].view(slot.shape)
+
     def _bind_buffers(self) -> None:
         """Makes everything that looks into the buffers look at those that there are, cut to length."""
         length = self.plan.length(self._num_ranges)
         self.weights, self.grads, self.totals = self._weights[:length], self._grads[:length], self._totals[:length]
-        for parameter, param_slot in zip(self.parameters, self.plan.param_slots):
-            span = slice(param_slot.offset, param_slot.offset + param_slot.length)
-            parameter.data = self._weights[span].view(param_slot.shape)
-            parameter.main_grad = self._grads[span].view(param_slot.shape)
+        for parameter, weight_view in zip(self.parameters, self._views(self._weights)):
+            parameter.data = weight_view
+        for sink, grad_view in zip(self._sinks, self._views(self._grads)):
+            sink.buffer = grad_view
         for shard in self.shards:
             if not self._policy.has_master:
                 shard.master = self._weights[shard.span]

@@ -40,6 +40,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod, initial_value
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import parameters_of
@@ -84,6 +85,7 @@ class ShardedOptimizer:
         bucket_bytes: int,
         policy: Policy,
         updaters: Updaters,
+        weight_grads: WeightGradStore | None = None,
         initial: InitMethod | None = None,
         overlap_reduce: bool,
         overlap_gather: bool,
@@ -114,11 +116,13 @@ class ShardedOptimizer:
                 max_ranges=first_shard_maps.of(plan.key).num_ranges,
                 policy=policy,
                 updaters=updaters,
+                weight_grads=weight_grads,
+                on_grad_added=partial(self._on_grad_added, index),
                 fixed=fixed,
                 noise=ParameterNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
                 device=device,
             )
-            for plan in plans
+            for index, plan in enumerate(plans)
         ]
         uses = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
         self._num_grads = [sum(uses[id(p)] for p in bucket.parameters) for bucket in self.buckets]
@@ -131,7 +135,6 @@ class ShardedOptimizer:
         self._gathering: dict[int, Work] = {}
         self._num_missing_grads: list[int] = []
         self._iteration = 0
-        self._register_grad_hooks()
         self._register_gather_hooks(stage)
 
     # --- one iteration --------------------------------------------------------------------------------------------
@@ -334,12 +337,8 @@ class ShardedOptimizer:
         """The ranks that have the same parameters in theirs."""
         return self._groups.tied if bucket.plan.key.tied else self._groups.dp
 
-    def _register_grad_hooks(self) -> None:
-        for index, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                parameter.on_grad = lambda index=index: self._on_grad(index)
-
-    def _on_grad(self, index: int) -> None:
+    def _on_grad_added(self, index: int) -> None:
+        """Counts a gradient of a bucket, and starts the reductions of those that have all of theirs."""
         self._num_missing_grads[index] -= 1
         if not self._overlap_reduce:
             return

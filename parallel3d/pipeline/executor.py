@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 
 from parallel3d.errors import GenerationEnded
 from parallel3d.layers.document_marks import append_document_marks, num_rows, split_document_marks
+from parallel3d.layers.gradient_sink import WeightGradStore, WeightGradTask, run_deferred
 from parallel3d.layers.micro_batch import BatchPlan, GradPass, MicroBatch
-from parallel3d.layers.parameter import WeightGradStore, WeightGradTask, parameters_of, run_deferred
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
@@ -94,19 +93,15 @@ class Executor:
     dtype: torch.dtype
     device: torch.device
     token: AbortToken
+    weight_grads: WeightGradStore
+    """The store of the chunks' gradient sinks, in which a split backward pass keeps the products for weights."""
     on_instruction: InstructionHook = lambda instruction: None
     label: Label = lambda instruction: NO_LABEL
     after_compute: Callable[[MicroBatch, GradPass], None] = lambda micro_batch, grad_pass: None
     """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
-    _weight_grads: WeightGradStore = field(default_factory=WeightGradStore, init=False)
-
-    def __post_init__(self) -> None:
-        for parameter in chain.from_iterable(map(parameters_of, self.chunks)):
-            parameter.weight_grad_store = self._weight_grads
 
     def run(self, instructions: Sequence[Instruction], batch: BatchPlan, load: Loader) -> StageResult:
-        """Runs the list. Every parameter's `register_grad_ready` is called once for each micro-batch that is
-        backwarded.
+        """Runs the list. Each use of a parameter adds one gradient to its sink for each micro-batch that is backwarded.
 
         Raises GenerationEnded, naming the current instruction, when a peer is lost.
         """
@@ -168,7 +163,7 @@ class Executor:
 
     def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
-        with self._weight_grads.deferred() as work:
+        with self.weight_grads.deferred() as work:
             self._differentiate(scratch, _key(step))
         scratch.weight_work[_key(step)] = work
         scratch.result.busy_s += time.perf_counter() - started

@@ -17,6 +17,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
+from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import ShardedParameter
@@ -80,7 +81,7 @@ def prepare_rank(
     chunks = nn.ModuleList(make_stage(config, layers, tp, device) for layers in own_layers)
     share_parameters(chunks)
     train_loader, evaluate_loader = build_loaders(config, lanes, device)
-    state = build_start_state(config, lanes.train)
+    state, weight_grads = build_start_state(config, lanes.train), WeightGradStore()
     return RankContext(
         config=config,
         rank=rank,
@@ -89,7 +90,10 @@ def prepare_rank(
         device=device,
         tp=tp,
         chunks=chunks,
-        optimizer=build_optimizer(config, rank, grid, chunks, device=device, initial=initial, hooks=hooks),
+        weight_grads=weight_grads,
+        optimizer=build_optimizer(
+            config, rank, grid, chunks, weight_grads=weight_grads, device=device, initial=initial, hooks=hooks
+        ),
         train_loader=train_loader,
         evaluate_loader=evaluate_loader,
         layout=build_entry_layout(config, grid, cursor_size=len(state.cursors[0])),
@@ -114,6 +118,7 @@ def build_optimizer(
     grid: Grid,
     chunks: nn.ModuleList,
     *,
+    weight_grads: WeightGradStore,
     device: torch.device,
     initial: InitMethod | None,
     hooks: RankHooks,
@@ -131,6 +136,7 @@ def build_optimizer(
         zero_stage=parallel.zero_stage,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         policy=policy,
+        weight_grads=weight_grads,
         updaters=Updaters.build(config.optimizer, choose_update_backend(config.optimizer, policy.state, device.type)),
         initial=initial,
         overlap_reduce=parallel.overlap_grad_reduce,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from parallel3d.config.schema import Config
+from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.monitor.flops import Peak
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
 from parallel3d.optim.update_rules.update_rule import UpdateStep
@@ -82,6 +83,8 @@ class RankContext:
     tp: TensorParallel
     chunks: nn.ModuleList
     """This stage's part of the model, one module for each of its virtual stages."""
+    weight_grads: WeightGradStore
+    """Shared by the gradient sinks of the chunks' parameters and the executor."""
     optimizer: ShardedOptimizer
     train_loader: LaneLoader
     evaluate_loader: LaneLoader | None

@@ -45,6 +45,7 @@ def join_generation(
         dtype=policy_of(rank.config.precision).compute,
         device=rank.device,
         token=transports.token,
+        weight_grads=rank.weight_grads,
         on_instruction=rank.hooks.on_instruction,
         label=rank.hooks.label,
         after_compute=rank.optimizer.finalize_micro_batch_grads,

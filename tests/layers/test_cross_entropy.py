@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers import cross_entropy as module
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
+from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import Policy
@@ -134,7 +135,7 @@ def test_gradients_are_added_to_what_is_there():
     hidden, weight, targets = problem(vocab=101)
     layer = make_layer(solo_region(), weight)
     told = []
-    layer.weight.on_grad = lambda: told.append(1)
+    layer.weight.attach(GradientSink.with_own_buffer(layer.weight, on_added=lambda: told.append(1)))
     for part in (slice(0, 10), slice(10, TOKENS)):
         layer(hidden[part].clone().requires_grad_(), targets[part]).backward()
     torch.testing.assert_close(layer.weight.main_grad, reference(vocab=101)[2], rtol=1e-12, atol=1e-12)

@@ -1,12 +1,14 @@
 """One matrix as embedding and head: one parameter on a stage that is both ends, two of one name elsewhere."""
 
 from collections import Counter
+from functools import partial
 
 import torch
 
 from models.make import make_decoder
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import ModelConfig
+from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
@@ -55,7 +57,7 @@ def test_one_stage_has_one_parameter_and_its_gradient_is_that_of_plain_torch():
     assert sum(p.numel() for p in parameters_of(stage)) == num_parameters(CONFIG)
     counts = Counter()
     for p in parameters_of(stage):
-        p.on_grad = lambda name=p.sharding.name: counts.update([name])
+        p.attach(GradientSink.with_own_buffer(p, on_added=partial(counts.update, [p.sharding.name])))
     weights = {p.sharding.name: p.detach().clone().requires_grad_() for p in parameters_of(stage)}
     inputs, targets = tokens()
     stage(inputs, MICRO_BATCH, targets).backward()

@@ -152,8 +152,7 @@ def test_reductions_start_during_the_last_backward_pass_and_only_then():
         backward(rank.stage, 0, number, rank.coordinates, 1)  # the first of two micro-batches
         started.append(len(rank.optimizer._reducing))
         for parameter in reversed(parameters_of(rank.stage)):
-            parameter.grad_buffer().add_(gradient(parameter.sharding, 1, number))
-            parameter.register_grad_ready()
+            parameter.sink.add(gradient(parameter.sharding, 1, number))
             started.append(len(rank.optimizer._reducing))
         rank.optimizer.finish_reduction()
         return started, len(rank.buckets), rank.optimizer.squared_norm().value
@@ -320,7 +319,7 @@ def test_small_updates_are_not_lost_in_bf16():
         for step in range(10):
             rank.optimizer.begin_iteration(step + 1, 1)
             for parameter in parameters_of(rank.stage):
-                parameter.grad_buffer().fill_(1.0)
+                parameter.sink.buffer.fill_(1.0)
             rank.optimizer.finish_reduction()
             small = UpdateStep(number=step + 1, learning_rate=1e-4, peak_learning_rate=1.0, grad_scale=1.0)
             rank.optimizer.update(step + 1, small)

@@ -9,6 +9,7 @@ import torch
 from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
+from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import parameters_of
@@ -87,9 +88,10 @@ def run(grid, plan, batch=None, model=MODEL):
             group=world.make_group(rank)(f"tp{coordinates.pp}-{coordinates.dp}", grid.tp_ranks(coordinates.replica))
         )
         chunks = make_chunks(coordinates.pp, grid.pp_size, plan.request.virtual_stages, tp, model)
-        counts, told = Counter(), []
+        counts, told, weight_grads = Counter(), [], WeightGradStore()
         for p in parameters_of(chunks):
-            p.on_grad = lambda name=p.sharding.name: counts.update([(name, told[-1])])
+            on_added = lambda name=p.sharding.name: counts.update([(name, told[-1])])  # noqa: E731
+            p.attach(GradientSink.with_own_buffer(p, weight_grads=weight_grads, on_added=on_added))
         executor = Executor(
             chunks=list(chunks),
             layout=plan.request.layout,
@@ -102,12 +104,13 @@ def run(grid, plan, batch=None, model=MODEL):
             dtype=torch.float64,
             device=torch.device("cpu"),
             token=world.tokens[rank],
+            weight_grads=weight_grads,
             on_instruction=lambda step: told.append(step.op),
             after_compute=lambda micro_batch, grad_pass: told.append("added"),
         )
         with torch.set_grad_enabled(batch.training):
             result = executor.run(plan.lists[coordinates.replica], batch, load)
-        grads = {p.sharding.name: p.main_grad for p in parameters_of(chunks) if p.main_grad is not None}
+        grads = {p.sharding.name: p.main_grad for p in parameters_of(chunks) if counts}
         return coordinates, result, grads, counts, told
 
     return run_threads(max(grid.ranks) + 1, body)

@@ -96,8 +96,7 @@ def local_gradient(sharding: ParamSharding, part: int, step: int, tp_rank: int, 
 def backward(stage: nn.Module, part: int, step: int, coordinates: Coordinates, tp_size: int) -> None:
     """Adds one part's gradients as the layers do: last parameter first."""
     for parameter in reversed(parameters_of(stage)):
-        parameter.grad_buffer().add_(local_gradient(parameter.sharding, part, step, coordinates.tp, tp_size))
-        parameter.register_grad_ready()
+        parameter.sink.add(local_gradient(parameter.sharding, part, step, coordinates.tp, tp_size))
 
 
 class Rank:

@@ -1,15 +1,17 @@
 """Tiny stages on one rank or several (threads), their losses and gradients."""
 
 from collections import Counter
+from functools import partial
 
 import torch
 
 from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
+from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore, run_deferred
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
-from parallel3d.layers.parameter import WeightGradStore, parameters_of, run_deferred
+from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
@@ -109,15 +111,15 @@ def backward_twice(config, tp, split, policy="fp32", recompute="none"):
     """Main gradients after two micro-batches, and after each half how often every parameter said it had one."""
     stage = build(config, tp, policy, recompute)
     parameters = parameters_of(stage)
-    counts, after, weight_grad_store = Counter(), [], WeightGradStore()
+    counts, after, weight_grads = Counter(), [], WeightGradStore()
     for p in parameters:
-        p.weight_grad_store = weight_grad_store
-        p.on_grad = lambda name=p.sharding.name: counts.update([name])
+        on_added = partial(counts.update, [p.sharding.name])
+        p.attach(GradientSink.with_own_buffer(p, weight_grads=weight_grads, on_added=on_added))
     inputs, targets = tokens(config.vocab_size)
     for slots in ((4, 9), (2, 3)):
         loss = stage(inputs, micro_batch(slots=slots), targets)
         if split:
-            with weight_grad_store.deferred() as work:
+            with weight_grads.deferred() as work:
                 loss.backward()
             after.append(dict(counts))
             run_deferred(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from parallel3d import backends
 from parallel3d.backends import choose_backend, find_symbol
 from parallel3d.errors import ConfigError
+from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.norm import LayerNorm, RMSNorm
+from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.optim.update_rules import default_settings
 from parallel3d.optim.update_rules.adamw import AdamW
@@ -135,16 +138,16 @@ def test_norms_are_ours(apex, norm, policy, tolerance):
         generator = torch.Generator().manual_seed(5)
         context = LayerContext(tp=solo_region(), policy=POLICIES[policy], norm_backend=backend)
         layer = norm("norm", 24, eps=1e-5, context=context)
+        added: list[ShardedParameter] = []
         for parameter in layer.parameters():
             parameter.data = (1 + torch.rand(24, dtype=torch.float64, generator=generator)).to(parameter.dtype)
-            parameter.num_added = 0
-            parameter.on_grad = lambda parameter=parameter: setattr(parameter, "num_added", parameter.num_added + 1)
+            parameter.attach(GradientSink.with_own_buffer(parameter, on_added=partial(added.append, parameter)))
         for _ in range(2):
             x, grad = torch.randn(2, 6, 24, dtype=torch.float64, generator=generator).to(context.policy.compute)
             x.requires_grad_()
             y = layer(x)
             y.backward(grad)
-        assert all(parameter.num_added == 2 for parameter in layer.parameters())
+        assert all(sum(each is parameter for each in added) == 2 for parameter in layer.parameters())
         results.append([y.detach(), x.grad, *(parameter.main_grad for parameter in layer.parameters())])
     for ours, theirs in zip(*results):
         assert ours.dtype == theirs.dtype
