@@ -52,6 +52,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.parallel.background import BackgroundExecutor
+from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.generation import start_rank
@@ -101,7 +102,7 @@ def build(options: argparse.Namespace) -> RankContext:
 
 
 def snapshot_of(rank: RankContext) -> Snapshot:
-    return take_snapshot(rank.optimizer, tp_rank=0, tp_size=1)
+    return take_snapshot(rank.optimizer, tp=UNSHARDED)
 
 
 def save(rank: RankContext, directory: Path, snapshot: Snapshot, write_throttle: WriteThrottle) -> None:

@@ -27,7 +27,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.families.spec import HfModel
 from parallel3d.layers.parameter import parameters_of
-from parallel3d.parallel.sharding import IndexRun, ParamSharding
+from parallel3d.parallel.sharding import IndexRun, ParamSharding, TpShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,10 @@ def _tensors_of(sharding: ParamSharding, hf: HfModel, *, is_known: Callable[[str
         first_row += size
 
 
-def overlaps(tensor: HfTensor, sharding: ParamSharding, tp_rank: int, tp_size: int) -> Iterator[Overlap]:
-    """The pieces of `tensor` that rank `tp_rank` holds, without padding; several ranks may hold copies."""
+def overlaps(tensor: HfTensor, sharding: ParamSharding, tp: TpShard) -> Iterator[Overlap]:
+    """The pieces of `tensor` that a rank holds, without padding; several ranks may hold copies."""
     whole = IndexRun(global_start=0, local_start=0, length=sharding.shape[0])
-    for run in sharding.runs(tp_rank, tp_size):
+    for run in sharding.runs(tp):
         rows = whole if sharding.dim == 1 else run
         first = max(rows.global_start, tensor.rows.start)
         last = min(rows.global_start + rows.length, tensor.rows.stop)
@@ -122,9 +122,7 @@ def overlaps(tensor: HfTensor, sharding: ParamSharding, tp_rank: int, tp_size: i
         yield Overlap(local=tuple(local), tensor=tuple(reversed(there) if tensor.transposed else there))
 
 
-def read_local_shard(
-    sharding: ParamSharding, tensors: Sequence[HfTensor], read: ReadTensor, *, tp_rank: int, tp_size: int
-) -> Tensor:
+def read_local_shard(sharding: ParamSharding, tensors: Sequence[HfTensor], read: ReadTensor, *, tp: TpShard) -> Tensor:
     """This rank's shard of a parameter in the tensors' format (the widest); zeros for padding.
 
     Reads only the rank's parts of the tensors. Raises UserError for a tensor whose shape is not the configuration's.
@@ -133,32 +131,32 @@ def read_local_shard(
     assert mine, f"no Hugging Face tensor has a part of {sharding.name}"
     values = [_checked(read(tensor.hf_name), tensor) for tensor in mine]
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
-    local_shard = torch.zeros(sharding.local_shape(tp_size), dtype=dtype)
+    local_shard = torch.zeros(sharding.local_shape(tp.size), dtype=dtype)
     for tensor, value in zip(mine, values):
-        for part in overlaps(tensor, sharding, tp_rank, tp_size):
+        for part in overlaps(tensor, sharding, tp):
             piece = value[part.tensor]
             local_shard[part.local] = piece.t() if tensor.transposed else piece
     return local_shard
 
 
 def write_local_shard(
-    local_shard: Tensor, sharding: ParamSharding, tensor: HfTensor, out: Tensor, *, tp_rank: int, tp_size: int
+    local_shard: Tensor, sharding: ParamSharding, tensor: HfTensor, out: Tensor, *, tp: TpShard
 ) -> None:
     """Writes this rank's part of `tensor` into `out`, the whole tensor: the inverse of `read_local_shard`."""
-    for part in overlaps(tensor, sharding, tp_rank, tp_size):
+    for part in overlaps(tensor, sharding, tp):
         piece = local_shard[part.local]
         out[part.tensor] = piece.t() if tensor.transposed else piece
 
 
 @torch.no_grad()
-def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: ReadTensor, *, tp_rank: int, tp_size: int) -> None:
+def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: ReadTensor, *, tp: TpShard) -> None:
     """Fills the parameters of a stage, at any tensor-parallel size and with any layers, in the parameters' format.
 
     `tensors` may be those of the whole model. Raises UserError for a wrong shape, and for a tensor that our model
     takes for zeros and that is not.
     """
     for parameter in parameters_of(stage):
-        local_shard = read_local_shard(parameter.sharding, tensors, read, tp_rank=tp_rank, tp_size=tp_size)
+        local_shard = read_local_shard(parameter.sharding, tensors, read, tp=tp)
         parameter.copy_(local_shard)
     check_zeros(tensors, read)
 

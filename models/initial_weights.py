@@ -89,4 +89,4 @@ def open_initial_weights(config: Config) -> InitMethod | None:
 
     source = open_hf_folder(folder)
     check_zeros(source.table, source.read)
-    return lambda sharding, **tp_position: read_local_shard(sharding, source.table, source.read, **tp_position)
+    return lambda sharding, *, tp: read_local_shard(sharding, source.table, source.read, tp=tp)

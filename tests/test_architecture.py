@@ -26,7 +26,7 @@ from tests.support import english
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 50
-LONGER: dict[str, int] = {"parallel3d/optim/distributed_optimizer.py __init__": 62}
+LONGER: dict[str, int] = {}
 """Files and functions that were longer when the limits came. Their limits only fall."""
 
 UNWANTED_WORDING: dict[str, int] = {

@@ -20,7 +20,7 @@ from parallel3d.checkpoint.tensor_chunks import IntTuple, overlap, tensor_chunks
 from parallel3d.errors import CheckpointError
 from parallel3d.optim.bucket import Bucket, Shard
 from parallel3d.optim.bucket_plan import ParamSlot
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 
 class CheckpointReader:
@@ -95,8 +95,7 @@ def load_shard(
     bucket: Bucket,
     span: range,
     *,
-    tp_rank: int,
-    tp_size: int,
+    tp: TpShard,
     kinds: Sequence[str] | None = None,
 ) -> Shard:
     """A range of optimizer state as the checkpoint has it; padding is zero, and so are states that are not among the
@@ -107,7 +106,7 @@ def load_shard(
     known = (WEIGHT, *bucket.rule.state_kinds())
     every = zip(known, (shard.master, *shard.states))
     states = [(kind, state) for kind, state in every if kinds is None or kind in kinds]
-    for tensor_chunk in bucket_tensor_chunks(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=True):
+    for tensor_chunk in bucket_tensor_chunks(bucket, span, tp=tp, with_copies=True):
         for kind, state in states:
             values = reader.read(kind, tensor_chunk.tensor, tensor_chunk.start, tensor_chunk.shape)
             torch.as_strided(
@@ -120,14 +119,12 @@ def load_shard(
 
 
 @torch.no_grad()
-def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp_rank: int, tp_size: int) -> Tensor:
+def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp: TpShard) -> Tensor:
     """A tensor-parallel rank's share of a parameter, in the format that it has in the checkpoint; padding is zero."""
     check_shapes(reader, [sharding])
-    param_slot = ParamSlot(name=sharding.name, offset=0, shape=sharding.local_shape(tp_size))
+    param_slot = ParamSlot(name=sharding.name, offset=0, shape=sharding.local_shape(tp.size))
     share: Tensor | None = None
-    for tensor_chunk in tensor_chunks_of(
-        sharding, param_slot, range(param_slot.length), tp_rank=tp_rank, tp_size=tp_size, with_copies=True
-    ):
+    for tensor_chunk in tensor_chunks_of(sharding, param_slot, range(param_slot.length), tp=tp, with_copies=True):
         values = reader.read(WEIGHT, tensor_chunk.tensor, tensor_chunk.start, tensor_chunk.shape)
         share = values.new_zeros(param_slot.shape) if share is None else share
         torch.as_strided(share, tensor_chunk.shape, tensor_chunk.strides, tensor_chunk.offset).copy_(values)

@@ -17,6 +17,7 @@ from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.tensor_chunks import IntTuple, TensorChunk, tensor_chunks_of, tensors_of, written_span
 from parallel3d.optim.bucket import Bucket
 from parallel3d.optim.distributed_optimizer import ShardedOptimizer
+from parallel3d.parallel.sharding import TpShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,13 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take_snapshot(optimizer: ShardedOptimizer, *, tp_rank: int, tp_size: int) -> Snapshot:
+def take_snapshot(optimizer: ShardedOptimizer, *, tp: TpShard) -> Snapshot:
     """Copies what this rank writes; the next step may begin as soon as this returns."""
     ranges: list[BucketRange] = []
     shapes: dict[str, IntTuple] = {}
     for bucket in optimizer.buckets:
         span = written_span(bucket.plan, optimizer.shard_map_of(bucket), optimizer.rank)
-        pieces = bucket_tensor_chunks(bucket, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=False)
+        pieces = bucket_tensor_chunks(bucket, span, tp=tp, with_copies=False)
         if not pieces:
             continue
         shard = bucket.owned
@@ -73,16 +74,12 @@ def take_snapshot(optimizer: ShardedOptimizer, *, tp_rank: int, tp_size: int) ->
     return Snapshot(ranges=tuple(ranges), shapes=shapes)
 
 
-def bucket_tensor_chunks(
-    bucket: Bucket, span: range, *, tp_rank: int, tp_size: int, with_copies: bool
-) -> tuple[TensorChunk, ...]:
+def bucket_tensor_chunks(bucket: Bucket, span: range, *, tp: TpShard, with_copies: bool) -> tuple[TensorChunk, ...]:
     """The rectangles of all parameters within a range of the bucket."""
     return tuple(
         tensor_chunk
         for parameter, param_slot in zip(bucket.parameters, bucket.plan.param_slots)
-        for tensor_chunk in tensor_chunks_of(
-            parameter.sharding, param_slot, span, tp_rank=tp_rank, tp_size=tp_size, with_copies=with_copies
-        )
+        for tensor_chunk in tensor_chunks_of(parameter.sharding, param_slot, span, tp=tp, with_copies=with_copies)
     )
 
 

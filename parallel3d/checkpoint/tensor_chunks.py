@@ -20,7 +20,7 @@ from math import prod
 
 from parallel3d.optim.bucket_plan import BucketPlan, ParamSlot
 from parallel3d.optim.shard_map import ShardMap
-from parallel3d.parallel.sharding import IndexRun, ParamSharding
+from parallel3d.parallel.sharding import IndexRun, ParamSharding, TpShard
 
 IntTuple = tuple[int, ...]
 
@@ -71,21 +71,21 @@ def fused_block_name(parameter: str, chunk: str) -> str:
 
 
 def tensor_chunks_of(
-    sharding: ParamSharding, param_slot: ParamSlot, span: range, *, tp_rank: int, tp_size: int, with_copies: bool
+    sharding: ParamSharding, param_slot: ParamSlot, span: range, *, tp: TpShard, with_copies: bool
 ) -> Iterator[TensorChunk]:
     """The rectangles of a parameter within `span`, a range of the bucket's elements.
 
     Without copies, what neighbouring tensor-parallel ranks hold too is left out on all but the first of them.
     """
-    shape = sharding.local_shape(tp_size)
+    shape = sharding.local_shape(tp.size)
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     dim = sharding.dim or 0
     start, stop = max(span.start - param_slot.offset, 0), min(span.stop - param_slot.offset, param_slot.length)
     for box_start, box_shape in boxes(start, stop, shape) if start < stop else ():
-        for run in sharding.runs(tp_rank, tp_size):
+        for run in sharding.runs(tp):
             first = max(box_start[dim], run.local_start)
             last = min(box_start[dim] + box_shape[dim], run.local_start + run.length)
-            if first >= last or (tp_rank % run.copies and not with_copies):
+            if first >= last or (tp.rank % run.copies and not with_copies):
                 continue
             name, chunk_start = _fused_block_at(sharding, run)
             local = _with(box_start, dim, first)

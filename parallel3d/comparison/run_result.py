@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.parallel.grid import Coordinates
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding, TpShard
 from parallel3d.trainer.entry import Entry
 
 GradRange = tuple[str, int, Tensor]
@@ -107,7 +107,7 @@ def _join(local: Mapping[tuple[int, str], Tensor], runs: Sequence[RankResult], t
             continue
         whole = torch.full(sharding.shape, float("nan"), dtype=local[0, name].dtype)
         for t in range(tp_size):
-            for run in sharding.runs(t, tp_size):
+            for run in sharding.runs(TpShard(rank=t, size=tp_size)):
                 part = local[t, name].narrow(sharding.dim, run.local_start, run.length)
                 target = whole.narrow(sharding.dim, run.global_start, run.length)
                 is_copy = t % run.copies > 0

@@ -106,7 +106,7 @@ class Recorder:
     def _feature_runs(self, module: nn.Module, *, dim: int) -> Columns:
         """This rank's features along one dimension of a sharded weight (out, in)."""
         sharding: ParamSharding = module.weight.sharding  # type: ignore[union-attr, assignment]
-        return sharding.runs(self.tp.group.rank, self.tp.group.size), sharding.shape[dim]
+        return sharding.runs(self.tp.shard), sharding.shape[dim]
 
     def _record_head(self, named: NamedModule, head: LinearCrossEntropy, hidden: Tensor, loss: object) -> None:
         assert self._micro_batch is not None and isinstance(loss, Tensor)

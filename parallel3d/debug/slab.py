@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d.parallel.sharding import IndexRun, ParamSharding
+from parallel3d.parallel.sharding import IndexRun, ParamSharding, TpShard
 
 Block = tuple[slice, slice]
 """Rows and columns of a matrix."""
@@ -63,13 +63,13 @@ class Slab:
 
 
 def parameter_slab(
-    sharding: ParamSharding, *, suffix: str, tp_rank: int, tp_size: int, flat_start: int, depth: int, order: int
+    sharding: ParamSharding, *, suffix: str, tp: TpShard, flat_start: int, depth: int, order: int
 ) -> Slab:
     """The slab of a range of a parameter's local share, or of its gradient, named with `suffix`."""
-    shape, local = sharding.shape, sharding.local_shape(tp_size)
+    shape, local = sharding.shape, sharding.local_shape(tp.size)
     assert len(shape) <= 2, f"{sharding.name} has {len(shape)} dimensions"
     sizes = [_matrix(shape), _matrix(local)]
-    runs = sharding.runs(tp_rank, tp_size)
+    runs = sharding.runs(tp)
     return Slab(
         name=sharding.name + suffix,
         shape=sizes[0],

@@ -78,5 +78,5 @@ class VocabParallelEmbedding(VocabParallel):
 
 def vocab_range(sharding: ParamSharding, tp: TensorParallel) -> tuple[int, int]:
     """The first token id of this rank and how many it has; (0, 0) for a rank that holds nothing but padding."""
-    runs = sharding.runs(tp.group.rank, tp.group.size)
+    runs = sharding.runs(tp.shard)
     return (runs[0].global_start, runs[0].length) if runs else (0, 0)

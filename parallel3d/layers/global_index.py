@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 _PADDING = -(1 << 62)
 
@@ -16,8 +16,7 @@ def global_index(
     sharding: ParamSharding,
     span: range,
     *,
-    tp_rank: int,
-    tp_size: int,
+    tp: TpShard,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Where the elements `span` of the flattened local share stand in the flattened whole parameter: (elements,) int64.
@@ -27,13 +26,13 @@ def global_index(
         dim 0 of 4 x 3, rank 1 of 2    local 0 1 2 3 4 5  ->  6 7 8 9 10 11
         dim 1 of 2 x 4, rank 1 of 2    local 0 1 | 2 3    ->  2 3 | 6 7
     """
-    dim, local = sharding.dim or 0, sharding.local_shape(tp_size)
+    dim, local = sharding.dim or 0, sharding.local_shape(tp.size)
     inner = prod(sharding.shape[dim + 1 :])
     width, stride = local[dim] * inner, sharding.shape[dim] * inner  # of one index of the dimensions before dim
     rows = range(span.start // width, -(-span.stop // width))
     columns = range(width) if len(rows) > 1 else range(span.start - rows.start * width, span.stop - rows.start * width)
     row = torch.full((len(columns),), _PADDING, dtype=torch.int64, device=device)
-    for run in sharding.runs(tp_rank, tp_size):
+    for run in sharding.runs(tp):
         start = max(run.local_start * inner, columns.start)
         stop = min((run.local_start + run.length) * inner, columns.stop)
         if start < stop:

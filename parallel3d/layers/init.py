@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from parallel3d.layers.global_index import global_index
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding, TpShard
 from parallel3d.random_keys import key_of, normal
 
 
 class InitMethod(Protocol):
     """Gives a tensor-parallel rank's share of a parameter as a run begins with it, in any floating-point format."""
 
-    def __call__(self, sharding: ParamSharding, *, tp_rank: int, tp_size: int) -> Tensor: ...
+    def __call__(self, sharding: ParamSharding, *, tp: TpShard) -> Tensor: ...
 
 
 DepthScaling = Literal["none", "layer_index", "num_layers"]
@@ -32,17 +32,17 @@ def depth_scale(scaling: DepthScaling, *, layer: int, num_layers: int) -> float:
 
 
 @torch.no_grad()
-def initial_value(sharding: ParamSharding, *, seed: int, tp_rank: int, tp_size: int) -> Tensor:
+def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard) -> Tensor:
     """This rank's share of the initial parameter, float32: normal numbers, ones for a norm, zeros for biases and
     padding."""
     if sharding.init_std is None:
-        return torch.ones(sharding.local_shape(tp_size))
-    value = torch.zeros(sharding.local_shape(tp_size))
+        return torch.ones(sharding.local_shape(tp.size))
+    value = torch.zeros(sharding.local_shape(tp.size))
     if sharding.init_std == 0:
         return value
     key, flat = key_of("init", seed, sharding.name), value.view(-1)
     for start in range(0, len(flat), _BLOCK_ELEMENTS):
         span = range(start, min(start + _BLOCK_ELEMENTS, len(flat)))
-        index = global_index(sharding, span, tp_rank=tp_rank, tp_size=tp_size)
+        index = global_index(sharding, span, tp=tp)
         flat[span.start : span.stop] = normal(key, index).masked_fill_(index < 0, 0.0)
     return value.mul_(sharding.init_std)

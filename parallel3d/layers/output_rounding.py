@@ -31,7 +31,7 @@ def matmul_for(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorP
     """How `weight` is multiplied with all tokens of a micro-batch; evaluations round to the nearest."""
     if not (policy.rounds_outputs and micro_batch.training):
         return _nearest
-    runs = weight.sharding.runs(tp.group.rank, tp.group.size)
+    runs = weight.sharding.runs(tp.shard)
     return lambda x, local: _round(matmul(x.float(), local.float().t()), weight, runs, micro_batch)
 
 

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore
+from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.bucket_plan import BucketPlan
 from parallel3d.optim.matrices import gather_matrices, make_directions
 from parallel3d.optim.measure import measure_state
+from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.state_norms import StateNorms
 from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MatrixRule, UpdateRule, UpdateStep
-from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.group import Group, Work, WorkThen
+from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
-from parallel3d.precision.fixed_point import ExactSum, FixedPoint
-from parallel3d.precision.policy import Policy
+from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
 
 
@@ -84,57 +85,49 @@ class Bucket:
         self,
         plan: BucketPlan,
         parameters: Sequence[ShardedParameter],
+        settings: OptimizerSettings,
         *,
-        initial: Callable[[ShardedParameter], Tensor],
+        tp: TpShard,
         max_ranges: int,
-        policy: Policy,
-        updaters: Updaters,
+        initial: InitMethod,
         weight_grads: WeightGradStore | None,
         on_grad_added: Callable[[], None],
-        fixed: FixedPoint | None,
-        noise: ParameterNoise,
         device: torch.device,
     ):
         self.plan = plan
-        self.fixed = fixed
-        """The format of exact sums; None adds gradients as floats."""
         self.parameters = tuple(parameters)
         self.version = 0
         """The iteration to which the shards have been updated."""
         self.shards: list[Shard] = []
-        self._policy = policy
-        self._updater = updaters.element
-        if plan.key.is_matrix_wise:
-            assert updaters.matrix is not None
-            self._updater = updaters.matrix
-        self._weight_decay = updaters.weight_decay if plan.key.decay else 0.0
-        self._noise = noise
+        self.fixed = settings.fixed
+        """The format of exact sums; None adds gradients as floats."""
+        self._policy = settings.policy
+        self._updater = settings.updaters.of(plan.key.is_matrix_wise)
+        self._weight_decay = settings.updaters.weight_decay if plan.key.decay else 0.0
+        self._noise = ParameterNoise(seed=settings.seed, tp=tp)
         self._unscale = 1.0
+        self._num_ranges = 1
         capacity = plan.capacity(max_ranges)
-        initial_state = torch.zeros(capacity, dtype=policy.state)  # in the host's memory: needed at the start alone
-        self._weights = torch.zeros(capacity, dtype=policy.compute, device=device)
-        term_format = torch.float32 if policy.rounds_accumulation else policy.grad
-        self._grads = torch.zeros(capacity, dtype=term_format, device=device)
+        self._weights = torch.zeros(capacity, dtype=self._policy.compute, device=device)
+        self._grads = torch.zeros(capacity, dtype=settings.grad_dtype, device=device)
         self._totals = self._grads
-        if fixed is not None or policy.rounds_accumulation:
-            total_format = policy.grad if fixed is None else torch.int64
-            self._totals = torch.zeros(capacity, dtype=total_format, device=device)
+        if settings.sums_terms:
+            self._totals = torch.zeros(capacity, dtype=settings.total_dtype, device=device)
         self._sinks = [
             GradientSink(
-                grad_view,
+                view,
                 weight_grads=weight_grads,
                 on_added=on_grad_added,
-                accumulate_in_grad_dtype=policy.rounds_accumulation,
+                accumulate_in_grad_dtype=self._policy.rounds_accumulation,
             )
-            for grad_view in self._views(self._grads)
+            for view in self._views(self._grads)
         ]
         for parameter, sink in zip(parameters, self._sinks):
             parameter.attach(sink)
-        for parameter, view in zip(parameters, self._views(initial_state)):
-            view.copy_(initial(parameter))
-        self._weights.copy_(initial_state)
-        self._initial: Tensor | None = initial_state
-        self._num_ranges = 1
+        self._initial: Tensor | None = torch.zeros(capacity, dtype=self._policy.state)  # on the host: for the start
+        for parameter, view in zip(parameters, self._views(self._initial)):
+            view.copy_(initial(parameter.sharding, tp=tp))
+        self._weights.copy_(self._initial)
         self._bind_buffers()
 
     @property
@@ -216,7 +209,7 @@ class Bucket:
         parameters = [(parameter.sharding, slot) for parameter, slot in zip(self.parameters, self.plan.param_slots)]
         span = range(shard.span.start, shard.span.stop)
         return make_directions(
-            self.rule, gathered, parameters, span, grad_scale=step.grad_scale, tp_rank=self._noise.tp_rank
+            self.rule, gathered, parameters, span, grad_scale=step.grad_scale, tp_rank=self._noise.tp.rank
         )
 
     def squared_norm(self, tp_rank: int) -> ExactSum:

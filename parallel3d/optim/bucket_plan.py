@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 ALIGNMENT = 64
 PARAM_ALIGNMENT = 16
@@ -149,7 +149,7 @@ def _shared_elements(sharding: ParamSharding, tp_size: int, offset: int) -> tupl
     row = prod(sharding.shape[1:])
     return tuple(
         range(offset + run.local_start * row, offset + (run.local_start + run.length) * row)
-        for run in sharding.runs(0, tp_size)
+        for run in sharding.runs(TpShard(rank=0, size=tp_size))
         if run.copies > 1
     )
 

@@ -43,20 +43,19 @@ from torch import Tensor, nn
 from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod, initial_value
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
-from parallel3d.layers.parameter import parameters_of
+from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.bucket import Bucket, Shard
-from parallel3d.optim.bucket_plan import plan_buckets
-from parallel3d.optim.parameter_noise import ParameterNoise
+from parallel3d.optim.bucket_plan import BucketPlan, plan_buckets
+from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.reshard import ReshardPlan, move_bucket
 from parallel3d.optim.shard_map import ShardMap, ShardMaps
 from parallel3d.optim.state_norms import StateNorms
 from parallel3d.optim.update_rules.update_rule import UpdateStep
-from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.group import AbsentGroup, Group, Work
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
-from parallel3d.precision.fixed_point import ExactSum, FixedPoint
-from parallel3d.precision.policy import Policy
+from parallel3d.parallel.sharding import TpShard
+from parallel3d.precision.fixed_point import ExactSum
 
 InitialShard = Callable[[Bucket, range], Shard]
 """Makes a range of a bucket as the run, or what is left of it, starts with it."""
@@ -75,54 +74,36 @@ class ShardedOptimizer:
     def __init__(
         self,
         stage: nn.Module,
+        settings: OptimizerSettings,
         *,
         rank: int,
-        seed: int,
-        tp_rank: int,
-        tp_size: int,
+        tp: TpShard,
         first_shard_maps: ShardMaps,
-        zero_stage: int,
-        bucket_bytes: int,
-        policy: Policy,
-        updaters: Updaters,
-        weight_grads: WeightGradStore | None = None,
         initial: InitMethod | None = None,
-        overlap_reduce: bool,
-        overlap_gather: bool,
-        fixed: FixedPoint | None = None,
+        weight_grads: WeightGradStore | None = None,
         device: torch.device,
         phase_hook: PhaseHook = lambda phase: None,
     ):
         self.rank = rank
-        self._is_sharded = zero_stage == 1
-        has_terms = fixed is not None or policy.rounds_accumulation  # one is closed after its last gradient
-        self._overlap_reduce = overlap_reduce and not has_terms
-        self._overlap_gather = overlap_gather
+        self._is_sharded = settings.is_sharded
+        self._overlap_reduce = settings.overlap_reduce and not settings.sums_terms
+        self._overlap_gather = settings.overlap_gather
         self._phase_hook = phase_hook
+        initial = initial or partial(initial_value, seed=settings.seed)
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
-        initial = initial or partial(initial_value, seed=seed)
-        plans = plan_buckets(
-            [p.sharding for p in parameters.values()],
-            tp_size=tp_size,
-            bucket_elements=max(1, bucket_bytes // policy.grad.itemsize),
-            decay_norms_and_biases=updaters.decay_norms_and_biases,
-            matrix_wise=updaters.matrix is not None,
-        )
         self.buckets = [
             Bucket(
                 plan,
                 [parameters[param_slot.name] for param_slot in plan.param_slots],
-                initial=lambda p: initial(p.sharding, tp_rank=tp_rank, tp_size=tp_size),
+                settings,
+                tp=tp,
                 max_ranges=first_shard_maps.of(plan.key).num_ranges,
-                policy=policy,
-                updaters=updaters,
+                initial=initial,
                 weight_grads=weight_grads,
                 on_grad_added=partial(self._on_grad_added, index),
-                fixed=fixed,
-                noise=ParameterNoise(seed=seed, tp_rank=tp_rank, tp_size=tp_size),
                 device=device,
             )
-            for index, plan in enumerate(plans)
+            for index, plan in enumerate(_plan_buckets(parameters.values(), settings, tp))
         ]
         uses = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
         self._num_grads = [sum(uses[id(p)] for p in bucket.parameters) for bucket in self.buckets]
@@ -379,3 +360,16 @@ class ShardedOptimizer:
     def _mark_gathered(self, indices: Iterable[int]) -> None:
         """The waits for these gathers are over; where they are waits for the data, the weights are whole."""
         self._stale -= {index for index in indices if self._holders_of(self.buckets[index]).waits_for_data}
+
+
+def _plan_buckets(
+    parameters: Iterable[ShardedParameter], settings: OptimizerSettings, tp: TpShard
+) -> tuple[BucketPlan, ...]:
+    """The bucket plans of a stage's parameters."""
+    return plan_buckets(
+        [parameter.sharding for parameter in parameters],
+        tp_size=tp.size,
+        bucket_elements=settings.bucket_elements,
+        decay_norms_and_biases=settings.updaters.decay_norms_and_biases,
+        matrix_wise=settings.updaters.matrix is not None,
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel3d.optim.bucket_plan import ParamSlot
 from parallel3d.optim.update_rules.update_rule import MatrixRule
 from parallel3d.parallel.group import Group
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 
 def gather_matrices(grads: Tensor, states: Tensor, tp: Group) -> Tensor:
@@ -49,7 +49,7 @@ def make_directions(
         whole = _assemble(sharding, gathered[:, :, local].unflatten(-1, slot.shape)).to(wide)
         whole[0] *= grad_scale
         mine = directions[local].view(slot.shape)
-        _cut_into(mine, sharding, _directions_of(rule, sharding, whole), tp_rank, len(gathered))
+        _copy_share(mine, sharding, _directions_of(rule, sharding, whole), TpShard(rank=tp_rank, size=len(gathered)))
     return directions
 
 
@@ -63,19 +63,19 @@ def _directions_of(rule: MatrixRule, sharding: ParamSharding, whole: Tensor) -> 
 
 def _assemble(sharding: ParamSharding, parts: Tensor) -> Tensor:
     """(rows, *global shape) from (tp_size, rows, *local shape); of copies the first rank's counts."""
-    dim, tp_size = sharding.dim or 0, len(parts)
+    dim = sharding.dim or 0
     whole = parts.new_empty(parts.shape[1], *sharding.shape)
     for tp_rank, part in enumerate(parts):
-        for run in sharding.runs(tp_rank, tp_size):
+        for run in sharding.runs(TpShard(rank=tp_rank, size=len(parts))):
             if tp_rank % run.copies == 0:
                 target = whole.narrow(1 + dim, run.global_start, run.length)
                 target.copy_(part.narrow(1 + dim, run.local_start, run.length))
     return whole
 
 
-def _cut_into(local: Tensor, sharding: ParamSharding, whole: Tensor, tp_rank: int, tp_size: int) -> None:
-    """Writes what rank `tp_rank` holds of `whole` (global shape) to `local` (local shape)."""
+def _copy_share(local: Tensor, sharding: ParamSharding, whole: Tensor, tp: TpShard) -> None:
+    """Writes a rank's share of `whole` (global shape) into `local` (local shape)."""
     dim = sharding.dim or 0
-    for run in sharding.runs(tp_rank, tp_size):
+    for run in sharding.runs(tp):
         part = whole.narrow(dim, run.global_start, run.length)
         local.narrow(dim, run.local_start, run.length).copy_(part)

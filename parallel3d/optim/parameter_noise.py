@@ -19,17 +19,17 @@ from torch import Tensor
 from parallel3d.layers.global_index import global_index
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.bucket_plan import BucketPlan
+from parallel3d.parallel.sharding import TpShard
 from parallel3d.precision.stochastic_rounding import Noise
 from parallel3d.random_keys import Key, bits, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterNoise:
-    """The noise of one rank's parameters; `tp_rank` says which elements those are, and nothing else."""
+    """The noise of one rank's parameters; `tp` decides which elements those are, and nothing else."""
 
     seed: int
-    tp_rank: int
-    tp_size: int
+    tp: TpShard
 
     def key(self, purpose: str, *when: int | str, name: str) -> Key:
         return key_of(purpose, self.seed, *when, name)
@@ -54,8 +54,7 @@ class ParameterNoise:
                 index = global_index(
                     parameter.sharding,
                     range(start - param_slot.offset, stop - param_slot.offset),
-                    tp_rank=self.tp_rank,
-                    tp_size=self.tp_size,
+                    tp=self.tp,
                     device=words.device,
                 )
                 key = self.key(purpose, *when, name=param_slot.name)

@@ -101,6 +101,13 @@ class Updaters:
     weight_decay: float
     decay_norms_and_biases: bool
 
+    def of(self, is_matrix_wise: bool) -> Updater:
+        """The one for the layers' matrices, or for all other parameters."""
+        if not is_matrix_wise:
+            return self.element
+        assert self.matrix is not None
+        return self.matrix
+
     @staticmethod
     def build(optimizer: OptimizerConfig, backend: Backend = "torch") -> Updaters:
         """Returns the updaters of the rule that the configuration names, with its settings."""

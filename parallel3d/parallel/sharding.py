@@ -24,6 +24,18 @@ from math import ceil, prod
 
 
 @dataclass(frozen=True, kw_only=True)
+class TpShard:
+    """Which share of every parameter a rank holds: that of tensor-parallel rank `rank` of `size`."""
+
+    rank: int
+    size: int
+
+
+UNSHARDED = TpShard(rank=0, size=1)
+"""All of every parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FusedBlock:
     """A named piece of a fused parameter along its sharded dimension, in global elements."""
 
@@ -92,14 +104,14 @@ class ParamSharding:
         size = sum(self._part(block, tp_size) for block in self._fused_blocks())
         return self.shape[: self.dim] + (size,) + self.shape[self.dim + 1 :]
 
-    def runs(self, tp_rank: int, tp_size: int) -> tuple[IndexRun, ...]:
-        """What `tp_rank` holds along the sharded dimension, without padding. Empty when all of it is padding."""
+    def runs(self, tp: TpShard) -> tuple[IndexRun, ...]:
+        """The indices along the sharded dimension that a rank holds, without padding. Empty if all of it is padding."""
         if self.dim is None:
-            return (IndexRun(global_start=0, local_start=0, length=self.shape[0], copies=tp_size),)
+            return (IndexRun(global_start=0, local_start=0, length=self.shape[0], copies=tp.size),)
         runs, offset, local = [], 0, 0
         for block in self._fused_blocks():
-            part, copies = self._part(block, tp_size), block.copies(tp_size)
-            start = min(part * (tp_rank // copies), block.size)
+            part, copies = self._part(block, tp.size), block.copies(tp.size)
+            start = min(part * (tp.rank // copies), block.size)
             length = min(part, block.size - start)
             if length:
                 runs.append(IndexRun(global_start=offset + start, local_start=local, length=length, copies=copies))

@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from parallel3d.parallel.group import DoneWork, Group, SoloGroup, Work
 from parallel3d.parallel.recompute_context import RecomputeContext
+from parallel3d.parallel.sharding import TpShard
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,6 +33,11 @@ class TensorParallel:
     sequence_parallel: bool = False
     recompute_context: RecomputeContext = field(default_factory=RecomputeContext)
     """Runs the matrix products of the layers in the region."""
+
+    @property
+    def shard(self) -> TpShard:
+        """This rank's share of the parameters in the region."""
+        return TpShard(rank=self.group.rank, size=self.group.size)
 
     @property
     def is_token_sharded(self) -> bool:

@@ -25,10 +25,12 @@ from parallel3d.monitor.divergence import Divergence, DivergenceRules
 from parallel3d.monitor.training_monitor import TrainingMonitor
 from parallel3d.optim.distributed_optimizer import ShardedOptimizer
 from parallel3d.optim.kernels import choose_update_backend
+from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.update_rules import has_exp_avg_sq
 from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import AbsentGroup
+from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
@@ -124,26 +126,34 @@ def build_optimizer(
     hooks: RankHooks,
 ) -> ShardedOptimizer:
     """The optimizer of a rank's chunks; it owns buckets, initial weights and the rank's ranges of state."""
-    parallel, policy, coordinates = config.parallel, policy_of(config.precision), grid.coordinates(rank)
-    tp_size = len(grid.tp_ranks(coordinates.replica))
+    coordinates = grid.coordinates(rank)
+    tp = TpShard(rank=coordinates.tp, size=grid.tp_size)
     return ShardedOptimizer(
         chunks,
+        build_optimizer_settings(config, tp.size, device),
         rank=rank,
-        seed=config.run.seed,
-        tp_rank=coordinates.tp,
-        tp_size=tp_size,
+        tp=tp,
         first_shard_maps=shard_maps_of(config, coordinates, grid, hosts={}),
-        zero_stage=parallel.zero_stage,
-        bucket_bytes=int(parallel.bucket_mib * 2**20),
-        policy=policy,
-        weight_grads=weight_grads,
-        updaters=Updaters.build(config.optimizer, choose_update_backend(config.optimizer, policy.state, device.type)),
         initial=initial,
-        overlap_reduce=parallel.overlap_grad_reduce,
-        overlap_gather=parallel.overlap_param_gather,
-        fixed=exact_format(config, plan_batch(config, 0), tp_size),
+        weight_grads=weight_grads,
         device=device,
         phase_hook=hooks.phase_hook,
+    )
+
+
+def build_optimizer_settings(config: Config, tp_size: int, device: torch.device) -> OptimizerSettings:
+    """The settings of the run's optimizer; ConfigError where its backend can't be had on `device`."""
+    parallel, policy = config.parallel, policy_of(config.precision)
+    backend = choose_update_backend(config.optimizer, policy.state, device.type)
+    return OptimizerSettings(
+        seed=config.run.seed,
+        is_sharded=parallel.zero_stage == 1,
+        bucket_bytes=int(parallel.bucket_mib * 2**20),
+        policy=policy,
+        updaters=Updaters.build(config.optimizer, backend),
+        fixed=exact_format(config, plan_batch(config, 0), tp_size),
+        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
     )
 
 

@@ -196,7 +196,7 @@ class AsyncSaver(CheckpointSaver):
     def _start(self, step: int, training_loss: float | None) -> None:
         rank = self._rank
         partial = self._checkpoint_dir.partial_path(step, rank.current.number)
-        snapshot = take_snapshot(rank.optimizer, tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size)
+        snapshot = take_snapshot(rank.optimizer, tp=rank.tp_shard)
         write_throttle, cancelled = WriteThrottle(self._settings.write_share), threading.Event()
         self._save = _PendingSave(
             step=step,

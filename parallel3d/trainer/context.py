@@ -24,6 +24,7 @@ from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.group import Group
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Links
+from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.executor import NO_LABEL, Executor, InstructionHook, Label
@@ -103,6 +104,11 @@ class RankContext:
     @property
     def grid(self) -> Grid:
         return self.current.grid
+
+    @property
+    def tp_shard(self) -> TpShard:
+        """This rank's share of its stage's parameters, the same for the whole run."""
+        return TpShard(rank=self.coordinates.tp, size=self.first_grid.tp_size)
 
     @property
     def chunk_layout(self) -> ChunkLayout:

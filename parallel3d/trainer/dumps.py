@@ -76,8 +76,7 @@ def _parameters(rank: RankContext, scale: float) -> Iterator[tuple[Slab, Tensor]
                 slab = parameter_slab(
                     shardings[param_slot.name],
                     suffix=suffix,
-                    tp_rank=rank.tp.group.rank,
-                    tp_size=rank.tp.group.size,
+                    tp=rank.tp_shard,
                     flat_start=start - param_slot.offset,
                     depth=depth,
                     order=number - len(depths),

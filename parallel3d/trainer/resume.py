@@ -121,7 +121,7 @@ def resume(rank: RankContext, folder: Path, text: Json) -> list[str]:
     rank.resumed_from = rank.state.iteration
     reader = CheckpointReader(folder, index)
     check_states(reader, rank.optimizer.buckets)
-    load = partial(load_shard, reader, tp_rank=rank.coordinates.tp, tp_size=rank.first_grid.tp_size)
+    load = partial(load_shard, reader, tp=rank.tp_shard)
     rank.optimizer.start_from(rank.state.iteration, load)
     changed = ", ".join(_changes(index.facts.config, rank.config.model_dump()))
     message = f"resuming from {folder}, after step {rank.state.iteration}"

@@ -18,7 +18,7 @@ from parallel3d.checkpoint.tensor_chunks import (
 from parallel3d.optim.bucket_plan import plan_buckets
 from parallel3d.optim.shard_map import plan_shard_map
 from parallel3d.parallel.grid import Grid
-from parallel3d.parallel.sharding import FusedBlock, ParamSharding
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
 
 QKV = (
     FusedBlock(name="q", size=24),
@@ -61,7 +61,7 @@ def test_every_element_is_written_once_and_found_by_all(tp_size, dp_size, zero_s
     written = {name: np.zeros(shape, int) for name, shape in shapes.items()}
     for rank in grid.ranks:
         coordinates = grid.coordinates(rank)
-        size = dict(tp_rank=coordinates.tp, tp_size=tp_size)
+        size = dict(tp=TpShard(rank=coordinates.tp, size=tp_size))
         shard_map = plan_shard_map(grid, 0, coordinates.tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts={})
         for plan in plans:
             span, whole = written_span(plan, shard_map, rank), range(plan.num_elements)
@@ -71,7 +71,7 @@ def test_every_element_is_written_once_and_found_by_all(tp_size, dp_size, zero_s
                     written[tensor_chunk.tensor][rectangle(tensor_chunk)] += 1
                     assert_in(tensor_chunk, span)
                 found = tensor_chunks_of(sharding, param_slot, whole, with_copies=True, **size)
-                rows = sum(run.length for run in sharding.runs(coordinates.tp, tp_size))
+                rows = sum(run.length for run in sharding.runs(size["tp"]))
                 assert sum(tensor_chunk.num_elements for tensor_chunk in found) == rows * row_length(sharding)
     assert all((counts == 1).all() for counts in written.values())
 
@@ -101,13 +101,13 @@ def test_pieces_stand_where_the_local_share_has_them(tp_size):
             begin += shape[dim]
         for tp_rank in range(tp_size):
             local = np.full(sharding.local_shape(tp_size), -1)
-            for run in sharding.runs(tp_rank, tp_size):
+            for run in sharding.runs(TpShard(rank=tp_rank, size=tp_size)):
                 there, here = [[slice(None)] * whole.ndim for _ in range(2)]
                 there[dim] = slice(run.global_start, run.global_start + run.length)
                 here[dim] = slice(run.local_start, run.local_start + run.length)
                 local[tuple(here)] = whole[tuple(there)]
             flat = local.reshape(-1)
-            where = dict(tp_rank=tp_rank, tp_size=tp_size, with_copies=True)
+            where = dict(tp=TpShard(rank=tp_rank, size=tp_size), with_copies=True)
             for tensor_chunk in tensor_chunks_of(
                 sharding, plan.param_slots[0], range(3, plan.num_elements - 2), **where
             ):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from parallel3d.layers.global_index import global_index
 from parallel3d.layers.init import initial_value
-from parallel3d.parallel.sharding import FusedBlock, ParamSharding
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
 from parallel3d.random_keys import key_of, normal
 
 
@@ -40,14 +40,14 @@ def shardings(draw):
         padded=padded,
         init_std=draw(st.sampled_from([0.5, 1.0])),
     )
-    return sharding, draw(st.integers(0, tp_size - 1)), tp_size
+    return sharding, TpShard(rank=draw(st.integers(0, tp_size - 1)), size=tp_size)
 
 
-def cut_by_hand(sharding, tp_rank, tp_size):
+def cut_by_hand(sharding, tp):
     """The rank's share of a parameter whose elements are their own indices; negative for padding."""
     whole = torch.arange(sharding.num_elements).view(sharding.shape)
-    local = torch.full(sharding.local_shape(tp_size), -1)
-    for run in sharding.runs(tp_rank, tp_size):
+    local = torch.full(sharding.local_shape(tp.size), -1)
+    for run in sharding.runs(tp):
         dim = sharding.dim or 0
         local.narrow(dim, run.local_start, run.length).copy_(whole.narrow(dim, run.global_start, run.length))
     return local.view(-1)
@@ -55,20 +55,20 @@ def cut_by_hand(sharding, tp_rank, tp_size):
 
 @given(shardings(), st.data())
 def test_every_span_has_the_indices_of_a_cut_by_hand(drawn, data):
-    sharding, tp_rank, tp_size = drawn
-    expected = cut_by_hand(sharding, tp_rank, tp_size)
+    sharding, tp = drawn
+    expected = cut_by_hand(sharding, tp)
     start = data.draw(st.integers(0, len(expected) - 1))
     stop = data.draw(st.integers(start + 1, len(expected)))
-    index = global_index(sharding, range(start, stop), tp_rank=tp_rank, tp_size=tp_size)
+    index = global_index(sharding, range(start, stop), tp=tp)
     assert index.dtype is torch.int64
     assert torch.equal(index.clamp(min=-1), expected[start:stop])
 
 
 @given(shardings())
 def test_initial_values_are_those_of_their_global_indices(drawn):
-    sharding, tp_rank, tp_size = drawn
-    index = cut_by_hand(sharding, tp_rank, tp_size)
-    value = initial_value(sharding, seed=3, tp_rank=tp_rank, tp_size=tp_size)
-    assert value.shape == sharding.local_shape(tp_size)
+    sharding, tp = drawn
+    index = cut_by_hand(sharding, tp)
+    value = initial_value(sharding, seed=3, tp=tp)
+    assert value.shape == sharding.local_shape(tp.size)
     expected = torch.where(index < 0, 0.0, normal(key_of("init", 3, "w"), index) * sharding.init_std)
     assert torch.equal(value.view(-1), expected)

@@ -9,6 +9,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
+from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from tests.support.plain_gpt2 import plain_loss
 from tests.support.tiny_stages import (
@@ -105,7 +106,7 @@ def test_initial_values():
 def build_initial(config):
     stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, context=solo("fp32"))
     shardings = [p.sharding for p in parameters_of(stage)]
-    return {sharding.name: initial_value(sharding, seed=7, tp_rank=0, tp_size=1) for sharding in shardings}
+    return {sharding.name: initial_value(sharding, seed=7, tp=UNSHARDED) for sharding in shardings}
 
 
 def test_stages_split_the_model():

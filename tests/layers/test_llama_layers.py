@@ -8,6 +8,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from tests.support.plain_llama import plain_loss
 from tests.support.tiny_stages import (
@@ -122,7 +123,7 @@ def test_initial_std_of_the_last_layer(scaling, factor):
     )
     stage = make_decoder(config, range(11, 12), num_positions=SEQ, context=solo("fp32"))
     down: ShardedParameter = stage.layers[0].mlp.down.weight
-    value = initial_value(down.sharding, seed=1, tp_rank=0, tp_size=1)
+    value = initial_value(down.sharding, seed=1, tp=UNSHARDED)
     assert value.std().item() == pytest.approx(0.2 * factor, rel=0.02)
     assert value.mean().abs().item() < 0.2 * factor * 5 / value.numel() ** 0.5
 

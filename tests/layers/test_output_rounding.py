@@ -10,7 +10,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.output_rounding import matmul_for
 from parallel3d.layers.placement import LayerContext
-from parallel3d.parallel.sharding import FusedBlock
+from parallel3d.parallel.sharding import FusedBlock, TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
 from tests.support.tiny_stages import micro_batch
@@ -27,7 +27,7 @@ def linear(kind, tp=None, policy=POLICY):
     else:
         layer = RowParallelLinear("w", IN, OUT, init_std=0.5, context=context)
     group = context.tp.group
-    whole = initial_value(layer.weight.sharding, seed=3, tp_rank=group.rank, tp_size=group.size)
+    whole = initial_value(layer.weight.sharding, seed=3, tp=TpShard(rank=group.rank, size=group.size))
     layer.weight.data.copy_((whole * 8).round() / 8)  # products are exact in fp32, whatever is added first
     return layer
 
@@ -93,7 +93,7 @@ def test_a_column_parallel_part_is_a_part_of_the_whole(tp_size):
     x = tokens(2)
     whole = linear("column")(x, batch(4, 9)).detach()
     for rank, (layer, part) in enumerate(run_parts("column", tp_size, x, lambda x, rank: x)):
-        runs = layer.weight.sharding.runs(rank, tp_size)
+        runs = layer.weight.sharding.runs(TpShard(rank=rank, size=tp_size))
         expected = torch.cat([whole[:, run.global_start : run.global_start + run.length] for run in runs], 1)
         assert torch.equal(part, expected)
 

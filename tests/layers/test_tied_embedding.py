@@ -13,6 +13,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 from tests.support.plain_llama import plain_loss
@@ -38,7 +39,7 @@ def build(*layers: range):
     stages = [make_decoder(CONFIG, mine, num_positions=SEQ, context=context) for mine in layers]
     for stage in stages:
         for p in parameters_of(stage):
-            p.data.copy_(initial_value(p.sharding, seed=7, tp_rank=0, tp_size=1))
+            p.data.copy_(initial_value(p.sharding, seed=7, tp=UNSHARDED))
     return stages
 
 

@@ -15,6 +15,7 @@ from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import UNSHARDED, TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
 from tests.support.hf_models import MODELS, SIZES, their_model
@@ -49,7 +50,7 @@ def run_ours(name, tp_size, sequence_parallel):
         tp = TensorParallel(group=group, sequence_parallel=sequence_parallel)
         context = LayerContext(tp=tp, policy=POLICIES["fp32"])
         stage = make_decoder(config, range(config.num_hidden_layers), num_positions=SEQ, context=context)
-        load_stage(stage, hf_tensors(config), weights.__getitem__, tp_rank=rank, tp_size=tp_size)
+        load_stage(stage, hf_tensors(config), weights.__getitem__, tp=tp.shard)
         logits = stage.logits(inputs, batch)
         stage(inputs, batch, targets).backward()
         return logits, {p.sharding.name: (p.sharding, p.main_grad / len(targets)) for p in parameters_of(stage)}
@@ -64,7 +65,7 @@ def gradient_of(tensor, grads):
         sharding, grad = mine[tensor.name]
         if rank == 0 or sharding.dim is not None or sharding.partial_grad:
             part = torch.zeros(tensor.shape)
-            write_local_shard(grad, sharding, tensor, part, tp_rank=rank, tp_size=len(grads))
+            write_local_shard(grad, sharding, tensor, part, tp=TpShard(rank=rank, size=len(grads)))
             total += part
     return total
 
@@ -122,14 +123,14 @@ def test_shares_are_parts_of_their_tensors_and_come_together_again(layout):
         count += num
     back = {name: torch.zeros_like(value) for name, value in whole.items()}
     names = set()
-    for rank in range(tp_size):
+    for tp in (TpShard(rank=rank, size=tp_size) for rank in range(tp_size)):
         for sharding in shardings_of(config, layers, tp_size):
-            share = read_local_shard(sharding, table, whole.__getitem__, tp_rank=rank, tp_size=tp_size)
-            real = sum(run.length for run in sharding.runs(rank, tp_size))
+            share = read_local_shard(sharding, table, whole.__getitem__, tp=tp)
+            real = sum(run.length for run in sharding.runs(tp))
             assert (share != 0).sum() == real * (share.numel() // share.shape[sharding.dim or 0])
             for tensor in table:
                 if tensor.name == sharding.name:
-                    write_local_shard(share, sharding, tensor, back[tensor.hf_name], tp_rank=rank, tp_size=tp_size)
+                    write_local_shard(share, sharding, tensor, back[tensor.hf_name], tp=tp)
             names.add(sharding.name)
     assert names == {tensor.name for tensor in table}
     assert all(torch.equal(back[name], whole[name]) for name in whole)
@@ -154,7 +155,7 @@ def test_a_rank_reads_no_more_than_it_holds(name):
     for sharding in shardings_of(config, range(config.num_hidden_layers), 4):
         counts = []
         whole = {tensor.hf_name: Watched(torch.ones(tensor.shape), counts) for tensor in table}
-        share = read_local_shard(sharding, table, whole.__getitem__, tp_rank=1, tp_size=4)
+        share = read_local_shard(sharding, table, whole.__getitem__, tp=TpShard(rank=1, size=4))
         assert sum(counts) == share.sum()  # ones, and zeros for padding
 
 
@@ -171,12 +172,12 @@ def test_what_does_not_fit_is_said():
     group = run_threads(1, lambda rank, world: world.make_group(rank)("tp", (0,)))[0]
     context = LayerContext(tp=TensorParallel(group=group), policy=POLICIES["fp32"])
     stage = make_decoder(config, range(2), num_positions=SEQ, context=context)
-    load_stage(stage, table, weights.__getitem__, tp_rank=0, tp_size=1)
+    load_stage(stage, table, weights.__getitem__, tp=UNSHARDED)
     weights["transformer.h.1.attn.c_attn.bias"][7] = 1.0
     with pytest.raises(UserError, match=r"h\.1\.attn\.c_attn\.bias is not zero, but model\.qkv_bias is false"):
-        load_stage(stage, table, weights.__getitem__, tp_rank=0, tp_size=1)
+        load_stage(stage, table, weights.__getitem__, tp=UNSHARDED)
     weights["transformer.wpe.weight"] = torch.zeros(17, 32)
     with pytest.raises(UserError, match=r"transformer\.wpe\.weight has the shape \(17, 32\).*asks for \(16, 32\)"):
-        load_stage(stage, table, weights.__getitem__, tp_rank=0, tp_size=1)
+        load_stage(stage, table, weights.__getitem__, tp=UNSHARDED)
     with pytest.raises(ConfigError, match="one key-value head for each query head"):
         hf_tensors(ModelConfig(**SIZES, architecture="gpt2", num_key_value_heads=2))

@@ -8,6 +8,7 @@ from parallel3d.inprocess.world import run_threads
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updaters
+from parallel3d.parallel.sharding import TpShard
 from parallel3d.random_keys import bits, key_of
 from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, cut_local
 
@@ -102,7 +103,7 @@ def test_tensor_parallel_parts_are_parts_of_the_whole(tp_size, policy):
     ((whole, _),) = train(1, 1, policy)
     for tp_rank, (local, _) in enumerate(train(tp_size, 1, policy)):
         for sharding in SHARDINGS:
-            expected = cut_local(sharding, whole[sharding.name], tp_rank, tp_size)
+            expected = cut_local(sharding, whole[sharding.name], TpShard(rank=tp_rank, size=tp_size))
             assert torch.equal(local[sharding.name], expected), sharding.name
 
 
@@ -138,12 +139,12 @@ def test_state_without_master_weights_takes_four_bytes_an_element():
 
 def test_the_key_is_all_that_names_the_noise():
     """Seed, iteration, parameter: not the rank, whose only say is which elements it asks for."""
-    noises = [ParameterNoise(seed=7, tp_rank=rank, tp_size=4) for rank in range(4)]
+    noises = [ParameterNoise(seed=7, tp=TpShard(rank=rank, size=4)) for rank in range(4)]
     assert len({each.key("update", 3, name="w") for each in noises}) == 1
     first = noises[0]
     others = {
         first.key("update", 4, name="w"),
         first.key("update", 3, name="v"),
-        ParameterNoise(seed=8, tp_rank=0, tp_size=4).key("update", 3, name="w"),
+        ParameterNoise(seed=8, tp=TpShard(rank=0, size=4)).key("update", 3, name="w"),
     }
     assert len(others | {first.key("update", 3, name="w")}) == 4

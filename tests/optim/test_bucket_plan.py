@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.optim.bucket_plan import ALIGNMENT, PARAM_ALIGNMENT, BucketKey, plan_buckets
-from parallel3d.parallel.sharding import FusedBlock, ParamSharding
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
 
 
 @st.composite
@@ -103,7 +103,7 @@ def test_every_element_of_the_model_is_counted_once(shardings, settings, num_ran
         for param_slot in plan.param_slots:
             sharding = by_name[param_slot.name]
             local = flat[param_slot.offset : param_slot.offset + param_slot.length].view(param_slot.shape)
-            for run in sharding.runs(tp_rank, tp_size):
+            for run in sharding.runs(TpShard(rank=tp_rank, size=tp_size)):
                 part = local.narrow(sharding.dim or 0, run.local_start, run.length)
                 counts[param_slot.name].narrow(sharding.dim or 0, run.global_start, run.length).add_(part)
     for name, count in counts.items():

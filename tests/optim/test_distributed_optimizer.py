@@ -10,6 +10,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.parallel.p2p_messages import Header, Kind
+from parallel3d.parallel.sharding import UNSHARDED, TpShard
 from tests.support.optimizer_ranks import (
     NUM_STEPS,
     SEED,
@@ -47,12 +48,13 @@ def train(tp_size, dp_size, zero_stage, **settings):
 def test_every_layout_is_adamw_on_the_whole_parameters(tp_size, dp_size, zero_stage):
     expected, _ = reference(dp_size)
     for number, (history, _, _) in enumerate(train(tp_size, dp_size, zero_stage)):
+        tp = TpShard(rank=number % tp_size, size=tp_size)
         for step, weights in enumerate(history):
             for sharding in SHARDINGS:
                 whole = expected[step][sharding.name]
                 ours = weights[sharding.name]
                 # fp64, the same sums; one fused formula instead of torch's several: some 1e-16 a step.
-                difference = (ours - cut_local(sharding, whole, number % tp_size, tp_size)).abs().max()
+                difference = (ours - cut_local(sharding, whole, tp)).abs().max()
                 assert difference < 1e-14, (step, sharding.name)
 
 
@@ -149,7 +151,7 @@ def test_reductions_start_during_the_last_backward_pass_and_only_then():
         assert len(rank.buckets) > 3
         started = []
         rank.optimizer.begin_iteration(1, 2)
-        backward(rank.stage, 0, number, rank.coordinates, 1)  # the first of two micro-batches
+        backward(rank.stage, 0, number, rank.tp_shard)  # the first of two micro-batches
         started.append(len(rank.optimizer._reducing))
         for parameter in reversed(parameters_of(rank.stage)):
             parameter.sink.add(gradient(parameter.sharding, 1, number))
@@ -172,7 +174,7 @@ def test_an_iteration_that_broke_off_leaves_nothing_behind():
         rank = Rank(number, world, tp_size=1, dp_size=2, overlap_reduce=True)
         if break_off:
             rank.optimizer.begin_iteration(1, 1)
-            backward(rank.stage, number, 3, rank.coordinates, 1)
+            backward(rank.stage, number, 3, rank.tp_shard)
             assert rank.optimizer._reducing
         rank.step(0)
         return rank.weights()
@@ -276,7 +278,7 @@ def test_parameters_and_gradients_are_views_of_their_buckets():
                 assert parameter.sharding.name == param_slot.name
                 assert parameter.data_ptr() == bucket.weights[param_slot.offset :].data_ptr()
                 assert parameter.main_grad.data_ptr() == bucket.grads[param_slot.offset :].data_ptr()
-                initial = initial_value(parameter.sharding, seed=SEED, tp_rank=0, tp_size=1)
+                initial = initial_value(parameter.sharding, seed=SEED, tp=UNSHARDED)
                 assert torch.equal(parameter.detach(), initial.double())
 
     run_threads(1, body)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.parallel.sharding import FusedBlock, IndexRun, ParamSharding
+from parallel3d.parallel.sharding import FusedBlock, IndexRun, ParamSharding, TpShard
 
 
 @st.composite
@@ -42,7 +42,7 @@ def split(sharding, whole, tp_size):
     parts = []
     for rank in range(tp_size):
         local = torch.full(sharding.local_shape(tp_size), -1)
-        for run in sharding.runs(rank, tp_size):
+        for run in sharding.runs(TpShard(rank=rank, size=tp_size)):
             piece = whole.narrow(sharding.dim, run.global_start, run.length)
             local.narrow(sharding.dim, run.local_start, run.length).copy_(piece)
         parts.append(local)
@@ -53,7 +53,7 @@ def join(sharding, parts):
     """The whole from all ranks' local tensors; -2 where nobody has an element."""
     whole = torch.full(sharding.shape, -2)
     for rank, local in enumerate(parts):
-        for run in sharding.runs(rank, len(parts)):
+        for run in sharding.runs(TpShard(rank=rank, size=len(parts))):
             piece = local.narrow(sharding.dim, run.local_start, run.length)
             whole.narrow(sharding.dim, run.global_start, run.length).copy_(piece)
     return whole
@@ -65,7 +65,7 @@ def test_every_index_is_on_as_many_ranks_as_there_are_copies(case):
     held = Counter(
         (index, run.copies)
         for rank in range(tp_size)
-        for run in sharding.runs(rank, tp_size)
+        for run in sharding.runs(TpShard(rank=rank, size=tp_size))
         for index in range(run.global_start, run.global_start + run.length)
     )
     copies = [n for size, n in fused_blocks for _ in range(size)]
@@ -80,7 +80,7 @@ def test_the_first_of_the_ranks_that_share_indices_has_a_number_that_copies_divi
     owned = [
         index
         for rank in range(tp_size)
-        for run in sharding.runs(rank, tp_size)
+        for run in sharding.runs(TpShard(rank=rank, size=tp_size))
         if rank % run.copies == 0
         for index in range(run.global_start, run.global_start + run.length)
     ]
@@ -116,13 +116,13 @@ def test_every_rank_has_its_part_of_every_chunk_in_the_same_place(case):
             for (start, local), (size, n), part in zip(starts, fused_blocks, parts)
             if part * (rank // n) < size
         ]
-        assert list(sharding.runs(rank, tp_size)) == expected
+        assert list(sharding.runs(TpShard(rank=rank, size=tp_size))) == expected
 
 
 @given(st.integers(1, 400), st.sampled_from([1, 2, 3, 4, 8]))
 def test_padding_stands_on_the_last_ranks_only(size, tp_size):
     sharding = ParamSharding(name="embedding.weight", shape=(size, 4), dim=0, padded=True)
-    lengths = [sum(run.length for run in sharding.runs(rank, tp_size)) for rank in range(tp_size)]
+    lengths = [sum(run.length for run in sharding.runs(TpShard(rank=rank, size=tp_size))) for rank in range(tp_size)]
     full = ceil(size / tp_size)
     assert sum(lengths) == size and lengths == sorted(lengths, reverse=True)
     assert all(length in (0, full) for i, length in enumerate(lengths) if i != size // full)
@@ -131,13 +131,14 @@ def test_padding_stands_on_the_last_ranks_only(size, tp_size):
 def test_a_vocabulary_of_50257_over_4():
     sharding = ParamSharding(name="embedding.weight", shape=(50257, 768), dim=0, padded=True)
     assert sharding.local_shape(4) == (12565, 768)
-    assert [run.length for rank in range(4) for run in sharding.runs(rank, 4)] == [12565, 12565, 12565, 12562]
+    runs = [run for rank in range(4) for run in sharding.runs(TpShard(rank=rank, size=4))]
+    assert [run.length for run in runs] == [12565, 12565, 12565, 12562]
     assert sharding.num_elements == 50257 * 768
 
 
 def test_a_rank_may_hold_nothing_but_padding():
     sharding = ParamSharding(name="embedding.weight", shape=(5, 2), dim=0, padded=True)
-    assert [len(sharding.runs(rank, 4)) for rank in range(4)] == [1, 1, 1, 0]
+    assert [len(sharding.runs(TpShard(rank=rank, size=4))) for rank in range(4)] == [1, 1, 1, 0]
     assert sharding.local_shape(4) == (2, 2)
 
 
@@ -150,18 +151,18 @@ def test_fused_qkv_gives_each_rank_whole_heads():
         FusedBlock(name="v", size=4 * head),
     )
     sharding = ParamSharding(name="qkv", shape=(16 * head, 64), dim=0, fused_blocks=fused_blocks)
-    held = [(run.global_start // head, run.length // head) for run in sharding.runs(1, 2)]
+    held = [(run.global_start // head, run.length // head) for run in sharding.runs(TpShard(rank=1, size=2))]
     assert held == [(4, 4), (10, 2), (14, 2)]
     for tp_size in (1, 2, 4):
         for rank in range(tp_size):
-            for run in sharding.runs(rank, tp_size):
+            for run in sharding.runs(TpShard(rank=rank, size=tp_size)):
                 assert run.global_start % head == run.local_start % head == run.length % head == 0
 
 
 def test_a_replicated_parameter_is_whole_on_every_rank():
     sharding = ParamSharding(name="norm.weight", shape=(48,))
     assert sharding.local_shape(4) == (48,)
-    assert {sharding.runs(rank, 4) for rank in range(4)} == {
+    assert {sharding.runs(TpShard(rank=rank, size=4)) for rank in range(4)} == {
         (IndexRun(global_start=0, local_start=0, length=48, copies=4),)
     }
 
@@ -177,7 +178,7 @@ def test_key_heads_on_more_ranks_than_there_are():
         sharding = ParamSharding(name="qkv", shape=(num_heads + 2 * num_kv_heads, 2), dim=0, fused_blocks=fused_blocks)
         assert sharding.copies(tp_size) == tp_size // num_kv_heads and sharding.copies(num_kv_heads) == 1
         for rank in range(tp_size):
-            q, k, v = sharding.runs(rank, tp_size)
+            q, k, v = sharding.runs(TpShard(rank=rank, size=tp_size))
             wanted = {head * num_kv_heads // num_heads for head in range(q.global_start, q.global_start + q.length)}
             assert {k.global_start - num_heads} == {v.global_start - num_heads - num_kv_heads} == wanted
             assert k.length == v.length == 1

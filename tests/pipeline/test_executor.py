@@ -72,7 +72,7 @@ def make_chunks(pp, num_stages, virtual_stages, tp, model):
         for ends in list(pairwise(cuts))[pp::num_stages]
     )
     for p in parameters_of(chunks):
-        p.data.copy_(initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size))
+        p.data.copy_(initial_value(p.sharding, seed=7, tp=tp.shard))
     return chunks
 
 

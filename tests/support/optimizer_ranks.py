@@ -16,13 +16,14 @@ from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
+from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updaters
-from parallel3d.parallel.grid import Coordinates, Grid
+from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.groups import build_groups
-from parallel3d.parallel.sharding import FusedBlock, ParamSharding
+from parallel3d.parallel.sharding import UNSHARDED, FusedBlock, ParamSharding, TpShard
 from parallel3d.precision.policy import POLICIES, Policy
 
 SEED = 7
@@ -68,35 +69,35 @@ def gradient(sharding: ParamSharding, part: int, step: int) -> Tensor:
     return torch.randint(-64, 65, sharding.shape, generator=numbers).to(torch.float64) / 16
 
 
-def cut_local(sharding: ParamSharding, whole: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+def cut_local(sharding: ParamSharding, whole: Tensor, tp: TpShard) -> Tensor:
     """This rank's share, zeros for padding."""
     if sharding.dim is None:
         return whole
-    local = whole.new_zeros(sharding.local_shape(tp_size))
-    for run in sharding.runs(tp_rank, tp_size):
+    local = whole.new_zeros(sharding.local_shape(tp.size))
+    for run in sharding.runs(tp):
         piece = whole.narrow(sharding.dim, run.global_start, run.length)
         local.narrow(sharding.dim, run.local_start, run.length).copy_(piece)
     return local
 
 
-def local_gradient(sharding: ParamSharding, part: int, step: int, tp_rank: int, tp_size: int) -> Tensor:
+def local_gradient(sharding: ParamSharding, part: int, step: int, tp: TpShard) -> Tensor:
     """What the backward pass of one rank adds up: a partial gradient is its tokens' part only, that of a row which
     several ranks hold its own query heads' part."""
-    whole, tp_share = gradient(sharding, part, step), 0.25 if tp_rank == 0 else 0.75 / max(1, tp_size - 1)
-    if sharding.partial_grad and tp_size > 1:
+    whole, tp_share = gradient(sharding, part, step), 0.25 if tp.rank == 0 else 0.75 / max(1, tp.size - 1)
+    if sharding.partial_grad and tp.size > 1:
         return tp_share * whole
-    local = cut_local(sharding, whole, tp_rank, tp_size)
-    for run in sharding.runs(tp_rank, tp_size):
+    local = cut_local(sharding, whole, tp)
+    for run in sharding.runs(tp):
         if sharding.dim is not None and run.copies > 1:
-            assert run.copies == tp_size
+            assert run.copies == tp.size
             local.narrow(sharding.dim, run.local_start, run.length).mul_(tp_share)
     return local
 
 
-def backward(stage: nn.Module, part: int, step: int, coordinates: Coordinates, tp_size: int) -> None:
+def backward(stage: nn.Module, part: int, step: int, tp: TpShard) -> None:
     """Adds one part's gradients as the layers do: last parameter first."""
     for parameter in reversed(parameters_of(stage)):
-        parameter.sink.add(local_gradient(parameter.sharding, part, step, coordinates.tp, tp_size))
+        parameter.sink.add(local_gradient(parameter.sharding, part, step, tp))
 
 
 class Rank:
@@ -126,19 +127,21 @@ class Rank:
         self.grid = Grid.uniform(tp_size=tp_size, pp_size=1, dp_size=dp_size)
         self.coordinates = self.grid.coordinates(rank)
         self.stage = make_stage(tp_size, POLICIES[policy])
-        self.optimizer = ShardedOptimizer(
-            self.stage,
-            rank=rank,
+        settings = OptimizerSettings(
             seed=SEED,
-            tp_rank=self.coordinates.tp,
-            tp_size=tp_size,
-            first_shard_maps=self.shard_maps_on(self.grid),
-            zero_stage=zero_stage,
+            is_sharded=zero_stage == 1,
             bucket_bytes=bucket_bytes,
             policy=POLICIES[policy],
             updaters=Updaters.build(OptimizerConfig(learning_rate=1.0, kind=kind)),
             overlap_reduce=overlap_reduce,
             overlap_gather=overlap_gather,
+        )
+        self.optimizer = ShardedOptimizer(
+            self.stage,
+            settings,
+            rank=rank,
+            tp=self.tp_shard,
+            first_shard_maps=self.shard_maps_on(self.grid),
             device=torch.device("cpu"),
             phase_hook=phase_hook,
         )
@@ -148,6 +151,10 @@ class Rank:
         )
         self.optimizer.commit()
         self.join(0, self.grid)
+
+    @property
+    def tp_shard(self) -> TpShard:
+        return TpShard(rank=self.coordinates.tp, size=self.tp_size)
 
     @property
     def buckets(self):
@@ -189,7 +196,7 @@ class Rank:
         mine = [part for part in range(self.dp_size) if replicas[part % len(replicas)] == self.coordinates.dp]
         self.optimizer.begin_iteration(step + 1, len(mine))
         for part in mine:
-            backward(self.stage, part, step, self.coordinates, self.tp_size)
+            backward(self.stage, part, step, self.tp_shard)
         self.optimizer.finish_reduction()
 
     def step(self, step: int) -> None:
@@ -220,7 +227,7 @@ def update_step(step: int) -> UpdateStep:
 def reference(num_parts: int, dtype: torch.dtype = torch.float64) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """The same steps with torch.optim.AdamW on whole parameters: weights and squared norms after every step."""
     weights = {
-        sharding.name: nn.Parameter(initial_value(sharding, seed=SEED, tp_rank=0, tp_size=1).to(dtype))
+        sharding.name: nn.Parameter(initial_value(sharding, seed=SEED, tp=UNSHARDED).to(dtype))
         for sharding in SHARDINGS
     }
     decayed = [weights[s.name] for s in SHARDINGS if not s.is_norm_or_bias]

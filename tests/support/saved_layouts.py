@@ -50,7 +50,7 @@ def run_layout(
             initial=weights,
             weights=weights,
         )
-        snapshot = take_snapshot(runtime.optimizer, tp_rank=runtime.coordinates.tp, tp_size=grid.tp_size)
+        snapshot = take_snapshot(runtime.optimizer, tp=runtime.tp_shard)
         return run, snapshot, runtime
 
     done = run_threads(len(grid.ranks), body, world=ThreadWorld(len(grid.ranks)))

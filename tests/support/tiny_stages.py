@@ -13,6 +13,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
 
@@ -38,10 +39,10 @@ def build(config, tp, policy="fp64", recompute="none", device="cpu", compiles=Fa
         config, range(config.num_hidden_layers), num_positions=SEQ, context=context, recompute=recompute
     )
     for p in parameters_of(stage):
-        value = initial_value(p.sharding, seed=7, tp_rank=tp.group.rank, tp_size=tp.group.size)
+        value = initial_value(p.sharding, seed=7, tp=tp.shard)
         if p.sharding.is_norm_or_bias:
             ramp = 0.1 * torch.arange(p.sharding.num_elements) / p.sharding.num_elements
-            for run in p.sharding.runs(tp.group.rank, tp.group.size):
+            for run in p.sharding.runs(tp.shard):
                 value.narrow(0, run.local_start, run.length).add_(ramp.narrow(0, run.global_start, run.length))
         p.data.copy_(value)
     return stage
@@ -81,7 +82,7 @@ def whole(shardings, parts):
         return parts[0]
     result = torch.full(sharding.shape, float("nan"), dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
-        for run in sharding.runs(rank, len(parts)):
+        for run in sharding.runs(TpShard(rank=rank, size=len(parts))):
             result.narrow(sharding.dim, run.global_start, run.length).copy_(
                 part.narrow(sharding.dim, run.local_start, run.length)
             )

@@ -15,6 +15,7 @@ from parallel3d.checkpoint.read import CheckpointReader, load_shard
 from parallel3d.checkpoint.weights import FILE
 from parallel3d.errors import CheckpointError
 from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.trainer.context import Transports
 from parallel3d.trainer.generation import start_rank
 from parallel3d.trainer.plans import build_grid
@@ -83,7 +84,7 @@ def evaluation_of(config, folder):
     world, grid = ThreadWorld(1), build_grid(config)
     rank = tiny_runs.prepare(config, grid, 0)
     reader = CheckpointReader(folder, verify_checkpoint(folder))
-    rank.optimizer.start_from(0, partial(load_shard, reader, tp_rank=0, tp_size=1, kinds=(WEIGHT,)))
+    rank.optimizer.start_from(0, partial(load_shard, reader, tp=UNSHARDED, kinds=(WEIGHT,)))
     start_rank(rank, grid, Transports(make_group=world.make_group(0), links=world.links(0), token=world.tokens[0]))
     return evaluate(rank).loss
 

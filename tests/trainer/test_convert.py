@@ -32,6 +32,7 @@ from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.group import SoloGroup
+from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
 from tests.support import tiny_runs
@@ -87,7 +88,7 @@ def our_logits(folder, tokens):
     reader = CheckpointReader(folder, index)
     with torch.no_grad():
         for parameter in parameters_of(model):
-            parameter.copy_(load_weight(reader, parameter.sharding, tp_rank=0, tp_size=1))
+            parameter.copy_(load_weight(reader, parameter.sharding, tp=UNSHARDED))
     return model.logits(tokens.view(-1), MicroBatch(seed=1, iteration=1, slots=(0, 1), sequence_length=SEQ))
 
 

@@ -33,7 +33,7 @@ def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, p
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_noise_of_each_ranks_own_would_make_them_drift(run_layout, parallel, monkeypatch):
     """As HLAT saw it (section IV-A): its ranks drew their own noise."""
-    keyed_by_rank = lambda self, *what, name: key_of(self.seed, *what, name, self.tp_rank)  # noqa: E731
+    keyed_by_rank = lambda self, *what, name: key_of(self.seed, *what, name, self.tp.rank)  # noqa: E731
     monkeypatch.setattr(ParameterNoise, "key", keyed_by_rank)
     with pytest.raises(AssertionError, match="norm.weight differs over the tp group"):
         run(run_layout, parallel)
