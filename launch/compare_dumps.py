@@ -121,7 +121,5 @@ def format_loss(loss: float | None) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(
-        1
-    )  # thousands of small operations: idle OpenMP threads would spin, 95 s for 18 on a busy machine
+    torch.set_num_threads(1)  # many small operations: OpenMP's idle threads would spin, for 5 times the CPU time
     sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ Both are real runs of configs/demo.json: the first without its injected faults, 
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ FOLDER = ROOT / "runs" / "demo"
 NUM_ROWS = 8
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(description="Train undisturbed, then while workers are killed, and compare.").parse_args(
+        arguments
+    )
     for title, folder, overrides in (
         ("First, undisturbed.", FOLDER / "undisturbed", ["elastic.faults=[]", "run.show_routes=false"]),
         ("Now again, while workers are killed: one in step 50, the leader in step 90.", FOLDER / "killed", []),
@@ -59,4 +63,4 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

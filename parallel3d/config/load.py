@@ -121,8 +121,10 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         known = sorted(Path("configs").glob("*.json"))
         names = [str(other) for other in known if other.name != "schema.json"]
-        near = difflib.get_close_matches(str(path), names, n=3) or names
-        fix = f"Did you mean {' or '.join(near)}?" if near else "Give the path of a JSON file"
+        near = difflib.get_close_matches(path.stem, {Path(name).stem: name for name in names}, n=3)
+        meant = [name for name in names if Path(name).stem in near]
+        fix = f"Did you mean {' or '.join(meant)}?" if meant else "Give the path of a JSON file"
+        fix += f", such as {names[0]}" if names and not meant else ""
         raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
     except json.JSONDecodeError as error:
         where = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"

@@ -135,7 +135,8 @@ def load_corpus(folder: Path) -> Corpus:
 def _build(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str], None], scratch: Path) -> None:
     """Fills `scratch`, which is then renamed to `folder`."""
     started = time.perf_counter()
-    log(f"first use of this corpus: indexing {len(spec.files):,} files, into {folder}")
+    num_files = len(spec.files)
+    log(f"first use of this corpus: indexing {num_files:,} file{'s' if num_files != 1 else ''}, into {folder}")
     facts = build_token_corpus(spec, scratch, token) if spec.is_tokens else build_text_corpus(spec, scratch, token, log)
     (scratch / "corpus.json").write_text(json.dumps(facts, indent=1))
     train, validation = load_split(scratch).values()

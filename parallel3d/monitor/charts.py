@@ -51,8 +51,10 @@ def draw_all(
 
 
 def draw_loss(path: Path, *, title: str, history: MetricsLog, unigram_entropy: float | None = None) -> None:
-    """The training loss (nats a token) by step, with evaluations and a line at the unigram entropy: the loss of a model
-    that knows only how frequent each token is."""
+    """Draws the training loss (nats per token) by step, with evaluations.
+
+    A line marks the unigram entropy: the loss of a model that knows only how frequent each token is.
+    """
     figure = _figure(height=4.8)
     axes = figure.add_subplot()
     _draw_loss(axes, history, unigram_entropy)
@@ -62,7 +64,7 @@ def draw_loss(path: Path, *, title: str, history: MetricsLog, unigram_entropy: f
 
 
 def draw_course(path: Path, *, title: str, history: MetricsLog, max_grad_norm: float | None = None) -> None:
-    """All figures of a run, one panel below the other; `max_grad_norm` draws the clipping limit."""
+    """Draws all figures of a run, one panel below the other; `max_grad_norm` draws the clipping limit."""
     lengths = {value for _, value in history.points("sequence_length")}
     left_out = {"sequence_length"} if len(lengths) < 2 else set()
     panels = [name for name in _PANELS if name not in left_out and (name == "loss" or history.points(name))]
@@ -77,7 +79,7 @@ def draw_course(path: Path, *, title: str, history: MetricsLog, max_grad_norm: f
 
 
 def draw_instability(path: Path, *, title: str, history: MetricsLog) -> None:
-    """Loss, loss ratio and sqrt(v), each divided by its maximum."""
+    """Draws loss, loss ratio and sqrt(v), each divided by its maximum."""
     ratios = sorted(ratios_of(history).items())
     series: list[tuple[str, Points, str]] = [
         ("training loss", history.points("loss"), RAW),
@@ -113,7 +115,7 @@ def draw_instability(path: Path, *, title: str, history: MetricsLog) -> None:
 # --- panels -----------------------------------------------------------------------------------------------------------
 
 _PANELS = {
-    "loss": "loss\n(nats per token)",
+    "loss": "loss (nats per token)",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "variance_norm": "l1 norm of\nsqrt(v)",

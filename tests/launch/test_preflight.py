@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 ONE = ("parallel.pp_size=1", "parallel.dp_size=1")
 
 
-def test_the_run_begins_after_its_rehearsal(config_file, tmp_path):
+def test_the_run_starts_after_its_preflight(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "--preflight", "checkpoint.every=5", "parallel.dp_size=1"))
     assert code == 0, out + err
     table = out[out.index("largest relative differences of step 4") :].splitlines()
@@ -83,7 +83,7 @@ def test_under_a_launcher_there_is_one_clear_error(config_file):
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_a_rehearsal(config_file, tmp_path):
+def test_ctrl_c_ends_a_preflight(config_file, tmp_path):
     process = start("--config", config_file, "--preflight", *ONE)
     scratch = tmp_path / "run" / "checkpoints" / "preflight"
     deadline = time.monotonic() + 60
@@ -123,7 +123,7 @@ def test_which_layout_comes_first(config_file, parallel, first):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_can_be_rehearsed(path, tmp_path, monkeypatch):
+def test_every_shipped_configuration_has_a_preflight(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = resolve(load_config(path), config_path=path)
     for trial in (

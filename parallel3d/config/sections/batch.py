@@ -59,14 +59,18 @@ def check_batch_sizes(batch: BatchConfig) -> Iterator[Problem]:
         )
         return
     total, micro, count = batch_sizes(batch)
-    if total != micro * count:
-        yield Problem(
-            field="batch.global_batch_size",
-            value=total,
-            rule="must be micro_batch_size * num_micro_batches, given as"
-            f" {batch.micro_batch_size or '(derived)'} * {batch.num_micro_batches or '(derived)'}",
-            fix=f"Remove one of the three, or use {micro * count or micro}",
-        )
+    if total == micro * count:
+        return
+    if batch.micro_batch_size and batch.num_micro_batches:
+        rule_text = f"must be batch.micro_batch_size ({micro}) * batch.num_micro_batches ({count})"
+        fix = f"Remove one of the three, or use {micro * count}"
+    else:
+        name = "micro_batch_size" if batch.micro_batch_size else "num_micro_batches"
+        divisor = micro if batch.micro_batch_size else count
+        low = total // divisor * divisor
+        rule_text = f"must be a multiple of batch.{name} ({divisor})"
+        fix = f"Use {f'{low} or ' if low else ''}{low + divisor}, or change batch.{name}"
+    yield Problem(field="batch.global_batch_size", value=total, rule=rule_text, fix=fix)
 
 
 @rule(BATCH_SIZES, LAYOUT, WORLD_SIZE)

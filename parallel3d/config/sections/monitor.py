@@ -29,4 +29,5 @@ class MonitorConfig(Section):
     """Draw loss.png, course.png and instability.png into the run's folder when the run ends; launch/report.py draws
     them at any time."""
     tensorboard: bool = False
-    """Write the metrics of every step for TensorBoard too, to tensorboard/ in the run's folder."""
+    """Also writes the figures of every step for TensorBoard, to tensorboard/ in the run folder. Needs the package
+    tensorboardX, which the extra "tensorboard" installs."""
