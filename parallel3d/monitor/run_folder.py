@@ -1,7 +1,7 @@
 """The run folder: all files of a run, written by one process.
 
 config.json        the resolved configuration; starts the same run again
-environment.json   versions, machine, commit, command line
+environment.json   versions, machine, device, commit, command line
 metrics.jsonl      a line per step, and a line with "event" for everything else; a resumed run's from its first start
 lost-steps.jsonl   lines of steps that were lost in a restart
 summary.json       how the run ended, with its figures
@@ -81,6 +81,12 @@ class RunFolder:
         os.replace(temporary, path)
         before, self._metrics = self._metrics, path.open("ab", buffering=0)
         before.close()
+
+    def add_environment(self, facts: dict[str, Any]) -> None:
+        """Adds what only a worker knows to environment.json."""
+        path, temporary = self.path / ENVIRONMENT, self.path / f".{ENVIRONMENT}"
+        temporary.write_text(json.dumps(json.loads(path.read_text()) | facts, indent=2) + "\n")
+        os.replace(temporary, path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         temporary = self.path / f".{SUMMARY}"

@@ -242,6 +242,8 @@ class RunReporter:
             case "total":
                 self._total = record["num_steps"]
                 self._full_sizes = {name: record[name] for name in SIZES if name in record}
+            case "environment":
+                self._try_write(self._folder.add_environment, fields)
             case "summary":
                 self._summary = fields
             case None:

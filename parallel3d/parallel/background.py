@@ -74,10 +74,15 @@ def build_in_background(build: Callable[[], T], name: str, token: AbortToken, ti
         token.remove_callback(over.set)
 
 
-def release_in_background(only: list[Any], name: str) -> None:
-    """Drops a reference to an object that takes long to destroy.
+def release_in_background(only: list[Any], name: str, on_start: Callable[[], None] = lambda: None) -> None:
+    """Drops a reference to an object that takes long to destroy; `on_start` runs on the thread before that.
 
     The list must hold the only reference: one in the caller's frame could be the last, which would destroy the object
     on the caller's thread.
     """
-    threading.Thread(target=only.clear, daemon=True, name=name).start()
+
+    def release() -> None:
+        on_start()
+        only.clear()
+
+    threading.Thread(target=release, daemon=True, name=name).start()

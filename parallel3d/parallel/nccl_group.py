@@ -19,14 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.accelerator import use_device
 from parallel3d.parallel.group import Work
 from parallel3d.parallel.store_group import StoreGroup, max_options
 
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
-"""To be set before the first group is built, so that torch leaves lost peers to us. By default it ends the process."""
+"""To be set before the first group is built. torch then leaves lost peers to us, where by default it ends the process,
+and the abort of a communicator that is still connecting returns, where by default the thread would hang in NCCL."""
 
 
 class NcclGroup(StoreGroup):
@@ -42,7 +45,6 @@ class NcclGroup(StoreGroup):
         super().__init__(**settings)
 
     def _build(self, store: dist.Store, timeout: timedelta) -> Any:
-        torch.cuda.set_device(self._device)  # of this thread
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
@@ -74,6 +76,9 @@ class NcclGroup(StoreGroup):
     def is_busy(self) -> bool:
         return self._is_ending and not self._ended.is_set()
 
+    def _enter_thread(self) -> None:
+        use_device(self._device)
+
     def _on_abort(self) -> None:
         self.abort()
 
@@ -83,6 +88,7 @@ class NcclGroup(StoreGroup):
 
     def _abort(self, pg: Any) -> None:
         try:
+            self._enter_thread()
             if pg is not None:
                 pg.abort()
         finally:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel3d.errors import GenerationEnded, ProtocolError
 from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
+from parallel3d.parallel.accelerator import use_device
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
 from parallel3d.parallel.staged_group import HostCopy
 
@@ -34,7 +35,7 @@ class SocketLinks(Links):
     """Point-to-point links over sockets.
 
     `address_of(rank)` is called on the first send to a rank and may block until that rank has published it. Device
-    tensors may be sent; received tensors are on the host, in pinned memory if `pinned`.
+    tensors of `device` may be sent; received tensors are on the host, in pinned memory unless the device is a CPU.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class SocketLinks(Links):
         slots: int,
         token: AbortToken,
         timeout_s: float,
-        pinned: bool = False,
+        device: torch.device | None = None,
     ):
         self._rank = rank
-        self._pinned = pinned
+        self._device = device or torch.device("cpu")
         self._generation = generation
         self._listener = listener
         self._address_of = address_of
@@ -157,7 +158,7 @@ class SocketLinks(Links):
                 queue = self._inbox.setdefault(source, deque())
             while True:
                 header = Header.unpack(_read(connection, HEADER_BYTES))
-                tensor = torch.empty(header.shape, dtype=header.dtype, pin_memory=self._pinned)
+                tensor = torch.empty(header.shape, dtype=header.dtype, pin_memory=self._device.type != "cpu")
                 _read_into(connection, _as_bytes(tensor))
                 with self._changed:
                     self._changed.wait_for(lambda: len(queue) < self._slots or self._is_over())  # bounded: close, abort
@@ -173,7 +174,11 @@ class SocketLinks(Links):
         return self._closing or self._token.aborted
 
     def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=args, daemon=True, name=f"links-{target.__name__}")
+        def run() -> None:
+            use_device(self._device)
+            target(*args)
+
+        thread = threading.Thread(target=run, daemon=True, name=f"links-{target.__name__}")
         thread.start()
         return thread
 

@@ -33,9 +33,12 @@ class StoreGroup(Group):
         super().__init__(name=name, rank=rank, ranks=ranks)
         self.token = token
         self.timeout_s = timeout_s
-        self._pg: Any = build_in_background(
-            lambda: self._build(dist.PrefixStore(name, store), timedelta(seconds=timeout_s)), name, token, timeout_s
-        )
+
+        def build() -> Any:
+            self._enter_thread()
+            return self._build(dist.PrefixStore(name, store), timedelta(seconds=timeout_s))
+
+        self._pg: Any = build_in_background(build, name, token, timeout_s)
         token.on_abort(self._on_abort)
 
     @abstractmethod
@@ -46,11 +49,14 @@ class StoreGroup(Group):
     def _on_abort(self) -> None:
         """Runs when the token is aborted, on the aborting thread."""
 
+    def _enter_thread(self) -> None:
+        """Runs first on each background thread of the group, for libraries with settings per thread."""
+
     def close(self) -> None:
         self.token.remove_callback(self._on_abort)
         only = [self._pg]
         self._pg = None
-        release_in_background(only, f"close-{self.name}")
+        release_in_background(only, f"close-{self.name}", self._enter_thread)
 
 
 def max_options() -> Any:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from parallel3d.config.schema import Config
+from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.parallel.nccl_group import NCCL_ENVIRONMENT
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
-def choose_device(config: Config, local_rank: int, local_world_size: int) -> torch.device:
-    """Returns the device that `run.device` means on this machine; raises ConfigError if there is none."""
+
+def choose_device(
+    config: Config, local_rank: int, local_world_size: int, *, has_own_device: bool = False
+) -> torch.device:
+    """Returns the device that `run.device` means on this machine; raises ConfigError if there is none.
+
+    has_own_device: the launcher shows each process a single GPU, another one to each.
+    """
     wanted, num_devices = config.run.device, torch.cuda.device_count()
+    if wanted != "cpu" and has_own_device:
+        return torch.device("cuda", 0)
     if wanted == "cpu" or (wanted == "auto" and num_devices < local_world_size):
         return torch.device("cpu")
     if wanted == "cuda_shared" and num_devices > 0:
@@ -25,16 +37,56 @@ def choose_device(config: Config, local_rank: int, local_world_size: int) -> tor
     return torch.device("cuda", local_rank)
 
 
-def init_device(device: torch.device) -> None:
+def exchange_device_ids(context: WorkerContext) -> list[str]:
+    """Returns what each worker of this host sees: the id of its only GPU, or "" with none or several."""
+    only = torch.cuda.get_device_properties(0) if torch.cuda.device_count() == 1 else None
+    own = "" if only is None else str(getattr(only, "uuid", ""))
+    context.control.set(f"device/{context.host}/{context.local_rank}", own.encode())
+    if not own or context.local_world_size == 1:
+        return [own]
+    keys = [f"device/{context.host}/{local_rank}" for local_rank in range(context.local_world_size)]
+    return [value.decode() for value in context.control.get_all(keys, context.control.token)]
+
+
+def are_own_devices(device_ids: Sequence[str], local_world_size: int) -> bool:
+    """Whether several workers of a host see one GPU each, and no two the same: so does srun --gpus-per-task=1."""
+    return local_world_size > 1 and "" not in device_ids and len(set(device_ids)) == local_world_size
+
+
+def init_device(device: torch.device, *, deterministic: bool = False) -> None:
     """Makes the device this process's own; call it before the device is used.
 
     Kernels are compiled in this process: helper processes would outlive a worker that is killed.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if device.type == "cuda":
-        for name, value in NCCL_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        torch.cuda.set_device(device)
+    if device.type != "cuda":
+        return
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        # reshards and growing sequences would leave holes of the wrong sizes in a device that is nearly full
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if deterministic:
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")  # read when cuBLAS makes its first handle
+        torch.use_deterministic_algorithms(True)
+        # it would fill every buffer that is about to be written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.cuda.set_device(device)
+
+
+def describe_device(device: torch.device) -> dict[str, object]:
+    """Facts for environment.json; empty for a CPU, which the launcher describes."""
+    if device.type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "device_memory_bytes": properties.total_memory,
+        "device_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
 
 
 def choose_num_threads(config: Config, local_world_size: int) -> int:

@@ -37,7 +37,13 @@ from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import RecoveryManager
 from parallel3d.trainer.resume import resume, skip_data_to
-from parallel3d.worker.device import choose_device, choose_num_threads, init_device
+from parallel3d.worker.device import (
+    are_own_devices,
+    choose_device,
+    choose_num_threads,
+    exchange_device_ids,
+    init_device,
+)
 from parallel3d.worker.fault_injection import corrupt_weight
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.network import SocketNetwork
@@ -100,8 +106,9 @@ def run_worker(
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:
     """Chooses and initialises this worker's device and CPU threads."""
-    device = choose_device(config, context.local_rank, context.local_world_size)
-    init_device(device)
+    has_own_device = are_own_devices(exchange_device_ids(context), context.local_world_size)
+    device = choose_device(config, context.local_rank, context.local_world_size, has_own_device=has_own_device)
+    init_device(device, deterministic=config.run.deterministic)
     print(f"computing on {device}; GPUs found: {torch.cuda.device_count()}", flush=True)
     torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)

@@ -50,7 +50,7 @@ class SocketNetwork(Network):
             slots=self._config.parallel.p2p_slots,
             token=token,
             timeout_s=self._config.run.timeout_s,
-            pinned=self._device.type == "cuda",
+            device=self._device,
         )
 
         def make_group(name: str, ranks: tuple[int, ...]) -> Group:

@@ -21,6 +21,7 @@ from parallel3d.monitor.memory import reset_peak_memory
 from parallel3d.trainer.batching import plan_batch
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.reporting import describe_layout, describe_start
+from parallel3d.worker.device import describe_device
 
 NUM_ROUND_TRIPS = 20
 
@@ -78,6 +79,8 @@ class RunReport:
         if rank.is_leader:
             for line in [] if self._is_restart else self._describe_run(state.tolist(), peak):
                 self._publish({"kind": "notice", "text": line})
+            if facts := describe_device(rank.device):
+                self._publish({"kind": "environment", **facts})
             self._publish({"kind": "round_trip", "seconds": round_trip_s})
 
     def _describe_run(self, state_bytes: list[float], peak: Peak) -> list[str]:

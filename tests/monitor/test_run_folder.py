@@ -23,6 +23,14 @@ def test_a_new_folder(tmp_path):
     folder.close()
 
 
+def test_what_only_a_worker_knows_joins_the_environment(tmp_path):
+    folder = open_folder(tmp_path)
+    folder.add_environment({"device": "NVIDIA H200", "cuda": "13.0"})
+    folder.close()
+    expected = {"python": "3.11", "device": "NVIDIA H200", "cuda": "13.0"}
+    assert json.loads((tmp_path / "environment.json").read_text()) == expected
+
+
 def test_an_earlier_runs_files_are_moved_aside_and_nothing_else(tmp_path):
     for number in range(3):
         folder = open_folder(tmp_path)

@@ -12,6 +12,9 @@ from parallel3d.parallel import background
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.nccl_group import NcclGroup
 
+SET: list[tuple[str, torch.device]] = []
+"""(thread, device) of each torch.cuda.set_device."""
+
 
 class FakeWork:
     def __init__(self, calls):
@@ -60,7 +63,8 @@ def nccl(monkeypatch):
             FakeNccl.abort()
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: SET.append((threading.current_thread().name, device)))
+    SET.clear()
     monkeypatch.setattr(background, "ABORT_GRACE_S", 0.0)
     return Nccl
 
@@ -133,3 +137,16 @@ def test_an_error_of_the_library_ends_the_generation(nccl, monkeypatch):
     monkeypatch.setattr(FakeNccl, "connect", staticmethod(fail))
     with pytest.raises(GenerationEnded, match="group generation3/dp: NCCL error: remote process exited$"):
         make(AbortToken())
+
+
+def test_each_thread_of_a_group_takes_its_device_first(nccl):
+    """Otherwise CUDA makes a context on GPU 0 for each of them."""
+    aborted, closed = make(AbortToken()), make(AbortToken())
+    aborted.abort()
+    closed.close()
+    expected = {"build-generation3/dp", "abort-generation3/dp", "close-generation3/dp"}
+    deadline = time.monotonic() + 10
+    while {name for name, _ in SET} != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert {name for name, _ in SET} == expected
+    assert {device for _, device in SET} == {torch.device("cuda", 2)}

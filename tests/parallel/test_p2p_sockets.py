@@ -411,3 +411,31 @@ def test_an_abort_while_the_address_is_not_known_yet(connect):
         links.send(1, *message(1))
     links.close()
     assert time.monotonic() - started < 1
+
+
+def test_each_thread_of_the_links_takes_the_device_first(monkeypatch):
+    taken = []
+    monkeypatch.setattr(module, "use_device", lambda device: taken.append((threading.current_thread().name, device)))
+    listeners = [open_listener("127.0.0.1") for _ in range(2)]
+    addresses = [listener.getsockname() for listener in listeners]
+    device = torch.device("meta")  # a device without memory to pin: nothing is received
+    links = [
+        SocketLinks(
+            rank=rank,
+            generation=0,
+            listener=listeners[rank],
+            address_of=addresses.__getitem__,
+            slots=1,
+            token=AbortToken(),
+            timeout_s=10.0,
+            device=(device, torch.device("cpu"))[rank],
+        )
+        for rank in range(2)
+    ]
+    header, tensor = message()
+    links[0].send(1, header, tensor)
+    links[1].receive(0, header)
+    for each in links:
+        each.close()
+    assert {name for name, where in taken if where == device} == {"links-_accept", "links-_write_to"}
+    assert {name for name, where in taken if where != device} == {"links-_accept", "links-_read_from"}

@@ -15,7 +15,7 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.staged_group import StagedGroup
-from parallel3d.worker.device import choose_device, init_device
+from parallel3d.worker.device import are_own_devices, choose_device, exchange_device_ids, init_device
 from parallel3d.worker.network import SocketNetwork
 
 
@@ -53,9 +53,85 @@ def test_the_device_of_a_rank(monkeypatch, wanted, num_devices, local_rank, loca
         assert choose_device(config(wanted), local_rank, local_world_size) == torch.device(device)
 
 
+class Store:
+    """The values that the workers of one host have set."""
+
+    def __init__(self, values):
+        self.values, self.token = values, None
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def get_all(self, keys, token):
+        return [self.values[key] for key in keys]
+
+
+@pytest.mark.parametrize(
+    "ids, own",
+    [
+        (["GPU-a", "GPU-b"], True),  # srun --gpus-per-task=1
+        (["GPU-a", "GPU-a"], False),  # CUDA_VISIBLE_DEVICES=0 for all
+        (["GPU-a", ""], False),  # another sees several or none
+    ],
+)
+def test_a_launcher_may_show_each_process_its_own_gpu(monkeypatch, ids, own):
+    store = Store({"device/here/0": b"GPU-a"})  # set again by the other worker, who asks last and finds both
+
+    def ask(local_rank):
+        seen = ids[local_rank]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 if seen else 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=seen))
+        return exchange_device_ids(
+            SimpleNamespace(control=store, host="here", local_rank=local_rank, local_world_size=2)
+        )
+
+    found = [ask(local_rank) for local_rank in (1, 0)][-1]
+    assert are_own_devices(found, 2) == own
+    if own:
+        for wanted in ("auto", "cuda", "cuda_shared"):
+            assert choose_device(config(wanted), 1, 2, has_own_device=own) == torch.device("cuda", 0)
+        assert choose_device(config("cpu"), 1, 2, has_own_device=own) == torch.device("cpu")
+
+
+def test_one_worker_alone_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-a"))
+    context = SimpleNamespace(control=Store({}), host="here", local_rank=0, local_world_size=1)
+    assert not are_own_devices(exchange_device_ids(context), 1)
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch):
+    """A process with an environment and no device, and what torch is asked for."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda text: calls.append(("allocator", text)))
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: calls.append(("deterministic", on)))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(device_module.os, "environ", {})
+    return calls
+
+
+def test_holes_in_a_full_device_are_avoided_unless_the_user_has_settings(cuda_calls):
+    init_device(torch.device("cuda", 1))
+    assert cuda_calls == [("allocator", "expandable_segments:True"), ("device", torch.device("cuda", 1))]
+    device_module.os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
+    init_device(torch.device("cuda", 1))
+    assert cuda_calls[2:] == [("device", torch.device("cuda", 1))]
+
+
+def test_a_deterministic_device(cuda_calls):
+    init_device(torch.device("cpu"), deterministic=True)
+    assert cuda_calls == [] and torch.utils.deterministic.fill_uninitialized_memory
+    init_device(torch.device("cuda", 0), deterministic=True)
+    assert ("deterministic", True) in cuda_calls and not torch.utils.deterministic.fill_uninitialized_memory
+    assert device_module.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
 def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
     taken, environment = [], {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda text: None)
     monkeypatch.setattr(device_module.os, "environ", environment)
     init_device(torch.device("cpu"))
     assert not taken and environment.pop("TORCHINDUCTOR_COMPILE_THREADS") == "1" and len(environment) == 1
@@ -63,6 +139,7 @@ def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
     assert taken == [torch.device("cuda", 1)]
     assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "1"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert environment["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -101,4 +178,4 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
     assert all(settings["rank"] == 1 and settings["ranks"] == (0, 1) for _, settings in made)
     assert all(settings["device"] == torch.device(device) for kind, settings in made if kind == "nccl")
     assert isinstance(transports.make_group("generation0/tp/stage0/replica1", (1,)), SoloGroup) and len(made) == 3
-    assert links[0]["pinned"] == (device != "cpu")
+    assert links[0]["device"] == torch.device(device)

@@ -59,6 +59,10 @@ class RunConfig(Section):
     """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
     This takes some seconds in the first step, needs a C++ compiler on CPUs, and changes last bits. No effect on
     gpt2."""
+    deterministic: bool = False
+    """Use kernels that give the same bits each time they run on the same GPU. With precision.sums exact, a run with
+    losses, or a resumed one, is then bitwise the undisturbed one on a GPU too. Costs speed, mostly in attention's
+    backward pass. No effect on CPUs, which give the same bits anyway."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait for another rank, in seconds."""
 
