@@ -1,7 +1,7 @@
-"""torch's kernels or NVIDIA apex's: which of them a run takes.
+"""Chooses between torch's kernels and NVIDIA apex's.
 
-apex is known by what it defines, never by its name alone: PyPI's `apex` is another project. Its kernels are for CUDA.
-They have never been run here: what is tested is the way they are called, and the formulas that they are to compute.
+apex is recognised by the symbols that it defines, not by its name: PyPI's `apex` is another project. Its kernels are
+for CUDA and have not been run yet: tests call stand-ins that compute the documented formulas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ APEX_DEVICES = ("cuda",)
 
 
 def find_symbol(module: str, name: str) -> Any | None:
-    """What `module` calls `name`; None where there is no such module, or it has no such name."""
+    """The object `name` of `module`; None if the module or the name does not exist."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -25,9 +25,9 @@ def find_symbol(module: str, name: str) -> Any | None:
 
 
 def choose_backend(field: str, asked: str, *, module: str, name: str, device_type: str) -> Backend:
-    """The backend that the configuration's `field` means by "torch", "apex" or "auto" (apex where it can be had).
+    """The backend for the value "torch", "apex" or "auto" (apex if available) of the configuration's `field`.
 
-    `module` and `name` are apex's symbol. Raises ConfigError where apex is asked for and can't be had.
+    `module` and `name` are apex's symbol. Raises ConfigError if apex is required and not available.
     """
     if asked == "torch":
         return "torch"
@@ -35,10 +35,10 @@ def choose_backend(field: str, asked: str, *, module: str, name: str, device_typ
     if device_type not in APEX_DEVICES:
         lacks.append(f"the run is on {device_type}, and apex's kernels are for CUDA")
     if find_symbol(module, name) is None:
-        lacks.append(f"there is no {module}.{name} here (PyPI's apex is another project)")
+        lacks.append(f"{module}.{name} is not installed (PyPI's apex is another project)")
     if not lacks:
         return "apex"
     if asked == "auto":
         return "torch"
-    fix = "Build github.com/NVIDIA/apex with its CUDA extensions, or take torch or auto"
+    fix = "Build github.com/NVIDIA/apex with its CUDA extensions, or use torch or auto"
     raise ConfigError([Problem(field=field, value=asked, rule="; ".join(lacks), fix=fix)])

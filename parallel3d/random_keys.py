@@ -1,9 +1,9 @@
-"""Counter-based random numbers: a value is a pure function of a key and an index, never of who asks or in which order.
+"""Counter-based random numbers: a value is a function of a key and an index, not of the caller or the order of calls.
 
 `bits(key, index)` is the SplitMix64 finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014) over `index * GAMMA + key.first`, with the second key word mixed in between its two rounds, so that two keys never
-walk through one another's sequence. All of it is integer arithmetic, and the numbers made from it are table look-ups,
-one add, one multiply: the same bits on every device, thread count, shard and vector width.
+2014) over `index * GAMMA + key.first`, with the second key word mixed in between its two rounds, so that the
+sequences of two keys never overlap. All of it is integer arithmetic, and normal numbers are table look-ups and one
+addition: the same bits on every device, thread count, shard and vector width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MIX_2 = 0x94D049BB133111EB
 class Key:
     """A stream of random numbers: two signed 64-bit words, hashed by `key_of`.
 
-    Words that differ in a few bits, which a hash never gives, would make streams that are correlated.
+    Words that differ in few bits would make correlated streams; hashes don't.
     """
 
     first: int
@@ -74,7 +74,7 @@ def _half_normal_table() -> Tensor:
     quantile = NormalDist(0.0, 0.5**0.5).inv_cdf
     upper = [quantile((32768 + i + 0.5) / 65536) for i in range(32768)]
     half = torch.tensor(upper, dtype=torch.float64)
-    half *= (0.5 / half.square().mean()).sqrt()  # mid-points lose 0.003 % of the variance: give it back
+    half *= (0.5 / half.square().mean()).sqrt()  # mid-points lose 0.003 % of the variance: restored here
     return torch.cat([-half.flip(0), half]).float()
 
 

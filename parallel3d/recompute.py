@@ -1,21 +1,21 @@
-"""Recomputing layers in the backward pass instead of keeping what they computed (Chen et al. 2016, "Training deep nets
+"""Recomputes layers in the backward pass instead of keeping their activations (Chen et al. 2016, "Training deep nets
 with sublinear memory cost"; Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
 
-What is kept of a layer between its forward and its backward pass, for a gated MLP of width f::
+Kept of a layer between its forward and its backward pass, for hidden size h and a gated MLP of width f::
 
     none        everything that a backward pass reads           8 h + 3 f   numbers a token
     selective   the layer's input, the results of its products
                 and of attention                                6 h + 2 f
     full        the layer's input                               h
 
-Attention is kept by torch's selective checkpoint policy, since its backward pass belongs to torch. The results of the
-products are kept by `comm/products.py`, together with their collectives: a policy sees the single operators of a
-product, but not the sum over the ranks that follows it, and would keep the summands, which are larger under sequence
-parallelism and are written over by the sum. A policy also costs time for every operator that it is asked about, so that
-it stands around attention alone.
+torch's selective checkpoint policy keeps attention, since its backward pass belongs to torch. The results of the
+products are kept by `parallel/recompute_context.py`, after their collectives: a policy sees the single operators of a
+product, but not the sum over the ranks that follows, and would keep the summands, which are larger under sequence
+parallelism and are overwritten by the sum. A policy also costs time for every operator that it is asked about, so it
+applies to attention only.
 
-In all modes the layer's last product, and the sum that belongs to it, are not repeated: nobody reads their result.
-Dropout needs no random state: its masks are functions of what they are for (layers/dropout.py).
+In all modes the layer's last product and its sum are not repeated: no backward pass reads their result. Dropout needs
+no random state: its masks are functions of the element's coordinates (layers/dropout.py).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""Fused attention on all devices. Without a fused kernel the scores (tokens x tokens) exist, and are recomputed; so is
-varlen_attn, which is an operator of another kind."""
+"""Fused attention on all devices. Without a fused kernel the scores (tokens x tokens) exist and are recomputed;
+varlen_attn, which is not an aten operator, is recomputed too."""
 
 
 def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, recompute_context: RecomputeContext) -> Tensor:
-    """`layer(*args)`; of what its backward pass will need, that is kept which `recompute` says.
+    """Returns `layer(*args)` and keeps for its backward pass what `recompute` asks for.
 
-    The second run is part of the backward pass of the layer, on the thread that runs that. It repeats the forward
-    collectives that come before the last product (selective: none), in their order: the same on all ranks of a replica.
+    The second run is part of the layer's backward pass, on the same thread. It repeats the forward collectives before
+    the last product (selective: none) in their order, which is the same on all ranks of a replica.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return layer(*args)
@@ -63,7 +63,7 @@ def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, recompute_cont
 
 
 def _contexts(recompute: Recompute, recompute_context: RecomputeContext) -> ContextPair:
-    """Those of one layer and one micro-batch."""
+    """The contexts of one layer's two runs for one micro-batch."""
     keeps = recompute == "selective"
     saved = SavedProducts(
         keeps=keeps, attention=create_selective_checkpoint_contexts(_keep_attention) if keeps else None

@@ -30,7 +30,7 @@ LONGER: dict[str, int] = {}
 """Files and functions that were longer when the limits came. Their limits only fall."""
 
 UNWANTED_WORDING: dict[str, int] = {
-    "parallel3d": 103,
+    "parallel3d": 64,
     "models": 6,
     "launch": 2,
     "benchmarks": 15,

@@ -18,8 +18,9 @@ from parallel3d.checkpoint.index import WEIGHT, Index, key_of
 from parallel3d.checkpoint.snapshot import bucket_tensor_chunks
 from parallel3d.checkpoint.tensor_chunks import IntTuple, overlap, tensor_chunks_of, tensors_of
 from parallel3d.errors import CheckpointError
-from parallel3d.optim.bucket import Bucket, Shard
+from parallel3d.optim.bucket import Bucket
 from parallel3d.optim.bucket_plan import ParamSlot
+from parallel3d.optim.state_shard import Shard
 from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 

@@ -1,7 +1,7 @@
 """Norms by NVIDIA apex's fused kernels (FusedRMSNorm, FusedLayerNorm). Never run on apex itself.
 
-apex computes in fp32 whatever the activations' format, and gives the weight's gradient in the weight's format: one
-rounding more than `norm.py` before it is added to the main gradient.
+apex computes in fp32 for any format of the activations, and returns the weight's gradient in the weight's format: one
+more rounding than in `norm.py` before it is added to the main gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYMBOL = (MODULE, "fused_rms_norm_affine")
 
 
 class _MainGrad(Function):
-    """Hands a parameter out as it is; what comes back is added to its main gradient."""
+    """The identity; the gradient is added to the parameter's main gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter) -> Tensor:

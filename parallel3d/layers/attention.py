@@ -1,14 +1,14 @@
 """Causal self-attention over fused QKV: column-parallel projection, whole heads on each rank, row-parallel output.
 
 The masked half is not computed and no mask tensor exists: torch's SDPA with is_causal. With fewer key/value heads than
-query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer than ranks, a copy of the one head that
-its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
+query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer key/value heads than ranks, a copy of
+the one head that its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
 
-A document mask hides the tokens of other documents, as if each document were a sequence of its own. CPUs run one SDPA
-for each; on CUDA in 16-bit formats torch's varlen_attn takes all of them at once.
+A document mask hides the tokens of other documents, as if each document were a sequence. On CPUs there is one SDPA for
+each document; on CUDA in 16-bit formats torch's varlen_attn computes all of them at once.
 
-A sliding window of w keys (Jiang et al. 2023, section 2; Beltagy et al. 2020) cuts the sequence into blocks of w
-queries. A block needs the keys of its own block and of the one before, so no mask is larger than (w, 2 w)::
+A sliding window of w keys (Jiang et al. 2023, section 2; Beltagy et al. 2020) divides the sequence into blocks of
+w queries. A block needs the keys of its own block and of the one before, so no mask is larger than (w, 2 w)::
 
     window 2, keys      0 1 2 3 4 5
     query block 0   0   x               is_causal, no mask
@@ -34,9 +34,9 @@ from parallel3d.parallel.staged_group import to_device
 
 
 class CausalSelfAttention(nn.Module):
-    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are the micro-batch's sequences laid end to end.
+    """(tokens_local, hidden) -> (tokens_local, hidden); tokens are those of the micro-batch, sequence after sequence.
 
-    `table` None: nothing is rotated. `window` is the number of keys that a query sees, its own included; None: all
+    `table` None: no rotary positions. `window` is the number of keys that a query sees, its own included; None: all
     before it.
     """
 
@@ -105,20 +105,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     if window is None or window >= q.shape[2]:
         return _attention(q, k, v).transpose(1, 2)
-    # split once and concatenate once: slices would each have a gradient of the whole, to be added up
+    # splits once and concatenates once: the gradient of each slice would have the size of the whole tensor
     blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
     mixed = [_attention(*blocks[0])]
     for (_, k_before, v_before), (q_block, k_block, v_block) in zip(blocks, blocks[1:]):
         keys, values = torch.cat([k_before, k_block], dim=2), torch.cat([v_before, v_block], dim=2)
-        # query i of the block stands window keys after the first one: it sees keys i + 1 to i + window
+        # query i of the block is at key i + window: it sees keys i + 1 to i + window
         mask = torch.ones(q_block.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
         mixed.append(_attention(q_block, keys, values, mask=mask.triu_(1).tril_(window)))
     return torch.cat(mixed, dim=2).transpose(1, 2)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """SDPA of (batch, heads, seq, size) each, causal where there is no mask (queries, keys)."""
-    if q.is_cuda and q.dtype.itemsize > 2 and k.shape[1] != q.shape[1]:  # no fused kernel of a GPU groups heads there
+    """SDPA of q, k and v (batch, heads, seq, size); without a mask (queries, keys) it is causal."""
+    if q.is_cuda and q.dtype.itemsize > 2 and k.shape[1] != q.shape[1]:  # no fused kernel groups heads of wide formats
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
@@ -140,7 +140,7 @@ def attend_per_document(
 
 
 def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """(tokens, heads, size) each, by torch's kernel for sequences of many lengths. Written, not run yet.
+    """Attention of q, k and v (tokens, heads, size) by torch's kernel for sequences of many lengths. Not run yet.
 
     Key-value heads are repeated: torch 2.11 does not support grouped ones here.
     """
@@ -152,5 +152,5 @@ def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, 
     longest = max(documents)
     keys_before = -1 if window is None else window - 1
     mixed = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=(keys_before, 0))
-    assert isinstance(mixed, Tensor)  # it is a tuple only where more results are asked for
+    assert isinstance(mixed, Tensor)  # a tuple only with return_aux
     return mixed

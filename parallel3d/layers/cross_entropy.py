@@ -1,9 +1,9 @@
-"""The output projection and the cross-entropy in one step, some tokens at a time, the vocabulary cut over the ranks.
+"""The output projection and the cross-entropy in one step, block by block of tokens, with a sharded vocabulary.
 
-The logits of a chunk of tokens exist only while their loss and gradients are computed, in the forward pass: the whole
-(tokens, vocab) matrix never does, and nothing of it is kept for the backward pass but d loss / d hidden. The softmax
-needs two reductions over the tensor-parallel group for each chunk (Megatron-LM, section 3): the largest logit, and the
-sum of exponentials together with the target's logit.
+The logits of a token block exist only while their loss and gradients are computed, in the forward pass. The whole
+(tokens, vocab) matrix never exists, and the backward pass keeps only d loss / d hidden. The softmax needs two
+reductions over the tensor-parallel group for each block (Megatron-LM, section 3): the largest logit, and the sum of
+exponentials together with the target's logit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
 
-TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the sensitive format: small enough for a CPU's last-level cache
+TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format: small enough for a CPU's last-level cache
 DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU: products large enough to fill it
 
 
 class _LinearCrossEntropy(Function):
-    """Sum over tokens of the loss; its backward hands out what the forward pass computed."""
+    """The sum over tokens of the loss; its backward returns the gradient that the forward pass computed."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ class LinearCrossEntropy(VocabParallel):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """(tokens_local, hidden) -> (tokens, vocab) in the sensitive format, on every rank; no gradients."""
+        """(tokens_local, hidden) -> (tokens, vocab) in the keep_fp32 format, on every rank; no gradients."""
         local = matmul(self.tp.gather(hidden), self.weight.detach().t()).to(self.keep_fp32_dtype)
         parts = local.new_empty((self.tp.group.size, *local.shape))
         self.tp.group.all_gather(parts.flatten(0, 1), local)

@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of (seed, iteration, sequence slot, layer, site, index in the sequence).
 
-Who computes an element, in which micro-batch, on which rank, does not matter: a step that is repeated after a failure,
-or run on another layout, drops the same elements.
+It does not depend on the rank or the micro-batch that an element is in: a step that is repeated after a failure, or run
+on another layout, drops the same elements.
 """
 
 from __future__ import annotations

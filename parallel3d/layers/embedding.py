@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding: each rank holds a part of the rows and looks up the tokens that fall into it.
 
-A vocabulary that does not divide is padded on the last ranks (50257 over 4 ranks: 12565, 12565, 12565, 12562 + 3 rows
-of padding). No token id points at padding.
+A vocabulary that does not divide evenly is padded on the last ranks (50257 over 4 ranks: 12565, 12565, 12565, 12562 and
+3 rows of padding). No token id points at padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel3d.parallel.tensor_parallel import TensorParallel, reduce_from_tp_r
 
 
 class _LookUp(Function):
-    """Rows of the local part, zeros for tokens of other ranks; backward adds into the main gradient."""
+    """The rows of this rank's tokens, zeros for those of other ranks; backward adds to the main gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: ShardedParameter, tokens: Tensor, first: int, num_valid: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Matrix products on the fastest kernel that torch ships for the format and the device.
 
 On CPUs torch sends fp32 products to MKL, which on AMD's processors runs its AVX2 kernels: half the machine. oneDNN,
-which torch uses for bf16, generates AVX-512 code on both vendors' (docs/experiments.md has the figures). Its only door
-for plain fp32 tensors is the operator behind fused linear layers; it takes transposed views as they are. Without
-instructions for fp16 torch's product of such tensors takes 30 to 90 times as long as that of fp32 ones, which gives the
-same but for one rounding.
+which torch uses for bf16, generates AVX-512 code on both vendors' (docs/experiments.md has the figures). Its only entry
+for plain fp32 tensors is the operator of fused linear layers, which accepts transposed views. On CPUs without fp16
+instructions torch's product of fp16 tensors takes 30 to 90 times as long as that of fp32 ones, whose result differs by
+one rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SMALL = 1 << 18  # multiplications under which the operator's own overhead (some 10 us) shows
+_SMALL = 1 << 18  # multiplications; below, the operator's overhead (about 10 us) shows
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -25,9 +25,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, wide: bool = False) -> None:
-    """total += a @ b, in total's format; the product is rounded to the factors' format before, unless it is `wide`.
+    """total += a @ b, in total's format; the product is first rounded to the factors' format, unless `wide`.
 
-    oneDNN copies a transposed first factor; the product is turned round where that makes the copy the smaller one.
+    oneDNN copies a transposed first factor; where it makes this copy smaller, the transposed product is computed.
     """
     if wide:
         a, b = a.to(total.dtype), b.to(total.dtype)

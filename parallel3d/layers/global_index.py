@@ -1,4 +1,4 @@
-"""The global element index of what a rank holds: the key, beside the parameter's name, of all noise on parameters."""
+"""The global index of the elements that a rank holds, by which all noise on parameters is keyed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def global_index(
     tp: TpShard,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Where the elements `span` of the flattened local share stand in the flattened whole parameter: (elements,) int64.
+    """The indices in the flattened whole parameter of elements `span` of the flattened local share: (elements,) int64.
 
     Negative for padding. Copies on several ranks have the same index::
 

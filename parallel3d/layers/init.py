@@ -1,6 +1,6 @@
 """Initial weights as a function of (seed, parameter name, global element index): the same on every layout.
 
-Output projections may be scaled down with depth, in both of HLAT's forms: 1/sqrt(2 l) with the 1-based layer index l
+Output projections may be scaled down with depth, in either of HLAT's forms: 1/sqrt(2 l) with the 1-based layer index l
 (its paper, section III-B) or 1/sqrt(2 L) with the number of layers (its code).
 """
 
@@ -17,7 +17,7 @@ from parallel3d.random_keys import key_of, normal
 
 
 class InitMethod(Protocol):
-    """Gives a tensor-parallel rank's share of a parameter as a run begins with it, in any floating-point format."""
+    """Returns a rank's share of a parameter at the start of a run, in any floating-point format."""
 
     def __call__(self, sharding: ParamSharding, *, tp: TpShard) -> Tensor: ...
 

@@ -1,12 +1,12 @@
 """Column- and row-parallel matrix products (Megatron-LM: Shoeybi et al., section 3), with or without biases.
 
-A column-parallel weight is cut along its output, a row-parallel one along its input, so that a pair of them needs one
-sum forward and one backward. The gradient of the weight goes straight into its main gradient; while it is computed the
-sum of the input's gradient travels. When a split backward puts it off, the whole input is kept for it: under sequence
-parallelism the gathered one, so that the later half needs nobody.
+A column-parallel weight is sharded along its output, a row-parallel one along its input, so that a pair of them needs
+one sum forward and one backward. The gradient of the weight is added directly to its main gradient (`gradient_sink.py`)
+while the sum of the input's gradient is under way. If a split backward pass defers it, the whole input is kept for it:
+under sequence parallelism the gathered one, so that the deferred half needs no other rank.
 
-A column-parallel bias is cut like its output. A row-parallel one is added once, after the sum, by every rank to the
-tokens that it has: when tokens are cut its gradient is partial, as a norm's.
+A column-parallel bias is sharded like its output. A row-parallel one is added once, after the sum, by every rank to the
+tokens that it has: if tokens are sharded its gradient is partial, like a norm's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel3d.parallel.tensor_parallel import TensorParallel
 
 
 class _ColumnParallel(Function):
-    """All-gather (or nothing), GEMM forward; GEMM, reduce-scatter (or all-reduce) beside the weight's GEMM backward."""
+    """All-gather (or nothing), GEMM forward; GEMM, reduce-scatter (or all-reduce) during the weight's GEMM backward."""
 
     @staticmethod
     def forward(
@@ -78,7 +78,7 @@ class _RowParallel(Function):
 
 
 class _AddBias(Function):
-    """x + bias; the bias' gradient is that of the tokens that this rank has."""
+    """x + bias; the gradient of the bias is that of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: ShardedParameter) -> Tensor:
@@ -92,7 +92,7 @@ class _AddBias(Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """(tokens, in) -> (tokens, out_local). Weight (out_local, in) and bias are cut inside each of their chunks."""
+    """(tokens, in) -> (tokens, out_local). Weight (out_local, in) and bias are sharded inside each fused block."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         self.tp, self.policy = context.tp, context.policy
-        out_features = sum(chunk.size for chunk in fused_blocks)
+        out_features = sum(block.size for block in fused_blocks)
         weight = ParamSharding(
             name=f"{name}.weight",
             shape=(out_features, in_features),
@@ -125,7 +125,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """(tokens, in_local) -> (tokens, out), summed over the group; with cut tokens each rank keeps its own."""
+    """(tokens, in_local) -> (tokens, out), summed over the group; with sharded tokens each rank keeps its own."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ def bias_sharding(
     fused_blocks: tuple[FusedBlock, ...] = (),
     partial_grad: bool = False,
 ) -> ParamSharding:
-    """A bias (size,): zeros at first."""
+    """A bias (size,), initially zero."""
     return ParamSharding(
         name=name,
         shape=(size,),

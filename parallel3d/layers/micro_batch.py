@@ -1,4 +1,4 @@
-"""The batch of one iteration, and what layers are told of the micro-batch they work on."""
+"""The batch of one iteration, and the description of a micro-batch that layers get."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 GradPass = Literal["forward", "backward"]
-"""The pass that gives a gradient: the head's comes in the forward pass."""
+"""The pass that computes a gradient: the head's is computed in the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSpan:
-    """Consecutive tokens of one sequence or document, as far as a rank has them."""
+    """Consecutive tokens of one sequence or document that a rank has."""
 
     slot: int
     positions: range
-    """Where they stand in the sequence, or in the document."""
+    """Their positions in the sequence, or in the document."""
     rows: slice
-    """Where they stand among the rank's tokens."""
+    """Their rows among the rank's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """`slots` are the sequence slots of the iteration whose sequences lie end to end in this micro-batch."""
+    """One micro-batch: the sequences of the iteration's slots `slots`, one after another."""
 
     seed: int
     iteration: int
@@ -33,7 +33,7 @@ class MicroBatch:
     loss_factor: float = 1.0
     """Multiplies the gradients where they begin."""
     documents: tuple[int, ...] | None = None
-    """Lengths of the documents, sequences end to end, that attention keeps apart; None: it knows of none."""
+    """Lengths of the documents that attention keeps apart, sequence after sequence; None: it keeps none apart."""
 
     @property
     def batch_size(self) -> int:
@@ -48,7 +48,7 @@ class MicroBatch:
         return self._split((self.sequence_length,) * self.batch_size, begin, num_local)
 
     def document_spans(self, begin: int, num_local: int) -> Iterator[TokenSpan]:
-        """The same document by document, where they are kept apart: positions are then those in the document."""
+        """The same tokens document by document, with positions in the document, if attention keeps documents apart."""
         return (
             self.token_spans(begin, num_local)
             if self.documents is None
@@ -70,7 +70,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The batch of one iteration: which sequence slots make up micro-batch m. Nothing here knows of ranks."""
+    """The batch of one iteration: which sequence slots make up micro-batch m. It does not depend on ranks."""
 
     seed: int
     iteration: int
@@ -79,9 +79,9 @@ class BatchPlan:
     sequence_length: int
     training: bool = True
     loss_factor: float = 1.0
-    """Multiplies the gradients where they begin; the optimizer divides by it again."""
+    """Multiplies the gradients where they begin; the optimizer divides by it."""
     masks_documents: bool = False
-    """Attention keeps documents apart: who loads a micro-batch finds them, the others are told."""
+    """Whether attention keeps documents apart: the first stage finds them, the others receive them."""
 
     @property
     def num_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""Norms, computed in the policy's sensitive format; their weights' gradients are partial where tokens are cut.
+"""Norms, computed in the policy's `keep_fp32` format; their weights' gradients are partial where tokens are sharded.
 
 RMSNorm (Zhang and Sennrich 2019): y = w * x / sqrt(mean(x^2) + eps).
 LayerNorm (Ba et al. 2016): y = w * (x - mean(x)) / sqrt(var(x) + eps) + b.

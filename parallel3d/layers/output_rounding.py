@@ -1,10 +1,10 @@
 """Products of linear layers, rounded to the nearest or stochastically.
 
-Stochastic rounding of outputs is what an accelerator does that rounds every result so (HLAT, section III-D); here it is
-slow, and there to be tried. The product is made in fp32. Its noise is a function of (seed, iteration, sequence slot,
-parameter, first input of the part, index in the sequence): whoever computes a row of it, in which micro-batch, or once
-more in the backward pass, rounds it alike. The parts that tensor-parallel ranks add up are rounded each by noise of
-their own, before they are added.
+An accelerator that rounds every result stochastically (HLAT, section III-D) also rounds these; here this is slow, and
+meant for experiments. The product is computed in fp32. Its noise is a function of (seed, iteration, sequence slot,
+parameter, first input of the part, index in the sequence), so a row is rounded alike in any micro-batch, on any rank,
+and when it is recomputed in the backward pass. The parts that tensor-parallel ranks add up are each rounded before the
+sum, with noise of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MatmulFn = Callable[[Tensor, Tensor], Tensor]
 
 
 def matmul_for(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorParallel, policy: Policy) -> MatmulFn:
-    """How `weight` is multiplied with all tokens of a micro-batch; evaluations round to the nearest."""
+    """Returns the product of all tokens of a micro-batch with `weight`; evaluations round to the nearest."""
     if not (policy.rounds_outputs and micro_batch.training):
         return _nearest
     runs = weight.sharding.runs(tp.shard)

@@ -1,4 +1,4 @@
-"""Where a layer's parameters live and in which formats it computes: what every layer is told at construction."""
+"""The context in which a layer is built: where its parameters are, and in which formats it computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerContext:
     norm_backend: Backend = "torch"
 
     def kernel(self, function: Callable[P, R]) -> Callable[P, R]:
-        """A function of tensors without side effects, compiled if that is asked for."""
+        """A function of tensors without side effects, compiled if `compiles`."""
         return _compiled(function) if self.compiles else function
 
     def parameter(self, sharding: ParamSharding) -> ShardedParameter:
@@ -41,5 +41,5 @@ class LayerContext:
 
 @cache
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """One for all layers, made at the first call; a second length of sequences makes one for all lengths."""
+    """One compiled function for all layers, made at the first call; a second length makes one for all lengths."""
     return torch.compile(function, fullgraph=True)

@@ -1,6 +1,6 @@
-"""Learned positions: each token gets the row of its index in its sequence added (Radford et al., GPT-2).
+"""Learned positions: adds to each token the row of its index in its sequence (Radford et al., GPT-2).
 
-Where attention keeps documents apart, its index in its document: each is then trained on as if it stood alone.
+Where attention keeps documents apart, the index is that in the document, as if each document were a sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel3d.parallel.sharding import ParamSharding
 
 
 class _AddPositions(Function):
-    """x + the positions' rows; backward adds, piece by piece, into those rows' main gradients."""
+    """x + the positions' rows; backward adds to the main gradients of these rows, span by span."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, token_spans: tuple[TokenSpan, ...]) -> Tensor:

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., RoFormer) in the half-split form of the Llama family.
 
-One table serves all layers. The split of the fused projection into q, k, v and the rotation are one autograd step,
-because its backward can then write the gradients of all three into the one buffer that the projection's GEMM reads.
+One table serves all layers. The split of the fused projection into q, k, v and the rotation are one autograd function:
+its backward writes the gradients of all three into the one buffer that the projection's GEMM reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RotaryTable:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How the rows of this rank's fused projection divide: query heads, then key heads, then value heads."""
+    """The rows of this rank's fused projection: query heads, then key heads, then value heads."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -79,7 +79,7 @@ class _SplitRotate(Function):
 
 
 def rotated_heads(qkv: Tensor, table: RotaryTable, heads: HeadLayout, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`split_and_rotate` as a formula, which a compiler differentiates and makes a kernel of."""
+    """`split_and_rotate` as a formula for a compiler, which differentiates it and makes one kernel of it."""
     seq = qkv.shape[0] // batch_size
     cos, sin = table.cos[:seq, None], table.sin[:seq, None]
 

@@ -1,6 +1,6 @@
 """The SwiGLU feed-forward block (Shazeer 2020) with gate and up fused into one column-parallel product.
 
-The activation's backward writes both gradients into the two halves of one buffer, so that nothing is concatenated.
+The activation's backward writes both gradients into the two halves of one buffer, without a concatenation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _SiluTimes(Function):
 
 
 def silu_times(gate_up: Tensor) -> Tensor:
-    """[gate | up] -> silu(gate) * up as a formula, which a compiler differentiates and makes a kernel of."""
+    """[gate | up] -> silu(gate) * up as a formula for a compiler, which differentiates it and makes it one kernel."""
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
 

@@ -1,6 +1,6 @@
-"""One flat bucket of weights and main gradients, and the update of the ranges of it that this rank holds.
+"""One flat bucket of weights and main gradients, and the update of the ranges that this rank holds.
 
-The buffers are as long as the bucket can get with fewer replicas, so that a new cut moves no parameter.
+The buffers have the largest length that the bucket has with any number of replicas, so a reshard moves no parameter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from parallel3d.optim.measure import measure_state
 from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.parameter_noise import ParameterNoise
 from parallel3d.optim.state_norms import StateNorms
+from parallel3d.optim.state_shard import Shard
 from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MatrixRule, UpdateRule, UpdateStep
 from parallel3d.parallel.group import Group, Work, WorkThen
 from parallel3d.parallel.sharding import TpShard
@@ -29,56 +30,10 @@ from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
 
 
-class Shard:
-    """One range of a bucket on this rank: master weights, the update rule's states, and reduced gradients."""
-
-    def __init__(self, span: range, *, master: Tensor, states: Tensor, grads: Tensor, sums: Tensor):
-        self.span = slice(span.start, span.stop)
-        self.master = master
-        """(elements,) in the policy's state format: a copy, or the weights themselves where that is their format."""
-        self.states = states
-        """(num_states, elements), in the order of the update rule's row."""
-        self.grads = grads
-        """(elements,) in the policy's gradient format: the sum over all micro-batches of the iteration."""
-        self.sums = sums
-        """What the reduction writes: the gradients, or the integers that they are made of."""
-        self.gathered: Tensor | None = None
-        """Of a matrix-wise rule, between the reduction and the update: gradients and states of all tensor-parallel
-        ranks."""
-
-    def read(self, start: int, stop: int, *, with_master: bool) -> Tensor:
-        """States, then master weights, (rows, stop - start) of elements start..stop of the bucket, as a copy."""
-        part = self._part(start, stop)
-        rows = [self.states[:, part], *([self.master[part].unsqueeze(0)] if with_master else [])]
-        return torch.cat(rows)
-
-    def write(self, start: int, piece: Tensor) -> None:
-        """Takes over what another rank has read."""
-        part = self._part(start, start + piece.shape[1])
-        num_states = len(self.states)
-        self.states[:, part] = piece[:num_states]
-        if len(piece) > num_states:
-            self.master[part] = piece[num_states]
-
-    def copy_from(self, other: Shard, start: int, stop: int) -> None:
-        """Takes elements start..stop over from a shard on the same rank, as far as both hold them."""
-        start, stop = max(start, self.span.start, other.span.start), min(stop, self.span.stop, other.span.stop)
-        if start < stop:
-            mine, theirs = self._part(start, stop), other._part(start, stop)
-            self.states[:, mine] = other.states[:, theirs]
-            if self.master.data_ptr() != other.master.data_ptr() + (
-                (self.span.start - other.span.start) * self.master.element_size()
-            ):  # else both are views of the weights
-                self.master[mine] = other.master[theirs]
-
-    def _part(self, start: int, stop: int) -> slice:
-        return slice(start - self.span.start, stop - self.span.start)
-
-
 class Bucket:
-    """One bucket on this rank, whose views are the parameters' data and main gradients.
+    """One bucket on this rank. The parameters' data and main gradients are views of its buffers.
 
-    `shards` are the ranges that this rank holds, the one it owns first, by the cut in force.
+    `shards` are the ranges that this rank holds under the current shard map, its own first.
     """
 
     def __init__(
@@ -136,7 +91,7 @@ class Bucket:
 
     @property
     def has_master(self) -> bool:
-        """Whether master weights are copies of their own."""
+        """Whether master weights are a copy, not the weights themselves."""
         return self._policy.has_master
 
     @property
@@ -144,7 +99,7 @@ class Bucket:
         return self._policy.state
 
     def num_rows(self, *, with_master: bool) -> int:
-        """Rows of what `Shard.read` gives."""
+        """Rows that `Shard.read` returns."""
         return len(self.rule.states) + (1 if with_master else 0)
 
     @property
@@ -162,7 +117,7 @@ class Bucket:
         return masters + sum(shard.states.nbytes for shard in self.shards)
 
     def clear(self, loss_factor: float = 1.0) -> None:
-        """Forgets all gradients; those to come are multiplied by `loss_factor`."""
+        """Zeroes all gradients; the next ones will be multiplied by `loss_factor`."""
         self._unscale = 1.0 / loss_factor
         for shard in self.shards:
             shard.gathered = None
@@ -171,8 +126,12 @@ class Bucket:
             self._totals.zero_()
 
     def finalize_micro_batch_grads(self, micro_batch: MicroBatch, grad_pass: GradPass) -> bool:
-        """Where the gradients hold one term alone, adds it to the totals. Whether it was finite, as far as these can't
-        say."""
+        """Adds the gradients of one micro-batch to the totals where they are a term of their own; False if the term was
+        not finite, which integer totals can't show."""
+        # Three cases. Without terms, layers add to the totals themselves. With stochastically rounded accumulation, the
+        # fp32 gradients of this micro-batch are rounded into the narrow totals, by noise that depends on the
+        # micro-batch and the pass, so that any layout rounds alike. With exact sums, each gradient becomes a multiple
+        # of 2**-k, which is added as an integer: in any order, the same total. The last two may come together.
         if self._totals is self._grads:
             return True
         _scale(self.grads, self._unscale)
@@ -187,21 +146,21 @@ class Bucket:
         return add_and_clear(self.totals, self.grads, self.fixed)
 
     def finalize_reduced_grads(self) -> None:
-        """Makes the owned gradients from what the reduction has left."""
+        """Computes the owned gradients from the result of the reduction."""
         if self.fixed is not None:
             write_floats(self.owned.grads, self.owned.sums, self.fixed)
         else:
             _scale(self.owned.grads, self._unscale)
 
     def gather_matrices(self, tp: Group) -> None:
-        """Where the rule needs whole matrices, gathers what is theirs over the ranks of the replica: afterwards an
-        update is local."""
+        """For a matrix-wise rule, gathers gradients and states over the ranks of the replica, so that the update is
+        local."""
         for shard in self.shards if self.plan.key.is_matrix_wise else ():
             if len(shard.grads):
                 shard.gathered = gather_matrices(shard.grads, shard.states, tp)
 
     def _directions(self, shard: Shard, step: UpdateStep) -> Tensor | None:
-        """Of a matrix-wise rule, for each element; None for others."""
+        """The step's direction for each element under a matrix-wise rule; None under others."""
         if not isinstance(self.rule, MatrixRule) or not len(shard.grads):
             return None
         assert shard.gathered is not None, "matrices are gathered before the update"
@@ -213,7 +172,7 @@ class Bucket:
         )
 
     def squared_norm(self, tp_rank: int) -> ExactSum:
-        """Of the owned gradients that rank `tp_rank` counts."""
+        """The squared norm of those of the owned gradients that rank `tp_rank` counts."""
         parts = self._counted(tp_rank)
         if self.fixed is not None:
             return sum((sum_of_squares(self.owned.sums[part], self.fixed) for part in parts), start=ExactSum())
@@ -222,7 +181,7 @@ class Bucket:
         return ExactSum.of(HostCopy(torch.stack(norms).square()).read().tolist()) if norms else ExactSum()
 
     def state_norms(self, tp_rank: int) -> StateNorms:
-        """Norms of the owned weights, and of exp_avg_sq where the rule has it, that rank `tp_rank` counts."""
+        """Norms of those of the owned weights, and of exp_avg_sq if the rule has it, that rank `tp_rank` counts."""
         master, states, exact = self.owned.master, self.rule.states, self.fixed is not None
         exp_avg_sq = self.owned.states[states.index(EXP_AVG_SQ)] if EXP_AVG_SQ in states else None
         parts = (part for part in self._counted(tp_rank) if part.stop > part.start)
@@ -238,22 +197,21 @@ class Bucket:
         return [slice(part.start - span.start, part.stop - span.start) for part in counted]
 
     def sum_copies(self, tp: Group) -> None:
-        """Adds up the gradients of the elements that several ranks hold, over those ranks.
+        """Sums the gradients of elements that several tensor-parallel ranks hold, over those ranks.
 
-        All add the same parts in the same order, so that the copies' gradients, and with them the copies, stay the same
-        to the last bit.
+        All add the same parts in the same order, so the copies stay bitwise equal.
         """
         spans, copies = self.plan.shared, self.plan.key.copies
         mine = torch.cat([self.totals[span.start : span.stop] for span in spans])
-        everybody = tp.all_gather(mine.new_empty(tp.size * len(mine)), mine).view(tp.size, -1)
-        total, *others = everybody[tp.rank // copies * copies :][:copies]
-        for part in others:
-            total += part
+        parts = tp.all_gather(mine.new_empty(tp.size * len(mine)), mine).view(tp.size, -1)
+        total, *others = parts[tp.rank // copies * copies :][:copies]
+        for other in others:
+            total += other
         for span, part in zip(spans, total.split([len(span) for span in spans])):
             self.totals[span.start : span.stop] = part
 
     def update(self, step: UpdateStep, iteration: int) -> None:
-        """One step on every range held, with its gradients times the step's factor; `iteration` keys the noise."""
+        """Makes one step on every range that this rank holds; `iteration` keys the rounding noise."""
         for shard in self.shards:
             tensors, directions = (shard.master, shard.states, shard.grads), self._directions(shard, step)
             decay = self._weight_decay
@@ -267,7 +225,7 @@ class Bucket:
         self.copy_master_to_weights()
 
     def copy_master_to_weights(self) -> None:
-        """Puts the master weights of the ranges held into the weights, where they are copies."""
+        """Copies the master weights of this rank's ranges to the weights, if they are copies."""
         for shard in self.shards:
             if self._policy.has_master:
                 self.weights[shard.span].copy_(shard.master)
@@ -276,6 +234,8 @@ class Bucket:
 
     def reduce_async(self, holders: Group) -> Work:
         """Reduces the totals over `holders`, each range to its owner."""
+        # Ranges of matrices end at parameter borders and differ in length, and collectives need equal parts. So they
+        # are padded to the longest, and the result is copied to its place when the work is waited for.
         if not self.plan.key.is_matrix_wise or self._num_ranges == 1:
             return holders.reduce_scatter_async(self.owned.sums, self.totals)
         ranges = self._padded_ranges(self.totals)
@@ -284,7 +244,7 @@ class Bucket:
         return WorkThen(work, lambda: sums.copy_(mine[: len(sums)]))
 
     def gather_async(self, holders: Group) -> Work:
-        """Gathers the weights, each range from its owner."""
+        """Gathers the weights over `holders`, each range from its owner."""
         if not self.plan.key.is_matrix_wise or self._num_ranges == 1:
             return holders.all_gather_async(self.weights, self.owned_weights)
         ranges, weights, spans = self._padded_ranges(self.weights), self.weights, self._ranges()
@@ -306,10 +266,10 @@ class Bucket:
             row[: len(span)] = flat[span.start : span.stop]
         return padded
 
-    # --- cuts -----------------------------------------------------------------------------------------------------
+    # --- shards ---------------------------------------------------------------------------------------------------
 
     def initial_shard(self, span: range) -> Shard:
-        """A range as the run starts with it."""
+        """A range as the run starts with it: initial weights, states of zero."""
         assert self._initial is not None, "the initial weights are gone"
         shard = self.empty_shard(span)
         shard.master.copy_(self._initial[shard.span])
@@ -317,10 +277,10 @@ class Bucket:
         return shard
 
     def empty_shard(self, span: range) -> Shard:
-        """A range whose state is still to come; what nobody sends is padding, and zero.
+        """A range whose state is to be received; padding, which is never sent, is zeroed.
 
-        Its master may be a view of the weights. Writing into those before the cut is in force does no harm: what comes
-        is what every holder of that range has.
+        Its master may be a view of the weights. It may be written before the new shard map is committed: each holder of
+        the range has these same weights.
         """
         part = self._weights[span.start : span.stop]
         master = part.to(self._policy.state) if self._policy.has_master else part
@@ -331,7 +291,7 @@ class Bucket:
         return Shard(span, master=master, states=states, grads=grads, sums=sums)
 
     def install_shards(self, shards: list[Shard], num_ranges: int) -> None:
-        """Puts a cut in force; no shards: this rank holds nothing from now on."""
+        """Commits the shards of a new shard map with `num_ranges` ranges; none on a rank that holds nothing."""
         self.shards = shards
         self._initial = None
         self._num_ranges = num_ranges
@@ -339,7 +299,7 @@ class Bucket:
         self.copy_master_to_weights()
 
     def reallocate_buffers(self) -> None:
-        """Goes on with copies of weights and gradients: an abandoned collective may still write into the old ones."""
+        """Replaces the buffers by copies: an abandoned collective may still write into the old ones."""
         self._weights = self._weights.clone()
         is_exact = self._totals is not self._grads
         self._grads = torch.zeros_like(self._grads)
@@ -347,12 +307,12 @@ class Bucket:
         self._bind_buffers()
 
     def _views(self, flat: Tensor) -> Iterator[Tensor]:
-        """The part of `flat` that each parameter has, in its shape."""
+        """The part of `flat` that belongs to each parameter, in the parameter's shape."""
         for slot in self.plan.param_slots:
             yield flat[slot.offset : slot.offset + slot.length].view(slot.shape)
 
     def _bind_buffers(self) -> None:
-        """Makes everything that looks into the buffers look at those that there are, cut to length."""
+        """Points all views (parameters, sinks, shards) at the current buffers, at the current length."""
         length = self.plan.length(self._num_ranges)
         self.weights, self.grads, self.totals = self._weights[:length], self._grads[:length], self._totals[:length]
         for parameter, weight_view in zip(self.parameters, self._views(self._weights)):

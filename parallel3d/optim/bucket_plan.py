@@ -1,18 +1,18 @@
-"""Which parameters share a bucket, and where they stand in it. Pure.
+"""Plans which parameters share a bucket, and at which offsets. Pure.
 
-A bucket is one flat buffer that is reduced, normed, clipped, updated and gathered in one piece. Everything in it is
-treated alike, so its key is what decides the treatment: weight decay or not, cut over the tensor-parallel ranks, held
-by all of them, or cut with some rows on several (key heads of which there are fewer than ranks), of this stage or of
+A bucket is one flat buffer that is reduced, normed, clipped, updated and gathered in one piece. All of its parameters
+are treated alike, so the treatment is its key: with or without weight decay; sharded over the tensor-parallel ranks,
+replicated on them, or sharded with some rows on several ranks (fewer key heads than ranks); held by one stage, or by
 the first and the last together. Parameters come in the order in which the backward pass finishes them, so that the
-first bucket is full, and on its way, while the rest of the backward pass still runs.
+first bucket is full, and its reduction under way, while the rest of the backward pass still runs.
 
-A tied embedding has a bucket of its own, alike on both stages, and it is their last one. So all ranks reduce what is
-their stage's before what two stages share, and there is no ring of ranks that wait for each other in different groups.
-Nobody loses by it: the first stage has this gradient last of all, and before that its reduction can't end anywhere.
+A tied embedding has a bucket of its own, the same on both stages, and it is their last one. So all ranks reduce their
+stage's buckets before the one that two stages share, and no ring of ranks can wait for each other in different groups.
+This costs no time: the first stage gets this gradient last, and the reduction can't end before it has.
 
-Where n ranks share the optimizer state the length is padded to a multiple of n x 64 elements: each owns an aligned
-range of equal length. n changes when replicas are lost; the offsets of the parameters never do. A matrix-wise update
-rule needs whole matrices: their buckets are cut at the borders of parameters, into ranges of unequal length.
+Where n ranks share the optimizer state, the length is padded to a multiple of n x 64 elements, and each rank owns an
+aligned range of equal length. n changes when replicas are lost; the offsets of the parameters never do. A matrix-wise
+update rule needs whole matrices: its buckets are divided at parameter borders, into ranges of unequal length.
 """
 
 from __future__ import annotations
@@ -25,33 +25,38 @@ from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 ALIGNMENT = 64
 PARAM_ALIGNMENT = 16
-"""Parameters begin at multiples of so many elements: some kernels' results depend on the address below 16 bytes."""
+"""Parameters begin at multiples of this number of elements: some kernels' results depend on the low 4 bits of an
+address."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketKey:
-    """What all parameters of a bucket have in common."""
+    """The treatment that all parameters of a bucket have in common."""
 
     decay: bool
+    """Whether weight decay applies."""
     tp_replicated: bool
+    """Whether each tensor-parallel rank holds all of every parameter."""
     partial_grad: bool
+    """Whether each tensor-parallel rank has only its own tokens' part of the gradients."""
     copies: int = 1
-    """So many neighbouring ranks hold the same `shared` elements, and each a part of their gradient."""
+    """Number of neighbouring tensor-parallel ranks that hold the same `shared` elements, each with a part of their
+    gradient."""
     tied: bool = False
     """Held by the first and by the last stage."""
     is_matrix_wise: bool = False
-    """Updated as whole matrices: ranges are cut at the borders of parameters only."""
+    """Updated as whole matrices: ranges end at parameter borders only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
-    """Where a parameter's local share stands in its bucket, in elements."""
+    """The place of a parameter's local share in its bucket, in elements."""
 
     name: str
     offset: int
     shape: tuple[int, ...]
     shared: tuple[range, ...] = ()
-    """Elements of the bucket that several ranks hold."""
+    """Ranges of the bucket's elements that several tensor-parallel ranks hold."""
 
     @property
     def length(self) -> int:
@@ -71,12 +76,12 @@ class BucketPlan:
         return self.param_slots[-1].offset + self.param_slots[-1].length
 
     def length(self, num_ranges: int) -> int:
-        """Elements with the padding that makes `num_ranges` equal, aligned ranges."""
+        """Elements, with the padding that makes `num_ranges` equal, aligned ranges."""
         unit = ALIGNMENT if self.key.is_matrix_wise else num_ranges * ALIGNMENT
         return -(-self.num_elements // unit) * unit
 
     def capacity(self, max_ranges: int) -> int:
-        """The longest that the bucket gets with 1 to `max_ranges` ranges: at most max_ranges x 64 elements more."""
+        """The largest length for 1 to `max_ranges` ranges: at most max_ranges x 64 elements of padding."""
         return max(self.length(num_ranges) for num_ranges in range(1, max_ranges + 1))
 
     @property
@@ -85,8 +90,8 @@ class BucketPlan:
         return tuple(span for param_slot in self.param_slots for span in param_slot.shared)
 
     def counted(self, span: range, tp_rank: int) -> tuple[range, ...]:
-        """The parts of `span` that rank `tp_rank` counts in sums over the model: what several ranks hold, the first
-        of them counts."""
+        """The parts of `span` that rank `tp_rank` counts in sums over the model. Of ranks that hold the same elements
+        the first counts them."""
         if self.key.tp_replicated:
             return (span,) if tp_rank == 0 else ()
         if tp_rank % self.key.copies == 0:
@@ -94,14 +99,14 @@ class BucketPlan:
         return _without(span, self.shared)
 
     def range_of(self, number: int, num_ranges: int) -> range:
-        """The elements of range `number` of `num_ranges`; of a matrix-wise bucket some may be empty."""
+        """The elements of range `number` of `num_ranges`; some ranges of a matrix-wise bucket may be empty."""
         if self.key.is_matrix_wise:
             return range(self._border(number, num_ranges), self._border(number + 1, num_ranges))
         size = self.length(num_ranges) // num_ranges
         return range(number * size, (number + 1) * size)
 
     def _border(self, number: int, num_ranges: int) -> int:
-        """Where range `number` begins: at the parameter border next to an equal cut."""
+        """The first element of range `number`: the parameter border nearest to that of equal ranges."""
         length = self.length(num_ranges)
         if number in (0, num_ranges):
             return length if number else 0
@@ -117,8 +122,12 @@ def plan_buckets(
     decay_norms_and_biases: bool,
     matrix_wise: bool = False,
 ) -> tuple[BucketPlan, ...]:
-    """Buckets of about `bucket_elements` for parameters in forward order; the buckets come in backward order, the one
-    that is tied last. `matrix_wise`: the layers' matrices have buckets of their own."""
+    """Plans buckets of about `bucket_elements` for parameters in forward order. Buckets come in backward order, a tied
+    one last. `matrix_wise`: the layers' matrices have buckets of their own."""
+    # One pass, last parameter first. Each key has one open bucket, which the parameters with that key join. An open
+    # bucket that has grown to `bucket_elements` is complete and takes its place in the order of reductions, so buckets
+    # are ordered by their last gradient, not by their first. Those still open at the end follow. The sort is stable: it
+    # only moves the tied one to the end.
     open_buckets: dict[BucketKey, list[ParamSlot]] = {}
     full: list[BucketPlan] = []
     for sharding in reversed(shardings):
@@ -142,7 +151,7 @@ def plan_buckets(
 
 
 def _shared_elements(sharding: ParamSharding, tp_size: int, offset: int) -> tuple[range, ...]:
-    """The elements, from `offset` on, of the rows that several ranks hold; the same on every rank."""
+    """The elements of the rows that several ranks hold, for a parameter at `offset`; the same on every rank."""
     if sharding.copies(tp_size) == 1:
         return ()
     assert sharding.dim == 0, sharding.name
@@ -155,7 +164,7 @@ def _shared_elements(sharding: ParamSharding, tp_size: int, offset: int) -> tupl
 
 
 def _without(span: range, holes: Sequence[range]) -> tuple[range, ...]:
-    """What is left of `span` without the holes, which are in order."""
+    """The parts of `span` between the holes, which are in order."""
     parts, start = [], span.start
     for hole in holes:
         parts.append(range(start, min(hole.start, span.stop)))

@@ -1,34 +1,36 @@
-"""All buckets of one rank: their reduction, the update of the ranges that this rank holds, the gathering of weights.
+"""Reduces the gradients of one rank's buckets, updates the ranges that the rank holds, and gathers the weights.
 
 ZeRO stage 1 (Rajbhandari et al. 2020): each data-parallel rank owns one range of every bucket. Gradients are
-reduce-scattered to the owners, updated there, and the weights gathered again. With backups another replica holds the
-same range and applies the same update to a copy of the same reduced gradients, so that its state is the same::
+reduce-scattered to the owners, the owners update, and the weights are gathered. With backups another replica holds the
+same range, and applies the same update to a copy of the same reduced gradients, so that its state is the same::
 
     bucket on each rank   [ range 0 | range 1 | range 2 | range 3 ]
     reduce-scatter                    ^ rank 1 gets the sum of range 1 ...
-    copy                              ^ ... and sends it to rank 2, which backs range 1 up
-    update                            rank 1 and rank 2, each its own copy of moments (and master weights)
-    all-gather            every rank gets every range back from its owner
+    copy                              ^ ... and sends it to rank 2, which holds the backup of range 1
+    update                            rank 1 and rank 2, each its own copy of the states (and master weights)
+    all-gather            every rank gets every range from its owner
 
 With zero_stage 0 the one range is the whole bucket, on every rank: all-reduce, update, nothing to gather.
 
 Reductions start while the last backward passes run, as soon as a bucket has all of its gradients, in bucket order,
-which is the same on every rank. Gathers may run on under the next forward pass: a module waits for its own buckets.
+which is the same on every rank. Gathers may overlap the next forward pass: each module waits for its own buckets.
 Neither changes a bit of the result.
 
-A bucket belongs to the ranks that hold its parameters: the replicas of the stage (dp), or for a tied embedding those of
-the first and the last stage together (ends). It is reduced, cut, counted in the norm, updated and gathered once over
-all of them, so both stages go on with the same bits. No rank waits for ever, whatever its part of the batch is:
+A bucket belongs to the ranks that hold its parameters: the replicas of the stage (data-parallel group), or for a tied
+embedding those of the first and the last stage (embedding group). It is reduced, sharded, counted in the norm, updated
+and gathered once over all of them, so both stages continue with the same bits. No rank waits forever, whatever its part
+of the batch is:
 
-- reductions and gathers are begun without waiting for one, each by every rank of its group in every iteration, and are
-  waited for only when all of an iteration are begun. (Partial sums, inside a replica, are finished in between.);
-- all ranks begin a tied bucket's reduction after those of their stage's buckets, and its gather before theirs: two
+- reductions and gathers are started without waiting for another one, each by every rank of its group in every
+  iteration, and are waited for only when all of an iteration have started. (Partial sums inside a replica finish in
+  between.);
+- all ranks start a tied bucket's reduction after those of their stage's buckets, and its gather before theirs. So two
   groups never meet in different orders, should a transport run them one by one;
-- ranges are rebuilt in bucket order too: what travels between stages may wait for what travels inside them, never the
-  other way round; and backups stand in the owner's stage.
+- reshards go in bucket order too: messages between stages may wait for messages inside a stage, never the other way
+  round. Backups are in the owner's stage.
 
 Between membership generations the optimizer has no groups. `reshard` (reshard.py) builds the ranges of new shard maps
-next to those of the old ones, `commit` puts them in force.
+next to the old ones, and `commit` replaces the old ones by them.
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod, initial_value
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
-from parallel3d.optim.bucket import Bucket, Shard
+from parallel3d.optim.bucket import Bucket
 from parallel3d.optim.bucket_plan import BucketPlan, plan_buckets
 from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.reshard import ReshardPlan, move_bucket
 from parallel3d.optim.shard_map import ShardMap, ShardMaps
 from parallel3d.optim.state_norms import StateNorms
+from parallel3d.optim.state_shard import Shard
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.parallel.group import AbsentGroup, Group, Work
 from parallel3d.parallel.groups import Groups
@@ -58,17 +61,17 @@ from parallel3d.parallel.sharding import TpShard
 from parallel3d.precision.fixed_point import ExactSum
 
 InitialShard = Callable[[Bucket, range], Shard]
-"""Makes a range of a bucket as the run, or what is left of it, starts with it."""
+"""Makes a range of a bucket as a run starts with it: from the seed, or from a checkpoint."""
 
 PhaseHook = Callable[[str], None]
-"""Told of each phase that a step or a recovery enters; where faults are injected."""
+"""Called with the name of each phase of a step or a recovery; faults are injected here."""
 
 
 class ShardedOptimizer:
-    """Built with the weights that `initial` gives, by default those of the seed; then, in each iteration, reduce ->
-    update -> gather.
+    """The optimizer of one rank's stage. Each iteration reduces, updates and gathers.
 
-    `first_shard_maps` are those of the whole grid: later ones have no more ranges.
+    `initial` gives the initial weights, by default from the seed. `first_shard_maps` are those of the whole grid; later
+    ones never have more ranges.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class ShardedOptimizer:
         self._num_grads = [sum(uses[id(p)] for p in bucket.parameters) for bucket in self.buckets]
         """Gradients that each bucket gets in a micro-batch: one from each module that uses a parameter."""
         self._stale: set[int] = set()
-        """Buckets that were updated here and not gathered since: what others own of them is old."""
+        """Buckets that were updated and not gathered since: the ranges that others own are out of date."""
         self._first_shard: InitialShard = Bucket.initial_shard
         self._pending: tuple[ReshardPlan, list[list[Shard]]] | None = None
         self._reducing: list[Work] = []
@@ -121,27 +124,28 @@ class ShardedOptimizer:
     # --- one iteration --------------------------------------------------------------------------------------------
 
     def begin_iteration(self, iteration: int, num_micro_batches: int, loss_factor: float = 1.0) -> None:
-        """Clears the gradients and whatever an earlier iteration left unfinished.
+        """Clears the gradients and all that an earlier iteration left unfinished.
 
-        `num_micro_batches` is how often each module of this rank will give a gradient, each times `loss_factor`, a
-        power of two: it is taken out again.
+        Each module of this rank will add `num_micro_batches` gradients, multiplied by `loss_factor`, a power of two,
+        by which the reduced gradients are divided again.
         """
         self._iteration = iteration
         self._reducing = []
         self._num_missing_grads = [num_grads * num_micro_batches for num_grads in self._num_grads]
         self.is_finite = True
-        """False once a term of exact sums was not, which their totals can't say."""
+        """Whether all terms of exact sums were finite, which integer totals can't show."""
         for bucket in self.buckets:
             bucket.clear(loss_factor)
 
     def finalize_micro_batch_grads(self, micro_batch: MicroBatch, grad_pass: GradPass) -> None:
-        """After each computation that may have added gradients of one micro-batch: with exact sums, and where
-        accumulation is rounded stochastically, that is a term."""
+        """Adds the gradients of one micro-batch to the totals where they are a term of their own; called after each
+        computation that may have added gradients."""
         finite = [bucket.finalize_micro_batch_grads(micro_batch, grad_pass) for bucket in self.buckets]
         self.is_finite &= all(finite)
 
     def finish_reduction(self) -> None:
-        """Starts what has not started, then waits: afterwards every range held here has its reduced gradients."""
+        """Starts the reductions that have not started and waits for all. Afterwards each range here has its reduced
+        gradients; a backup has those that its owner sends."""
         self.finish_gather()  # a rank without a micro-batch has not waited for it yet
         while len(self._reducing) < len(self.buckets):
             self._start_reduction()
@@ -172,16 +176,17 @@ class ShardedOptimizer:
         return total
 
     def state_norms(self) -> StateNorms:
-        """This rank's part of the norms of weights and second moments as they are before the update, likewise."""
+        """This rank's part of the norms of weights and second moments before the update, counted the same way."""
         return sum((bucket.state_norms(self._groups.tp.rank) for bucket in self._counted), start=StateNorms())
 
     @property
     def _counted(self) -> list[Bucket]:
-        """The buckets of which this rank's owned range counts in sums over the model."""
+        """The buckets whose owned range this rank counts in sums over the model: all, or without ZeRO those of which it
+        is the first holder."""
         return [bucket for bucket in self.buckets if self._is_sharded or self._holders_of(bucket).rank == 0]
 
     def update(self, version: int, step: UpdateStep | None) -> None:
-        """Brings every range held to `version`, and starts the gathers. None: the iteration updates nothing."""
+        """Updates every range here to `version`, and starts the gathers. None: the iteration updates nothing."""
         for index in reversed(range(len(self.buckets))):  # forward order: the first layers are needed first
             self.update_to(version, step, only=index)
             if self._is_sharded:
@@ -205,7 +210,7 @@ class ShardedOptimizer:
                 bucket.version = version
 
     def gather(self) -> None:
-        """Makes all weights whole from their owners, as after a change of membership."""
+        """Gathers all weights from their owners, after a change of membership."""
         if self._is_sharded:
             works = [self._start_gather(bucket) for bucket in reversed(self.buckets)]
             for work in works:
@@ -213,14 +218,14 @@ class ShardedOptimizer:
         self._mark_gathered(range(len(self.buckets)))
 
     def finish_gather(self) -> None:
-        """Waits until all weights are whole."""
+        """Waits for all gathers."""
         self._wait_for(list(self._gathering))
 
     def state_bytes(self) -> int:
         return sum(bucket.state_bytes() for bucket in self.buckets)
 
     def shard_map_of(self, bucket: Bucket) -> ShardMap:
-        """The cut in force of one of the buckets."""
+        """The current shard map of a bucket."""
         return self._shard_maps.of(bucket.plan.key)
 
     @property
@@ -234,9 +239,9 @@ class ShardedOptimizer:
         return min(bucket.version for bucket in self.buckets)
 
     def start_from(self, version: int, initial_shard: InitialShard) -> None:
-        """Begins at `version`, with the ranges that `initial_shard` gives, in place of the start of a run.
+        """Starts at `version` with the ranges that `initial_shard` makes, such as a checkpoint's.
 
-        Weights that others own are old until they are gathered.
+        The weights that others own are out of date until they are gathered.
         """
         self._first_shard = initial_shard
         for bucket in self.buckets:
@@ -246,10 +251,10 @@ class ShardedOptimizer:
     # --- membership -----------------------------------------------------------------------------------------------
 
     def reshard(self, change: ReshardPlan, links: Links) -> int:
-        """Builds the ranges of the new cuts beside the old ones; returns the bytes that this rank has received.
+        """Builds the ranges of the new shard maps next to the old ones; returns the bytes that this rank has received.
 
-        Every live holder of the old cuts and every rank of the new ones calls it. Pieces travel bucket by bucket,
-        straight from a holder to whom they are new; what a rank has already it keeps.
+        Every live holder of the old maps and every rank of the new ones calls it. State travels bucket by bucket,
+        directly from a holder to each rank that lacks it.
         """
         self.discard()
         shards, num_bytes = [], 0
@@ -268,7 +273,7 @@ class ShardedOptimizer:
         return num_bytes
 
     def commit(self) -> None:
-        """Puts the new cuts in force and frees the old ranges."""
+        """Replaces the old shard maps and ranges by the new ones."""
         assert self._pending is not None
         change, shards = self._pending
         self._pending = None
@@ -277,11 +282,11 @@ class ShardedOptimizer:
             bucket.install_shards(mine, self.shard_map_of(bucket).num_ranges)
 
     def discard(self) -> None:
-        """Forgets ranges that were not put in force."""
+        """Drops new ranges that were not committed."""
         self._pending = None
 
     def reallocate_buffers(self) -> None:
-        """Lets go of buffers into which an abandoned collective may still write; gradients are lost with them."""
+        """Replaces buffers into which an abandoned collective may still write; the gradients are lost."""
         for bucket in self.buckets:
             bucket.reallocate_buffers()
 
@@ -292,7 +297,7 @@ class ShardedOptimizer:
         self._reducing = []
 
     def leave(self) -> None:
-        """Lets go of everything of a generation that is over."""
+        """Releases the groups and work of a generation that has ended."""
         absent = AbsentGroup(name="none", rank=0, ranks=(self.rank,))
         self._groups = Groups(tp=absent, dp=absent, world=absent)
         self._gathering = {}
@@ -311,11 +316,11 @@ class ShardedOptimizer:
         )
 
     def _number(self, index: int) -> int:
-        """How messages name a bucket. Counted from the last, so that both stages give a tied one the same number."""
+        """The number of a bucket in messages, counted from the last, so that both stages give a tied one the same."""
         return len(self.buckets) - 1 - index
 
     def _holders_of(self, bucket: Bucket) -> Group:
-        """The ranks that have the same parameters in theirs."""
+        """The group of the ranks that hold the bucket's parameters."""
         return self._groups.tied if bucket.plan.key.tied else self._groups.dp
 
     def _on_grad_added(self, index: int) -> None:
@@ -327,7 +332,7 @@ class ShardedOptimizer:
             self._start_reduction()
 
     def _start_reduction(self) -> None:
-        """Of the next bucket in order; partial sums are finished inside the replica first."""
+        """Starts the next bucket's reduction; sums partial gradients inside the replica first."""
         bucket = self.buckets[len(self._reducing)]
         if bucket.plan.key.partial_grad:
             self._groups.tp.all_reduce(bucket.totals)
@@ -339,7 +344,7 @@ class ShardedOptimizer:
         )
 
     def _start_gather(self, bucket: Bucket) -> Work:
-        """Of a bucket's weights, each range from its owner."""
+        """Starts to gather a bucket's weights, each range from its owner."""
         return bucket.gather_async(self._holders_of(bucket))
 
     def _register_gather_hooks(self, stage: nn.Module) -> None:
@@ -358,7 +363,7 @@ class ShardedOptimizer:
                 self._mark_gathered([index])
 
     def _mark_gathered(self, indices: Iterable[int]) -> None:
-        """The waits for these gathers are over; where they are waits for the data, the weights are whole."""
+        """Marks buckets as gathered if a wait on their group waits for the data itself, not only for its enqueueing."""
         self._stale -= {index for index in indices if self._holders_of(self.buckets[index]).waits_for_data}
 
 

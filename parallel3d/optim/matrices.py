@@ -1,13 +1,13 @@
-"""Whole matrices from the ranges of them that tensor-parallel ranks hold, for update rules that need them.
+"""Assembles whole matrices from the shares of tensor-parallel ranks, for update rules that need them.
 
-States stay sharded like all others. After the reduction, and before the iteration's entry is agreed, the ranks of a
-replica gather the gradients and states of the matrices in a range that they hold::
+States are sharded as under any rule. After the reduction, and before the iteration's entry is agreed, the ranks of a
+replica gather the gradients and states of all matrices in the ranges that they hold::
 
-    rank 0   grad, momentum of [ q0 k0 v0 | output, columns 0.. ]      each rank: q, k, v, output as they are in the
-    rank 1   grad, momentum of [ q1 k1 v1 | output, columns 4.. ]  ->  model, the step's direction of each, and the
-                                                                       part of it that is this rank's
-So the update itself is local: a survivor makes it without any group. Every rank of a replica makes the directions of
-whole matrices, and a backup makes them again: work is repeated, bits are the same on every layout.
+    rank 0   grad, momentum of [ q0 k0 v0 | output, columns 0.. ]      on each rank: whole q, k, v and output, the
+    rank 1   grad, momentum of [ q1 k1 v1 | output, columns 4.. ]  ->  direction of the step for each, and of that the
+                                                                       rank's own share
+So the update itself is local: a survivor applies it without any group. Each rank of a replica computes the directions
+of whole matrices, and each backup does so again: the work is repeated, and the bits are the same on every layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 
 def gather_matrices(grads: Tensor, states: Tensor, tp: Group) -> Tensor:
-    """(tp_size, 1 + num_states, n) from every rank's `grads` (n,) and `states` (num_states, n)."""
+    """Gathers (tp_size, 1 + num_states, n) from every rank's `grads` (n,) and `states` (num_states, n)."""
     mine = torch.cat([grads.unsqueeze(0), states])
     return tp.all_gather(mine.new_empty(tp.size * mine.numel()), mine.view(-1)).view(tp.size, *mine.shape)
 
@@ -38,7 +38,7 @@ def make_directions(
     grad_scale: float,
     tp_rank: int,
 ) -> Tensor:
-    """(n,) in fp32 or wider: the directions of a range's elements on rank `tp_rank`, 0 between parameters."""
+    """Computes the directions of a range's elements on rank `tp_rank`, (n,) in fp32 or wider; 0 between parameters."""
     wide = torch.promote_types(gathered.dtype, torch.float32)
     directions = gathered.new_zeros(len(span), dtype=wide)
     for sharding, slot in parameters:
@@ -54,7 +54,8 @@ def make_directions(
 
 
 def _directions_of(rule: MatrixRule, sharding: ParamSharding, whole: Tensor) -> Tensor:
-    """`sharding.shape`, from gradient and states (1 + num_states, *shape). Each fused block is a matrix of its own."""
+    """Directions of `sharding.shape` from gradient and states (1 + num_states, *shape). Each fused block is one
+    matrix."""
     dim = sharding.dim or 0
     sizes = [block.size for block in sharding.fused_blocks] or [sharding.shape[dim]]
     matrices = [matrix.contiguous() for matrix in whole.split(sizes, 1 + dim)]
@@ -62,7 +63,7 @@ def _directions_of(rule: MatrixRule, sharding: ParamSharding, whole: Tensor) -> 
 
 
 def _assemble(sharding: ParamSharding, parts: Tensor) -> Tensor:
-    """(rows, *global shape) from (tp_size, rows, *local shape); of copies the first rank's counts."""
+    """Assembles (rows, *global shape) from (tp_size, rows, *local shape); of copies it takes the first rank's."""
     dim = sharding.dim or 0
     whole = parts.new_empty(parts.shape[1], *sharding.shape)
     for tp_rank, part in enumerate(parts):

@@ -1,10 +1,10 @@
 """Measures the size of weights and of Adam's second moment.
 
-"Sequence Length Warmup" (Li et al. 2022, section 3) follows the l1 norm and the largest element of sqrt(v),
-v = beta2 v + (1 - beta2) g^2 not corrected for its start: l1, so that single elements do not rule the sum.
+"Sequence Length Warmup" (Li et al. 2022, section 3) follows the l1 norm and the largest element of sqrt(v), where
+v = beta2 v + (1 - beta2) g^2 without bias correction. It is the l1 norm so that single elements don't dominate the sum.
 
-Ranges go block by block, so that the roots stay in a core's cache. With exact sums each element's square, and each
-root, is rounded to a multiple of 2**-60, and these are added as integers: the same bits on every cut.
+Ranges are measured block by block, so that the roots stay in a core's cache. With exact sums each element's square, and
+each root, is rounded to a multiple of 2**-60, and these are added as integers: the same bits for every shard map.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _COARSE_LOG2, _FINE_LOG2 = 20, 60
 
 
 def measure_state(weights: Tensor, exp_avg_sq: Tensor | None, *, exact: bool) -> StateNorms:
-    """Norms of `weights` (n,) and v (n,), n > 0, of any float formats; sums in fp32 at least, over blocks in fp64.
+    """Norms of `weights` (n,) and v (n,), n > 0, in any float formats. Sums are in fp32 or wider, over blocks in fp64.
 
-    Without v only the weights are measured.
+    Without v, measures only the weights.
     """
     size = _BLOCK if exact or weights.device.type == "cpu" else _DEVICE_BLOCK  # exact digits of more would overflow
     roots = [] if exp_avg_sq is None else _roots(exp_avg_sq, size)
@@ -47,7 +47,8 @@ def measure_state(weights: Tensor, exp_avg_sq: Tensor | None, *, exact: bool) ->
 
 
 def _roots(exp_avg_sq: Tensor, size: int) -> Iterator[Tensor]:
-    """Block by block; each is gone with the next: memory that is allocated anew costs three times the roots."""
+    """sqrt(v) block by block in one scratch buffer, so each block is valid until the next: fresh memory for each would
+    cost three times as much as the roots."""
     scratch = _wide(exp_avg_sq.new_empty(min(size, len(exp_avg_sq))))
     for block in exp_avg_sq.split(size):
         yield scratch[: len(block)].copy_(block).sqrt_()
@@ -58,7 +59,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _exact_sum(blocks: Iterable[Tensor]) -> ExactSum:
-    """Of elements from 0 on, below 2**26 in blocks of up to 2**16: no integer sum gets beyond 2**62."""
+    """The sum of elements in [0, 2**26), in blocks of up to 2**16: then no integer sum exceeds 2**62."""
     total = ExactSum()
     for block in blocks:
         scaled = block.double() * 2.0**_COARSE_LOG2

@@ -1,11 +1,12 @@
-"""The random bits that round what belongs to parameters: functions of a key and of the global element index.
+"""Random bits for rounding weights, optimizer states and gradients: functions of a key and the global element index.
 
-    an update          ("update", seed, iteration, name): 16 bits each for weight, first and second moment
+    an update          ("update", seed, iteration, name): 16 bits each for the weight and up to three states
     a gradient added   ("accumulation", seed, iteration, first slot of its micro-batch, forward or backward, name)
 
-Not of the rank, the range, the bucket or the block: owner and backup round alike, ranks that hold the same norm weight
-keep it the same, an update that is made again after a loss, or on another layout, gives the same bits. The head adds
-its gradient in the forward pass; a tied embedding adds to the same weight in the backward pass.
+They depend neither on the rank nor on the range, the bucket or the block. So owner and backup round alike, ranks that
+hold the same norm weight keep it the same, and an update that is repeated after a loss, or on another layout, gives
+the same bits. The head adds its gradient in the forward pass; a tied embedding adds to the same weight in the backward
+pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from parallel3d.random_keys import Key, bits, key_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterNoise:
-    """The noise of one rank's parameters; `tp` decides which elements those are, and nothing else."""
+    """The rounding noise of one rank's parameters; `tp` decides only which elements those are."""
 
     seed: int
     tp: TpShard
@@ -37,7 +38,7 @@ class ParameterNoise:
     def of_range(
         self, plan: BucketPlan, parameters: Sequence[ShardedParameter], offset: int, purpose: str, *when: int | str
     ) -> Noise:
-        """The noise of a range that begins at element `offset` of the bucket; between parameters it is zero."""
+        """Returns the noise of a range that begins at element `offset` of the bucket; it is zero between parameters."""
 
         def words(span: range) -> Tensor:
             return self._words(plan, parameters, range(offset + span.start, offset + span.stop), purpose, *when)

@@ -1,4 +1,4 @@
-"""Moves a bucket's optimizer state from one shard map to another, straight from a live holder to a new one."""
+"""Moves a bucket's optimizer state from one shard map to another, directly from a live holder to each new one."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from parallel3d.optim.bucket import Bucket, Shard
+from parallel3d.optim.bucket import Bucket
 from parallel3d.optim.shard_map import Move, ShardMap, ShardMaps, plan_moves
+from parallel3d.optim.state_shard import Shard
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """From the shard maps of one grid to those of another, in membership generation `generation`; `old` None: the run
-    starts."""
+    """A change from the shard maps of one grid to those of another, in membership generation `generation`."""
 
     generation: int
     old: ShardMaps | None
+    """None at the start of a run: ranges are initialised, and nothing moves."""
     new: ShardMaps
     live: Collection[int]
     """Ranks that can still send what they hold."""
     weights_gathered: bool = False
-    """Every rank of the new maps has all weights already: they need not travel."""
+    """Whether every rank of the new maps has all weights already, so that they need not travel."""
 
 
 def move_bucket(
     bucket: Bucket, number: int, change: ReshardPlan, *, rank: int, version: int, links: Links
 ) -> tuple[list[Shard], int]:
-    """This rank's shards by the new map, and the bytes that it has received for them.
+    """Returns this rank's shards by the new map, and the bytes that it has received for them.
 
-    `number` names the bucket in messages. Shards whose range stays are kept as they are; what this rank holds of the
-    others is copied, the rest comes from other holders. All sends come before the first receive: no ring can form.
+    `number` names the bucket in messages. Shards whose range stays the same are kept.
     """
-    assert change.old is not None, "at the start of a run nothing moves"
+    # Every rank makes the same plan of moves from the two maps, and carries out those in which it is source or target.
+    # First it sends all that others need; sends don't wait for their receiver (bounded=False), so no ring of ranks can
+    # form that wait for each other. Then it fills its new shards: with what its old ones hold, by copying, and with the
+    # rest as it arrives. The old states stay as they are until `commit`, so a death in between costs only the new ones.
+    assert change.old is not None, "nothing moves at the start of a run"
     old, new = (maps.of(bucket.plan.key) for maps in (change.old, change.new))
     moves = _plan(bucket, old, new, set(change.live))
     with_master = bucket.has_master or not change.weights_gathered
@@ -82,7 +86,7 @@ def _ranges(bucket: Bucket, shard_map: ShardMap, rank: int) -> list[range]:
 
 
 def read_shards(shards: Sequence[Shard], start: int, stop: int, *, with_master: bool) -> Tensor:
-    """(rows, stop - start) from the shards that hold these elements: one, or two neighbours."""
+    """Reads elements start..stop, (rows, stop - start), from the shards that hold them: one, or two neighbours."""
     parts = [
         shard.read(max(start, shard.span.start), min(stop, shard.span.stop), with_master=with_master)
         for shard in sorted(shards, key=lambda shard: shard.span.start)

@@ -1,17 +1,18 @@
-"""Who holds which range of optimizer state, and how the ranges travel when that changes. Pure.
+"""Which ranks hold which range of optimizer state, and how ranges travel when that changes. Pure.
 
-A *cut* belongs to one (stage, tensor-parallel position): every bucket of it is divided into `num_ranges` equal ranges,
-and each range has holders, the owner first, then its backup on another replica of the stage (Rajbhandari et al. 2020
-has the owners; the backups are ours)::
+A shard map belongs to one stage and tensor-parallel rank. It divides each bucket into `num_ranges` ranges, each with
+its holders: the owner first, then its backup on another replica of the stage (the owners are those of Rajbhandari et
+al. 2020; the backups are ours)::
 
     replicas 0 1 2 3, one backup     range 0: owner 0, backup 1     range 2: owner 2, backup 3
                                      range 1: owner 1, backup 2     range 3: owner 3, backup 0
 
 With zero_stage 0 there is one range, which every replica holds.
 
-A tied embedding is held by the replicas of two stages, the first and the last, and cut over all of them: its cut is
-that of the one stage followed by that of the other. A range's holders then also hold a range of their stage, so no loss
-takes a range of the embedding without taking a range of a stage or the stage itself: to tie it makes no loss fatal::
+A tied embedding is held by the replicas of two stages, the first and the last, and sharded over all of them: its shard
+map is that of the first stage followed by that of the last. Each holder of one of its ranges then also holds a range of
+its stage. So no loss takes a range of the embedding without a range of a stage, or the stage itself: tying makes no
+loss fatal::
 
     first stage 0 1 2, last stage 7 8       range 0: owner 0, backup 1     range 3: owner 7, backup 8
                                             range 1: owner 1, backup 2     range 4: owner 8, backup 7
@@ -39,32 +40,32 @@ class ShardMap:
         return len(self.holders)
 
     def ranges_of(self, rank: int) -> tuple[int, ...]:
-        """The ranges that a rank holds, the one it owns first."""
+        """The ranges that a rank holds, its own first."""
         mine = [number for number, ranks in enumerate(self.holders) if rank in ranks]
         return tuple(sorted(mine, key=lambda number: (self.holders[number].index(rank), number)))
 
     def backup_of(self, rank: int) -> int | None:
-        """The rank to which a range's owner sends its reduced gradients; None without backups.
+        """The rank to which `rank` sends the reduced gradients of its own range; None without backups.
 
-        Of a single range every holder reduces the gradients itself.
+        With a single range each holder reduces the gradients itself.
         """
         if self.num_ranges == 1:
             return None
         return next((ranks[1] for ranks in self.holders if ranks[0] == rank and len(ranks) > 1), None)
 
     def lost_ranges(self, dead: Collection[int]) -> tuple[int, ...]:
-        """Ranges of which no holder is alive."""
+        """Ranges whose holders are all dead."""
         return tuple(number for number, ranks in enumerate(self.holders) if all(rank in dead for rank in ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMaps:
-    """How the buckets of one (stage, tensor-parallel position) are cut, by the ranks that hold their parameters."""
+    """The shard maps of one stage and tensor-parallel rank, by the ranks that hold a bucket's parameters."""
 
     stage: ShardMap
-    """Of what the stage's replicas hold."""
+    """For parameters of the stage."""
     embedding: ShardMap
-    """Of what the first and the last stage hold together."""
+    """For the tied embedding, which the first and the last stage hold."""
 
     def of(self, key: BucketKey) -> ShardMap:
         return self.embedding if key.tied else self.stage
@@ -72,7 +73,7 @@ class ShardMaps:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Elements start..stop of a bucket go from one rank's state to another's (to its own: a local copy)."""
+    """Elements start..stop of a bucket go from rank `source` to rank `target`; if they are the same, a local copy."""
 
     source: int
     target: int
@@ -83,7 +84,7 @@ class Move:
 def plan_shard_map(
     grid: Grid, stage: int, tp: int, *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]
 ) -> ShardMap:
-    """The cut of one stage at one tensor-parallel position; backups stand on other hosts as far as they can.
+    """The shard map of one stage and tensor-parallel rank; backups are on other hosts than owners where possible.
 
     `zero_backups` is 0 or 1; a stage with one replica has none in either case.
     """
@@ -106,7 +107,8 @@ def plan_shard_maps(
     hosts: Mapping[int, str],
     embedding_stages: Sequence[int] = (),
 ) -> ShardMaps:
-    """The cuts of one stage at one tensor-parallel position; the owners of `ends` come as in `grid.embedding_ranks`."""
+    """The shard maps of one stage and tensor-parallel rank. The owners of a tied embedding are in the order of
+    `grid.embedding_ranks`."""
 
     def shard_map(stage: int) -> ShardMap:
         return plan_shard_map(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
@@ -122,12 +124,15 @@ def plan_shard_maps(
 def plan_moves(
     held: Mapping[int, Sequence[range]], wanted: Mapping[int, Sequence[range]], num_elements: int
 ) -> tuple[Move, ...]:
-    """What must travel so that every rank of `wanted` holds its ranges, from those that live holders have.
+    """Plans the moves after which every rank of `wanted` holds its ranges, from the ranges that live ranks hold.
 
-    Elements from `num_elements` on are padding, which nobody needs. A rank that has an element keeps it (a move to
-    itself); the others get it from the holder that has sent least so far. Raises AssertionError for an element that
-    nobody holds.
+    Elements from `num_elements` on are padding and stay. A rank that has an element keeps it (a move to itself); the
+    others get it from the holder that has sent least so far. Raises AssertionError for an element without a holder.
     """
+    # All borders of old and new ranges cut the bucket into intervals, within each of which the set of holders and the
+    # set of targets are constant: the plan is made interval by interval. Every rank computes it from the same maps and
+    # gets the same list, so senders and receivers agree without a message. `sent` balances the sources; its ties go to
+    # the lowest rank, for the same reason. Intervals that travel together are joined to one message at the end.
     ranges = [r for table in (held, wanted) for mine in table.values() for r in mine]
     edges = sorted({num_elements, *(edge for r in ranges for edge in (r.start, r.stop) if edge < num_elements)})
     sources, targets = _ranks_by_start(held, edges), _ranks_by_start(wanted, edges)
@@ -135,7 +140,7 @@ def plan_moves(
     moves: list[Move] = []
     for start, stop in zip(edges, edges[1:]):
         for target in targets[start]:
-            assert sources[start], f"nobody holds elements {start} to {stop}"
+            assert sources[start], f"no live rank holds elements {start} to {stop}"
             here = target in sources[start]
             source = target if here else min(sources[start], key=lambda rank: (sent[rank], rank))
             sent[source] += 0 if here else stop - start
@@ -144,7 +149,7 @@ def plan_moves(
 
 
 def _ranks_by_start(table: Mapping[int, Sequence[range]], edges: Sequence[int]) -> dict[int, list[int]]:
-    """For each piece between two edges, by its start: the ranks whose ranges cover it, ascending."""
+    """For each interval between two edges, by its start: the ranks whose ranges cover it, ascending."""
     ranks: dict[int, list[int]] = {edge: [] for edge in edges}
     for rank in sorted(table):
         for mine in table[rank]:
@@ -154,9 +159,9 @@ def _ranks_by_start(table: Mapping[int, Sequence[range]], edges: Sequence[int]) 
 
 
 def _backup_shift(positions: Sequence[Sequence[int]], hosts: Mapping[int, str]) -> int:
-    """How many replicas the backup is after the owner: the smallest shift with the most pairs on two hosts.
+    """The number of replicas from an owner to its backup: the smallest one with the most pairs on two hosts.
 
-    `positions` are the ranks of each tensor-parallel position, by replica. One shift serves all of them, so that the
+    `positions` are the ranks of each tensor-parallel rank's replicas. One shift serves all of them, so that the
     ranks of a replica hold the same ranges: a matrix-wise update rule joins these to whole matrices.
     """
 
@@ -172,7 +177,7 @@ def _rotate(ranks: Sequence[int], shift: int) -> tuple[int, ...]:
 
 
 def _join(moves: list[Move]) -> list[Move]:
-    """Neighbouring moves between the same two ranks become one."""
+    """Joins neighbouring moves between the same two ranks."""
     joined: dict[tuple[int, int], list[Move]] = {}
     for move in moves:
         row = joined.setdefault((move.source, move.target), [])

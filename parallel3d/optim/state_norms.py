@@ -1,4 +1,4 @@
-"""What is measured of weights and of Adam's second moment: sums and a maximum that parts of the model join. Pure."""
+"""Norms of weights and of Adam's second moment, as sums and a maximum that the parts of a model add up. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel3d.precision.fixed_point import ExactSum
 
 @dataclass(frozen=True, kw_only=True)
 class StateNorms:
-    """Of some elements; of several parts the sums add up, and the largest is the larger."""
+    """The norms of some elements; adding two adds the sums and takes the larger maximum."""
 
     squared_weights: ExactSum = ExactSum()
     """Sum of the squared weights."""
@@ -27,5 +27,5 @@ class StateNorms:
 
 
 def larger(first: float, second: float) -> float:
-    """The larger of two; NaN where one of them is."""
+    """The larger of two numbers; NaN if either is NaN."""
     return first if first >= second or first != first else second

@@ -1,20 +1,20 @@
-"""How each parameter is cut over the tensor-parallel ranks: declared once, read by initialisation, gradient norm,
+"""The sharding of each parameter over the tensor-parallel ranks: declared once, read by initialisation, gradient norm,
 checkpoints and recovery.
 
-A parameter is sharded along one dimension, *inside each chunk*: fused QKV has the chunks q, k, v and every rank holds
-its part of each, so that a rank owns whole heads::
+A parameter is sharded along one dimension, *inside each fused block*: QKV has the blocks q, k and v, and every rank
+holds its part of each, so that a rank owns whole heads::
 
     global rows   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
     rank 1 of 2   |       q2 q3 |       k2 k3 |       v2 v3 |   -> local rows  q2 q3 k2 k3 v2 v3
 
-A chunk that can't be cut so far (fewer key heads than ranks) is cut as far as it can, and neighbouring ranks hold the
+A block with fewer parts than ranks (fewer key heads) is sharded into these parts. Neighbouring ranks hold copies of the
 same part, which belongs to the first of them::
 
     global rows   | q0 q1 q2 q3 | k0 k1 | v0 v1 |            (heads)
     rank 1 of 4   |    q1       | k0    | v0    |   -> k0 and v0 are copies of those of rank 0
 
-A padded parameter (the vocabulary) gives each rank ceil(size / tp_size) rows; the last ranks have rows that stand for
-nothing. Padding has no global index, is never stored, and never seen by the softmax.
+A padded parameter (the vocabulary) gives each rank ceil(size / tp_size) rows; the last ranks have rows of padding,
+which have no global index, are never saved, and never reach the softmax.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ UNSHARDED = TpShard(rank=0, size=1)
 
 @dataclass(frozen=True, kw_only=True)
 class FusedBlock:
-    """A named piece of a fused parameter along its sharded dimension, in global elements."""
+    """A named block of a fused parameter along its sharded dimension, in global elements."""
 
     name: str
     size: int
     max_parts: int | None = None
-    """The most parts that it may be cut into; more ranks share them. None: any number."""
+    """The largest number of parts into which it divides; more ranks hold copies. None: any number."""
 
     def copies(self, tp_size: int) -> int:
-        """How many neighbouring ranks hold the same part."""
+        """The number of neighbouring ranks that hold the same part."""
         num_parts = min(tp_size, self.max_parts or tp_size)
         assert tp_size % num_parts == 0, f"{tp_size} ranks can't share {num_parts} parts of {self.name}"
         return tp_size // num_parts
@@ -53,18 +53,19 @@ class FusedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexRun:
-    """`length` consecutive indices along the sharded dimension: local_start.. are global_start.. of the whole."""
+    """`length` consecutive indices along the sharded dimension, from `local_start` in the share and from `global_start`
+    in the whole."""
 
     global_start: int
     local_start: int
     length: int
     copies: int = 1
-    """How many neighbouring ranks hold these indices."""
+    """The number of neighbouring ranks that hold these indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSharding:
-    """The global identity of one parameter and its cut.
+    """The global identity of one parameter and its sharding.
 
     `shape` is global and unpadded. `dim` None: every tensor-parallel rank holds the whole; then `partial_grad` says
     that under sequence parallelism each holds only its own tokens' part of the gradient (Korthikanti et al., "Reducing
@@ -120,7 +121,7 @@ class ParamSharding:
         return tuple(runs)
 
     def copies(self, tp_size: int) -> int:
-        """How many ranks hold the parts of those chunks that can't be cut over all ranks; 1: there are none."""
+        """The number of ranks that share a part of a block with fewer parts than ranks; 1 without such a block."""
         return max((block.copies(tp_size) for block in self.fused_blocks), default=1)
 
     def _fused_blocks(self) -> tuple[FusedBlock, ...]:

@@ -1,18 +1,18 @@
 """Gradients added as int64 fixed point: the same bits in any order, on any layout, after any failure.
 
-Floating-point adds depend on their order, and the order on who handles which micro-batch. Here every micro-batch's
-gradient is computed alone in a scratch buffer, rounded to a fixed unit (`fixed_point.py` derives it), and added to an
-int64 total, over micro-batches and over ranks alike::
+Floating-point sums depend on their order, and the order depends on which rank handles which micro-batch. Here every
+micro-batch's gradient is computed alone in a scratch buffer, rounded to a fixed unit (derived in `fixed_point.py`), and
+added to an int64 total, over micro-batches and over ranks alike::
 
     backward of one micro-batch -> scratch (float) -> round -> total (int64) -> reduce-scatter of int64
         -> squared norm, in integers                 -> float again, for the update
 
-What is left to the floats is the micro-batch itself, so layouts agree bit for bit if their kernels do: equal
+Only the micro-batch itself is computed in floats, so layouts agree bit for bit if their kernels do: with equal
 tensor-parallel size, micro-batch size and number of threads, and weights at aligned addresses (MKL's results depend on
-the address below 16 bytes).
+the low 4 bits of an address).
 
-All passes go over the data in blocks that stay in the cache. One thread of an AMD EPYC needs 1 ns an element to add,
-0.7 to convert back, 3.4 for the squares; a float add from memory takes 0.1.
+All passes process the data in blocks that stay in the cache. One thread of an AMD EPYC needs 1 ns an element to add,
+0.7 to convert back, 3.4 for the squares; a float addition from memory takes 0.1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOW = 2**_DIGIT_BITS - 1
 def add_and_clear(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
     """Adds one term, `scratch` (n,) of floats, to `total` (n,) int64 and zeroes it. Returns whether it was finite.
 
-    Infinities and NaNs count as zero, so that the total does not depend on where they were met. Raises UserError for
+    Infinities and NaNs count as zero, so that the total does not depend on which rank had them. Raises UserError for
     an element beyond `fixed.largest`.
     """
     blocks = zip(total.split(_BLOCK), scratch.split(_BLOCK))
@@ -42,7 +42,7 @@ def add_and_clear(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
 
 
 def write_floats(out: Tensor, total: Tensor, fixed: FixedPoint) -> None:
-    """`out` (n,), of any float format, becomes the sums that `total` (n,) int64 counts."""
+    """Converts the sums in `total` (n,) int64 to floats, in `out` (n,) of any float format."""
     for values, sums in zip(out.split(_BLOCK), total.split(_BLOCK)):
         values.copy_(sums.to(torch.float64).mul_(2.0**-fixed.shift))
 
@@ -74,6 +74,6 @@ def _add_block(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest magnitude; NaN if there is one."""
+    """The largest magnitude; NaN if there is a NaN."""
     low, high = torch.aminmax(values)
     return max(-low.item(), high.item())

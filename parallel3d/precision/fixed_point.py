@@ -28,7 +28,7 @@ UNIT_LOG2 = -104
 """Scalars count units of 2**-104: squares of gradients, whose own unit is never below 2**-52, need no rounding."""
 
 NUM_FLOATS = 9
-"""float64 slots of one scalar: eight digits, and one for what is no number of units."""
+"""float64 slots of one scalar: eight digits, and one for values that are not a number of units."""
 
 _DIGIT_BITS = 32
 _NUM_DIGITS = NUM_FLOATS - 1
@@ -51,7 +51,7 @@ def plan_fixed_point(*, num_tokens: int, num_terms: int) -> FixedPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactSum:
-    """A scalar that adds exactly: `units` of 2**-104, and `rest` for what they can't say (infinity, NaN, 2**100)."""
+    """A scalar that adds exactly: `units` of 2**-104, and `rest` for other values (infinity, NaN, from 2**100 on)."""
 
     units: int = 0
     rest: float = 0.0
@@ -76,7 +76,7 @@ class ExactSum:
         return self.rest + self.units / 2**-UNIT_LOG2
 
     def to_floats(self) -> list[float]:
-        """NUM_FLOATS numbers that may be added to other sums' slots, of up to 2**20 ranks, without error."""
+        """Returns NUM_FLOATS numbers to which those of other sums, of up to 2**20 ranks, may be added without error."""
         digits, above = [], self.units
         for _ in range(_NUM_DIGITS - 1):
             digits.append(float(above & (2**_DIGIT_BITS - 1)))
@@ -86,7 +86,7 @@ class ExactSum:
 
     @staticmethod
     def from_floats(slots: Sequence[float]) -> ExactSum:
-        """The sum of all whose slots were added up in `slots`."""
+        """The sum of all the sums whose slots were added up in `slots`."""
         *digits, rest = slots
         assert len(digits) == _NUM_DIGITS, slots
         return ExactSum(units=sum(int(digit) << (_DIGIT_BITS * i) for i, digit in enumerate(digits)), rest=rest)

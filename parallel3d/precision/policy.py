@@ -1,4 +1,4 @@
-"""The number formats of a precision policy as torch's dtypes; its row is in parallel3d/config/specs/policies.py."""
+"""Precision policies with torch's dtypes; their rows are in parallel3d/config/specs/policies.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel3d.config.specs.policies import POLICY_SPECS, PolicySpec, Rounding
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Formats of one precision policy; see PolicySpec."""
+    """The formats of one precision policy; see PolicySpec."""
 
     name: str
     compute: torch.dtype
@@ -45,7 +45,7 @@ POLICIES = {name: _policy(spec) for name, spec in POLICY_SPECS.items()}
 
 
 def policy_of(precision: PrecisionConfig) -> Policy:
-    """The configuration's policy, with what else it rounds stochastically."""
+    """The configuration's policy, with `precision.stochastic_rounding` applied."""
     targets = precision.stochastic_rounding
     return replace(
         POLICIES[precision.policy],

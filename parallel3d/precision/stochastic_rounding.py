@@ -4,13 +4,13 @@ bf16 is the upper half of fp32's bits. A number between two bf16 neighbours goes
 of its distance from the lower one, so that the expected result is the number itself (HLAT, section III-D; Gupta et al.
 2015, "Deep learning with limited numerical precision")::
 
-    sign, exponent, 7 bits | 16 bits that bf16 has not
-                           + 16 bits of noise          -> a carry rounds away from zero, then the 16 bits go
+    sign, exponent, 7 bits | 16 bits that bf16 lacks
+                           + 16 bits of noise          -> a carry rounds away from zero; the 16 bits are dropped
 
-All of it is integer arithmetic on the bits, so that it is right for every exponent (where the neighbours' distance
-doubles, too), for subnormals whatever the processor does with them, and for both signs. What bf16 has, zeros and
-infinities included, stays as it is; a NaN becomes the quiet NaN. Numbers beyond the largest bf16 have 2**128 as their
-upper neighbour, which is infinity: an overflow shows, as it does with rounding to the nearest.
+All of it is integer arithmetic on the bits, so it is right for every exponent (also where the distance of neighbours
+doubles), for subnormals on any processor, and for both signs. Values that bf16 can represent, zeros and infinities
+included, stay as they are; a NaN becomes the quiet NaN. Numbers beyond the largest bf16 have 2**128 as their upper
+neighbour, which is infinity: an overflow shows, as with rounding to the nearest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 Noise = Callable[[range], Tensor]
-"""64 random bits, int64 (elements,), for each element of a range of something flat."""
+"""Returns 64 random bits, int64 (elements,), for each element of a range of a flat tensor."""
 
 NOISE_BITS = 16
 _BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 24
@@ -38,7 +38,8 @@ def round_to_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def _may_have_nan(x: Tensor) -> bool:
-    """On CPUs a sum tells, at a tenth of the time of looking at each; a device would have to be waited for."""
+    """False if no element is NaN, by the sum of all on a CPU, which takes a tenth of a check of each; always True on a
+    device, which would have to be waited for."""
     return x.device.type != "cpu" or isnan(x.sum().item())
 
 
@@ -48,20 +49,20 @@ def noise_of(words: Tensor, part: int) -> Tensor:
 
 
 def add_rounded(total: Tensor, term: Tensor, noise: Noise) -> None:
-    """`total` (n,) bf16 becomes total + term, rounded; `term` (n,) float32 becomes zero."""
+    """Adds `term` (n,) float32 to `total` (n,) bf16, rounded, and zeroes it."""
     for span, part in _blocks(total):
         total[part] = round_to_bf16(total[part].float() + term[part], noise_of(noise(span), 0))
     term.zero_()
 
 
 def round_in_place(term: Tensor, noise: Noise) -> None:
-    """`term` (n,) float32 becomes one of its bf16 neighbours, element by element."""
+    """Rounds each element of `term` (n,) float32 to one of its bf16 neighbours, in place."""
     for span, part in _blocks(term):
         term[part] = round_to_bf16(term[part], noise_of(noise(span), 0)).float()
 
 
 def _blocks(flat: Tensor) -> list[tuple[range, slice]]:
-    """Of a size that fits a CPU's caches; on a GPU few launches count."""
+    """Blocks that fit into a CPU's caches; on a GPU large ones, as each launch costs time."""
     size = _BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
     starts = range(0, len(flat), size)
     return [(range(start, min(start + size, len(flat))), slice(start, start + size)) for start in starts]

@@ -261,7 +261,7 @@ def test_state_that_nobody_can_hand_over_is_told():
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=2)
         if number == 1:
-            with pytest.raises(AssertionError, match="nobody holds elements 0 to"):
+            with pytest.raises(AssertionError, match="no live rank holds elements 0 to"):
                 rank.move(1, rank.grid, {1})
 
     run_threads(2, body)

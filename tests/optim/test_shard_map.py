@@ -152,7 +152,7 @@ def test_holders_share_the_sending():
 
 
 def test_what_nobody_holds_is_an_error():
-    with pytest.raises(AssertionError, match="nobody holds elements 4 to 8"):
+    with pytest.raises(AssertionError, match="no live rank holds elements 4 to 8"):
         plan_moves({0: [range(0, 4)]}, {1: [range(0, 8)]}, 8)
     assert plan_moves({}, {}, 8) == ()
 
