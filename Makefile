@@ -25,7 +25,7 @@ lint: $(VENV)/.ok
 
 kill-matrix: $(VENV)/.ok
 	rm -rf runs/kill-matrix && mkdir -p runs/kill-matrix
-	$(VENV)/bin/python -m tests.support.kill_cells runs/kill-matrix all > runs/kill-matrix.log
+	$(VENV)/bin/python -m tests.support.process_kills runs/kill-matrix all > runs/kill-matrix.log
 
 $(VENV)/.ok: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

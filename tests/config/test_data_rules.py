@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallel3d.config.load import load_config, resolve
-from tests.config.test_load import TINY, problems, write
+from tests.support.config_files import problems
 
 SOURCES = {"web": ["."], "code": ["."]}
 BLEND: dict[str, Any] = {"sources": SOURCES, "stages": [{"weights": {"web": 0.75, "code": 0.25}}]}
@@ -21,11 +21,6 @@ def blend(**changes: Any) -> str:
 
 def stages(*each: tuple[int, dict[str, float]]) -> list[dict[str, Any]]:
     return [{"from_token": start, "weights": weights} for start, weights in each]
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return write(tmp_path, TINY)
 
 
 EVEN = {"web": 0.5, "code": 0.5}

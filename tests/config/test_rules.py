@@ -14,7 +14,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.sections import section
 from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
-from tests.config.test_load import TINY
+from tests.support.config_files import TINY
 
 NON_DEFAULT: dict[str, Any] = {
     "elastic": {"faults": [{"rank": 0, "step": 1}]},

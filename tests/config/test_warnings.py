@@ -11,8 +11,8 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.config.warnings import warnings
 from tests.config.test_data_rules import blend, stages
 from tests.config.test_derived import config
-from tests.config.test_load import TINY, write
 from tests.config.test_warmup_builder import LINEAR, resolved
+from tests.support.config_files import TINY, write
 
 
 @pytest.mark.parametrize(

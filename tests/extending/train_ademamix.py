@@ -13,8 +13,9 @@ import torch
 
 from parallel3d.errors import ConfigError
 from tests.support import tiny_runs
+from tests.support.kill_cells import Outcome, kill_fault
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
-from tests.support.thread_cells import Outcome, assert_same_run, kill_fault, outcome_of, run
+from tests.support.thread_kills import assert_same_run, outcome_of, run
 
 LAYOUTS = {
     "fp32": (dict(dp_size=3), dict(pp_size=2, stage_replicas=[1, 2])),

@@ -20,8 +20,9 @@ from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updater, build_updater
 from parallel3d.parallel.sharding import ParamSharding
 from tests.support import tiny_runs
+from tests.support.kill_cells import Outcome, kill_fault
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
-from tests.support.thread_cells import Outcome, assert_same_run, kill_fault, outcome_of, run
+from tests.support.thread_kills import assert_same_run, outcome_of, run
 
 NEW = ("lion", "muon")
 LEARNING_RATES = {"lion": 1e-3, "muon": 1e-2}

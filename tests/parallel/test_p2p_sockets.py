@@ -1,9 +1,6 @@
 """Links over real TCP connections on the loopback device, several ranks in one process."""
 
-import contextlib
 import dataclasses
-import gc
-import os
 import socket
 import threading
 import time
@@ -14,91 +11,9 @@ import torch
 from parallel3d.errors import GenerationEnded, ProtocolError
 from parallel3d.parallel import p2p_sockets as module
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.p2p_messages import Header, Kind
+from parallel3d.parallel.p2p_messages import Kind
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
-
-MIB = 1 << 20
-
-
-@pytest.fixture
-def connect(monkeypatch):
-    """connect(num_ranks, slots=..) -> links of all ranks, closed afterwards; leaves neither threads nor sockets."""
-    monkeypatch.setattr(module, "ABORT_GRACE_S", 0.1)
-    threads_before, sockets_before = threads_of_links(), open_sockets()
-    made, tokens = [], []
-
-    def make(num_ranks=2, *, slots=3, generations=None, timeout_s=10.0):
-        listeners = [open_listener("127.0.0.1") for _ in range(num_ranks)]
-        addresses = [listener.getsockname() for listener in listeners]
-        links = []
-        for rank, listener in enumerate(listeners):
-            tokens.append(AbortToken())
-            links.append(
-                SocketLinks(
-                    rank=rank,
-                    generation=generations[rank] if generations else 0,
-                    listener=listener,
-                    address_of=addresses.__getitem__,
-                    slots=slots,
-                    token=tokens[-1],
-                    timeout_s=timeout_s,
-                )
-            )
-        made.extend(links)
-        make.tokens, make.addresses = tokens, addresses
-        return links
-
-    yield make
-    for links in made:
-        links.close()
-    until(lambda: threads_of_links() <= threads_before)
-    assert threads_of_links() <= threads_before
-    gc.collect()
-    assert open_sockets() <= sockets_before
-
-
-def threads_of_links():
-    return {thread.ident for thread in threading.enumerate() if thread.name.startswith("links-")}
-
-
-def open_sockets():
-    """The numbers of this process's sockets."""
-    found = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-            if target.startswith("socket:"):
-                found.add(target)
-    return found
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
-def message(number=0, tensor=None, **fields):
-    """A header and its tensor."""
-    tensor = torch.full((2, 3), float(number)) if tensor is None else tensor
-    identity = {"generation": 0, "iteration": 7, "kind": Kind.ACTIVATION, "micro_batch": number, **fields}
-    return Header(**identity, shape=tuple(tensor.shape), dtype=tensor.dtype), tensor
-
-
-def in_thread(function, *args):
-    """A started thread, and the list that will hold its error, or None when it went well."""
-    result = []
-
-    def body():
-        try:
-            function(*args)
-            result.append(None)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            result.append(error)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    return thread, result
+from tests.support.socket_links import MIB, in_thread, message, until
 
 
 def test_messages_come_in_the_order_of_the_sends(connect):
@@ -223,53 +138,6 @@ def test_sending_does_not_wait_for_the_receiver_while_there_are_slots(connect):
     assert time.monotonic() - started < 1
 
 
-def test_an_abort_in_the_middle_of_a_big_message_wakes_the_sender(connect):
-    """Its peer has accepted the connection and reads nothing."""
-    one, _ = connect(2, slots=1, timeout_s=60.0)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        connect.addresses[1] = deaf.getsockname()
-        header, big = message(0, torch.zeros(16 * MIB))
-        thread, result = in_thread(lambda: [one.send(1, header, big) for _ in range(2)])
-        time.sleep(0.3)
-        assert thread.is_alive()
-        assert_abort_wakes(connect.tokens[0], thread, result)
-
-
-def test_an_abort_in_the_middle_of_a_big_message_wakes_the_receiver(connect):
-    """Its peer has sent half of a message and falls silent."""
-    _, two = connect(2, timeout_s=60.0)
-    header, big = message(0, torch.zeros(MIB))
-    with socket.create_connection(connect.addresses[1]) as peer:
-        peer.sendall(module._HELLO.pack(0, 0) + header.pack() + bytes(header.num_bytes // 2))
-        thread, result = in_thread(two.receive, 0, header)
-        time.sleep(0.3)
-        assert thread.is_alive()
-        assert_abort_wakes(connect.tokens[1], thread, result)
-
-
-def assert_abort_wakes(token, thread, result):
-    """The caller's thread and the connection's own, within a second."""
-    running = threads_of_links()
-    started = time.monotonic()
-    token.abort("replica (0, 1) died")
-    thread.join(timeout=5)
-    (error,) = result
-    assert isinstance(error, GenerationEnded) and str(error) == "replica (0, 1) died"
-    until(lambda: len(threads_of_links()) <= len(running) - 2)  # the listener's and the connection's
-    assert time.monotonic() - started < 1
-
-
-def test_an_abort_wakes_one_that_waits_for_nobody_yet(connect):
-    one, _ = connect(2, timeout_s=60.0)
-    threading.Timer(0.1, connect.tokens[0].abort, ["over"]).start()
-    started = time.monotonic()
-    with pytest.raises(GenerationEnded, match="over"):
-        one.receive(1, message()[0])
-    assert time.monotonic() - started < 1
-    with pytest.raises(GenerationEnded, match="over"):
-        one.receive(1, message()[0])
-
-
 def test_a_message_of_another_generation_is_ignored(connect):
     """The address is the same, the sender belongs to the generation before."""
     one, two = connect(2, generations=(4, 5), timeout_s=0.4)
@@ -392,25 +260,6 @@ def test_the_address_is_asked_once_and_only_when_needed(connect):
     finally:
         one.close()
         two.close()
-
-
-def test_an_abort_while_the_address_is_not_known_yet(connect):
-    token = AbortToken()
-
-    def address_of(rank):
-        token.sleep(60.0)
-
-    listener = open_listener("127.0.0.1")
-    links = SocketLinks(
-        rank=0, generation=0, listener=listener, address_of=address_of, slots=1, token=token, timeout_s=60.0
-    )
-    links.send(1, *message())
-    threading.Timer(0.1, token.abort, ["over"]).start()
-    started = time.monotonic()
-    with pytest.raises(GenerationEnded, match="over"):
-        links.send(1, *message(1))
-    links.close()
-    assert time.monotonic() - started < 1
 
 
 def test_each_thread_of_the_links_takes_the_device_first(monkeypatch):

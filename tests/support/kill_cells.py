@@ -1,279 +1,296 @@
-"""Kill matrix on gloo processes (layouts x ranks x phases, a real signal in each cell) and its runner.
+"""The table of deaths, (layout, deaths), and what may come of them.
 
-`python -m tests.support.kill_cells FOLDER` runs the covering cells one after the other, `FOLDER all` all cells,
-`FOLDER NAME ...` the named ones; the surviving ranks write their weights to FOLDER/<cell>/<rank>.pt. `make kill-matrix`
-runs all cells and compares them with the undisturbed run.
+How many membership changes there are is exact wherever the protocol makes it so:
+
+    one death                                      one
+    a second one in the recovery, before the go    one: nothing was in force yet
+    a second one after the go (new groups)         two
+    two deaths two or more steps apart             two: all ranks have finished the step between them
+    two deaths in one step                         one or two, as the coordinator learns of the second before all have
+                                                   confirmed the change for the first, or after
+
+Of deaths that may leave an entry behind (all-reduce, update, all-gather, evaluation) there is one in a step: a rank
+that learns of another's death leaves the step by a shorter way, which does not enter that phase.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Iterator
+import random
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain, combinations, count, cycle, groupby, product
 
-import torch
-
-from parallel3d.config.schema import Config
-from parallel3d.elastic.launch import run_workers
-from parallel3d.elastic.protocol.membership import GenerationRecord
-from parallel3d.elastic.settings import ElasticSettings
-from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.monitor.run_folder import METRICS, SUMMARY, RunFolder
-from parallel3d.monitor.sinks import RunReporter
-from parallel3d.trainer.context import RankHooks
+from parallel3d.config.schema import Config, FaultConfig
+from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.trainer.plans import build_grid
-from parallel3d.worker.fault_injection import STEP_PHASES
-from parallel3d.worker.hooks import WorkerHooks
-from parallel3d.worker.main import train_rank
-from tests.support.tiny_runs import make_config, prepare
+from tests.support.kill_layouts import (
+    AFTER_GO,
+    BASE,
+    BEFORE_GO,
+    EARLY,
+    KILL_LAYOUTS,
+    LATE,
+    SCHEDULES,
+    config_of,
+    grid_of,
+    phases_of,
+)
 
-NUM_STEPS = 4
-PHASES = (*STEP_PHASES, "evaluate")
-LAYOUTS = {
-    "pp2-dp2-tp2": dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True),
-    "pp3-dp2": dict(pp_size=3, dp_size=2),
-    "pp2-dp4": dict(pp_size=2, dp_size=4),
-}
-SCHEDULES = {
-    "pp2-dp2-interleaved": dict(pp_size=2, dp_size=2, schedule="interleaved", virtual_stages=2),
-    "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
-}
-"""Layouts of a few cells each: other lists, the same protocol."""
-TIED = {"tied-pp2-dp2": dict(pp_size=2, dp_size=2), "tied-stages-3-1-2": dict(pp_size=3, stage_replicas=[3, 1, 2])}
-"""One matrix on both ends of the pipeline."""
-WARMUPS = {"warmup-pp2-dp2-tp2": LAYOUTS["pp2-dp2-tp2"]}
-"""Steps of 2, 4, 6 and 8 sequences of 8, 12, 12 and 16 tokens."""
-ALL_LAYOUTS = {**LAYOUTS, **SCHEDULES, **TIED, **WARMUPS}
-LOSS_TOLERANCE = 1e-5
-"""fp32 on another layout from the loss on: sums in another order."""
+STEP = 2
+"""The step of a fault unless a cell names another; an evaluation follows it."""
+MAY_LEAVE_AN_ENTRY = ("all_reduce", *LATE)
+
+
+def kill_fault(rank: int, phase: str, step: int = STEP, kind: str = "kill") -> FaultConfig:
+    return FaultConfig(rank=rank, phase=phase, step=step, kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillCell:
-    """One run with faults, each (rank, step, phase, kind).
-
-    `num_changes` are the membership changes it may take; none: it can't be survived.
-    """
+    """One run in which ranks die."""
 
     layout: str
-    faults: tuple[tuple[int, int, str, str], ...]
-    num_changes: tuple[int, ...] = (1,)
+    faults: tuple[FaultConfig, ...]
+    num_steps: int = 3
+    zero_stage: int = 1
 
     @property
     def name(self) -> str:
-        return "+".join([self.layout, *(f"{kind}-{rank}-{phase}-{step}" for rank, step, phase, kind in self.faults)])
+        zero = [] if self.zero_stage else ["zero0"]
+        return "+".join([self.layout, *zero, *(f"{f.kind}-{f.rank}-{f.phase}-{f.step}" for f in self.faults)])
 
     @property
     def config(self) -> Config:
-        return kill_config(self.layout, self.faults)
+        """Of the run in threads."""
+        return config_of(self.layout, num_steps=self.num_steps, zero_stage=self.zero_stage)
 
     @property
-    def dead(self) -> set[int]:
-        return {rank for rank, _, _, kind in self.faults if kind != "term"}
+    def axes(self) -> dict[str, object]:
+        """What the quick tier covers: of the variants each schedule, each other group and each phase once."""
+        group = KILL_LAYOUTS[self.layout].group
+        if len(self.faults) == 1 and group != "base":
+            return {"variant": self.layout if group == "schedule" else group, "variant phase": self.faults[0].phase}
+        axes: dict[str, object] = {"layout": self.layout, "zero": self.zero_stage}
+        for number, fault in enumerate(self.faults):
+            axes |= {f"rank {number}": fault.rank, f"phase {number}": fault.phase}
+        return axes
 
-    @property
-    def survives(self) -> bool:
-        return bool(self.num_changes)
+
+# --- one death --------------------------------------------------------------------------------------------------------
 
 
-def kill_config(layout: str, faults: tuple[tuple[int, int, str, str], ...] = ()) -> Config:
-    """A tiny Llama in fp32; the undisturbed run without faults."""
-    return make_config(
-        model=dict(tie_word_embeddings=layout in TIED),
-        parallel=ALL_LAYOUTS[layout],
-        warmup=dict(
-            sequence_length=dict(kind="linear", start=8, duration=4, multiple=4),
-            batch_size=dict(start=2, duration=4, increment=2),
+def base_cells() -> Iterator[KillCell]:
+    """Every rank of the base layouts in every phase."""
+    for layout in BASE:
+        grid = grid_of(layout)
+        for rank in grid.ranks:
+            yield from (KillCell(layout=layout, faults=(kill_fault(rank, phase),)) for phase in phases_of(grid, rank))
+
+
+def variant_cells() -> Iterator[KillCell]:
+    """Deaths on other schedules, models, policies and data, where these matter most."""
+    for layout, row in KILL_LAYOUTS.items():
+        for rank, phase in _VARIANTS.get(row.group, _no_deaths)(layout):
+            yield KillCell(layout=layout, faults=(kill_fault(rank, phase),))
+
+
+def _no_deaths(layout: str) -> Iterable[tuple[int, str]]:
+    return ()
+
+
+def _under_a_schedule(layout: str) -> Iterator[tuple[int, str]]:
+    """Every rank in every phase; on three stages a third of them. The ranks that are left run another plan."""
+    grid = grid_of(layout)
+    for rank in grid.ranks:
+        for number, phase in enumerate(phases_of(grid, rank)):
+            if not layout.endswith("-pp3") or (number + rank) % 3 == 0:
+                yield rank, phase
+
+
+def _of_a_precision(layout: str) -> Iterator[tuple[int, str]]:
+    """A rank of each stage in turn: moved state and a repeated update's noise are those of the undisturbed run."""
+    grid = grid_of(layout)
+    for phase in phases_of(grid, 0):
+        yield (1 if phase in ("load", "backward", "backup", "update") else grid.ranks[-1]), phase
+
+
+def _of_a_shared_matrix(layout: str) -> Iterator[tuple[int, str]]:
+    """Every rank whose loss is survived, three phases each in turn; two of them involve the matrix. Without `send`:
+    with few micro-batches not every rank receives anything after one."""
+    grid = grid_of(layout)
+    for rank in grid.ranks if layout in SHARED_MATRIX_LAYOUTS else ():
+        if not after(config_of(layout), {rank}).goes_on:
+            continue
+        turn = rank + SHARED_MATRIX_LAYOUTS.index(layout)
+        for number in (2 * turn, 2 * turn + 1):
+            yield rank, SHARED_MATRIX_PHASES[number % len(SHARED_MATRIX_PHASES)]
+        others = [phase for phase in phases_of(grid, rank) if phase not in (*SHARED_MATRIX_PHASES, "send")]
+        yield rank, others[turn % len(others)]
+
+
+SHARED_MATRIX_LAYOUTS = ("tied-pp2-dp2-tp2", "tied-pp3-dp2", "tied-stages-2-1-3", "tied-interleaved", "tied-zb-v")
+SHARED_MATRIX_PHASES = ("reduce_scatter", "backup", "all_reduce", "update", "all_gather")
+
+_VARIANTS = {
+    "schedule": _under_a_schedule,
+    "precision": _of_a_precision,
+    "tied": _of_a_shared_matrix,
+    "model": lambda layout: product((0, 3, 6), ("forward", *EARLY[3:], "update")),
+    "recompute": lambda layout: product((0, 6), ("forward", "backward")),
+    "documents": lambda layout: product((0, 3, 5), ("forward", "send", "backward", "all_reduce")),
+    "blend": lambda layout: product(
+        (grid_of(layout).dp_ranks(0, 0)[-1],), ("load", "backward", "all_reduce", "update")
+    ),
+}
+"""(rank, phase) of the single deaths on the layouts of a group."""
+
+
+# --- further deaths in the recovery -----------------------------------------------------------------------------------
+
+
+def recovery_cells() -> Iterator[KillCell]:
+    """On each base layout some first deaths, in phases that take turns, and every possible second one."""
+    turns = count()
+    for layout, ranks in {"pp2-dp2-tp2": (0, 6), "pp3-dp2": (3,), "pp2-dp4": (5,)}.items():
+        grid = grid_of(layout)
+        for first in ranks:
+            left, _ = grid.without({first})
+            phases = phases_of(grid, first)
+            for second, recovery in product(sorted(set(grid.ranks) - {first}), (*BEFORE_GO, AFTER_GO)):
+                if recovery == AFTER_GO and not left.holds(second):
+                    continue  # a spare has no groups
+                phase = phases[next(turns) % len(phases)]
+                yield KillCell(layout=layout, faults=(kill_fault(first, phase), kill_fault(second, recovery)))
+
+
+def tied_recovery_cells() -> Iterator[KillCell]:
+    """Holders of a shared matrix: one of each end, and two of one end."""
+    turns = cycle(product((*BEFORE_GO, AFTER_GO), SHARED_MATRIX_PHASES))
+    for layout in ("tied-pp2-dp4", "tied-stages-2-1-3"):
+        embedding_ranks = grid_of(layout).embedding_ranks(0)
+        for first, second in combinations(embedding_ranks, 2):
+            if len(embedding_ranks) > 5 and {first, second}.isdisjoint({1, 6}):
+                continue  # enough of the large one
+            recovery, phase = next(turns)
+            yield KillCell(layout=layout, faults=(kill_fault(first, phase), kill_fault(second, recovery)))
+
+
+def trio_cells() -> Iterator[KillCell]:
+    """Two more deaths before the new generation is in force."""
+    for (first, *others), phase in product([(0, 2, 3), (0, 1, 4), (1, 6, 4), (7, 5, 2), (3, 4, 5)], BEFORE_GO):
+        faults = (kill_fault(first, "backward"), *(kill_fault(rank, phase) for rank in others))
+        yield KillCell(layout="pp2-dp4", faults=faults)
+
+
+# --- deaths in several steps ------------------------------------------------------------------------------------------
+
+
+def random_cells() -> Iterator[KillCell]:
+    """Two or three deaths of different replicas, in two steps that are not neighbours."""
+    for layout, seed in product(BASE, range(12)):
+        numbers, grid = random.Random(f"{layout} {seed}"), grid_of(layout)
+        replicas = [(stage, replica) for stage in range(grid.pp_size) for replica in sorted(grid.stages[stage])]
+        faults, closed = [], set()
+        for replica in numbers.sample(replicas, numbers.choice((2, 3))):
+            rank, step = numbers.choice(grid.tp_ranks(replica)), numbers.choice((2, 4))
+            phases = phases_of(grid, rank)
+            phase = numbers.choice([phase for phase in phases if step not in closed or phase not in MAY_LEAVE_AN_ENTRY])
+            closed |= {step} if phase in MAY_LEAVE_AN_ENTRY else set()
+            faults.append(kill_fault(rank, phase, step))
+        yield KillCell(layout=layout, faults=tuple(faults), num_steps=5)
+
+
+def schedule_pair_cells() -> Iterator[KillCell]:
+    """No pipeline is whole any more: every micro-batch of one of them changes its replica, chunk after chunk."""
+    for layout in SCHEDULES:
+        yield KillCell(layout=layout, faults=(kill_fault(0, "backward"), kill_fault(3, "forward", 4)), num_steps=5)
+
+
+def precision_series_cells() -> Iterator[KillCell]:
+    """The state moves twice, and a replica dies while it does."""
+    for policy in ("bf16", "bf16_sr"):
+        faults = (
+            kill_fault(0, "update"),
+            kill_fault(2, "recovery_moves"),
+            kill_fault(5, "backup", 4),
+            kill_fault(3, "all_reduce", 4),
         )
-        if layout in WARMUPS
-        else {},
-        precision=dict(policy="fp32"),
-        batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
-        run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
-        elastic=dict(faults=[dict(rank=r, step=s, phase=p, kind=k) for r, s, p, k in faults]),
+        yield KillCell(layout=f"{policy}-pp2-dp4", faults=faults, num_steps=5)
+
+
+def down_to_one_cells() -> Iterator[KillCell]:
+    """A death a step, each in another phase, until two ranks of eight are left, each with all of its stage."""
+    orders = [(0, 1, 2, 4, 5, 6), (7, 0, 6, 3, 5, 1), (2, 7, 1, 6, 3, 4)]
+    plain = ("forward", "backward", "reduce_scatter", "backup", "send", "all_reduce")
+    shared = ("update", "reduce_scatter", "backup", "all_gather", "all_reduce", "forward")
+    for layout, phases, zero_stage in product(("pp2-dp4", "tied-pp2-dp4"), (plain, shared), (0, 1)):
+        if (phases is shared) != layout.startswith("tied"):
+            continue
+        for order in orders if phases is plain else orders[:2]:
+            faults = tuple(kill_fault(rank, phase, 2 + n) for n, (rank, phase) in enumerate(zip(order, phases)))
+            yield KillCell(layout=layout, faults=faults, num_steps=8, zero_stage=zero_stage)
+
+
+# --- what may come of it ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The dead ranks, the number of committed membership changes, whether the run goes on."""
+
+    dead: frozenset[int]
+    num_changes: int
+    goes_on: bool
+
+
+def after(config: Config, *changes: Collection[int]) -> Outcome:
+    """The outcome of deaths that are handled in this order, a set of ranks with each change."""
+    grid, dead = build_grid(config), frozenset[int]()
+    for number, ranks in enumerate(changes):
+        dead |= frozenset(ranks)
+        survivability = check_survivability(
+            grid,
+            zero_stage=config.parallel.zero_stage,
+            zero_backups=config.elastic.zero_backups,
+            hosts={},
+            dead=ranks,
+        )
+        if not survivability.can_continue:
+            return Outcome(dead, number, False)
+        grid, _ = grid.without(ranks)
+    return Outcome(dead, len(changes), True)
+
+
+def possible_outcomes(config: Config, faults: Iterable[FaultConfig]) -> set[Outcome]:
+    """All outcomes that the protocol allows: a run that goes on has seen all deaths."""
+    faults = sorted(faults, key=lambda fault: fault.step)
+    orders = [list(_orders_of(list(group))) for _, group in groupby(faults, key=lambda fault: fault.step)]
+    found = {after(config, *chain(*waves)) for waves in product(*orders)}
+    return {outcome for outcome in found if not outcome.goes_on or outcome.dead == {fault.rank for fault in faults}}
+
+
+def _orders_of(faults: list[FaultConfig]) -> Iterator[list[frozenset[int]]]:
+    """The ways in which the deaths of one step may be handled: lists of changes."""
+    early, late, before_go, after_go = (
+        {fault.rank for fault in faults if fault.phase in phases} for phases in (EARLY, LATE, BEFORE_GO, (AFTER_GO,))
     )
+    if not before_go | after_go:
+        yield from _partitions(early, late)
+        return
+    first = early | late
+    assert len(first) == 1, "which death the recovery follows"
+    for size in range(len(before_go) + 1):  # fewer than all may be too many already
+        for others in combinations(sorted(before_go), size):
+            waves = [frozenset(first | set(others)), frozenset(after_go)]
+            yield [wave for wave in waves if wave]
 
 
-def single_kills() -> Iterator[KillCell]:
-    """Every coordinate of every layout in every phase that it enters."""
-    for layout in LAYOUTS:
-        grid = build_grid(kill_config(layout))
-        for rank in grid.ranks:
-            for phase in phases_of(grid.coordinates(rank).pp):
-                yield KillCell(layout=layout, faults=((rank, 2, phase, "kill"),))
-
-
-def phases_of(stage: int) -> tuple[str, ...]:
-    """Only the first stage loads text."""
-    return PHASES if stage == 0 else tuple(phase for phase in PHASES if phase != "load")
-
-
-def covering_cells() -> Iterator[KillCell]:
-    """Every coordinate once, every phase at least twice, and the other ways to go."""
-    for number, layout in enumerate(LAYOUTS):
-        grid = build_grid(kill_config(layout))
-        for rank in grid.ranks:
-            phases = phases_of(grid.coordinates(rank).pp)
-            yield KillCell(layout=layout, faults=((rank, 2, phases[(rank + 8 * (number > 0)) % len(phases)], "kill"),))
-    yield from special_cells()
-
-
-def special_cells() -> Iterator[KillCell]:
-    """Hangs, departures, several at once, a second loss during recovery, down to one replica a stage, too many; and
-    other schedules, losses on either end of a pipeline whose ends share a matrix, and while the batch still grows."""
-    cube, wide, tied, uneven = "pp2-dp2-tp2", "pp2-dp4", *TIED
-    yield every_kind()
-    yield KillCell(layout=cube, faults=((0, 2, "load", "kill"), (1, 2, "load", "kill")), num_changes=(1, 2))
-    yield KillCell(layout=cube, faults=((6, 4, "backward", "stop"),))
-    yield KillCell(layout=wide, faults=((5, 4, "forward", "stop"),))
-    yield KillCell(layout=cube, faults=((3, 2, "forward", "term"),))
-    yield KillCell(layout=wide, faults=((0, 2, "backward", "kill"), (7, 2, "recovery_moves", "kill")))
-    yield KillCell(layout=wide, faults=((6, 2, "update", "kill"), (1, 2, "recovery_confirm", "kill")))
-    yield KillCell(
-        layout=wide, faults=((4, 2, "all_reduce", "kill"), (0, 2, "recovery_groups", "kill")), num_changes=(2,)
-    )
-    yield KillCell(
-        layout=wide,
-        faults=(
-            (0, 1, "forward", "kill"),
-            (1, 2, "backup", "kill"),
-            (3, 3, "all_gather", "kill"),
-            (6, 4, "forward", "kill"),
-        ),
-        num_changes=(3, 4),
-    )
-    yield KillCell(layout=cube, faults=((0, 2, "backward", "kill"), (3, 2, "recovery_report", "kill")), num_changes=())
-    yield KillCell(layout="pp2-dp2-interleaved", faults=((1, 2, "backward", "kill"),))
-    yield KillCell(layout="pp2-dp2-zb-h1", faults=((2, 2, "forward", "kill"),))
-    yield KillCell(layout=tied, faults=((2, 2, "all_gather", "kill"),))
-    yield KillCell(layout=tied, faults=((1, 2, "reduce_scatter", "kill"), (2, 4, "update", "kill")), num_changes=(2,))
-    yield KillCell(layout="warmup-pp2-dp2-tp2", faults=((5, 3, "backward", "kill"),))
-    yield KillCell(layout=uneven, faults=((0, 2, "backup", "kill"), (5, 2, "recovery_moves", "kill")))
-
-
-def every_kind() -> KillCell:
-    """Each kind of loss once, one at each stage: a drain, a kill, a hang. One replica of each stage is left."""
-    faults = ((5, 1, "forward", "term"), (2, 3, "backward", "kill"), (1, 4, "forward", "stop"))
-    return KillCell(layout="pp3-dp2", faults=faults, num_changes=(2, 3))  # the drain may coincide with the kill
-
-
-def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
-    """One worker: trains through all faults, and leaves its weights if it has a place at the end."""
-    torch.set_num_threads(1)
-    grid = build_grid(config)
-    context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    phase_hook = WorkerHooks(config, context)
-    watches = RankHooks(on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase)
-    rank = prepare(config, grid, context.rank, hooks=watches)
-
-    def start_watch(record: GenerationRecord) -> None:
-        if record.previous is None:
-            context.control.publish({"kind": "round_trip", "seconds": 0.0})
-
-    if train_rank(rank, context, phase_hook, on_generation=start_watch):
-        weights = {p.sharding.name: p.detach().clone() for b in rank.optimizer.buckets for p in b.parameters}
-        torch.save({"coordinates": str(rank.coordinates), "weights": weights}, directory / f"{context.rank}.pt")
-    return 0
-
-
-def run_kill_cell(folder: Path, name: str, config: Config) -> int:
-    """Runs one cell with a process for each rank; returns the run's exit code."""
-    directory = folder / name
-    return run_workers(
-        lambda context: work_on(config, directory, context),
-        world_size=len(build_grid(config).ranks),
-        logs=directory / "logs",
-        open_report=lambda: RunReporter(RunFolder(directory, config="{}", environment={}), title=name, charts=False),
-        preload=("torch",),
-        elastic=ElasticSettings.from_config(config, build_grid(config)),
-    )
-
-
-def losses_of(folder: Path) -> list[float]:
-    """The loss of every step that a run has told, in order, none twice."""
-    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    steps = [line for line in lines if "event" not in line]
-    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1)), "a step is missing, or told twice"
-    return [line["loss"] for line in steps] + [line["loss"] for line in lines if line.get("event") == "evaluation"]
-
-
-def describe_failure(folder: Path, cell: KillCell) -> str:
-    """What is wrong with a cell that has run; "" when nothing is."""
-    directory, undisturbed = folder / cell.name, folder / cell.layout
-    summary = json.loads((directory / SUMMARY).read_text())
-    lines = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
-    changes = [line for line in lines if line.get("event") == "membership"]
-    if not cell.survives:
-        return "" if summary["exit_code"] == 3 and "no replica left" in summary["message"] else f"ended with {summary}"
-    if summary["exit_code"] != 0:
-        return f"exit code {summary['exit_code']}: {summary['message']}"
-    if len(changes) not in cell.num_changes:
-        return f"{len(changes)} membership changes, not {cell.num_changes}"
-    ours, theirs = losses_of(directory), losses_of(undisturbed)
-    if len(ours) != len(theirs):
-        return f"{len(ours)} losses, not {len(theirs)}"
-    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs))
-    if worst > LOSS_TOLERANCE:
-        return f"losses differ by {worst:.1e}"
-    survivors = {int(path.stem) for path in directory.glob("*.pt")}
-    if survivors & cell.dead or not survivors:
-        return f"survivors {sorted(survivors)}"
-    return _compare_replicas(directory, survivors)
-
-
-def _compare_replicas(directory: Path, survivors: set[int]) -> str:
-    """All ranks that are left and hold a parameter hold the same bits: of a stage, or of both ends."""
-    seen: dict[tuple[str, str], torch.Tensor] = {}
-    for rank in sorted(survivors):
-        home = torch.load(directory / f"{rank}.pt")
-        _, _, tp = home["coordinates"].split()
-        for name, weight in home["weights"].items():
-            if not torch.equal(seen.setdefault((tp, name), weight), weight):
-                return f"{name} differs on rank {rank}"
-    return ""
-
-
-def run_cells(folder: Path, cells: list[KillCell]) -> None:
-    for layout in dict.fromkeys(cell.layout for cell in cells):
-        run_kill_cell(folder, layout, kill_config(layout))
-    for cell in cells:
-        run_kill_cell(folder, cell.name, cell.config)
-
-
-def write_log(path: Path, folder: Path, cells: list[KillCell], seconds: float) -> int:
-    """The verdict on every cell as a table; returns how many are wrong."""
-    failures = {cell: describe_failure(folder, cell) for cell in cells}
-    wrong = {cell: verdict for cell, verdict in failures.items() if verdict}
-    rows = [
-        f"| {cell.name} | {verdict or ('as undisturbed' if cell.survives else 'stopped, as it must')} |"
-        for cell, verdict in failures.items()
-    ]
-    head = [
-        "# The kill matrix on processes",
-        "",
-        f"`make kill-matrix`: {len(cells)} runs with real signals, {len(wrong)} wrong, {seconds:.0f} s. A run is named",
-        "layout+kind-rank-phase-step. It is right when it ends with exit code 0, each step logged once, the losses of",
-        f"all steps and evaluations within {LOSS_TOLERANCE:g} of the undisturbed run's (fp32), the number of",
-        "membership changes as expected, and bitwise equal weights on all replicas that are left; or when it must",
-        "stop, and does, with exit code 3 and the lost coordinates.",
-        "",
-        "| run | outcome |",
-        "|---|---|",
-    ]
-    path.write_text("\n".join([*head, *rows]) + "\n")
-    return len(wrong)
-
-
-if __name__ == "__main__":
-    results = Path(sys.argv[1])
-    if sys.argv[2:] == ["all"]:
-        everything = [*single_kills(), *special_cells()]
-        started = time.monotonic()
-        run_cells(results, everything)
-        log = Path(__file__).parents[2] / "docs" / "logs" / "kill_matrix.md"
-        sys.exit(min(1, write_log(log, results, everything, time.monotonic() - started)))
-    wanted = sys.argv[2:]
-    run_cells(results, [cell for cell in covering_cells() if not wanted or cell.name in wanted])
+def _partitions(ranks: set[int], late: set[int]) -> Iterator[list[frozenset[int]]]:
+    """Ordered partitions of `ranks`, and at the end those that die after the step's entry."""
+    if not ranks:
+        yield [frozenset(late)] if late else []
+        return
+    for size in range(1, len(ranks) + 1):
+        for first in combinations(sorted(ranks), size):
+            for rest in _partitions(ranks - set(first), late):
+                yield [frozenset(first), *rest]

@@ -122,3 +122,21 @@ def test_another_run_is_refused_with_what_differs(tmp_path, change, named):
     changed = tiny_runs.make_config(**{name: config[name] for name in ("model", "batch", "precision", "run")})
     with pytest.raises(CheckpointError, match=named):
         run_layout(changed, start=folder)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_a_v_of_chunks_and_other_layouts_resume_each_other(tmp_path, is_tied):
+    """Under ZB-V the first stage holds both ends of the model."""
+    model = SMALL | dict(num_hidden_layers=6, tie_word_embeddings=is_tied)
+    v_of_chunks = dict(pp_size=3, dp_size=2, schedule="zb-v", virtual_stages=2)
+    configs = [config_of(dict(parallel=parallel), model) for parallel in (v_of_chunks, dict(pp_size=2), {})]
+    start = None
+    for number, config in enumerate(configs):
+        weights, snapshots, contexts = run_layout(config, start=start, steps=1)
+        start = save(tmp_path / str(number), snapshots, contexts[0])
+        for other in configs:
+            loaded, again, others = run_layout(other, start=start)
+            assert_equal(loaded, weights)
+            assert others[0].state == contexts[0].state
+            assert_equal(read_all(save(tmp_path / "again", again, others[0])), read_all(start))

@@ -15,8 +15,9 @@ from parallel3d.trainer.checkpointing import AsyncSaver
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.resume import resume
 from tests.support import tiny_runs
+from tests.support.kill_cells import kill_fault
 from tests.support.saved_layouts import TEXT, assert_equal, read_all, run_layout
-from tests.support.thread_cells import MONITORED, fault_hooks, kill_fault
+from tests.support.thread_kills import MONITORED, fault_hooks
 
 LAYOUTS = {
     "cube": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),

@@ -11,7 +11,7 @@ from parallel3d.trainer.divergence_check import find_divergence
 from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to
 from parallel3d.trainer.state import TrainState
-from tests.support.thread_cells import kill_fault
+from tests.support.kill_cells import kill_fault
 from tests.trainer.test_checkpointing import GatedDisk, WatchedSaver, config_of, train
 
 START = TrainState(cursors=((0, 0, 0),))

@@ -11,7 +11,9 @@ from parallel3d.debug.compare_dumps import SECTIONS, compare_tensors, dumped_ten
 from parallel3d.debug.dump import read_step
 from parallel3d.debug.recorder import name_modules
 from parallel3d.layers.linear import RowParallelLinear
-from tests.support.thread_cells import config_of, kill_fault, run
+from tests.support.kill_cells import kill_fault
+from tests.support.kill_layouts import config_of
+from tests.support.thread_kills import run
 from tests.support.tiny_runs import make_config, train_in_threads
 
 STEP = 2

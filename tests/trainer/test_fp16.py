@@ -7,7 +7,7 @@ from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
-from tests.support import thread_cells, tiny_runs
+from tests.support import kill_cells, kill_layouts, thread_kills, tiny_runs
 
 DYNAMIC = dict(
     policy="fp16", loss_scale=dict(initial=2.0**21, growth_interval=2, growth_factor=64.0, backoff_factor=1 / 64)
@@ -66,7 +66,7 @@ def test_without_a_scale_small_gradients_vanish():
 
 def config_of(num_steps=5):
     """As in the kill matrix; overflows in the first steps, growth every second finite one."""
-    config = thread_cells.config_of("pp2-dp4", num_steps=num_steps)
+    config = kill_layouts.config_of("pp2-dp4", num_steps=num_steps)
     scale = config.precision.loss_scale.model_copy(update=dict(initial=2.0**21, growth_interval=2))
     precision = config.precision.model_copy(update=dict(policy="fp16", loss_scale=scale))
     return config.model_copy(update=dict(precision=precision))
@@ -74,7 +74,7 @@ def config_of(num_steps=5):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    done = thread_cells.run(config_of())
+    done = thread_kills.run(config_of())
     scales = [done.steps[step]["loss_scale"] for step in sorted(done.steps)]
     assert len(set(scales)) > 2 and done.steps[1]["num_updates"] == 0 and done.steps[5]["num_updates"] > 1
     return done
@@ -85,8 +85,8 @@ def undisturbed():
 @pytest.mark.parametrize("phase", ["forward", "backward", "backup", "all_reduce", "update", "all_gather"])
 def test_a_death_does_not_move_the_scale(undisturbed, phase, step):
     """In a step that overflows, and in one that does not; the repeated step has the same scale."""
-    done = thread_cells.run(config_of(), [thread_cells.kill_fault(6, phase, step)])
-    thread_cells.assert_same_run(done, undisturbed)
+    done = thread_kills.run(config_of(), [kill_cells.kill_fault(6, phase, step)])
+    thread_kills.assert_same_run(done, undisturbed)
     for number, record in undisturbed.steps.items():
         assert done.steps[number]["loss_scale"] == record["loss_scale"], number
 

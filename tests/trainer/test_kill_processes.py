@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import kill_cells
-from tests.support.kill_cells import PHASES, KillCell, covering_cells, describe_failure, every_kind, special_cells
+from tests.support import process_kills
+from tests.support.kill_cells import KillCell
+from tests.support.kill_layouts import EARLY, LATE
+from tests.support.process_kills import EVERY_KIND, covering_cells, describe_failure, special_cells
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -25,14 +27,14 @@ def kill_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     names = [each["cell"].name for each in parameters if isinstance(each.get("cell"), KillCell)]
     folder = tmp_path_factory.mktemp("kills")
     with open(folder / "output.txt", "w") as output:
-        command = [sys.executable, "-m", kill_cells.__name__, str(folder), *names]
+        command = [sys.executable, "-m", process_kills.__name__, str(folder), *names]
         subprocess.run(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     return folder
 
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, id=cell.name, marks=[] if cell == every_kind() else pytest.mark.full) for cell in CELLS],
+    [pytest.param(cell, id=cell.name, marks=[] if cell == EVERY_KIND else pytest.mark.full) for cell in CELLS],
 )
 def test_the_run_goes_on_as_if_undisturbed(kill_folder: Path, cell: KillCell):
     assert describe_failure(kill_folder, cell) == ""
@@ -41,6 +43,6 @@ def test_the_run_goes_on_as_if_undisturbed(kill_folder: Path, cell: KillCell):
 def test_the_cells_cover_every_phase_and_kind():
     singles = [cell for cell in CELLS if cell not in list(special_cells())]
     assert len(singles) == 22
-    phases = Counter(cell.faults[0][2] for cell in singles)
-    assert set(phases) == set(PHASES) and min(phases.values()) >= 2
-    assert {fault[3] for cell in CELLS for fault in cell.faults} == {"kill", "stop", "term"}
+    phases = Counter(cell.faults[0].phase for cell in singles)
+    assert set(phases) == {*EARLY, *LATE} and min(phases.values()) >= 2
+    assert {fault.kind for cell in CELLS for fault in cell.faults} == {"kill", "stop", "term"}

@@ -5,7 +5,9 @@ import torch
 
 from parallel3d.errors import Diverged
 from tests.support import tiny_runs
-from tests.support.thread_cells import MONITORED, assert_same_run, config_of, kill_fault, run, undisturbed
+from tests.support.kill_cells import kill_fault
+from tests.support.kill_layouts import config_of
+from tests.support.thread_kills import MONITORED, assert_same_run, run, undisturbed
 
 CUBE = dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True)
 LAYOUTS = {

@@ -10,19 +10,9 @@ import pytest
 
 from parallel3d.errors import GenerationEnded
 from parallel3d.inprocess.thread_group import ThreadGroup
-from tests.support.thread_cells import (
-    AFTER_GO,
-    BEFORE_GO,
-    SPARES,
-    Outcome,
-    assert_same_run,
-    config_of,
-    grid_of,
-    kill_fault,
-    outcome_of,
-    run,
-    undisturbed,
-)
+from tests.support.kill_cells import Outcome, kill_fault
+from tests.support.kill_layouts import AFTER_GO, BEFORE_GO, config_of, grid_of
+from tests.support.thread_kills import assert_same_run, outcome_of, run, undisturbed
 
 
 @pytest.fixture
@@ -205,9 +195,9 @@ def test_a_spare_takes_part_in_every_change_and_ends_with_the_run(block_result):
 @pytest.mark.parametrize("recovery", BEFORE_GO)
 def test_a_spare_may_be_the_only_one_with_some_state(recovery):
     """Ranks 2 and 5 of three replicas of two: of tp 1, range 1 was held by 3 and 5, and 3 has lost its place with 2."""
-    done = run(config_of(SPARES), [kill_fault(2, "backward"), kill_fault(5, recovery)])
+    done = run(config_of("dp3-tp2"), [kill_fault(2, "backward"), kill_fault(5, recovery)])
     assert outcome_of(done) == Outcome(frozenset({2, 5}), 1, True) and done.run is not None
-    assert_same_run(done, undisturbed(SPARES))
+    assert_same_run(done, undisturbed("dp3-tp2"))
 
 
 @pytest.mark.parametrize("ranks", [(0, 6), (1, 3), (2, 3)], ids=str)

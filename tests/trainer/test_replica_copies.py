@@ -10,7 +10,9 @@ from parallel3d.errors import ReplicasDiffer
 from parallel3d.precision.policy import POLICIES
 from parallel3d.trainer.entry import Contribution
 from parallel3d.trainer.entry_layout import EntryLayout
-from tests.support.thread_cells import config_of, kill_fault, run, undisturbed
+from tests.support.kill_cells import kill_fault
+from tests.support.kill_layouts import config_of
+from tests.support.thread_kills import run, undisturbed
 from tests.support.tiny_runs import make_config
 
 CHECKED = dict(replica_check_every=1)

@@ -1,65 +1,20 @@
-"""Workers die that hold an embedding together with another stage's: the run goes on bit for bit, or says why it can't.
+"""Ranks die that hold an embedding shared with another stage's ranks: what this layout adds to the kill matrix.
 
-As test_kill_matrix.py, with one matrix on both ends of the pipeline. After a loss its ranges are cut anew over both
-stages, also on the one that has lost nobody. `assert_same_run` compares the copies of all replicas of both.
+The deaths themselves are rows of tests/support/kill_cells.py. After a loss the ranges of the matrix are cut again over
+both stages, also on the stage that has lost no rank. `assert_same_run` compares the copies of all replicas of both.
 """
-
-import itertools
 
 import pytest
 import torch
 
-from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.optim import distributed_optimizer
 from parallel3d.optim.reshard import move_bucket
-from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.generation import shard_maps_of
 from tests.support import tiny_runs
-from tests.support.thread_cells import (
-    AFTER_GO,
-    BEFORE_GO,
-    TIED,
-    Outcome,
-    after,
-    assert_same_run,
-    config_of,
-    grid_of,
-    kill_fault,
-    outcome_of,
-    phases_of,
-    run,
-    undisturbed,
-)
-
-PHASES = ("reduce_scatter", "backup", "all_reduce", "update", "all_gather")
-"""Where the shared matrix is under way."""
-
-
-def single_cells():
-    """Every coordinate of the smaller layouts; phases by turns, three a rank, of which two touch the matrix. (Without
-    `send`: with few micro-batches not every rank has something to receive after it.)"""
-    turns = itertools.count()
-    for layout in ("tied-pp2-dp2-tp2", "tied-pp3-dp2", "tied-stages-2-1-3", "tied-interleaved"):
-        grid = grid_of(layout)
-        for rank in grid.ranks:
-            if not survives(grid, {rank}):
-                continue
-            others = [phase for phase in phases_of(grid, rank) if phase not in (*PHASES, "send")]
-            turn = next(turns)
-            for phase in (PHASES[2 * turn % 5], PHASES[(2 * turn + 1) % 5], others[turn % len(others)]):
-                yield pytest.param(layout, rank, phase, id=f"{layout}-rank{rank}-{phase}")
-
-
-def survives(grid: Grid, dead: set[int]) -> bool:
-    return check_survivability(grid, zero_stage=1, zero_backups=1, hosts={}, dead=dead).can_continue
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("layout, rank, phase", list(single_cells()))
-def test_one_death(layout, rank, phase):
-    done = run(config_of(layout), [kill_fault(rank, phase)])
-    assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
-    assert_same_run(done, undisturbed(layout))
+from tests.support.kill_cells import SHARED_MATRIX_LAYOUTS, Outcome, kill_fault
+from tests.support.kill_layouts import config_of, grid_of
+from tests.support.thread_kills import assert_same_run, outcome_of, run, undisturbed
+from tests.trainer.test_kill_costs import elements_of
 
 
 @pytest.mark.sample(2)
@@ -74,57 +29,9 @@ def test_without_zero_every_replica_of_both_ends_holds_all(layout, phase):
     assert_same_run(done, undisturbed(layout))
 
 
-# --- two deaths -------------------------------------------------------------------------------------------------------
-
-
-def pairs():
-    """One of each end, and two of one end; the second death in all phases of the recovery by turns."""
-    turns = itertools.cycle(itertools.product((*BEFORE_GO, AFTER_GO), PHASES))
-    for layout in ("tied-pp2-dp4", "tied-stages-2-1-3"):
-        embedding_ranks = grid_of(layout).embedding_ranks(0)
-        for first, second in itertools.combinations(embedding_ranks, 2):
-            if len(embedding_ranks) > 5 and {first, second}.isdisjoint({1, 6}):
-                continue  # enough of the large one
-            recovery, phase = next(turns)
-            name = f"{layout}-rank{first}-{phase}-then-rank{second}-{recovery}"
-            yield pytest.param(layout, first, phase, second, recovery, id=name)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("layout, first, phase, second, recovery", list(pairs()))
-def test_two_deaths(layout, first, phase, second, recovery):
-    """Owner and backup of a range of the matrix are owner and backup of a range of their stage: who takes both is told
-    both ranks."""
-    config = config_of(layout)
-    done = run(config, [kill_fault(first, phase), kill_fault(second, recovery)])
-    expected = after(config, *([{first, second}] if recovery in BEFORE_GO else [{first}, {second}]))
-    assert outcome_of(done) == expected
-    if expected.goes_on:
-        assert_same_run(done, undisturbed(layout))
-        return
-    named = [f"ranks {a} and {b} were lost" for a, b in ((first, second), (second, first))]
-    assert any(words in done.abort_reason for words in (*named, "no replica left"))
-
-
-def test_the_pairs_end_both_ways():
-    fates = {survives(grid_of(p.values[0]), {p.values[1], p.values[3]}) for p in pairs()}
-    assert fates == {True, False}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize("order", [(0, 1, 2, 4, 5, 6), (7, 0, 6, 3, 5, 1)], ids=str)
-def test_down_to_one_replica_of_each_end(order, zero_stage):
-    config = config_of("tied-pp2-dp4", num_steps=8, zero_stage=zero_stage)
-    phases = itertools.cycle(("update", "reduce_scatter", "backup", "all_gather", "all_reduce", "forward"))
-    done = run(config, [kill_fault(rank, phase, 2 + n) for n, (rank, phase) in enumerate(zip(order, phases))])
-    assert outcome_of(done) == Outcome(frozenset(order), 6, True)
-    assert_same_run(done, undisturbed("tied-pp2-dp4", 8))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [(0, 6), (0, 1), (1, 7)], ids=str)
-def test_who_leaves_hands_over_to_both_ends(ranks):
+def test_a_drained_rank_hands_over_to_both_ends(ranks):
     config = config_of("tied-pp2-dp4", num_steps=5)
     done = run(
         config, [*(kill_fault(rank, "forward", kind="term") for rank in ranks), kill_fault(5, "backward", step=4)]
@@ -137,8 +44,9 @@ def test_who_leaves_hands_over_to_both_ends(ranks):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_end_that_has_lost_nobody_is_cut_anew_too(rank, monkeypatch):
-    """Stage 1 keeps its own ranges; of the matrix each of its ranks gets what its new range has and its old had not."""
+def test_the_end_without_a_loss_is_cut_again_too(rank, monkeypatch):
+    """Stage 1 keeps its own ranges; of the matrix each of its ranks receives the elements of its new range that its old
+    one lacked."""
     config, grid = config_of("tied-pp2-dp4"), grid_of("tied-pp2-dp4")
     left, _ = grid.without({rank})
     received = {}
@@ -161,17 +69,12 @@ def test_the_end_that_has_lost_nobody_is_cut_anew_too(rank, monkeypatch):
     assert plan.key.tied and received == {False: 0, True: 2 * 8 * missing} and missing > 0
 
 
-def elements_of(plan, shard_map, rank):
-    spans = [plan.range_of(number, shard_map.num_ranges) for number in shard_map.ranges_of(rank)]
-    return {index for span in spans for index in span if index < plan.num_elements}
-
-
 # --- that it can fail -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", TIED)
-def test_a_matrix_that_each_stage_trains_alone_is_found_out(layout, monkeypatch):
-    """Reduced over its own stage only, each copy goes its own way: `assemble` refuses."""
+@pytest.mark.parametrize("layout", [*SHARED_MATRIX_LAYOUTS[:-1], "tied-pp2-dp4"])  # ZB-V has both ends on a stage
+def test_a_matrix_that_each_stage_trains_alone_is_detected(layout, monkeypatch):
+    """Reduced over its own stage only, the copies differ: `assemble` refuses."""
     from parallel3d.parallel import groups
 
     monkeypatch.setattr(groups.Groups, "tied", property(lambda self: self.dp))
@@ -188,12 +91,12 @@ def test_the_copies_on_both_ends_are_the_same_bits_after_every_step():
         weight = runtime.optimizer.buckets[-1].parameters[0]
         begin = runtime.optimizer.begin_iteration
 
-        def noted(iteration, *rest):
+        def recorded(iteration, *rest):
             runtime.optimizer.finish_gather()
             seen.setdefault((runtime.coordinates.tp, iteration), []).append(weight.detach().clone())
             begin(iteration, *rest)
 
-        runtime.optimizer.begin_iteration = noted
+        runtime.optimizer.begin_iteration = recorded
 
     run(config_of("tied-pp2-dp2-tp2", num_steps=5), watch=watch)
     assert len(seen) == 2 * 5

@@ -24,8 +24,9 @@ from parallel3d.trainer.loader import LaneLoader
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to, state_from_json, state_to_json
 from parallel3d.trainer.state import TrainState
 from tests.support import tiny_runs
+from tests.support.kill_cells import kill_fault
 from tests.support.saved_layouts import run_layout, save
-from tests.support.thread_cells import assert_same_run, kill_fault, run
+from tests.support.thread_kills import assert_same_run, run
 from tests.support.tiers import examples
 
 CUBE = dict(pp_size=2, dp_size=2, tp_size=2, sequence_parallel=True)

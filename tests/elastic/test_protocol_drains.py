@@ -1,0 +1,124 @@
+"""The membership protocol rule by rule: suspicions and drains."""
+
+from __future__ import annotations
+
+from parallel3d.elastic.protocol.state_machine import (
+    AbortGeneration,
+    Commit,
+    DrainRefused,
+    DrainRequest,
+    Propose,
+)
+from parallel3d.parallel.grid import Grid
+from tests.support.protocol_steps import (
+    GRID,
+    agree,
+    confirm_all,
+    on_lost,
+    report_all,
+    started,
+)
+
+
+def test_a_suspicion_makes_a_generation_of_the_same_members():
+    protocol = started()
+    assert protocol.suspect(3, 0, "a link broke") == [
+        AbortGeneration(ranks=GRID.ranks, generation=1, reason="rank 3: a link broke")
+    ]
+    assert protocol.suspect(4, 0, "a link broke") == []  # of a generation that is over
+    record = agree(protocol)
+    assert record.grid == record.previous == GRID and protocol.num_changes == 1
+    assert record.reason == "rank 3: a link broke"
+    protocol.suspect(4, 1, "another one")
+    assert agree(protocol).reason == "rank 4: another one"
+
+
+def test_a_draining_worker_hands_over_and_leaves_with_the_commit():
+    protocol = started()
+    assert protocol.announce_drain(4) == [DrainRequest(rank=4)]
+    assert protocol.announce_drain(4) == []
+    protocol.suspect(4, 0, "leaves")  # its step boundary
+    record = agree(protocol)
+    assert record.draining == (4,) and record.members == GRID.ranks and record.grid.ranks == (0, 1, 2, 3, 5)
+    assert record.spares == ()
+    assert protocol.live == {0, 1, 2, 3, 5} and on_lost(protocol, 4) == []
+
+
+def test_a_draining_worker_leaves_with_any_change():
+    protocol = started()
+    protocol.announce_drain(4)
+    on_lost(protocol, 0)
+    assert agree(protocol).draining == (4,)
+
+
+def test_a_draining_worker_that_dies_before_the_commit_is_a_loss():
+    protocol = started()
+    protocol.announce_drain(4)
+    protocol.suspect(4, 0, "leaves")
+    report_all(protocol)
+    assert isinstance(on_lost(protocol, 4)[0], AbortGeneration)
+    record = agree(protocol)
+    assert record.draining == () and [loss.rank for loss in record.evicted] == [4]
+
+
+def test_a_drain_announced_after_the_record_comes_with_the_next_change():
+    protocol = started()
+    on_lost(protocol, 0)
+    report_all(protocol)
+    assert protocol.announce_drain(4) == [DrainRequest(rank=4)]
+    confirm_all(protocol)
+    assert 4 in protocol.live
+    protocol.suspect(4, 1, "leaves")
+    assert agree(protocol).draining == (4,)
+
+
+def test_the_drain_of_an_indispensable_worker_is_refused():
+    protocol = started(Grid.uniform(tp_size=1, pp_size=2, dp_size=2))
+    assert protocol.announce_drain(0) == [DrainRequest(rank=0)]
+    (stay,) = protocol.announce_drain(1)
+    assert stay == DrainRefused(
+        rank=1, reason="stage 0 has no replica left: lost pp0 dp0 tp0 (rank 0) and pp0 dp1 tp0 (rank 1)"
+    )
+
+
+def test_a_drain_is_refused_when_a_death_comes_first():
+    protocol = started(Grid.uniform(tp_size=1, pp_size=1, dp_size=3))
+    protocol.announce_drain(0)
+    protocol.announce_drain(1)
+    on_lost(protocol, 2)
+    stay, opened = report_all(protocol)
+    assert isinstance(stay, DrainRefused) and stay.rank == 1
+    assert isinstance(opened, Propose) and opened.record.draining == (0,)
+    confirm_all(protocol)
+    assert protocol.live == {1}
+    protocol.suspect(1, 1, "a link broke")
+    assert len(report_all(protocol)) == 1  # refused once
+
+
+def test_a_spare_drains_at_once():
+    protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=2))
+    on_lost(protocol, 0)
+    agree(protocol)
+    assert protocol.announce_drain(1) == [AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves")]
+    assert agree(protocol).draining == (1,)
+    assert protocol.live == {2, 3} and protocol.pending is None
+
+
+def test_a_spare_drains_with_the_pending_change():
+    protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=3))
+    on_lost(protocol, 0)
+    agree(protocol)
+    on_lost(protocol, 2)
+    assert protocol.announce_drain(1) == [DrainRequest(rank=1)]
+    assert agree(protocol).draining == (1,)
+
+
+def test_a_draining_worker_that_becomes_a_spare_leaves_at_once():
+    protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=2))
+    on_lost(protocol, 0)
+    report_all(protocol)
+    assert protocol.announce_drain(1) == [DrainRequest(rank=1)]
+    assert confirm_all(protocol) == [
+        Commit(generation=1, members=(1, 2, 3)),
+        AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves"),
+    ]
