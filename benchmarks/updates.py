@@ -1,12 +1,14 @@
 """What an update costs by number format: nanoseconds an element, one thread.
 
     MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \\
-        python benchmarks/updates.py [--elements 8000000] [--rounds 7] [--threads 1]
+        python benchmarks/updates.py [--elements 8000000] [--rounds 7] [--threads 1] [--side 1024]
 
 One flat range, as a bucket's owner updates it: torch's fused AdamW on fp32 weights (12 bytes of weights and moments an
-element, 4 of gradient), with a copy of the master weights into bf16, and AdamW on bf16 weights and moments (6 and 2
-bytes) rounded to the nearest or stochastically. Contestants in turn, round after round; printed are medians and the
-fastest. The variables keep freed memory in the process, as workers do.
+element, 4 of gradient), with a copy of the master weights into bf16, AdamW on bf16 weights and moments (6 and 2 bytes)
+rounded to the nearest or stochastically, and Lion in fp32 (8 and 4 bytes). Muon updates matrices of SIDE x SIDE in
+fp32 on one of 1, 2 or 4 tensor-parallel ranks: each rank computes the whole direction, so its own elements cost more.
+Contestants in turn, round after round; printed are medians and the fastest. The variables keep freed memory in the
+process, as workers do.
 """
 
 from __future__ import annotations
@@ -15,20 +17,28 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from torch import Tensor
 
 from parallel3d.config.sections.optimizer import OptimizerConfig
-from parallel3d.optim.update_rules.update_rule import UpdateStep
-from parallel3d.optim.updater import Updaters
+from parallel3d.optim.bucket_plan import ParamSlot
+from parallel3d.optim.matrices import make_directions
+from parallel3d.optim.update_rules.lion import Lion
+from parallel3d.optim.update_rules.muon import Muon
+from parallel3d.optim.update_rules.update_rule import MatrixRule, UpdateStep
+from parallel3d.optim.updater import Updater, Updaters
+from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.random_keys import bits, key_of
 
 STEP = UpdateStep(number=10, learning_rate=1e-4, peak_learning_rate=1e-4, grad_scale=0.5)
 ADAMW = Updaters.build(OptimizerConfig(learning_rate=1.0)).element
+LION, MUON = Updater(rule=Lion()), Updater(rule=Muon())
 
 
 def main() -> None:
@@ -36,15 +46,17 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=8_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--side", type=int, default=1024, help="rows and columns of Muon's matrix")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    variants = make_variants(options.elements)
+    variants = {name: (options.elements, update) for name, update in make_variants(options.elements).items()}
+    variants |= dict(make_muon_variants(options.side))
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds + 1):
-        for name, update in variants.items():
+        for name, (num_elements, update) in variants.items():
             started = time.perf_counter()
             update()
-            times[name].append(1e9 * (time.perf_counter() - started) / options.elements)
+            times[name].append(1e9 * (time.perf_counter() - started) / num_elements)
     print("| update | ns an element, median | fastest |\n|---|--:|--:|")
     for name, each in times.items():
         print(f"| {name} | {statistics.median(each[1:]):.2f} | {min(each[1:]):.2f} |")
@@ -54,15 +66,16 @@ def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
     """Each with tensors of its own."""
     key = key_of("update", 1, 2, "w")
 
-    def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         numbers = torch.Generator().manual_seed(1)
         weights, grads = (torch.randn(num_elements, generator=numbers).to(dtype) for _ in range(2))
         return weights, torch.zeros(2, num_elements, dtype=dtype), grads
 
-    def noise(span: range) -> torch.Tensor:
+    def noise(span: range) -> Tensor:
         return bits(key, torch.arange(span.start, span.stop))
 
     wide, mixed, near, stochastic = (tensors(d) for d in (torch.float32, torch.float32, *[torch.bfloat16] * 2))
+    lion_weights, lion_states, lion_grads = tensors(torch.float32)
     copy = mixed[0].bfloat16()
 
     def update_mixed() -> None:
@@ -74,7 +87,30 @@ def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
         "bf16 with fp32 master weights, fused": update_mixed,
         "bf16_pure": lambda: ADAMW.update_bf16(*near, STEP, weight_decay=0.1, noise=None),
         "bf16_sr": lambda: ADAMW.update_bf16(*stochastic, STEP, weight_decay=0.1, noise=noise),
+        "fp32, lion": lambda: LION.update(lion_weights, lion_states[:1], lion_grads, STEP, weight_decay=0.1),
     }
+
+
+def make_muon_variants(side: int) -> Iterator[tuple[str, tuple[int, Callable[[], None]]]]:
+    """Muon's update of one rank's rows of a matrix, with the directions; by name, with the number of its elements."""
+    sharding = ParamSharding(name="w", shape=(side, side), dim=0)
+    for tp_size in (1, 2, 4):
+        num_elements = side * side // tp_size
+        slot = ParamSlot(name="w", offset=0, shape=sharding.local_shape(tp_size))
+        gathered = torch.randn(tp_size, 2, num_elements, generator=torch.Generator().manual_seed(2))
+        weights, states, grads = torch.zeros(num_elements), torch.zeros(1, num_elements), gathered[0, 0].clone()
+
+        def update(
+            gathered: Tensor = gathered,
+            slot: ParamSlot = slot,
+            tensors: tuple[Tensor, Tensor, Tensor] = (weights, states, grads),
+        ) -> None:
+            span = range(slot.length)
+            rule = cast(MatrixRule, MUON.rule)
+            directions = make_directions(rule, gathered, [(sharding, slot)], span, grad_scale=0.5, tp_rank=0)
+            MUON.update(*tensors, STEP, weight_decay=0.1, directions=directions)
+
+        yield f"fp32, muon, {side} x {side}, tp {tp_size}", (num_elements, update)
 
 
 if __name__ == "__main__":
