@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -34,13 +35,23 @@ class _LookUp(Function):
         local, elsewhere = ctx.saved_tensors
         sink = ctx.weight.sink
         buffer = sink.buffer
-        rows = grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0)
-        if buffer.is_cuda:  # sorts: the same bits each time, where index_add_ adds atomically, in any order
-            buffer.index_put_((local,), rows, accumulate=True)
+        if buffer.device.type == "cpu":
+            buffer.index_add_(0, local, grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0))
         else:
-            buffer.index_add_(0, local, rows)
+            add_rows_on_device(buffer, local, grad.masked_fill(elsewhere.unsqueeze(1), 0))
         sink.on_added()
         return None, None, None, None
+
+
+def add_rows_on_device(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
+    """buffer[index[i]] += rows[i]: buffer (vocab, hidden), index (tokens,), rows (tokens, hidden) of any float format.
+
+    The rows of a token are sorted and added up in fp32, and reach the buffer in one addition: the same bits each time,
+    where index_add_ adds atomically, and none lost, where index_put_ into bf16 rounds after each row, so that the
+    gradient of a frequent token would stop growing after some 256 equal ones.
+    """
+    wide = torch.promote_types(torch.float32, rows.dtype)
+    buffer.add_(torch.ops.aten.embedding_dense_backward(rows.to(wide), index, buffer.shape[0], -1, False))
 
 
 class VocabParallel(nn.Module):

@@ -286,17 +286,26 @@ class Bucket:
         master = part.to(self._policy.state) if self._policy.has_master else part
         states = master.new_empty((len(self.rule.states), len(span)))
         states[:, max(0, self.plan.num_elements - span.start) :] = 0
-        grads = part.new_zeros(len(span), dtype=self._policy.grad)
-        sums = grads if self.fixed is None else part.new_zeros(len(span), dtype=torch.int64)
-        return Shard(span, master=master, states=states, grads=grads, sums=sums)
+        return Shard(span, master=master, states=states, grad_dtype=self._policy.grad)
 
     def install_shards(self, shards: list[Shard], num_ranges: int) -> None:
         """Commits the shards of a new shard map with `num_ranges` ranges; none on a rank that holds nothing."""
         self.shards = shards
         self._initial = None
         self._num_ranges = num_ranges
+        for shard in shards:
+            self._allocate_grads(shard)
         self._bind_buffers()
         self.copy_master_to_weights()
+
+    def _allocate_grads(self, shard: Shard) -> None:
+        """Allocates what the reduction into a shard needs and the bucket's own buffers, with one range, don't serve."""
+        is_in_place, length = self._num_ranges == 1, len(shard.master)
+        if len(shard.grads) < length and not (is_in_place and self.fixed is None):
+            shard.grads = torch.zeros_like(shard.master, dtype=self._policy.grad)
+            shard.sums = shard.grads
+        if not is_in_place and self.fixed is not None and shard.sums.dtype != torch.int64:
+            shard.sums = torch.zeros_like(shard.master, dtype=torch.int64)
 
     def reallocate_buffers(self) -> None:
         """Replaces the buffers by copies: an abandoned collective may still write into the old ones."""

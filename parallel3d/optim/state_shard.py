@@ -9,16 +9,17 @@ from torch import Tensor
 class Shard:
     """Master weights, the update rule's states and reduced gradients of one range."""
 
-    def __init__(self, span: range, *, master: Tensor, states: Tensor, grads: Tensor, sums: Tensor):
+    def __init__(self, span: range, *, master: Tensor, states: Tensor, grad_dtype: torch.dtype):
         self.span = slice(span.start, span.stop)
         self.master = master
         """(elements,) in the policy's state format: a copy, or the weights themselves where that is their format."""
         self.states = states
         """(num_states, elements), in the order of the update rule's row."""
-        self.grads = grads
-        """(elements,) in the policy's gradient format: the sum over all micro-batches of the iteration."""
-        self.sums = sums
-        """The result of the reduction: the gradients themselves, or the integers from which they are computed."""
+        self.grads = master.new_empty(0, dtype=grad_dtype)
+        """(elements,) in the policy's gradient format: the sum over all micro-batches of the iteration. Empty until the
+        bucket installs the shard: with one range, the bucket's own buffer serves."""
+        self.sums = self.grads
+        """What the reduction writes: the gradients, or the integers that they are made of."""
         self.gathered: Tensor | None = None
         """For a matrix-wise rule, between the reduction and the update: the gradients and states of all tensor-parallel
         ranks; else None."""

@@ -284,6 +284,24 @@ def test_parameters_and_gradients_are_views_of_their_buckets():
     run_threads(1, body)
 
 
+@pytest.mark.parametrize("policy, num_bytes", [("bf16", 2 + 4 + 4 + 8), ("bf16_sr", 2 + 2 + 4), ("fp32", 4 + 4 + 8)])
+def test_one_replica_needs_no_second_buffer_for_its_gradients(policy, num_bytes):
+    """Weights, gradients, master weights where they are copies, two moments; not even at the start, where all shards
+    are built before one is installed."""
+
+    def body(number, world):
+        optimizer = Rank(number, world, tp_size=1, dp_size=1, zero_stage=1, policy=policy).optimizer
+        new = [bucket.empty_shard(range(bucket.plan.length(1))) for bucket in optimizer.buckets]
+        held = [(bucket, shard) for bucket in optimizer.buckets for shard in bucket.shards]
+        tensors = [t for b, s in held for t in (b.weights, b.grads, b.totals, s.master, s.states, s.grads, s.sums)]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(shard.grads.nbytes + shard.sums.nbytes for shard in new), sum(sizes.values()), optimizer
+
+    ((at_start, in_training, optimizer),) = run_threads(1, body)
+    assert at_start == 0
+    assert in_training == num_bytes * sum(len(bucket.weights) for bucket in optimizer.buckets)
+
+
 @pytest.mark.parametrize("dp_size, zero_stage", [(1, 1), (2, 0), (2, 1), (4, 1)])
 def test_bf16_weights_are_the_cast_of_fp32_master_weights(dp_size, zero_stage):
     expected, _ = reference(dp_size, dtype=torch.float32)
