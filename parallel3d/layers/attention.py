@@ -19,6 +19,7 @@ w queries. A block needs the keys of its own block and of the one before, so no 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -139,6 +140,12 @@ def attend_per_document(
     return torch.cat([attend(*part, window) for part in zip(queries, keys, values)], dim=1)
 
 
+@lru_cache(maxsize=4)
+def _document_starts(documents: tuple[int, ...], device: torch.device) -> Tensor:
+    """(documents + 1,) int32: all layers of a micro-batch, forward and recomputed, share one copy to the device."""
+    return to_device(torch.tensor([0, *accumulate(documents)], dtype=torch.int32), device)
+
+
 def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Attention of q, k and v (tokens, heads, size) by torch's kernel for sequences of many lengths. Not run yet.
 
@@ -148,7 +155,7 @@ def _attend_varlen(documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, 
 
     group = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
-    begins = to_device(torch.tensor([0, *accumulate(documents)], dtype=torch.int32), q.device)
+    begins = _document_starts(documents, q.device)
     longest = max(documents)
     keys_before = -1 if window is None else window - 1
     mixed = varlen_attn(q, k, v, begins, begins, longest, longest, window_size=(keys_before, 0))

@@ -5,8 +5,10 @@ Where attention keeps documents apart, the index is that in the document, as if 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -22,6 +24,9 @@ class _AddPositions(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter, token_spans: tuple[TokenSpan, ...]) -> Tensor:
         ctx.weight, ctx.token_spans = weight, token_spans
+        if (common := common_positions(token_spans)) is not None:
+            rows = weight.detach()[common.start : common.stop]
+            return (x.view(len(token_spans), *rows.shape) + rows).view_as(x)
         result = x.clone()
         for token_span in token_spans:
             result[token_span.rows] += weight.detach()[token_span.positions.start : token_span.positions.stop]
@@ -29,11 +34,27 @@ class _AddPositions(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        sink = ctx.weight.sink
-        for token_span in ctx.token_spans:
-            sink.buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]
+        sink, common = ctx.weight.sink, common_positions(ctx.token_spans)
+        if common is not None and grad.device.type != "cpu":
+            add_sequences(sink.buffer[common.start : common.stop], grad)
+        else:
+            for token_span in ctx.token_spans:
+                sink.buffer[token_span.positions.start : token_span.positions.stop] += grad[token_span.rows]
         sink.on_added()
         return grad, None, None
+
+
+def common_positions(token_spans: Sequence[TokenSpan]) -> range | None:
+    """The positions that all sequences have, where these are the same; None if they differ, as documents do."""
+    first, *others = (token_span.positions for token_span in token_spans)
+    return first if all(positions == first for positions in others) else None
+
+
+def add_sequences(buffer: Tensor, grad: Tensor) -> None:
+    """buffer (positions, hidden) += the sum over sequences of grad (sequences * positions, hidden), in one addition: a
+    kernel for each sequence would be launched longer than it runs."""
+    wide = torch.promote_types(torch.float32, grad.dtype)
+    buffer += grad.view(-1, *buffer.shape).sum(0, dtype=wide)
 
 
 class LearnedPositions(nn.Module):

@@ -27,6 +27,7 @@ from parallel3d.errors import UserError
 from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum, FixedPoint
 
 _BLOCK = 1 << 16
+_DEVICE_BLOCK = 1 << 24  # a device waits for the host after each block
 _DIGIT_BITS = 21  # three digits make an int64; the products of two digits of a block add up to 2**58 at most
 _LOW = 2**_DIGIT_BITS - 1
 
@@ -37,25 +38,39 @@ def add_and_clear(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
     Infinities and NaNs count as zero, so that the total does not depend on which rank had them. Raises UserError for
     an element beyond `fixed.largest`.
     """
-    blocks = zip(total.split(_BLOCK), scratch.split(_BLOCK))
+    size = _block_size(total)
+    blocks = zip(total.split(size), scratch.split(size))
     return all([_add_block(sums, terms, fixed) for sums, terms in blocks])  # a list: every block must be added
 
 
 def write_floats(out: Tensor, total: Tensor, fixed: FixedPoint) -> None:
     """Converts the sums in `total` (n,) int64 to floats, in `out` (n,) of any float format."""
-    for values, sums in zip(out.split(_BLOCK), total.split(_BLOCK)):
+    size = _block_size(total)
+    for values, sums in zip(out.split(size), total.split(size)):
         values.copy_(sums.to(torch.float64).mul_(2.0**-fixed.shift))
 
 
 def sum_of_squares(total: Tensor, fixed: FixedPoint) -> ExactSum:
     """The sum of the squares of all elements of `total` (n,) int64, without any rounding."""
     square_units = 0
-    for block in total.split(_BLOCK):
+    for block in total.split(_block_size(total)):
         digits = (block & _LOW, (block >> _DIGIT_BITS) & _LOW, block >> (2 * _DIGIT_BITS))
-        for (i, a), (j, b) in combinations_with_replacement(enumerate(digits), 2):
-            product = int((a * b).sum()) << (_DIGIT_BITS * (i + j))
+        pairs = list(combinations_with_replacement(enumerate(digits), 2))
+        sums = torch.stack([_partial_sums(a * b) for (_, a), (_, b) in pairs]).tolist()
+        for ((i, _), (j, _)), parts in zip(pairs, sums):
+            product = sum(parts) << (_DIGIT_BITS * (i + j))
             square_units += product if i == j else 2 * product
     return ExactSum(units=square_units << (-UNIT_LOG2 - 2 * fixed.shift))
+
+
+def _block_size(values: Tensor) -> int:
+    return _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
+
+
+def _partial_sums(products: Tensor) -> Tensor:
+    """Sums of `products` (n,) int64 over blocks short enough not to overflow, to be added up as Python's integers."""
+    num_whole = len(products) // _BLOCK * _BLOCK
+    return torch.cat([products[:num_whole].view(-1, _BLOCK).sum(1), products[num_whole:].sum().view(1)])
 
 
 def _add_block(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
@@ -75,5 +90,5 @@ def _add_block(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
 
 def _largest(values: Tensor) -> float:
     """The largest magnitude; NaN if there is a NaN."""
-    low, high = torch.aminmax(values)
-    return max(-low.item(), high.item())
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    return max(-low, high)

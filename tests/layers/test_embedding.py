@@ -1,9 +1,11 @@
-"""The embedding's gradient as a device adds it up."""
+"""Gradients of embedding and positions as a device adds them up."""
 
 import pytest
 import torch
 
 from parallel3d.layers.embedding import add_rows_on_device
+from parallel3d.layers.micro_batch import TokenSpan
+from parallel3d.layers.positions import add_sequences, common_positions
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -24,3 +26,23 @@ def test_rows_are_added_to_what_is_there(dtype, tolerance):
     expected = buffer.double().index_add(0, index, rows.double())
     add_rows_on_device(buffer, index, rows)
     assert torch.allclose(buffer.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def span(positions):
+    return TokenSpan(slot=0, positions=positions, rows=slice(0, len(positions)))
+
+
+def test_sequences_share_their_positions_unless_they_are_documents():
+    assert common_positions([span(range(4, 8)), span(range(4, 8))]) == range(4, 8)
+    assert common_positions([span(range(8))]) == range(8)
+    assert common_positions([span(range(8)), span(range(5))]) is None
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2**-8), (torch.float32, 1e-6)])
+def test_the_positions_of_many_sequences_are_added_once(dtype, tolerance):
+    numbers = torch.Generator().manual_seed(2)
+    buffer = torch.randn(6, 8, generator=numbers).to(dtype)
+    grad = torch.ones(500 * 6, 8, dtype=dtype)
+    expected = buffer.double() + 500
+    add_sequences(buffer, grad)
+    assert torch.allclose(buffer.double(), expected, rtol=tolerance, atol=0)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.errors import UserError
+from parallel3d.precision import exact_sums
 from parallel3d.precision.exact_sums import _BLOCK, add_and_clear, sum_of_squares, write_floats
 from parallel3d.precision.fixed_point import FixedPoint, plan_fixed_point
 
@@ -143,3 +144,19 @@ def test_threads_and_addresses_change_nothing(num_threads):
             assert torch.equal(floats, want_floats[shift:])
     finally:
         torch.set_num_threads(before)
+
+
+def test_blocks_of_a_device_give_the_same(monkeypatch):
+    """A large block with a tail, whose products would overflow if they were added up as one."""
+    terms = gradients(2, 5 * _BLOCK + 3, torch.float64)
+    small = total_of(terms)
+    expected = torch.empty(len(small), dtype=torch.float64)
+    write_floats(expected, small, FIXED)
+    squares = sum_of_squares(small, FIXED)
+    monkeypatch.setattr(exact_sums, "_block_size", lambda values: 1 << 24)
+    large, floats = total_of(terms), torch.empty(len(small), dtype=torch.float64)
+    write_floats(floats, large, FIXED)
+    assert torch.equal(large, small) and torch.equal(floats, expected)
+    assert sum_of_squares(large, FIXED) == squares
+    limit = torch.full((3 * _BLOCK,), 2**62, dtype=torch.int64)
+    assert sum_of_squares(limit, FIXED).units == sum(sum_of_squares(part, FIXED).units for part in limit.split(_BLOCK))
