@@ -168,7 +168,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             hashes[run.name] = found = hashes_of(run, Path(scratch))
         is_changed = bool(expected) and expected.get(run.name) != found
-        num_changed += is_changed
+        num_changed += 1 if is_changed else 0
         print(f"{'CHANGED ' if is_changed else ''}{run.name}: {' '.join(f'{k} {v}' for k, v in found.items())}")
     if options.out:
         Path(options.out).write_text(json.dumps(hashes, indent=2) + "\n")

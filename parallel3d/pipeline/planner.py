@@ -168,7 +168,9 @@ def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: i
         routed = routed_grids.get(candidate.routing) or routed_grids.setdefault(
             candidate.routing, _route_grid(candidate)
         )
-        limit = chosen.makespan - (_rank(candidate) > _rank(chosen.request)) if chosen else None
+        limit = None
+        if chosen:  # a candidate of higher rank must be faster, the others may be as fast
+            limit = chosen.makespan - 1 if _rank(candidate) > _rank(chosen.request) else chosen.makespan
         result = _simulate(candidate, routed, limit)
         if isinstance(result, int):
             table.append(Candidate(request=candidate, makespan=result, is_lower_bound=True))

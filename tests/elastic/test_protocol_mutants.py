@@ -135,7 +135,8 @@ class ReusesNumbers(MembershipProtocol):
     """An attempt that was not committed gives its number back."""
 
     def _begin(self, reason: str) -> list[Action]:
-        self._generation -= self.pending is not None
+        if self.pending is not None:
+            self._generation -= 1
         return super()._begin(reason)
 
 

@@ -13,8 +13,8 @@ from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from tests.support.plain_gpt2 import plain_loss
 from tests.support.tiny_stages import (
-    BATCH,
     SEQ,
+    assert_equals_plain_loss,
     assert_two_stages_split,
     backward_twice,
     build,
@@ -36,15 +36,9 @@ def gpt2_config(**changes):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_one_rank_equals_plain_torch(changes, kv_heads):
     config = gpt2_config(num_key_value_heads=kv_heads, **changes)
-    loss, grads = run_stage(config, solo_region(), micro_batch())
-    stage = build(config, solo_region())
-    weights = {p.sharding.name: p.detach().clone().requires_grad_() for p in parameters_of(stage)}
-    assert len([name for name in weights if name.endswith("bias")]) == 1 + 2 * (5 + (config.qkv_bias is not False))
-    expected = plain_loss(config, weights, *(ids.view(BATCH, SEQ) for ids in tokens(config.vocab_size)))
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-12)
-    for name, (_, grad) in grads.items():
-        assert relative(grad, weights[name].grad) < 1e-11, name
+    names = assert_equals_plain_loss(config, plain_loss)
+    num_biases = 5 if config.qkv_bias is False else 6  # of a layer
+    assert len([name for name in names if name.endswith("bias")]) == 1 + 2 * num_biases
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -12,8 +12,8 @@ from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from tests.support.plain_llama import plain_loss
 from tests.support.tiny_stages import (
-    BATCH,
     SEQ,
+    assert_equals_plain_loss,
     assert_two_stages_split,
     backward_twice,
     build,
@@ -30,15 +30,7 @@ from tests.support.tiny_stages import (
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_one_rank_equals_plain_torch(kv_heads):
-    config = model_config(num_key_value_heads=kv_heads)
-    loss, grads = run_stage(config, solo_region(), micro_batch())
-    stage = build(config, solo_region())
-    weights = {p.sharding.name: p.detach().clone().requires_grad_() for p in parameters_of(stage)}
-    expected = plain_loss(config, weights, *(ids.view(BATCH, SEQ) for ids in tokens(config.vocab_size)))
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-12)
-    for name, (_, grad) in grads.items():
-        assert relative(grad, weights[name].grad) < 1e-11, name
+    assert_equals_plain_loss(model_config(num_key_value_heads=kv_heads), plain_loss)
 
 
 @pytest.mark.pairwise

@@ -202,7 +202,7 @@ def test_who_watches_is_told_before_each_instruction_and_after_each_that_adds(sc
         )  # the head's gradient is made in the forward pass
         expected = []
         for step in plan.lists[coordinates.replica]:
-            expected += [step.op] + ["added"] * (step.op in adds)
+            expected += [step.op, "added"] if step.op in adds else [step.op]
         assert told == expected
 
 

@@ -167,7 +167,8 @@ def test_damaged_grids_have_sound_plans(requested):
         if request.limits_in_flight:
             assert held <= len(replicas) + request.extra_in_flight - (0 if request.splits else stage)
     assert list(plan.events) == sorted(plan.events, key=lambda event: (event.start, event.replica))
-    assert all(most <= max(slots, 2 * (len(replicas) == 2)) for most in most_unread(plan).values())
+    most_allowed = max(slots, 2) if len(replicas) == 2 else slots
+    assert all(most <= most_allowed for most in most_unread(plan).values())
     compute_time, ends = Counter(), Counter()
     for event in plan.events:
         assert event.end - event.start == costs_by_op(request)[event.op][event.replica[0]]

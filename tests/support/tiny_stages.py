@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import partial
 
+import pytest
 import torch
 
 from models.make import make_decoder
@@ -106,6 +107,20 @@ def assert_two_stages_split(config):
 
 def relative(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def assert_equals_plain_loss(config, plain_loss):
+    """Compares loss and gradients on one rank with `plain_loss(config, weights, tokens, targets)`, the model in plain
+    torch; returns the names of its weights."""
+    loss, grads = run_stage(config, solo_region(), micro_batch())
+    stage = build(config, solo_region())
+    weights = {p.sharding.name: p.detach().clone().requires_grad_() for p in parameters_of(stage)}
+    expected = plain_loss(config, weights, *(ids.view(BATCH, SEQ) for ids in tokens(config.vocab_size)))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    for name, (_, grad) in grads.items():
+        assert relative(grad, weights[name].grad) < 1e-11, name
+    return list(weights)
 
 
 def backward_twice(config, tp, split, policy="fp32", recompute="none"):

@@ -16,7 +16,7 @@ from tests.support.gloo_cells import load_gloo_cell
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.transport == "gloo")) for c in CELLS]
+    "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.transport == "gloo" else []) for c in CELLS]
 )
 def test_cell_equals_one_process(cell, reference, request):
     run = {"threads": run_cell, "gloo": lambda c: load_gloo_cell(request.getfixturevalue("gloo_folder"), c)}

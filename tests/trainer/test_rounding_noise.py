@@ -73,8 +73,8 @@ def test_each_term_that_is_added_has_noise_of_its_own():
         batch = MicroBatch(seed=config.run.seed, iteration=iteration, slots=(slot,), sequence_length=16)
         bucket.clear()
         bucket.totals.fill_(1.0)
-        for _ in range(2):  # the second time there is nothing to add
-            bucket.grads[::2] = 0.001 * (not bucket.totals.ne(1.0).any())
+        for value in (0.001, 0.0):  # the second time there is nothing to add
+            bucket.grads[::2] = value
             assert bucket.finalize_micro_batch_grads(batch, grad_pass) and not bucket.grads.any()
         return bucket.totals.clone()
 
