@@ -58,7 +58,7 @@ def normal(key: Key, index: Tensor) -> Tensor:
     are the normal's to 3 digits.
     """
     words = bits(key, index)
-    table = _half_normal_table().to(index.device)
+    table = _half_normal_table(index.device)
     return table[words & 0xFFFF] + table[(words >> 16) & 0xFFFF]
 
 
@@ -69,13 +69,13 @@ def keep_mask(key: Key, index: Tensor, drop_probability: float) -> Tensor:
 
 
 @cache
-def _half_normal_table() -> Tensor:
+def _half_normal_table(device: torch.device) -> Tensor:
     """The 65,536 mid-point quantiles of N(0, 1/2), float32: two draws add up to N(0, 1)."""
     quantile = NormalDist(0.0, 0.5**0.5).inv_cdf
     upper = [quantile((32768 + i + 0.5) / 65536) for i in range(32768)]
     half = torch.tensor(upper, dtype=torch.float64)
     half *= (0.5 / half.square().mean()).sqrt()  # mid-points lose 0.003 % of the variance: restored here
-    return torch.cat([-half.flip(0), half]).float()
+    return torch.cat([-half.flip(0), half]).float().to(device)
 
 
 def _signed(word: int) -> int:

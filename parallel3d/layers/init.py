@@ -24,6 +24,7 @@ class InitMethod(Protocol):
 
 DepthScaling = Literal["none", "layer_index", "num_layers"]
 _BLOCK_ELEMENTS = 1 << 20
+_DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 def depth_scale(scaling: DepthScaling, *, layer: int, num_layers: int) -> float:
@@ -32,17 +33,18 @@ def depth_scale(scaling: DepthScaling, *, layer: int, num_layers: int) -> float:
 
 
 @torch.no_grad()
-def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard) -> Tensor:
+def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard, device: torch.device | str = "cpu") -> Tensor:
     """This rank's share of the initial parameter, float32: normal numbers, ones for a norm, zeros for biases and
-    padding."""
+    padding. The same bits on every device."""
     if sharding.init_std is None:
-        return torch.ones(sharding.local_shape(tp.size))
-    value = torch.zeros(sharding.local_shape(tp.size))
+        return torch.ones(sharding.local_shape(tp.size), device=device)
+    value = torch.zeros(sharding.local_shape(tp.size), device=device)
     if sharding.init_std == 0:
         return value
     key, flat = key_of("init", seed, sharding.name), value.view(-1)
-    for start in range(0, len(flat), _BLOCK_ELEMENTS):
-        span = range(start, min(start + _BLOCK_ELEMENTS, len(flat)))
-        index = global_index(sharding, span, tp=tp)
+    size = _BLOCK_ELEMENTS if value.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    for start in range(0, len(flat), size):
+        span = range(start, min(start + size, len(flat)))
+        index = global_index(sharding, span, tp=tp, device=device)
         flat[span.start : span.stop] = normal(key, index).masked_fill_(index < 0, 0.0)
     return value.mul_(sharding.init_std)

@@ -79,7 +79,9 @@ class Bucket:
         ]
         for parameter, sink in zip(parameters, self._sinks):
             parameter.attach(sink)
-        self._initial: Tensor | None = torch.zeros(capacity, dtype=self._policy.state)  # on the host: for the start
+        self._initial: Tensor | None = self._weights
+        if self._policy.has_master:  # on the host: a device may have no room for both at the start
+            self._initial = torch.zeros(capacity, dtype=self._policy.state)
         for parameter, view in zip(parameters, self._views(self._initial)):
             view.copy_(initial(parameter.sharding, tp=tp))
         self._weights.copy_(self._initial)

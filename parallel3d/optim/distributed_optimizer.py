@@ -92,7 +92,7 @@ class ShardedOptimizer:
         self._overlap_reduce = settings.overlap_reduce and not settings.sums_terms
         self._overlap_gather = settings.overlap_gather
         self._phase_hook = phase_hook
-        initial = initial or partial(initial_value, seed=settings.seed)
+        initial = initial or partial(initial_value, seed=settings.seed, device=device)
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
         self.buckets = [
             Bucket(

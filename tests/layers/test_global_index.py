@@ -1,9 +1,11 @@
 """Positions on a rank <-> positions in the whole parameter, against a copy of the whole that is cut by hand."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.layers import init
 from parallel3d.layers.global_index import global_index
 from parallel3d.layers.init import initial_value
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
@@ -72,3 +74,14 @@ def test_initial_values_are_those_of_their_global_indices(drawn):
     assert value.shape == sharding.local_shape(tp.size)
     expected = torch.where(index < 0, 0.0, normal(key_of("init", 3, "w"), index) * sharding.init_std)
     assert torch.equal(value.view(-1), expected)
+
+
+@pytest.mark.parametrize("init_std", [None, 0.0, 0.02])
+def test_initial_values_are_made_on_their_device_in_blocks_of_any_size(monkeypatch, init_std):
+    """On a meta device any mixture with host tensors would fail."""
+    sharding, tp = ParamSharding(name="a", shape=(8, 30), dim=0, init_std=init_std), TpShard(rank=1, size=2)
+    value = initial_value(sharding, seed=3, tp=tp)
+    monkeypatch.setattr(init, "_BLOCK_ELEMENTS", 7)
+    assert torch.equal(initial_value(sharding, seed=3, tp=tp), value)
+    there = initial_value(sharding, seed=3, tp=tp, device="meta")
+    assert there.device.type == "meta" and there.shape == value.shape
