@@ -1,9 +1,10 @@
-"""The bubble of each schedule, planned and measured, on 4 stages, each a process of its own.
+"""Compares the planned and the measured bubble of each schedule on 4 stages, each a process of its own.
 
 `python benchmarks/bubble.py [--unit-ms 40] [--micro-batches 8] [--steps 5] [--rounds 3]` trains with 1F1B, interleaved
-1F1B (2 chunks a stage) and ZB-H1, and prints what `metrics.jsonl` says. A machine with fewer cores than stages can't
-compute all stages at once, so their work is to sleep: a whole stage takes one unit forward, one for its input's
-gradient and one for its weights. All else is real: processes, the trainer, lists, sockets, gloo, the optimizer.
+1F1B (2 chunks a stage) and ZB-H1, and prints the bubbles in `metrics.jsonl`. A machine with fewer cores than stages
+can't compute all stages at once, so stages sleep instead: a whole stage takes one unit for its forward pass, one for
+its input's gradient and one for its weights' gradients. Everything else is real: processes, trainer, lists, sockets,
+gloo, optimizer.
 
 `--compute` trains the quickstart's model on 4 stages instead: for a machine with a core for each of them.
 """
@@ -62,11 +63,13 @@ class NoText(Reader):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The planned and the measured bubble of each schedule.")
-    parser.add_argument("--unit-ms", type=float, default=40.0, help="a whole stage's forward for one micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of an iteration")
+    parser.add_argument(
+        "--unit-ms", type=float, default=40.0, help="duration of a whole stage's forward pass of one micro-batch"
+    )
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of an iteration")
     parser.add_argument("--steps", type=int, default=5, help="measured iterations of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each schedule, in turn")
-    parser.add_argument("--compute", action="store_true", help="train the quickstart's model in place of sleeping")
+    parser.add_argument("--compute", action="store_true", help="train the quickstart's model instead of sleeping")
     options = parser.parse_args()
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +91,7 @@ def main() -> None:
 
 
 def train_sleeping(directory: Path, parallel: dict[str, Any], options: argparse.Namespace) -> None:
-    """One run of sleeping stages into `directory`."""
+    """Runs sleeping stages, with `directory` as run folder."""
     config = sleeping_config(parallel, options.micro_batches, WARMUP_STEPS + options.steps)
     seconds = options.unit_ms / 1e3 / config.parallel.virtual_stages
     exit_code = run_workers(
@@ -129,7 +132,7 @@ def sleeping_config(parallel: dict[str, Any], num_micro_batches: int, num_steps:
 
 
 def work(config: Config, seconds: float, context: WorkerContext) -> int:
-    """One worker: the real trainer on stages that sleep."""
+    """Main function of a worker: the real trainer on stages that sleep."""
     torch.set_num_threads(1)
     grid = build_grid(config)
     context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
@@ -158,7 +161,7 @@ def work(config: Config, seconds: float, context: WorkerContext) -> int:
 
 
 def train_quickstart(directory: Path, parallel: dict[str, Any], options: argparse.Namespace) -> None:
-    """One run of the quickstart's model on 4 stages into `directory`."""
+    """Trains the quickstart's model on 4 stages, with `directory` as run folder."""
     changes = {
         "model.num_hidden_layers": NUM_LAYERS,
         "parallel.pp_size": NUM_STAGES,

@@ -1,17 +1,17 @@
-"""What a save costs a run, and how fast it is written.
+"""Measures the cost of a save for a run, and how fast it is written.
 
 `python benchmarks/checkpoint.py [--hidden-size 1024] [--saves 5] [--out FILE]`, one process and one model (200M
 parameters as it is by default, 12 bytes each on disk), in one run:
 
     plain    the median step while nothing is written
-    ours     beside training: the seconds of the snapshot's copy, for which training waits; the median step while the
+    ours     during training: the seconds of the snapshot's copy, for which training waits; the median step while the
              save is written, in seconds and in plain steps; MB/s of the writing; the largest resident memory above that
              before the copy, in MB, of which the snapshot itself is `saved_mb`
-    torch    the same of torch.distributed.checkpoint.async_save, of the same tensors: training waits for its call
-    paused   MB/s of a save while training waits, hashes and fsync included, beside safetensors' save_file with fsync
+    torch    the same figures for torch's async_save (distributed.checkpoint) of the same tensors: training waits for it
+    paused   MB/s of a save while training waits, hashes and fsync included, next to safetensors' save_file with fsync
 
-A step counts for a save if it has both begun and ended meanwhile. Nothing else may run. All write into --directory:
-choose the disk.
+A step counts for a save if it starts and ends while the save is written. Nothing else may run. All files go to
+--directory: choose the disk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from parallel3d.trainer.step import train_step
 
 
 class RandomTokens(Reader):
-    """Lanes of random tokens: the text costs nothing here."""
+    """Lanes of random tokens, which cost no time to read."""
 
     def __init__(self, vocab_size: int):
         self._numbers, self._vocab_size = np.random.default_rng(0), vocab_size
@@ -106,7 +106,7 @@ def snapshot_of(rank: RankContext) -> Snapshot:
 
 
 def save(rank: RankContext, directory: Path, snapshot: Snapshot, write_throttle: WriteThrottle) -> None:
-    """All of a save but the copy."""
+    """Writes a save; the copy is already made."""
     checkpoint_dir, step = CheckpointDirectory(directory), rank.state.iteration
     partial = checkpoint_dir.partial_path(step, 0)
     write_rank_files(checkpoint_dir.disk, partial, 0, snapshot, check=write_throttle.throttle)
@@ -130,7 +130,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def steps_during(rank: RankContext, is_done: Callable[[], bool]) -> list[float]:
-    """The steps that have both begun and ended before the save has."""
+    """The steps that start and end before the save ends."""
     steps = []
     while not is_done():
         steps.append(timed(lambda: train_step(rank)))
@@ -139,7 +139,7 @@ def steps_during(rank: RankContext, is_done: Callable[[], bool]) -> list[float]:
 
 @contextmanager
 def peak_memory() -> Iterator[dict[str, float]]:
-    """MB of the largest resident memory within, above that at its beginning."""
+    """Measures the peak of resident memory above that at the start, in MB."""
     before, found, over = _resident_mb(), {"mb": 0.0}, threading.Event()
 
     def watch() -> None:
@@ -195,7 +195,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 class SaveCost:
-    """What saves of one kind cost the training beside which they are written."""
+    """Measures saves of one kind during training."""
 
     def __init__(self) -> None:
         self._waits: list[float] = []

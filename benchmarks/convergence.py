@@ -1,10 +1,10 @@
-"""How the number formats train: the quickstart's model on the built-in text, each policy with each seed.
+"""Compares how the number formats train: the quickstart's model on the built-in text, each policy with each seed.
 
     python benchmarks/convergence.py [--policies fp32,bf16,...] [--seeds 1,2,3] [--steps 300] [section.field=value ...]
 
 A seed decides the initial weights, the order of the text and the rounding noise. Runs with the same seed have the same
 initial weights and read the same tokens, so that the table also gives each policy's distance from the first one, seed
-by seed: it is far smaller than what lies between seeds. Two processes (dp2), one thread each, one run after the other;
+by seed: it is far smaller than the spread between seeds. Two processes (dp2), one thread each, one run after the other;
 fifteen runs of 300 steps take less than 20 minutes on two idle cores.
 
 The learning rate is a tenth of the quickstart's. Round-to-nearest loses an update that is less than half the distance
@@ -30,7 +30,7 @@ POLICIES = ("fp32", "bf16", "bf16_sr", "bf16_pure", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run ends with: losses in nats a token, the training loss over its last 10 steps; None: not finite."""
+    """Final losses of a run in nats per token, the training loss over its last 10 steps; None: not finite."""
 
     final_loss: float | None
     evaluation_loss: float | None
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="further settings of all runs")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides for all runs")
     options = parser.parse_args()
     policies, seeds = options.policies.split(","), [int(seed) for seed in options.seeds.split(",")]
     results: dict[str, list[Result]] = {policy: [] for policy in policies}
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(policy: str, seed: int, num_steps: int, overrides: list[str]) -> Result:
-    """One training run."""
+    """Trains one run."""
     with TemporaryDirectory() as folder:
         settings = {
             "run.directory": f"{folder}/run",

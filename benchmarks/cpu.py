@@ -1,10 +1,10 @@
-"""Measures parallel3d's training speed on CPUs beside its peers' and the machine's own limit, in turn, in one session.
+"""Measures training speed on CPUs: parallel3d, its peers and the machine's limit, in turn, in one session.
 
     python benchmarks/cpu.py --rounds 3 --steps 6 --out build/cpu.json
 
 Every variant trains the same model on the same number of cores: one process with all of them, or two with half
 each. They run one after the other, round after round (A B C ... A B C ...), each in processes of its own, so that noise
-and heat hit all alike. The machine's limit (peers/machine.py) is one of them. Nothing else may run meanwhile.
+and heat affect all of them alike. The machine's limit (peers/machine.py) is one of them. Nothing else may run.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.monitor.environment import describe_environment
 
-WARMUP_STEPS = 2  # first touches of memory, kernels built on first use
+WARMUP_STEPS = 2  # memory is touched and kernels are built for the first time
 POLL_S = 0.2
 MAX_IDLE_LOAD = 0.3
 MALLOC_KEEP_BYTES = str(2**30)
-"""Freed memory stays with the process: activations fault no pages in again. Ours sets it itself, peers get it, too."""
+"""Keeps freed memory in the process: activations cause no page faults. Ours sets it itself; peers get it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one variant did in one round: tokens per second of each step after the warmup, or an error."""
+    """Result of one variant in one round: tokens per second of each step after the warmup, or an error."""
 
     name: str
     round: int
@@ -103,20 +103,20 @@ ELSEWHERE: tuple[tuple[str, str, float, float], ...] = (
     ("picotron tp2", "tp2", 870, 870),
     ("picotron pp2", "pp2", 878, 901),
 )
-"""Peers that pip does not bring: name, layout and tokens/s (lowest, highest median), measured with this workload in
+"""Peers that pip does not install: name, layout and tokens/s (lowest, highest median), measured with this workload in
 fp32 on 2 cores of an Intel processor with AVX-512 and AMX, where the plain loop made PLAIN_TOKENS_PER_S_ELSEWHERE."""
 
 
 class RunFailed(Exception):
-    """A variant ended with an error, or not at all."""
+    """A variant failed or timed out."""
 
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: a run under way is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds the stack, which ends the current run
     workload, variants = read_workload(options), select(options.only)
     if os.getloadavg()[0] > MAX_IDLE_LOAD:
-        print(f"warning: something else runs here (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
+        print(f"warning: other work is running (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
     runs: list[Run] = []
     for index in range(options.rounds):
         for variant in variants:
@@ -131,14 +131,14 @@ def main(arguments: list[str]) -> int:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed on CPUs: ours, peers and the machine's limit, in turn.")
-    parser.add_argument("--rounds", type=int, default=3, help="how often everyone's turn comes")
-    parser.add_argument("--steps", type=int, default=6, help=f"timed steps of a turn, after {WARMUP_STEPS} untimed")
-    parser.add_argument("--cores", type=int, default=2, help="cores in all, an even number")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all variants")
+    parser.add_argument("--steps", type=int, default=6, help=f"timed steps per run, after {WARMUP_STEPS} untimed ones")
+    parser.add_argument("--cores", type=int, default=2, help="total number of cores, even")
     parser.add_argument("--only", help="variants, by name or first word: ours,plain,'torch pp2'")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="every run and the environment, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for all runs and the environment")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="longest turn")
     names = ("policy", "hidden_size", "intermediate_size", "num_hidden_layers", "sequence_length")
-    add_workload(parser, names)  # the others are fixed: layouts and ratios depend on them
+    add_workload(parser, names)  # other sizes are fixed: layouts and ratios depend on them
     return parser.parse_args(arguments)
 
 
@@ -157,7 +157,7 @@ def select(only: str | None) -> list[Variant]:
 
 
 def measure(variant: Variant, workload: Workload, round_index: int, options: argparse.Namespace) -> Run:
-    """One turn of a variant; its errors are part of the result."""
+    """Runs a variant once; errors are part of the result."""
     started, load = time.perf_counter(), os.getloadavg()[0]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="parallel3d-bench-") as name:
@@ -225,7 +225,7 @@ def run_peer(variant: Variant, workload: Workload, folder: Path, options: argpar
 
 
 def peer_environments(num_processes: int, threads: int) -> list[dict[str, str]]:
-    """What torchrun would tell each rank; started here, so that all are of one process group, to be ended together."""
+    """The environment that torchrun would set for each rank; all ranks are in one process group, to end together."""
     shared = {
         "OMP_NUM_THREADS": str(threads),
         "MALLOC_MMAP_THRESHOLD_": MALLOC_KEEP_BYTES,
@@ -249,7 +249,10 @@ def free_port() -> int:
 def run_processes(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], folder: Path, timeout_s: float
 ) -> None:
-    """Runs the commands at once, output in rank-<n>.log; RunFailed if one fails or is late. None outlives the call."""
+    """Runs the commands together, output in rank-<n>.log; none outlives the call.
+
+    Raises RunFailed if one fails or times out.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
     try:
@@ -305,7 +308,7 @@ def write_json(path: Path, workload: Workload, runs: Sequence[Run]) -> None:
 
 
 def report(variants: Sequence[Variant], workload: Workload, runs: Sequence[Run]) -> str:
-    """The tables, in Markdown."""
+    """Returns the tables in Markdown."""
     command = shlex.join(sys.orig_argv)
     return "\n\n".join([f"`{command}`", speed_table(variants, workload, runs), kernel_table(runs)]).rstrip() + "\n"
 
@@ -378,7 +381,7 @@ def cell(text: str) -> str:
 
 
 def kernel_table(runs: Sequence[Run]) -> str:
-    """GFLOP/s of each kernel in each way, a column for each layout of the machine's runs."""
+    """Returns the GFLOP/s of each kernel and implementation, with a column for each layout of the machine's runs."""
     last = {run.name: run.kernel_gflops for run in runs if run.kernel_gflops}
     if not last:
         return ""

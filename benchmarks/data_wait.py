@@ -1,8 +1,8 @@
-"""What reading costs a step: the share of it that waits for text, and what a slow tokenizer does to it.
+"""Measures the share of a step that waits for text, with real and with slow tokenizers.
 
-`python benchmarks/data_wait.py` trains the quickstart, tokenising as it goes, with the thread that reads ahead and with
-a process; then it takes steps of a known length against tokenizers of a known slowness, which sleep or hold Python's
-lock: a step should take the longer of the two, not their sum. `--steps` shortens the training.
+`python benchmarks/data_wait.py` trains the quickstart and tokenises during the run, with the thread that reads ahead
+and with a process; then it takes steps of a known length against tokenizers of a known slowness, which sleep or hold
+Python's lock: a step should take the longer of the two, not their sum. `--steps` shortens the training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # computing takes one core, tokenising another
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # computing uses one core, tokenising another
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from parallel3d.data.reader_process import ReaderProcess
 from parallel3d.parallel.abort import AbortToken
 
 WARM_STEPS = 20
-"""Left out: the corpus is met for the first time, kernels are made."""
+"""Steps that are left out: the corpus is opened and kernels are built."""
 NUM_LANES = 4
 DEPTH = 2
 
@@ -69,7 +69,7 @@ def train(num_steps: int, num_processes: int) -> str:
 
 @dataclass
 class Slow(Reader):
-    """Lanes whose tokenizer takes a given time, asleep or at work in Python."""
+    """Lanes whose tokenizer takes a given time, asleep or computing in Python."""
 
     seconds: float
     holds_lock: bool
@@ -120,7 +120,7 @@ def products_in(milliseconds: float) -> int:
 
 
 def compute(num_products: int) -> None:
-    """Products of matrices, which let go of Python's lock, each called from Python, as a step's kernels are."""
+    """Matrix products, which release Python's lock, each called from Python, as a step's kernels are."""
     matrix = np.ones((96, 96), np.float32)
     for _ in range(num_products):
         matrix @ matrix

@@ -2,11 +2,11 @@
 
     python benchmarks/inelastic.py --block=10 --parts=waits,notes,beats --config FILE ...
 
-In blocks of so many steps, the first without, the workers do without what elasticity does while nobody dies: waits that
-an abort token ends (they are gloo's own instead), notes (the count of instructions, who is waited for, looks at the
-token) and beats (a worker's own thread). All workers switch at the same step, within one run: two runs of the same
-thing differ by more than what is to be measured. The guardian's looks go on; entries, too: the gradient norm of a step
-needs an all-reduce anyway. For measurements only: a run like this does not survive anything.
+In every other block of steps, the first included, the workers skip the work of elasticity in undisturbed training:
+waits that an abort token can end (gloo's own replace them), notes (counting instructions, recording the awaited rank,
+checking the token) and beats (the heartbeat thread). All workers switch at the same step of one run, because two runs
+of the same configuration differ by more than the effect. The guardian's checks continue, and so do entries: the
+gradient norm needs an all-reduce anyway. For measurements only: such a run survives nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from parallel3d.trainer.loop import Trainer
 
 PARTS = ("waits", "notes", "beats")
 switch = threading.Event()
-"""Set while this process is elastic."""
+"""Set while elasticity is on in this process."""
 
 
 def main() -> None:
     (first, _, block), (second, _, names) = (sys.argv.pop(1).partition("=") for _ in range(2))
     parts = set(filter(None, names.split(",")))
-    assert (first, second) == ("--block", "--parts") and parts <= {*PARTS}, f"begin with --block=N --parts={PARTS}"
+    assert (first, second) == ("--block", "--parts") and parts <= {*PARTS}, f"start with --block=N --parts={PARTS}"
     switch.set()
     follow_steps(int(block))
     if "waits" in parts:
@@ -49,17 +49,19 @@ def main() -> None:
         Heartbeat._beat = beat  # type: ignore[method-assign]
     script = ROOT / "launch" / "train.py"
     sys.argv[0] = str(script)
-    sys.argv += ['elastic.heartbeat_timeout={"min_s": 600.0, "max_s": 600.0}']  # no beats are no death here
+    sys.argv += [
+        'elastic.heartbeat_timeout={"min_s": 600.0, "max_s": 600.0}'
+    ]  # a missing heartbeat is not a death here
     runpy.run_path(str(script), run_name="__main__")
 
 
 def is_elastic(step: int, block: int) -> bool:
-    """Of 1-based steps: the first block is without."""
+    """Whether a step (from 1) has elasticity on; the first block has it off."""
     return (step - 1) // block % 2 == 1
 
 
 def follow_steps(block: int) -> None:
-    """Switches at the beginning of a step."""
+    """Switches at the start of a step."""
     step_of = Trainer._step
 
     def step(trainer: Trainer) -> None:
@@ -70,7 +72,7 @@ def follow_steps(block: int) -> None:
 
 
 def only_while_elastic(owner: type, name: str, otherwise: Any) -> None:
-    """Else the method does nothing and returns `otherwise`."""
+    """Calls the method while elasticity is on; otherwise returns `otherwise`."""
     method = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: method(*args, **kwargs) if switch.is_set() else otherwise)
 
@@ -93,7 +95,7 @@ def bare_waits() -> None:
 
 
 class BareWork:
-    """gloo's own wait."""
+    """Waits as gloo itself does."""
 
     def __init__(self, work: Any, then: Any):
         self._work, self._then = work, then

@@ -1,4 +1,4 @@
-"""How fast lanes are read from the built-in corpus, vocabulary 4096, one thread. `python benchmarks/lanes.py`"""
+"""Measures how fast one thread reads lanes of the built-in corpus, vocabulary 4096. `python benchmarks/lanes.py`"""
 
 from __future__ import annotations
 

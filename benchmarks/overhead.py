@@ -1,14 +1,14 @@
-"""What elasticity costs while nobody dies.
+"""Measures the cost of elasticity while no worker dies.
 
     python benchmarks/overhead.py [--rounds 5] [--blocks 80] [--parts waits notes] [--steps 40] [--baseline TREE]
 
 runs the quickstart model on pp2 x dp2. First `--rounds` runs that switch heartbeats and abort tokens off and on in
 turn, four steps each (inelastic.py): every block with them is compared with the blocks without before and after it.
-Within a run, since two runs of the same thing differ by up to 5 %. `--parts` switches some of it only, the rest stays
-on; nothing after it is the null, which shows how far such a ratio is from 1 by chance. Then the price of backups of the
+All within a run, since two runs of the same configuration differ by up to 5 %. `--parts` switches only some parts; with
+nothing after it, it measures the null: how far such a ratio is from 1 by chance. Then the cost of backups of the
 optimizer's state, run against run and every other round backwards; `--baseline` adds another source tree (`git worktree
 add ../before REVISION`). Noise only ever makes a step longer, so lower quartiles are printed, too. Nothing else may run
-meanwhile. `--aids` measures the debug aids run against run: none, as shipped (overdue steps are told), and the replica
+meanwhile. `--aids` measures the debug aids run against run: none, as shipped (slow steps are reported), and the replica
 check in every step.
 """
 
@@ -39,13 +39,13 @@ DEBUG_AIDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The price of elasticity without failures.")
+    parser = argparse.ArgumentParser(description="Measure the cost of elasticity without failures.")
     parser.add_argument("--baseline", type=Path, help="root of another source tree")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=80, help="blocks with elasticity in a run that switches")
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="of elasticity, to switch")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of a run that does not")
-    parser.add_argument("--aids", action="store_true", help="the price of the debug aids in place of backups")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="parts of elasticity to switch")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of a run that does not switch")
+    parser.add_argument("--aids", action="store_true", help="measure the debug aids instead of backups")
     options = parser.parse_args()
     if not options.aids and not options.baseline:
         switch_within_runs(options.rounds, options.blocks, options.parts)

@@ -1,4 +1,4 @@
-"""How long a plan takes: whole grids, and the choice after losses. `python benchmarks/planner.py`"""
+"""Measures planning times of whole grids and of the choice after losses. `python benchmarks/planner.py`"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What recomputation costs and saves: step time and peak memory of one stage's forward and backward pass.
+"""Measures recomputation: step time and peak memory of one stage's forward and backward pass.
 
-`python benchmarks/recompute.py [--policy bf16] [--device cuda] [--rounds 5]`: the modes take turns, round after
-round, so that noise hits all alike. Memory is that of the tensors that operators make (testing/live_bytes.py), in a run
-of its own, without compiled kernels.
+`python benchmarks/recompute.py [--policy bf16] [--device cuda] [--rounds 5]`: the modes take turns, round after round,
+so that noise hits all alike. Memory is that of the tensors that operators make (inprocess/live_bytes.py), in a run of
+its own, without compiled kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a loss takes: from the signal to the step that is run again, by the parts of a recovery.
+"""Measures the time of a recovery, from the signal to the repeated step, and of its parts.
 
 `python benchmarks/recovery.py [--runs 10] [--only quickstart] [--out build/recovery.json]` starts one training run
 after the other on this machine, kills (or stops) one worker in each, every time in another phase of a step, and prints
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("forward", "send", "backward", "reduce_scatter", "backup", "all_reduce", "update", "all_gather")
-STEP = 4  # the first two are given more patience
+STEP = 4  # the first two have longer timeouts
 PARTS = ("detect_s", "agree_s", "repair_s", "regroup_s", "first_step_s")
 
 

@@ -1,12 +1,12 @@
-"""Sequence-length warmup against its rivals at an aggressive learning rate and batch, small enough for two CPU cores.
+"""Compares sequence-length warmup with its rivals at an aggressive learning rate and batch, on two CPU cores.
 
     python benchmarks/slw.py [--out build/slw] [--seeds 1,2,3] [--recipes baseline,slw,...] [section.field=value ...]
 
 The question of Table 1 and Figure 4 of "Sequence Length Warmup" (Li et al. 2022): which recipe trains without loss
 spikes, and to what validation loss after equally many tokens? Six recipes with three seeds each, on the built-in text
 or on data.sources=[...]: a GPT-2 of 0.6M parameters on bytes, all with the same tokens, the same learning rates by
-tokens (but one) and the same full-length validation. Two runs at a time, one thread each; losses do not depend on what
-else the machine does. A run that has finished in --out is not run again. Writes the figures as JSON and prints Markdown
+tokens (except in one recipe) and the same full-length validation. Two runs at a time, one thread each; losses do not
+depend on other work on the machine. Finished runs in --out are reused. Writes the figures as JSON and prints Markdown
 tables.
 """
 
@@ -41,7 +41,7 @@ WARMUP_STEPS = 10
 LEARNING_RATE = 1e-2
 TOKENS = FULL * BATCH * STEPS
 CONFIG: dict[str, Any] = {
-    "description": "A GPT-2 of 0.6M parameters on bytes, at a learning rate and batch that are too much for it.",
+    "description": "A GPT-2 of 0.6M parameters on bytes, at a learning rate and batch that are too large for it.",
     "model": {
         "architecture": "gpt2",
         "vocab_size": 257,
@@ -79,7 +79,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run shows."""
+    """Figures of one run."""
 
     recipe: str
     seed: int
@@ -89,11 +89,11 @@ class Result:
     max_ratio: float | None
     diverged: bool
     final_loss: float | None
-    """Validation, after all tokens; nats a token."""
+    """Validation loss after all tokens, in nats per token."""
     evaluations: tuple[tuple[int, float], ...]
     """(tokens trained, validation loss)."""
     norm: Correlation | None
-    """Of the loss ratio with the l1 norm of Adam's sqrt(v), and with its largest element."""
+    """Correlations of the loss ratio with the l1 norm of Adam's sqrt(v), and with its largest element."""
     maximum: Correlation | None
     step_s: Mapping[int, float]
     """The fastest step of each sequence length."""
@@ -105,7 +105,9 @@ def main() -> None:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    jobs = [(recipe, seed) for seed in seeds for recipe in recipes]  # seed by seed: an unfinished table is even
+    jobs = [
+        (recipe, seed) for seed in seeds for recipe in recipes
+    ]  # seed by seed: an unfinished table has rows of equal length
     with ThreadPoolExecutor(max_workers=2) as pool:
         results = list(pool.map(lambda job: run(*job, out, options.overrides), jobs))
     (out / "results.json").write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
@@ -121,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", default=str(ROOT / "build/slw"))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="further settings of all runs")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="overrides for all runs")
     return parser.parse_args()
 
 
@@ -129,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(recipe: str, seed: int, out: Path, overrides: Sequence[str]) -> Result:
-    """One training run, unless it is there already."""
+    """Trains one run, unless its results exist."""
     folder = out / f"{recipe.replace(' / ', '-').replace(' ', '-')}-{seed}"
     code_file = folder / "exit_code"
     if not code_file.exists():
@@ -145,7 +147,7 @@ def run(recipe: str, seed: int, out: Path, overrides: Sequence[str]) -> Result:
 
 
 def read(recipe: str, seed: int, folder: Path, *, diverged: bool) -> Result:
-    """What a finished run's metrics say."""
+    """Reads the figures of a finished run from its metrics."""
     lines = read_metrics(folder / METRICS)
     steps = [line for line in lines if "event" not in line]
     fold, ratios = LossRatio(), []

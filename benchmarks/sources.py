@@ -1,8 +1,8 @@
-"""What large sources cost: `python benchmarks/sources.py --size-mb 4000 [--kinds jsonl,arrow,parquet,text,tokens]`
+"""Measures memory and speed of large sources: `python benchmarks/sources.py --size-mb 4000 [--kinds jsonl,arrow,...]`
 
-Writes a file of each kind into a temporary folder (removed in the end), and in a process of its own indexes it as a run
-does on first use, then reads lanes of it, one thread. Prints seconds, tokens/s and the peak of resident memory, pages
-of mapped files included. The tokens are prepared from --prepare-mb of text, and repeated up to --size-mb.
+Writes a file of each kind into a temporary folder, which is removed at the end. A process of its own indexes each file
+as a run does on first use, then reads lanes of it with one thread. Prints seconds, tokens/s and the peak of resident
+memory, pages of mapped files included. The tokens are prepared from --prepare-mb of text, and repeated up to --size-mb.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MB = 1_000_000
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Peak memory and speed of large sources.")
-    parser.add_argument("--size-mb", type=int, default=4000, help="of text in each file")
-    parser.add_argument("--prepare-mb", type=int, default=100, help="of text that is tokenised ahead")
+    parser = argparse.ArgumentParser(description="Measure peak memory and speed of large sources.")
+    parser.add_argument("--size-mb", type=int, default=4000, help="MB of text in each file")
+    parser.add_argument("--prepare-mb", type=int, default=100, help="MB of text that is tokenised ahead")
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of " + ", ".join(KINDS))
     parser.add_argument("--directory", help="a disk with room for three files")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of reading each")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of reading each")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--prepare-into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
 
 
 def write(kind: str, path: Path, num_bytes: int) -> None:
-    """A file of text."""
+    """Writes a file of text."""
     if kind in ("arrow", "parquet"):
         write_columns(kind, path, num_bytes)
         return
@@ -74,7 +74,7 @@ def write(kind: str, path: Path, num_bytes: int) -> None:
 
 
 def write_tokens(folder: Path, num_bytes: int, prepare_bytes: int) -> None:
-    """A folder as launch/prepare.py makes it, its documents again and again."""
+    """Writes a folder as launch/prepare.py does, with repeated documents."""
     source, part = folder.with_name("for-tokens.parquet"), folder.with_name("part")
     write("parquet", source, prepare_bytes)
     print(f"prepare, one process: {measure_in_process(source, f'--prepare-into={part}')}", file=sys.stderr)
@@ -105,7 +105,7 @@ def write_columns(kind: str, path: Path, num_bytes: int) -> None:
 
 
 def texts(num_bytes: int) -> Iterator[str]:
-    """The standard library's text in pieces, again and again, each with its number, about `num_bytes` in all."""
+    """Yields numbered pieces of the standard library's text, repeated up to about `num_bytes`."""
     whole = "".join(file.path.read_text(errors="replace") for file in find_files([]))
     written = 0
     for number in count():
@@ -126,7 +126,7 @@ def report(kind: str, found: dict[str, float]) -> None:
 
 
 def measure_in_process(path: Path, *options: str) -> dict[str, float]:
-    """In a process of its own, whose peak is that of its work alone."""
+    """Runs in a process of its own, whose peak is that of its work alone."""
     command = [sys.executable, __file__, f"--measure={path}", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
@@ -159,7 +159,7 @@ def measure(path: Path, seconds: float) -> dict[str, float]:
 
 
 def prepare_into(source: Path, folder: Path) -> dict[str, float]:
-    """Tokenises a source with one process; its peak of memory, and that of the one that writes."""
+    """Tokenises a source with one process; returns the peaks of memory of that process and of the writer."""
     peaks = [0.0]
 
     def watch(text_bytes: int, num_tokens: int) -> None:
@@ -192,7 +192,7 @@ def open_source(sources: list[str], cache: Path) -> Corpus:
 
 
 def peak_mb(process: int | str = "self") -> float:
-    """Peak of resident memory; getrusage's begins with that of the process it was forked from."""
+    """Peak of resident memory; getrusage's starts with that of its parent process."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / MB for line in lines if line.startswith("VmHWM"))
 

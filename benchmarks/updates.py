@@ -1,14 +1,14 @@
-"""What an update costs by number format: nanoseconds an element, one thread.
+"""Measures the cost of an update by number format, in nanoseconds per element and thread.
 
     MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \\
         python benchmarks/updates.py [--elements 8000000] [--rounds 7] [--threads 1] [--side 1024]
 
-One flat range, as a bucket's owner updates it: torch's fused AdamW on fp32 weights (12 bytes of weights and moments an
-element, 4 of gradient), with a copy of the master weights into bf16, AdamW on bf16 weights and moments (6 and 2 bytes)
-rounded to the nearest or stochastically, and Lion in fp32 (8 and 4 bytes). Muon updates matrices of SIDE x SIDE in
-fp32 on one of 1, 2 or 4 tensor-parallel ranks: each rank computes the whole direction, so its own elements cost more.
-Contestants in turn, round after round; printed are medians and the fastest. The variables keep freed memory in the
-process, as workers do.
+Updates one flat range, as a bucket's owner does: torch's fused AdamW on fp32 weights (12 bytes of weights and moments
+per element, 4 of gradient), the same with a copy of the master weights into bf16, AdamW on bf16 weights and moments (6
+and 2 bytes) rounded to the nearest or stochastically, and Lion in fp32 (8 and 4 bytes). Muon updates matrices of SIDE x
+SIDE in fp32 on one of 1, 2 or 4 tensor-parallel ranks: each rank computes the whole direction, so its own elements cost
+more. Contestants take turns; medians and the fastest are printed. The variables keep freed memory in the process, as
+workers do.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def main() -> None:
             started = time.perf_counter()
             update()
             times[name].append(1e9 * (time.perf_counter() - started) / num_elements)
-    print("| update | ns an element, median | fastest |\n|---|--:|--:|")
+    print("| update | ns per element, median | fastest |\n|---|--:|--:|")
     for name, each in times.items():
         print(f"| {name} | {statistics.median(each[1:]):.2f} | {min(each[1:]):.2f} |")
 
 
 def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
-    """Each with tensors of its own."""
+    """Contestants by name, each with tensors of its own."""
     key = key_of("update", 1, 2, "w")
 
     def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

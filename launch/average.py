@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return UserError.exit_code
     print(f"the mean of {len(folders)} checkpoints: {', '.join(map(str, folders))}")
     print(f"written to {options.out}: {index.num_bytes / 1e6:,.1f} MB, weights in fp32")
-    print(f"begin a run with them: run.initialize_from={options.out}")
+    print(f"start a run with them: run.initialize_from={options.out}")
     return 0
 
 

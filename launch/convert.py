@@ -4,10 +4,10 @@
     python launch/convert.py from-hf FOLDER CHECKPOINT [--dtype fp32]
     python launch/convert.py model FOLDER
 
-`to-hf` takes a checkpoint, or the folder of a run, of which it takes the newest. `from-hf` makes a checkpoint of
-weights alone. `model` prints the section "model" of a configuration that trains on from the folder
-(run.initialize_from). Weights pass through one tensor at a time, bit for bit unless --dtype says otherwise; a folder
-is whole or not there. Exit codes: 0 done, 2 a mistake in what it was given, 130 Ctrl-C.
+`to-hf` takes a checkpoint, or the folder of a run for its newest one. `from-hf` makes a weights-only checkpoint.
+`model` prints the section "model" for a configuration that starts from the folder (run.initialize_from). Weights are
+converted one tensor at a time, bit for bit unless --dtype changes their format; a folder is complete or does not exist.
+Exit codes: 0 done, 2 invalid input, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -56,12 +56,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         added.set_defaults(run=run, target=None)
         return added
 
-    to_hf = command("to-hf", run_export, "Make a Hugging Face folder of a checkpoint.")
-    to_hf.add_argument("source", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder: its newest")
+    to_hf = command("to-hf", run_export, "Convert a checkpoint to a Hugging Face folder.")
+    to_hf.add_argument("source", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
     to_hf.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
-    to_hf.add_argument("--tokenizer", type=Path, metavar="FILE", help="a SentencePiece model in place of the run's own")
-    to_hf.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (5)")
-    from_hf = command("from-hf", run_import, "Make a checkpoint of weights alone of a Hugging Face folder.")
+    to_hf.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="a SentencePiece model that replaces the run's own"
+    )
+    to_hf.add_argument(
+        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (default 5)"
+    )
+    from_hf = command("from-hf", run_import, "Convert a Hugging Face folder to a weights-only checkpoint.")
     from_hf.add_argument(
         "source", type=Path, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
     )
@@ -93,7 +97,7 @@ def run_import(options: argparse.Namespace) -> Iterator[str]:
 
 
 def show_model(options: argparse.Namespace) -> Iterator[str]:
-    """The section as JSON, without what is ours by default anyway."""
+    """The section as JSON, without fields at their defaults."""
     model = read_model_config(find_checkpoint(options.source) or options.source)
     fields = {"architecture": model.architecture} | model.model_dump(exclude_defaults=True)
     yield json.dumps({"model": fields}, indent=2)

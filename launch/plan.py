@@ -1,9 +1,9 @@
 """Shows what one iteration will do: `python launch/plan.py --config FILE [section.field=value ...] [--png FILE]`.
 
-Prints the grid, the layers and costs of each stage, the routes where they leave their home, the timeline of the very
-instruction lists that training runs, after the checker has proven them, the bubble, and what the pipeline holds in
-memory. `--lost 3,5` shows the iteration after the loss of these ranks. Where stages differ in their replicas, it prints
-every candidate that was compared. Exit codes: 0 done, 2 a mistake in what it was given.
+Prints the grid, the layers and costs of each stage, the routes that leave their home replica, the bubble, the memory of
+the pipeline, and the timeline of the instruction lists that training executes, which the checker has proven. `--lost
+3,5` shows the iteration after the loss of these ranks. Where stages differ in their numbers of replicas, it prints all
+candidates. Exit codes: 0 done, 2 invalid input.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
 
 
 def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
-    """The grid that is left, and the ranks that have no place in it any more."""
+    """The remaining grid, and the live ranks that it no longer uses."""
     if unknown := [rank for rank in lost if not whole.holds(rank)]:
         raise UserError(f"--lost {list_numbers(unknown)}: the ranks are 0 to {whole.ranks[-1]}")
     grid, spares = whole.without(lost)
@@ -99,7 +99,7 @@ def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, .
 
 
 def lost_replicas(whole: Grid, grid: Grid, stage: int) -> list[ReplicaId]:
-    """The replicas of a stage that `whole` has and `grid` has not."""
+    """The replicas of a stage that `whole` has and `grid` lacks."""
     return [(stage, replica) for replica in whole.stages[stage] if replica not in grid.stages[stage]]
 
 
@@ -119,7 +119,7 @@ def describe_grid(config: Config, grid: Grid) -> Iterator[str]:
 
 def describe_lost_ranks(whole: Grid, lost: tuple[int, ...], spares: tuple[int, ...]) -> Iterator[str]:
     """Yields lost ranks and spares with their coordinates."""
-    for what, ranks in (("lost", lost), ("spare, its replica is not whole", spares)):
+    for what, ranks in (("lost", lost), ("spare, its replica is incomplete", spares)):
         for rank in ranks:
             yield f"rank {rank} ({whole.coordinates(rank)}): {what}"
 
@@ -137,7 +137,7 @@ def describe_candidates(plan: Plan) -> Iterator[str]:
 
 
 def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, report: CheckReport) -> Iterator[str]:
-    """One line a stage: layers, cost in layers, most micro-batches held (of one chunk each), most bytes held."""
+    """Yields a line per stage: layers, cost in layers, peaks of micro-batches (of one chunk each) and bytes held."""
     model = config.model
     costs = costs_of(config)
     by_chunk = stage_costs(partition, [costs.layer] * model.num_hidden_layers, costs.embedding, costs.head)
@@ -162,14 +162,14 @@ def describe_stages(config: Config, partition: tuple[range, ...], plan: Plan, re
 
 
 def describe_routes(plan: Plan) -> Iterator[str]:
-    """Replicas without work, and micro-batches that pass different replicas; nothing on a straight grid."""
+    """Yields replicas without work and rerouted micro-batches; nothing on a straight grid."""
     if idle := [replica for replica, steps in plan.lists.items() if not steps]:
         yield f"without work (stage, replica): {', '.join(map(str, idle))}"
         yield ""
     rerouted = [(micro_batch, route) for micro_batch, route in enumerate(plan.routes) if len(set(route)) > 1]
     if not rerouted:
         return
-    yield "micro-batches away from home, replica by stage:"
+    yield "rerouted micro-batches, replica by stage:"
     for micro_batch, route in rerouted[:MAX_ROUTES]:
         yield f"  {micro_batch:>4}: {' > '.join(map(str, route))}"
     if len(rerouted) > MAX_ROUTES:
@@ -188,7 +188,7 @@ def describe_marks(plan: Plan) -> str:
 
 
 def write_png(plan: Plan, path: Path, lost: Sequence[ReplicaId]) -> None:
-    """Draws the plan into a file; UserError where that can't be written."""
+    """Draws the plan into a file. Raises UserError if the file can't be written."""
     try:
         draw_png(plan, path, lost=lost)
     except (OSError, ValueError) as error:  # ValueError: a suffix that names no picture format

@@ -1,11 +1,11 @@
-"""Makes what a run can begin with: `python launch/prepare.py --config FILE [--out FOLDER] [--tokenizer-out FILE] ...`
+"""Prepares data before a run: `python launch/prepare.py --config FILE [--out FOLDER] [--tokenizer-out FILE] ...`
 
-Reads the text that the configuration's section `data` names, trains its tokenizer unless it names one, and
+Reads the text that the section `data` names, trains a tokenizer unless the section names one, and
 
   --out FOLDER           tokenises all of it into FOLDER: with 'data.sources=["FOLDER"]' a run sees the same batches
   --tokenizer-out FILE   keeps the tokenizer, for data.tokenizer.path of this and other runs
 
-Ctrl-C and SIGTERM leave nothing half. Exit codes: 0 done, 2 a mistake in what it was given, 130 stopped.
+Ctrl-C and SIGTERM leave no partial output. Exit codes: 0 done, 2 invalid input, 130 stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parallel3d.parallel.abort import AbortToken
 EXIT_INTERRUPTED = 130
 MIXED = (
     "data.blend has several sources, and the folder of --out would mix them: keep one tokenizer (--tokenizer-out), then"
-    " prepare each source into a folder of its own: data.sources in place of data.blend, and it as data.tokenizer.path"
+    " prepare each source into a folder of its own, with data.sources instead of data.blend and data.tokenizer.path"
 )
 
 
@@ -67,17 +67,19 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the tokens into this new folder")
     parser.add_argument("--tokenizer-out", type=Path, metavar="FILE", help="write the SentencePiece model to this file")
     num_cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--processes", type=int, default=num_cores, metavar="N", help="that tokenise (default: cores)")
+    parser.add_argument(
+        "--processes", type=int, default=num_cores, metavar="N", help="processes that tokenise (default: one per core)"
+    )
     options = parse_config(parser, arguments)
     if options.out is None and options.tokenizer_out is None:
         parser.error("give --out FOLDER, --tokenizer-out FILE, or both")
     if options.processes < 1:
-        parser.error("--processes: at least 1")
+        parser.error("--processes must be at least 1")
     return options
 
 
 def keep_tokenizer(corpus: Corpus, path: Path) -> None:
-    """Copies the SentencePiece model; whole or not at all."""
+    """Copies the SentencePiece model, completely or not at all."""
     model = corpus.folder / MODEL_FILE
     if not model.stat().st_size:
         raise DataError("data.tokenizer.kind bytes has no model: nothing to write to --tokenizer-out")
@@ -93,7 +95,7 @@ def keep_tokenizer(corpus: Corpus, path: Path) -> None:
 
 
 def tokenise(corpus: Corpus, out: Path, num_processes: int) -> None:
-    """Writes the tokens, with a bar, and says what was written."""
+    """Writes the tokens with a progress bar, and prints what was written."""
     total = sum(
         int(each.documents.num_bytes.sum())
         for each in (corpus.train, corpus.validation)

@@ -1,10 +1,10 @@
-"""Searches a sequence-length warmup by short runs: `python launch/tune_warmup.py --config FILE [section.field=value]`.
+"""Finds a sequence-length warmup by short runs: `python launch/tune_warmup.py --config FILE [section.field=value]`.
 
-The search of "Sequence Length Warmup" (Li et al. 2022): first a length to begin with, then the longest duration at
-which the validation perplexity does not fluctuate (parallel3d/monitor/tuning.py). Each short run is the configuration's
-own beginning, learning rates and all, in a folder of its own under --out; a search that is begun again there takes over
-what it had found out. It ends with the lines for the configuration. Exit codes: 0 found, 1 nothing is calm, 2 a mistake
-in what it was given, 130 stopped.
+The search follows "Sequence Length Warmup" (Li et al. 2022): first the initial length, then the longest duration at
+which the validation perplexity does not fluctuate (parallel3d/monitor/tuning.py). Each short run is the start of the
+configured run, with the same learning rates, in a folder of its own under --out; a repeated search reuses finished
+runs. The result is printed as lines for the configuration. Exit codes: 0 found, 1 every candidate fluctuates, 2 invalid
+input, 130 stopped.
 """
 
 from __future__ import annotations
@@ -54,28 +54,40 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        report("stopped; the same command goes on from here")
+        report("stopped; the same command continues from here")
         return 130
     report(describe_outcome(result))
     return 0 if result.duration else 1
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Search a sequence-length warmup for one JSON file by short runs.")
+    parser = config_parser("Find a sequence-length warmup for one JSON file by short runs.")
     parser.add_argument(
-        "--multiple", type=count, default=3, metavar="N", help="a run is so many warmups long; default 3"
+        "--multiple",
+        type=count,
+        default=3,
+        metavar="N",
+        help="length of a run in warmups of the learning rate (default 3)",
     )
-    parser.add_argument("--max-duration", type=count, metavar="STEPS", help="longest to try; default: half of the run")
     parser.add_argument(
-        "--starts", type=lengths, metavar="LENGTHS", help="lengths to begin with; default: 8,16,32 and so on"
+        "--max-duration", type=count, metavar="STEPS", help="longest duration to try (default: half of the run)"
     )
-    parser.add_argument("--tolerance", type=tolerance, default=1.3, help="of a perplexity over the best; default 1.3")
-    parser.add_argument("--out", metavar="FOLDER", help="default: runs/NAME-warmup; an unfinished search goes on there")
+    parser.add_argument(
+        "--starts", type=lengths, metavar="LENGTHS", help="initial lengths to try (default: 8,16,32 and so on)"
+    )
+    parser.add_argument(
+        "--tolerance", type=tolerance, default=1.3, help="allowed perplexity over the best one before (default 1.3)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where the short runs are kept, finished ones for reuse (default runs/NAME-warmup)",
+    )
     return parse_config(parser, arguments)
 
 
 def lengths(text: str) -> list[int]:
-    """Those of a list like 8,16,64, rising."""
+    """The lengths of a list like 8,16,64, increasing."""
     return sorted(map(count, text.split(",")))
 
 
@@ -95,7 +107,7 @@ def tolerance(text: str) -> float:
 
 
 def plan_search(config: Config, options: argparse.Namespace) -> SearchSpace:
-    """Durations are multiples of a few learning rate warmups, which are also what a short run lasts."""
+    """Durations are multiples of a few learning-rate warmups, and so is the length of a short run."""
     lr_schedule, full = config.lr_schedule, config.batch.sequence_length
     warmup_steps = lr_schedule.warmup_steps or -(-(lr_schedule.warmup_tokens or 0) // tokens_per_step(config))
     if not warmup_steps:
@@ -107,7 +119,7 @@ def plan_search(config: Config, options: argparse.Namespace) -> SearchSpace:
     step = config.warmup.sequence_length.multiple
     starts = options.starts or [step * 2**number for number in range(full.bit_length()) if step * 2**number < full]
     if not starts:
-        rule, fix = f"leaves no shorter length that is a multiple of {step}", "There is nothing to search for"
+        rule, fix = f"leaves no shorter length that is a multiple of {step}", "No search is needed"
         raise ConfigError([Problem(field="batch.sequence_length", value=full, rule=rule, fix=fix)])
     return SearchSpace(
         starts=starts,
@@ -121,7 +133,7 @@ def plan_search(config: Config, options: argparse.Namespace) -> SearchSpace:
 def describe(search: SearchSpace, config: Config, out: Path) -> str:
     starts, durations = search.starts, search.durations
     return (
-        f"lengths from {starts[0]} to {starts[-1]}, of {search.start_run_steps:,} steps each, to the first calm one;\n"
+        f"lengths from {starts[0]} to {starts[-1]}, of {search.start_run_steps:,} steps each, to the first stable;\n"
         f"then durations from {durations[0]:,} to {durations[-1]:,} steps in steps of {durations[0]:,}, of"
         f" {search.duration_run_steps:,} steps each: at most {search.max_short_runs} short runs in {out}\n"
         f"full length {config.batch.sequence_length}; a fluctuation is a validation perplexity above"
@@ -131,8 +143,8 @@ def describe(search: SearchSpace, config: Config, out: Path) -> str:
 
 def describe_outcome(result: SearchResult) -> str:
     if result.duration is None:
-        advice = "take a lower learning rate or a smaller batch, or raise --tolerance"
-        return f"nothing is calm: {result.reason}; {advice}"
+        advice = "lower the learning rate, shrink the batch, or raise --tolerance"
+        return f"no stable warmup: {result.reason}; {advice}"
     chosen = {"kind": "linear", "start": result.start, "duration": result.duration}
     section = json.dumps({"warmup": {"sequence_length": chosen}}, indent=2)
     return f"start {result.start}, duration {result.duration:,} ({result.reason}); for the configuration:\n{section}"
@@ -146,7 +158,7 @@ def report(text: str) -> None:
 
 
 class ShortRunner:
-    """Runs probes with launch/train.py, one after the other; those that `out` has finished are read, not run."""
+    """Runs short runs with launch/train.py, one after the other; finished ones in `out` are read instead."""
 
     def __init__(self, config: Config, path: str, overrides: Sequence[str], search: SearchSpace, out: Path):
         self._config = config
@@ -157,7 +169,7 @@ class ShortRunner:
         self._count = 0
 
     def __call__(self, short_run: ShortRun) -> list[ShortRunEvaluation]:
-        """The evaluations of a probe; UserError when its run fails otherwise than by diverging."""
+        """The evaluations of a short run. Raises UserError if the run fails, except by diverging."""
         folder = self._out / f"start{short_run.start}-duration{short_run.duration}-steps{short_run.num_steps}"
         settings = self._settings(short_run, folder)
         done, request = folder.with_suffix(".json"), {"settings": settings, "overrides": self._overrides}
@@ -176,7 +188,7 @@ class ShortRunner:
         report(f"run {progress}: {settings}: {result}")
 
     def _settings(self, short_run: ShortRun, folder: Path) -> dict[str, Any]:
-        """What a probe changes: the warmup, and its length without changing the learning rates."""
+        """The overrides of a short run: the warmup, and the number of steps at unchanged learning rates."""
         lr_schedule = self._config.lr_schedule
         return {
             "warmup.sequence_length": {
@@ -208,7 +220,7 @@ class ShortRunner:
             try:
                 code = process.wait()  # bounded: a run of a few steps
             except KeyboardInterrupt:
-                process.wait()  # bounded: Ctrl-C has reached it, too, and ends it after its step
+                process.wait()  # bounded: Ctrl-C reaches the run, too, and ends it after its step
                 raise
         if code not in (0, EXIT_DIVERGED):
             raise UserError(f"the run in {folder} ended with code {code}:\n{log.read_text()[-2000:]}")
@@ -220,9 +232,7 @@ class ShortRunner:
         if code == EXIT_DIVERGED:
             evaluations.append(ShortRunEvaluation(step=short_run.num_steps, loss=None))
         if not evaluations:
-            raise UserError(
-                f"the run in {folder} was never validated: raise data.validation_fraction, or give more text"
-            )
+            raise UserError(f"the run in {folder} has no evaluation: raise data.validation_fraction, or give more text")
         return evaluations
 
 

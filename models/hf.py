@@ -1,4 +1,4 @@
-"""Hugging Face's tensors as parts of our parameters, in both directions.
+"""Maps Hugging Face's tensors to parts of our parameters, in both directions.
 
 A Hugging Face tensor is some rows of one of our global parameters; GPT-2 style models store products transposed::
 
@@ -153,7 +153,7 @@ def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: ReadTensor, 
     """Fills the parameters of a stage, at any tensor-parallel size and with any layers, in the parameters' format.
 
     `tensors` may be those of the whole model. Raises UserError for a wrong shape, and for a tensor that our model
-    takes for zeros and that is not.
+    takes for zeros and that is not zero.
     """
     for parameter in parameters_of(stage):
         local_shard = read_local_shard(parameter.sharding, tensors, read, tp=tp)
@@ -162,7 +162,7 @@ def load_stage(stage: nn.Module, tensors: Sequence[HfTensor], read: ReadTensor, 
 
 
 def check_zeros(tensors: Sequence[HfTensor], read: ReadTensor) -> None:
-    """Raises UserError for a tensor that our model takes for zeros and which is not."""
+    """Raises UserError for a tensor that our model takes for zeros and that is not zero."""
     for tensor in tensors:
         if tensor.name is None and _checked(read(tensor.hf_name), tensor)[(slice(None),)].any():
             raise UserError(f"{tensor.hf_name} is not zero, but model.qkv_bias is false: set it to true")

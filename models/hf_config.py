@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as our section `model`, in both directions. No torch.
+"""Converts between a Hugging Face config.json and our section `model`, in both directions. No torch.
 
 The tables are the families' (parallel3d/families): which of their fields is which of ours, what a missing field means,
 and the values that are required because our model supports no others.
@@ -26,7 +26,7 @@ _HEADS = ("num_attention_heads", "hidden_size", "num_key_value_heads")
 
 
 def hf_model_of(model: ModelConfig) -> HfModel:
-    """Hugging Face's model type for a model. Raises ConfigError where no type is the same function."""
+    """Hugging Face's model type for a model. Raises ConfigError if no type computes the same function."""
     family, values = family_of(model), resolved_model(model).model_dump()
     fitting = [hf for hf in family.hf_models if hf.qkv_bias in (None, values["qkv_bias"])]
     if not fitting:
@@ -71,7 +71,7 @@ def model_section(fields: JsonFields, where: str) -> ModelConfig:
     model_type = str(fields.get("model_type"))
     if model_type not in HF_MODELS:
         known = ", ".join(sorted(HF_MODELS))
-        raise CheckpointError(f"{where}: model_type is {fields.get('model_type')!r}; known are {known}")
+        raise CheckpointError(f"{where}: model_type is {fields.get('model_type')!r}; supported are {known}")
     family, hf = HF_MODELS[model_type]
     if problems := [*_problems(fields, hf)]:
         raise CheckpointError(

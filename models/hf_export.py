@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder, tokenizer included: one tensor in memory at a time.
+"""Converts a checkpoint to a Hugging Face folder, tokenizer included, with one tensor in memory at a time.
 
-A Hugging Face tensor is some rows of one of our parameters, and so is a stored tensor: the first is put together of
-those rows of the second that overlap, and transposed where it is so there.
+A Hugging Face tensor is some rows of one of our parameters, and so is a stored tensor: the former is assembled from the
+overlapping rows of the latter, and transposed if Hugging Face stores it so.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from parallel3d.parallel.sharding import ParamSharding
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """What of a tokenizer goes into a folder."""
+    """The files of a tokenizer in a Hugging Face folder."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json: which ids begin a text, end it and fill it up."""
     warning: str = ""
-    """For a person."""
+    """A line for the user."""
 
 
 def export(
     source: Path, target: Path, *, weight_format: Format | None, tokenizer: Path | None, max_file_bytes: int
 ) -> Iterator[str]:
-    """Writes the checkpoint `source` to the new folder `target`; yields lines for a person.
+    """Writes the checkpoint `source` to the new folder `target`; yields lines that describe it.
 
-    `wanted` is the weights' format there (None: as they are), `tokenizer` a SentencePiece model in place of the
-    checkpoint's own. Raises UserError and OSError; the folder is whole or not there.
+    `wanted` is the weights' format there (None: as they are), `tokenizer` a SentencePiece model that replaces the
+    checkpoint's own. Raises UserError and OSError; the folder is complete or does not exist.
     """
     refuse_existing(target)
     index = verify_checkpoint(source)
@@ -80,8 +80,8 @@ def export(
 
 
 def read_hf_tensor(tensor: HfTensor, shardings: Mapping[str, ParamSharding], reader: CheckpointReader) -> Tensor:
-    """A Hugging Face tensor, whole, in the format that the checkpoint has it in."""
-    reader.close()  # lets go of what was read for the tensor before
+    """A whole Hugging Face tensor, in the checkpoint's format."""
+    reader.close()  # releases what was read for the previous tensor
     if tensor.name is None:
         return torch.zeros(tensor.shape)
     whole: Tensor | None = None
@@ -92,7 +92,7 @@ def read_hf_tensor(tensor: HfTensor, shardings: Mapping[str, ParamSharding], rea
             return part
         whole = part.new_empty(tensor.shape) if whole is None else whole
         (whole.t() if tensor.transposed else whole)[first : first + len(rows)] = part
-    assert whole is not None, f"nothing of {tensor.hf_name} is stored"
+    assert whole is not None, f"no part of {tensor.hf_name} is stored"
     return whole
 
 
@@ -134,7 +134,7 @@ def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | N
     """The tokenizer that the weights were trained with: the checkpoint's, or the SentencePiece model in `path`."""
     checkpoint_files = {file.name: reader.folder / file.name for file in reader.index.files}
     longest = model.max_position_embeddings or 0
-    if path is None and GENERATION in checkpoint_files:  # as it came from a Hugging Face folder
+    if path is None and GENERATION in checkpoint_files:  # unchanged from a Hugging Face folder
         files = {name: checkpoint_files[name].read_bytes() for name in TOKENIZER_FILES if name in checkpoint_files}
         return TokenizerFiles(files=files, generation=read_json(checkpoint_files[GENERATION]))
     if path is not None or MODEL_FILE in checkpoint_files:
@@ -147,15 +147,15 @@ def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | N
         try:
             return TokenizerFiles(files=own | hf_tokenizer_files(data, max_length=longest), generation=generation)
         except DataError as error:
-            return TokenizerFiles(files=own, generation=generation, warning=f"no tokenizer.json is written: {error}")
+            return TokenizerFiles(files=own, generation=generation, warning=f"tokenizer.json is not written: {error}")
     if reader.index.facts.config.get("data", {}).get("tokenizer", {}).get("kind") == "bytes":
         files = hf_byte_tokenizer_files(max_length=longest)
         return TokenizerFiles(files=files, generation=eos_settings(ByteTokenizer.eos_id))
-    return TokenizerFiles(warning="the checkpoint has no tokenizer with it: give its model with --tokenizer FILE")
+    return TokenizerFiles(warning="the checkpoint has no tokenizer: give its model with --tokenizer FILE")
 
 
 def eos_settings(eos_id: int) -> dict[str, Any]:
-    """How generation ends, and what fills up the shorter texts of a batch."""
+    """The ids that start a text, end it, and pad the shorter texts of a batch."""
     return {"eos_token_id": eos_id, "pad_token_id": eos_id}
 
 

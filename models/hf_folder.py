@@ -1,12 +1,12 @@
-"""A Hugging Face folder, open for reading: config.json, and safetensors files with or without an index.
+"""Reads a Hugging Face folder: config.json, and safetensors files with or without an index.
 
     config.json                                           the model: read by hf_config.py
     model.safetensors                                     all tensors, or
     model-00001-of-00002.safetensors, ...                 some of them each, and
     model.safetensors.index.json                          which is where: {"weight_map": {tensor: file}}
 
-That every tensor of the model is there, in its shape and as floating-point numbers, is known before any is read.
-Pickled weights (pytorch_model.bin) are not read: that could run code.
+Opening it checks that every tensor of the model exists, with its shape and a floating-point format, before any is read.
+Pickled weights (pytorch_model.bin) are refused: loading them could run code.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _TABLES = re.compile(r"(\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)$")
 
 @dataclass(frozen=True, kw_only=True)
 class HfLazyTensor:
-    """A tensor in a file. Each read opens the file anew, so that no more of it is mapped than somebody uses."""
+    """A tensor in a file. Each read opens the file again, so that only the pages in use are mapped."""
 
     path: Path
     key: str
     shape: tuple[int, ...]
     format: str
-    """Safetensors' name of it."""
+    """Its name in safetensors files."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +72,7 @@ class HfLazyTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HfFolder:
-    """A Hugging Face model of which all tensors are there."""
+    """A Hugging Face model whose tensors all exist."""
 
     path: Path
     model: ModelConfig
@@ -84,12 +84,12 @@ class HfFolder:
     """By the names of `table`."""
 
     def read(self, hf_name: str) -> HfLazyTensor:
-        """A tensor by its name in the table."""
+        """Returns a tensor by its name in the table."""
         return self.stored[hf_name]
 
 
 def open_hf_folder(path: Path) -> HfFolder:
-    """The model in a folder; CheckpointError naming what is wrong with it."""
+    """Opens the model in a folder; raises CheckpointError that names what is wrong with it."""
     model, config = read_hf_config(path)
     table = hf_tensors(model)
     there = find_tensors(path)
@@ -97,7 +97,7 @@ def open_hf_folder(path: Path) -> HfFolder:
     names = {tensor.hf_name: _name_in(there, tensor.hf_name, base) for tensor in table}
     _refuse(path, "lacks", [name for name, found in names.items() if found is None])
     stored = {name: there[found] for name, found in names.items() if found is not None}
-    _refuse(path, "holds what the model has no place for:", _superfluous(there, names.values(), model))
+    _refuse(path, "has tensors that the model lacks:", _superfluous(there, names.values(), model))
     _refuse(path, "does not fit its config.json:", _misfits(table, stored))
     return HfFolder(path=path, model=model, config=config, table=table, stored=stored)
 
@@ -110,20 +110,20 @@ def find_tensors(path: Path) -> dict[str, HfLazyTensor]:
         if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
             raise CheckpointError(f"{where} has no weight_map from tensors to files")
         if strange := [name for name in files.values() if PurePath(name).name != name]:
-            raise CheckpointError(f"{where} names {strange[0]!r}, which is no name of a file in the folder")
+            raise CheckpointError(f"{where} names {strange[0]!r}, which is not the name of a file in the folder")
         there = {name: _headers(path / name) for name in sorted(set(files.values()))}
         _refuse(
-            Path(where), "names what is not in its files:", [k for k, name in files.items() if k not in there[name]]
+            Path(where), "names tensors that its files lack:", [k for k, name in files.items() if k not in there[name]]
         )
         return {key: there[name][key] for key, name in files.items()}
     if (path / WEIGHTS).is_file():
         return _headers(path / WEIGHTS)
     found = sorted(p.name for p in path.glob("*") if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     if any(name.endswith(".safetensors") for name in found):
-        raise CheckpointError(f"{path} holds {found[0]} but no {WEIGHTS_INDEX}, which says what is in which file")
+        raise CheckpointError(f"{path} holds {found[0]} but no {WEIGHTS_INDEX}, which names the file of each tensor")
     if found:
         raise CheckpointError(
-            f"{path} holds pickled weights alone ({found[0]}), which could run code: save it once more with"
+            f"{path} holds only pickled weights ({found[0]}), which could run code: save the model again with"
             " transformers' save_pretrained, which writes safetensors"
         )
     raise CheckpointError(f"{path} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint of weights alone, its tokenizer included: one tensor in memory at a time."""
+"""Converts a Hugging Face folder to a weights-only checkpoint, tokenizer included, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class CheckpointTensor:
 
 
 def import_folder(path: Path, target: Path, *, weight_format: Format | None) -> Iterator[str]:
-    """Writes the checkpoint `target` of the folder `path`; yields lines for a person.
+    """Writes the checkpoint `target` from the folder `path`; yields lines that describe it.
 
-    `wanted` is the weights' format there (None: as they are). Raises UserError and OSError; the checkpoint is whole or
-    not there.
+    `wanted` is the weights' format there (None: as they are). Raises UserError and OSError; the checkpoint is complete
+    or does not exist.
     """
     refuse_existing(target)
     source = open_hf_folder(path)
@@ -70,7 +70,7 @@ def import_folder(path: Path, target: Path, *, weight_format: Format | None) -> 
 
 
 def checkpoint_tensors(sharding: ParamSharding, source: HfFolder) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Each tensor that a parameter is stored as. It lies within one tensor of theirs: no chunk of ours spans two."""
+    """Yields the tensors as which a parameter is stored. Each lies within one Hugging Face tensor."""
     theirs = [tensor for tensor in source.table if tensor.name == sharding.name]
     for name, rows, first in stored_rows(sharding, range(sharding.shape[0])):
         tensor = next(tensor for tensor in theirs if first in tensor.rows and first + len(rows) - 1 in tensor.rows)
@@ -80,10 +80,10 @@ def checkpoint_tensors(sharding: ParamSharding, source: HfFolder) -> Iterator[tu
 
 
 def side_files(source: HfFolder) -> dict[str, bytes]:
-    """The tokenizer's files as they are, and the ids that begin and end a text. CheckpointError for damaged JSON."""
+    """The tokenizer's files, unchanged, and the file of special ids. Raises CheckpointError for damaged JSON."""
     paths = (source.path / name for name in (*TOKENIZER_FILES, GENERATION))
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     if GENERATION in files:
-        read_json(source.path / GENERATION)  # the way back reads it
+        read_json(source.path / GENERATION)  # hf_export reads it
     ids = {name: source.config[name] for name in SPECIAL_IDS if name in source.config}
     return {GENERATION: json.dumps(ids).encode()} | files

@@ -1,8 +1,8 @@
-"""`run.initialize_from`: the weights that a run begins with in place of random ones.
+"""Starts a run with given weights instead of random ones (`run.initialize_from`).
 
-They are Hugging Face's (a folder with config.json) or a checkpoint's (a folder with index.json, of weights alone or
-whole; nothing but its weights is read). The launcher settles which folder is meant and looks at it before workers
-start; each worker then reads the slices that it holds.
+They come from a Hugging Face folder (with config.json) or from a checkpoint (with index.json; weights-only or complete,
+but only its weights are read). The launcher resolves the path and checks the folder before workers start; each worker
+then reads the slices that it holds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def check_initial_weights(config: Config) -> None:
-    """Raises ConfigError where the folder is of another model, naming all that differs; CheckpointError where it is
-    damaged. Of Hugging Face's, the weights are looked at when they are read."""
+    """Raises ConfigError if the folder holds another model, naming all differences; CheckpointError if it is damaged.
+
+    The weights of a Hugging Face folder are checked when they are read.
+    """
     if config.run.initialize_from is None:
         return
     folder = Path(config.run.initialize_from)
@@ -34,7 +36,7 @@ def check_initial_weights(config: Config) -> None:
         Problem(
             field=f"model.{field}",
             value=ours,
-            rule=f"the weights in run.initialize_from = {folder} are of a model with {theirs!r}",
+            rule=f"the weights in run.initialize_from = {folder} belong to a model with {theirs!r}",
             fix=f"Set it to {theirs!r}",
         )
         for field, ours, theirs in model_differences(config.model, read_model_config(folder))
@@ -45,8 +47,8 @@ def check_initial_weights(config: Config) -> None:
 
 
 def resolve_initial_weights(config: Config) -> Config:
-    """The configuration with the very folder that is meant: of a run its newest checkpoint, links followed. So all
-    workers read the same, whatever becomes of the link."""
+    """The configuration with the resolved folder: for a run its newest checkpoint, links followed. So all workers
+    read the same weights, even if the link changes."""
     if config.run.initialize_from is None:
         return config
     folder = Path(config.run.initialize_from)
@@ -55,33 +57,33 @@ def resolve_initial_weights(config: Config) -> Config:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint in a folder, or the newest of a run or of its folder of checkpoints; links are followed."""
+    """The checkpoint in a folder, or the newest of a run or of its checkpoint directory; links are followed."""
     folders = (path, path / LATEST, path / "checkpoints" / LATEST)
     return next((folder.resolve() for folder in folders if (folder / INDEX).is_file()), None)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The model, resolved, whose weights a folder holds; CheckpointError where it holds none."""
+    """The resolved model whose weights a folder holds; raises CheckpointError if it holds none."""
     if (folder / INDEX).is_file():
         return model_config_of(read_index(folder), folder)
     return read_hf_config(folder)[0]
 
 
 def model_config_of(index: Index, folder: Path) -> ModelConfig:
-    """The model of a checkpoint, resolved."""
+    """The resolved model of a checkpoint."""
     try:
         return ModelConfig.model_validate(index.facts.config["model"])
     except (KeyError, ValidationError) as error:
-        raise CheckpointError(f"{folder} is of a model that this version can't read: {error!r}") from None
+        raise CheckpointError(f"{folder} holds a model that this version can't read: {error!r}") from None
 
 
 def open_initial_weights(config: Config) -> InitMethod | None:
-    """What gives a rank its share of each parameter; None where the seed does."""
+    """Returns the function that reads a rank's share of each parameter; None if the seed decides."""
     if config.run.initialize_from is None:
         return None
     folder = Path(config.run.initialize_from)
     if (folder / INDEX).is_file():
-        from parallel3d.checkpoint.read import CheckpointReader, load_weight  # brings torch, as do those below
+        from parallel3d.checkpoint.read import CheckpointReader, load_weight  # imports torch, as do those below
 
         return partial(load_weight, CheckpointReader(folder, read_index(folder)))
     from models.hf import check_zeros, read_local_shard

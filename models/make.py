@@ -1,4 +1,4 @@
-"""From a configuration to the modules of one stage."""
+"""Builds the modules of one stage from a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel3d.recompute import Recompute
 
 
 def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
-    """Layers `layers` of the configuration's model, as the trainer builds them."""
+    """Builds layers `layers` of the configuration's model, for the trainer."""
     module, name = apex_norm.SYMBOL
     asked = config.model.norm_backend
     context = LayerContext(
@@ -37,7 +37,7 @@ def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.
 def make_decoder(
     config: ModelConfig, layers: range, *, num_positions: int, context: LayerContext, recompute: Recompute = "none"
 ) -> DecoderStage:
-    """Layers `layers` of the model, for sequences of up to `num_positions` tokens."""
+    """Builds layers `layers` of the model, for sequences of up to `num_positions` tokens."""
     build = BlockBuilder(resolved_model(config), num_positions=num_positions, context=context)
     return DecoderStage(build, layers, recompute=recompute)
 

@@ -13,11 +13,11 @@ from tests.support import english
 from tests.support.architecture import CHECKERS, FLOORS_IN_DOCS, ROOT, Checker, check_length, floor_table
 
 UNWANTED_WORDING: dict[str, int] = {
-    "parallel3d": 64,
-    "models": 6,
-    "launch": 2,
-    "benchmarks": 15,
-    "docs": 7,
+    "parallel3d": 40,
+    "models": 0,
+    "launch": 0,
+    "benchmarks": 0,
+    "docs": 0,
     "README.md": 0,
 }
 """Findings of tests/support/english.py that are left. The numbers only fall: lower them with your rewriting."""

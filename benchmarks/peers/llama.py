@@ -1,6 +1,6 @@
-"""A plain Llama on torch's own functions: the model of the peers that bring none.
+"""A plain Llama on torch's own functions, for peers without a model of their own.
 
-Layouts are chosen so that nothing is copied that need not be, and so that torch's own tensor parallelism can cut the
+Layouts avoid all unnecessary copies, and so that torch's own tensor parallelism can cut the
 weights: the fused QKV product has its outputs by head, (head, q|k|v, element), so that a cut along them keeps heads
 whole.
 """

@@ -1,10 +1,10 @@
-"""What the machine can do: the model's matrix products and attention alone, back to back, nothing around them.
+"""Measures the machine's limit: the model's matrix products and attention alone, back to back.
 
 A step here is the compute of one training step of this process: each product of the model forward, for its input's and
 its weight's gradient, as often as a step needs it, at the shapes of one micro-batch, plus SDPA forward and backward.
-Each kernel is run in all ways that there are to run it (torch.mm, parallel3d's matmul; the head's product also some
-tokens at a time), and the fastest counts. So no training code on these kernels can be faster. With tp_size 2 the shapes
-are those of a tensor-parallel half. Two processes run the same kernel at the same time.
+Each kernel is run in every available way (torch.mm, parallel3d's matmul; the head's product also some tokens at a
+time), and the fastest counts. So no training code on these kernels can be faster. With tp_size 2 the shapes are those
+of a tensor-parallel half. Two processes run the same kernel at the same time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def time_s(run: Callable[[], object], count: int) -> float:
-    """Seconds of `count` runs, begun together with the other process."""
+    """Seconds of `count` runs, started together with the other process."""
     if dist.is_initialized():
         dist.barrier()
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The plain PyTorch loop, as good as one writes it by hand: one process, fused AdamW, no framework."""
+"""The plain PyTorch loop, as one writes it by hand: one process, fused AdamW, no framework."""
 
 from __future__ import annotations
 

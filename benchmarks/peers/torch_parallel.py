@@ -1,7 +1,7 @@
-"""torch's own parallelism on the plain Llama, put together as torchtitan does it, two ranks.
+"""torch's own parallelism on the plain Llama, combined as in torchtitan, on two ranks.
 
-fsdp: fully_shard, parameters gathered once a step (what it has closest to ZeRO-1). tp: parallelize_module with sequence
-parallelism and a vocabulary-parallel loss. pp: torch.distributed.pipelining's 1F1B.
+fsdp: fully_shard, parameters gathered once a step (its closest equivalent of ZeRO-1). tp: parallelize_module with
+sequence parallelism and a vocabulary-parallel loss. pp: torch.distributed.pipelining's 1F1B.
 """
 
 from __future__ import annotations

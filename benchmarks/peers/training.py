@@ -1,6 +1,6 @@
-"""What the peers' scripts share: their command line, random batches, formats, and the line that tells a step's time.
+"""Shared parts of the peers' scripts: command line, random batches, formats, and the line with a step's time.
 
-A script runs in one process per rank, started as torchrun would (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set).
+A script runs in one process per rank, started as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 
-NUM_DISTINCT_STEPS = 4  # random tokens repeat after so many steps
+NUM_DISTINCT_STEPS = 4  # number of steps after which random tokens repeat
 SEED = 1234
 
 MicroBatch = tuple[Tensor, Tensor]

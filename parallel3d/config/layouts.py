@@ -1,9 +1,9 @@
-"""Layouts as short strings, `tp2.pp2.dp2.sp.zero0.gpipe`, and the overrides of section `parallel` that they stand for.
+"""Layouts as short strings, such as `tp2.pp2.dp2.sp.zero0.gpipe`, for overrides of the section `parallel`.
 
-A layout says the whole grid: a size that it leaves out is 1, replicas that differ by stage are `dp2/1`, and layers are
-cut by cost. `v2` is 2 virtual stages, with the default schedule for them unless one is named; grids of one stage and
-schedules without chunks have 1, and a schedule that needs a certain number has that. What else it leaves out stays as
-the configuration has it.
+A layout defines the whole grid: a missing size is 1, `dp2/1` gives each stage its own number of replicas, and layers
+are split by cost. `v2` means 2 virtual stages, with the default schedule for them unless one is named; without it,
+grids of one stage and schedules without chunks have 1, and a schedule that needs a certain number has that. All other
+settings stay as configured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRID_DEFAULTS: dict[str, Any] = {
     "stage_replicas": None,
     "layers_per_stage": None,
 }
-"""What a layout sets in section `parallel` whether it says so or not."""
+"""The fields of section `parallel` that every layout sets, named or not."""
 
 NAMED_PARTS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence_parallel", True),
@@ -46,7 +46,7 @@ DEFAULT_LAYOUTS = (
     ("dp2",),
     ("tp2.pp2.dp2.sp", "tp2.pp2.dp2", "pp2.dp2", "tp2.pp2", "tp2.dp2"),
 )
-"""What is worth a look by default: of each tuple the first that fits a configuration."""
+"""The default layouts to try: of each tuple the first that fits a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,12 @@ class Layout:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """For `load_config`."""
+        """Overrides for `load_config`."""
         return tuple(f"parallel.{name}={json.dumps(value)}" for name, value in self.fields.items())
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout that `text` names; UserError says which part of it is none."""
+    """The layout that `text` names. Raises UserError that names a wrong part."""
     fields = dict(GRID_DEFAULTS)
     seen: set[str] = set()
     for part in text.strip().split("."):
@@ -79,7 +79,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def _complete_schedule(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule and the number of chunks, as far as what was named decides them."""
+    """The schedule and the number of chunks, as far as the named parts decide them."""
     name, num_chunks = fields.get("schedule"), fields.get("virtual_stages")
     if num_chunks is not None:
         return {} if name else {"schedule": default_schedule(num_chunks)}
@@ -91,12 +91,12 @@ def _complete_schedule(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:
-    """The layouts of a list with commas."""
+    """The layouts of a comma-separated list."""
     return tuple(parse_layout(part) for part in text.split(","))
 
 
 def current_layout(config: Config) -> Layout:
-    """The layout that a resolved configuration has already, under its short name: nothing to override."""
+    """The layout of a resolved configuration itself, under its short name, without overrides."""
     replicas = stage_replicas(config)
     widths = replicas[:1] if len(set(replicas)) == 1 else replicas
     parallel = config.parallel
@@ -124,14 +124,14 @@ def alternative_layouts(config: Config) -> Iterator[Layout]:
 
 
 def _grids(num_ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, dp) of that product."""
+    """All (tp, pp, dp) of a product."""
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for tp in divisors:
         yield from ((tp, pp, num_ranks // tp // pp) for pp in divisors if num_ranks // tp % pp == 0)
 
 
 def default_layouts(fits: Callable[[Layout], bool]) -> Iterator[Layout]:
-    """A few layouts that between them use every axis, as far as they fit."""
+    """A few layouts that together use every axis, as far as they fit."""
     for alternatives in DEFAULT_LAYOUTS:
         yield from [layout for layout in map(parse_layout, alternatives) if fits(layout)][:1]
 
@@ -149,4 +149,4 @@ def _parse_part(part: str, text: str) -> tuple[str, Any]:
     if match := re.fullmatch(r"dp([1-9]\d*(?:/[1-9]\d*)*)", part):
         counts = [int(count) for count in match[1].split("/")]
         return "dp_size", counts[0] if len(counts) == 1 else counts
-    raise UserError(f"layout {text!r}: {part!r} is no part of one. A layout is made of {HELP}")
+    raise UserError(f"layout {text!r}: {part!r} is not a part of a layout, which consists of {HELP}")

@@ -272,7 +272,7 @@ def _problem(mistake: Any, known: dict[str, FieldInfo]) -> Problem:
     location = _field_name(mistake)
     name = ".".join(part for part in mistake["loc"] if isinstance(part, str))  # an element of a list has its meaning
     if mistake["type"] == "extra_forbidden":
-        rule, fix = "there is no such field", _suggest(name, list(known))
+        rule, fix = "no such field exists", _suggest(name, list(known))
         return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
     while name not in known:  # a key of a dictionary, chosen by the user
         name = name.rpartition(".")[0]

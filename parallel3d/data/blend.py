@@ -4,15 +4,15 @@
     its number u(3, k)   .75   .37   .99   .60   .22   .84        between 0 and 1
     weights web .7 code .3
     its source           code  web   code  web   web   code
-    read from            |------ its own lane 3 of "web", and of "code", each with a place of its own ------|
+    read from            |------ its own lane 3 of "web", and of "code", each with a cursor of its own -----|
 
-u(lane, k) = seed's number + lane with its bits reversed + k x golden ratio, modulo 1: no chance, but evenly spread
-both over a lane's sequences (Weyl 1916) and over a step's lanes, any first n of them as well (van der Corput 1935).
-So every step has the shares that its sequences allow, and a lane's sums differ from its weights by a few sequences at
-any length, where drawn ones would by a square root.
+u(lane, k) = seed's number + lane with its bits reversed + k x golden ratio, modulo 1. It is not random: it spreads
+evenly over a lane's sequences (Weyl 1916) and over a step's lanes, also over any first n of them (van der Corput 1935).
+So every step comes as near to the weights as its number of sequences allows, and a lane is off by a few sequences at
+any length, where random draws would be off by a square root.
 
-A source that is small or weighs much passes its data epochs as often as it takes. From one stage to the next weights
-change at a token of the run, exact to a sequence; places in the sources go on.
+A small source, or one with a large weight, repeats its data epochs as often as needed. Weights change from one stage to
+the next at a token of the run, exact to a sequence; the cursors in the sources continue.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
-"""Of 2**64."""
+"""As a fraction of 2**64."""
 RESOLUTION_LOG2 = 53
-"""Weights are kept to a double's precision."""
+"""Weights are normalised in double precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlendStage:
-    """Weights from one token of the run on."""
+    """Weights that apply from one token of the run on."""
 
     from_token: int
     weights: tuple[float, ...]
@@ -52,7 +52,7 @@ class BlendStage:
 
 @dataclass(frozen=True)
 class Subset:
-    """Some documents of a set, in the given order."""
+    """A subset of documents, in the given order."""
 
     documents: TokenDocuments
     indices: np.ndarray

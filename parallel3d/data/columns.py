@@ -145,7 +145,7 @@ def _is_valid(arrow: Any, chunk: Any) -> bool:
 
 
 def _check_column(path: Path, schema: Any, column: str) -> None:
-    """Raises DataError if there is no such column, or it isn't text."""
+    """Raises DataError if the column is missing or isn't text."""
     arrow = _pyarrow(path)
     if schema.names.count(column) != 1:
         names = ", ".join(map(repr, schema.names))

@@ -1,4 +1,4 @@
-"""A SentencePiece BPE model as the files of a Hugging Face fast tokenizer that gives exactly the same ids.
+"""Converts a SentencePiece BPE model to the files of a Hugging Face fast tokenizer that gives exactly the same ids.
 
 tokenizer.json describes a pipeline of the `tokenizers` library; ours is nothing but BPE with byte fallback, as our
 models have no normalisation and no dummy prefix. Two things decide whether the ids are the same for every text:
@@ -6,8 +6,8 @@ models have no normalisation and no dummy prefix. Two things decide whether the 
 - SentencePiece writes spaces as U+2581 and would take that character itself for a space, which is why our tokenizer
   encodes it as its three bytes. The vocabulary here is written with plain spaces, so that U+2581 is an unknown
   character like others: three bytes.
-- The names of special pieces (</s>) are ordinary text in a text. So no piece is an "added token" in tokenizer.json, and
-  tokenizer_config.json asks not to look for them (split_special_tokens).
+- In a text, the names of special pieces (</s>) are ordinary characters. So tokenizer.json has no "added tokens", and
+  tokenizer_config.json turns the search for them off (split_special_tokens).
 
 BPE merges the best pair of neighbours whose union is a piece, the leftmost of equals; SentencePiece ranks pieces by
 their score, `tokenizers` pairs by their order in a list: all pairs that make a piece, best piece first.
@@ -50,9 +50,9 @@ def hf_tokenizer_files(model: bytes, *, max_length: int) -> dict[str, bytes]:
     try:
         pieces, trainer, normalizer = parse_model(model)
     except (ValueError, IndexError, struct.error) as error:
-        raise DataError(f"{MODEL_FILE} is no SentencePiece model ({error})") from None
+        raise DataError(f"{MODEL_FILE} is not a SentencePiece model ({error})") from None
     if reason := _unsupported_feature(pieces, trainer, normalizer):
-        raise DataError(f"the tokenizer {reason}, which tokenizer.json would not do alike")
+        raise DataError(f"the tokenizer {reason}, which tokenizer.json can't express")
     unknown = next((piece.text for piece in pieces if piece.kind == _UNKNOWN), None)
     eos_id = trainer.get(_EOS_ID, 2)
     return _files(
@@ -65,7 +65,7 @@ def hf_tokenizer_files(model: bytes, *, max_length: int) -> dict[str, bytes]:
 
 
 def hf_byte_tokenizer_files(*, max_length: int) -> dict[str, bytes]:
-    """The same of the tokenizer that gives the 256 bytes of UTF-8, and 256 for EOS: nothing but the fallback."""
+    """The files of the byte tokenizer: ids 0 to 255 are the bytes of UTF-8, 256 is EOS."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"</s>": 256}
     return _files(vocab=vocab, merges=[], unknown=None, eos="</s>", max_length=max_length)
 
@@ -100,9 +100,9 @@ def _files(
 
 
 def merges_of(pieces: list[VocabPiece]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, in the order in which BPE prefers them."""
+    """All pairs of pieces whose union is a piece, in the order in which BPE prefers them."""
     normal = {plain_text(piece): piece.score for piece in pieces if piece.kind == _NORMAL}
-    ranked = sorted(normal, key=lambda text: -normal[text])  # stable: equals in the order of their ids
+    ranked = sorted(normal, key=lambda text: -normal[text])  # stable: equal scores stay in the order of their ids
     cuts = ((text[:cut], text[cut:]) for text in ranked for cut in range(1, len(text)))
     return [(left, right) for left, right in cuts if left in normal and right in normal]
 
@@ -127,16 +127,16 @@ def parse_model(model: bytes) -> tuple[list[VocabPiece], ProtoMessage, ProtoMess
 
 
 def _unsupported_feature(pieces: list[VocabPiece], trainer: ProtoMessage, normalizer: ProtoMessage) -> str:
-    """What the tokenizer does beyond BPE with byte fallback; "" if nothing."""
+    """The first feature beyond BPE with byte fallback, as the end of a sentence; "" if there is none."""
     checks = (
-        (trainer.get(3, 1) != _BPE, "is no BPE"),
+        (trainer.get(3, 1) != _BPE, "is not BPE"),
         (not trainer.get(35), "has no byte fallback"),
         (bool(trainer.get(24)), "puts spaces at the ends of words"),
         (bool(normalizer.get(2)), "normalises text"),
         (bool(normalizer.get(3, 1)), "puts a space in front"),
         (bool(normalizer.get(4, 1)), "removes spaces"),
         (not normalizer.get(5, 1), "leaves spaces as they are"),
-        (any(piece.kind not in _SUPPORTED_KINDS for piece in pieces), "has pieces of its user's own"),
+        (any(piece.kind not in _SUPPORTED_KINDS for piece in pieces), "has user-defined pieces"),
     )
     return next((reason for applies, reason in checks if applies), "")
 
@@ -164,7 +164,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """An integer and where it ends."""
+    """An integer, and the position after it."""
     value = shift = 0
     while True:
         byte = data[position]

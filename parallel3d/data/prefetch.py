@@ -2,11 +2,11 @@
 
 A lane is read in order, so after each read the next ones are known. Background threads make them, `depth` steps ahead
 for every lane that has been asked for; a read that was predicted takes the result, or waits when it is being made, and
-any other read is computed on the spot. Timing decides who computes, never what.
+any other read is computed on the spot. Timing decides where a read is computed, never its result.
 
-    one thread                     lanes -> thread
-    reader_processes (data.num_processes)   lanes 0, 2, ... -> thread -> process      each lane keeps to one of them,
-                                   lanes 1, 3, ... -> thread -> process      which reads it in order
+    one thread          lanes           -> thread
+    data.num_processes  lanes 0, 2, ... -> thread -> process      each lane keeps to one of them,
+                        lanes 1, 3, ... -> thread -> process      which reads it in order
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Tokenises a corpus ahead of training, into a folder that is a source of its own: the same lanes, without the work.
+"""Tokenises a corpus ahead of training, into a folder that is a source itself: the same lanes, without the work.
 
     OUT/train.safetensors  OUT/validation.safetensors   one tensor `tokens` each: documents end to end, each with EOS
     OUT/tokenizer.model                                 the SentencePiece model, where there is one
 
-Processes tokenise parts of about a megabyte, a few ahead of the one that writes, so that memory holds only these. The
-folder gets its name when all is on the disk: whatever ends the work before leaves nothing under that name.
+Processes tokenise parts of about a megabyte, a few parts ahead of the writer, so that only these are in memory. The
+folder gets its name once everything is on the disk: an interrupted run leaves nothing under that name.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from parallel3d.errors import DataError
 
 RANGE_BYTES, RANGE_DOCUMENTS = 2**20, 1000
 RANGES_AHEAD = 3
-"""Of each process."""
+"""Parts in progress for each process."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Told after each part: bytes of text, tokens."""
+"""Called after each part with its bytes of text and its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareResult:
-    """What was written."""
+    """Sizes of the folder that was written."""
 
     num_documents: int
     num_train_tokens: int
@@ -51,7 +51,7 @@ class PrepareResult:
 
 
 def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: ProgressCallback) -> PrepareResult:
-    """Writes the corpus' tokens into the new folder `out`. DataError where that is there, or can't be written."""
+    """Writes the tokens of the corpus into the new folder `out`. Raises DataError if it exists or can't be written."""
     if corpus.tokenizer is None or not isinstance(corpus.train, TokenizedDocuments):
         raise DataError("data.sources are tokens already: they can be trained on as they are")
     refuse_existing(out)
@@ -63,7 +63,7 @@ def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress
     try:
         prepared = _write_folder(scratch, corpus, num_processes, progress)
         _fsync_folder(scratch)
-        scratch.chmod(0o755)  # mkdtemp's is for its owner alone
+        scratch.chmod(0o755)  # mkdtemp gives its owner alone access
         scratch.rename(out)
         return prepared
     except BrokenProcessPool as error:
@@ -75,9 +75,9 @@ def prepare(corpus: Corpus, out: Path, *, num_processes: int, progress: Progress
 
 
 def refuse_existing(out: Path) -> None:
-    """DataError where `out` is there: asked before a text is indexed, too, which may take long."""
+    """Raises DataError if `out` exists. Also called before a text is indexed, which may take long."""
     if out.exists():
-        raise DataError(f"{out} is there already: remove it, or give another --out")
+        raise DataError(f"{out} exists: remove it, or give another --out")
 
 
 def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: ProgressCallback) -> PrepareResult:
@@ -91,7 +91,7 @@ def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: P
     }
     splits = {"train": TRAIN_TOKENS, "validation": VALIDATION_TOKENS}
     written = {}
-    context = multiprocessing.get_context("spawn")  # a fork would take along locks of threads that it does not have
+    context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
     with ProcessPoolExecutor(num_processes, context, _init_process) as pool:
         try:
             for split, name in splits.items():
@@ -152,11 +152,11 @@ def _tokenised(
 # --- in the processes that tokenise -----------------------------------------------------------------------------------
 
 _open_corpus = lru_cache(maxsize=1)(load_corpus)
-"""Once a process."""
+"""Sets up a process of the pool, once."""
 
 
 def _init_process() -> None:
-    """Leaves Ctrl-C, which reaches all processes, to the one that writes; ends with it even if it is killed."""
+    """Ignores Ctrl-C, which the writer handles, and ends with the writer even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -164,7 +164,7 @@ def _init_process() -> None:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()  # bounded: by the life of the process that writes, which this one has no use beyond
+    parent.join()  # bounded: by the life of the writer, whose work this process does
     os._exit(1)
 
 
@@ -178,7 +178,7 @@ def _tokenise(folder: Path, document_range: DocumentRange) -> np.ndarray:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """What stands in the folder stays there."""
+    """Makes the folder's entries durable."""
     for path in [*folder.iterdir(), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""What feeds a sequence slot: a reader gives the tokens of any lane from any place in it.
+"""The interface of a reader, which feeds sequence slots: it returns the tokens of any lane from any cursor on.
 
-A reader is a pure function of (lane, cursor, number of tokens): whoever holds a cursor can go on with its lane. A
-cursor is a tuple of integers, as many for every lane of a run, so that it can ride in an entry and be kept in a
-checkpoint by those who do not know what it means: only the reader does.
+A reader is a pure function of (lane, cursor, number of tokens), so any rank that holds a cursor can continue its lane.
+A cursor is a tuple of integers, of the same length for every lane of a run. Entries and checkpoints carry it without
+interpreting it; only the reader knows its meaning.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Protocol
 import numpy as np
 
 LaneCursor = tuple[int, ...]
-"""A place in a lane."""
+"""A position in a lane."""
 
 ReadResult = tuple[np.ndarray, LaneCursor]
-"""Tokens, int32 (num_tokens + 1,): inputs are [:-1], targets [1:]; and the place num_tokens on."""
+"""Tokens, int32 (num_tokens + 1,): inputs are [:-1], targets [1:]; and the cursor num_tokens further on."""
 
 
 class Reader(Protocol):
     """Lanes of tokens, each an endless stream."""
 
     def start(self, lane: int) -> LaneCursor:
-        """Where the lane begins."""
+        """The cursor of the lane's start."""
         return (0, 0, 0)
 
     def cursor_at(self, cursor: LaneCursor, tokens_read: int) -> LaneCursor:
-        """The cursor for a sequence that begins `tokens_read` tokens into the run: only a blend asks how far it is."""
+        """The cursor for a sequence that starts `tokens_read` tokens into the run, which only a data mixture uses."""
         return cursor
 
     def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:

@@ -1,10 +1,11 @@
-"""A reader in a process of its own, for tokenizers that would hold up training: its work is done beside Python's lock.
+"""A reader in a process of its own, for tokenizers that would delay training by holding Python's lock.
 
-The process keeps no state that matters: each request carries the cursor. One that dies, whatever of, is replaced by
-another that gets the same request again. It ends with its pipe, so that none is left behind by a worker that is killed;
-signals that a terminal or a cluster sends to all are its worker's business.
+The process keeps no state that matters, as each request carries the cursor. If it dies, for whatever reason, another
+one gets the same request. It ends with its pipe, so that a killed worker leaves none behind; it ignores the signals
+that a terminal or a cluster sends to all processes, since its worker handles them.
 
-It is a fresh interpreter, not a fork: the worker has threads, perhaps a GPU. It imports what reading needs, no torch.
+It is a fresh interpreter, not a fork, because the worker has threads and perhaps a GPU. It imports only what reading
+needs, and not torch.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from parallel3d.errors import DataError
 from parallel3d.parallel.abort import POLL_S, AbortToken
 
 MAX_DEATHS = 3
-"""Over one read: then it is the read that kills."""
+"""Deaths during one read after which the read itself is the cause."""
 READ_TIMEOUT_S = 120.0
-"""Without an answer to one read: then it hangs, and is killed."""
+"""Time for one read; a process that takes longer hangs, and is killed."""
 EXIT_TIMEOUT_S = 5.0
 
 
 class ReaderProcess:
-    """Reads in another process; for one calling thread. The process starts with the first read."""
+    """Reads in another process, for one calling thread. The process starts with the first read."""
 
     def __init__(
         self, make_reader: Callable[[], Reader], token: AbortToken, log: Callable[[str], None] = lambda text: None
     ):
-        """`make_reader` is sent by pickle, and called there. `notice` is told of a process that has died."""
+        """`make_reader` is pickled and called in the process. `notice` reports processes that died."""
         self._make_reader = make_reader
         self._token = token
         self._log = log
@@ -44,18 +45,18 @@ class ReaderProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before the first read."""
+        """Id of the process; None before the first read."""
         return self._process.pid if self._process else None
 
     def read(self, lane: int, cursor: LaneCursor, num_tokens: int) -> ReadResult:
-        """What the reader returns, or raises, in its process; GenerationEnded once the token is aborted.
+        """Returns what the reader returns in its process, and raises what it raises; GenerationEnded after an abort.
 
-        DataError when the process dies MAX_DEATHS times over this read.
+        Raises DataError when the process dies MAX_DEATHS times during this read.
         """
         for _ in range(MAX_DEATHS):
             try:
                 answer = self._request((lane, cursor, num_tokens))
-            except (EOFError, OSError):  # a broken pipe: it is dead
+            except (EOFError, OSError):  # a broken pipe: the process is dead
                 self._log(f"tokeniser process {self.pid} has ended ({self._end_process()}): another takes over")
                 continue
             if isinstance(answer, Exception):
@@ -69,7 +70,7 @@ class ReaderProcess:
             self._end_process()
 
     def _request(self, request: tuple[int, LaneCursor, int]) -> ReadResult | Exception:
-        self._token.check()  # the answer to a request that an abort has cut off may still come
+        self._token.check()  # the answer to an aborted request may still come
         if self._pipe is None:
             self._pipe = self._start_process()
         self._pipe.send(request)  # bounded: a few bytes, into an empty pipe
@@ -78,7 +79,7 @@ class ReaderProcess:
             self._token.check()
             if time.monotonic() > deadline:
                 raise EOFError(f"no answer in {READ_TIMEOUT_S:g} s")
-        answer: ReadResult | Exception = self._pipe.recv()  # bounded: the answer has begun, and ends with its process
+        answer: ReadResult | Exception = self._pipe.recv()  # bounded: the answer has started, and ends with its process
         return answer
 
     def _start_process(self) -> Connection:
@@ -91,7 +92,7 @@ class ReaderProcess:
         return parent_end
 
     def _end_process(self) -> str:
-        """Ends the process, if it lives; what became of it."""
+        """Ends the process if it lives; returns how it ended."""
         assert self._process is not None
         if self._pipe is not None:
             self._pipe.close()
@@ -106,13 +107,13 @@ class ReaderProcess:
 
 
 def serve(descriptor: int) -> None:
-    """The process: answers requests until the pipe ends."""
+    """Main function of the process: answers requests until the pipe ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(descriptor)
     make_reader: Callable[[], Reader] = pipe.recv()  # bounded: ends with the worker
     reader = make_reader()
-    with suppress(EOFError, OSError):  # the worker has ended
+    with suppress(EOFError, OSError):  # the worker is gone
         while True:
             pipe.send(_handle_request(reader, pipe.recv()))  # bounded: ends with the worker, which waits for the answer
 

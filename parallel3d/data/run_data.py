@@ -137,7 +137,7 @@ def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:
         f"data.slice.start_token to {part.stop}"
     )
     if build_evaluation_lanes(config, corpus) is None:
-        yield "slice: no evaluation, as there is no validation.safetensors next to the file to train on"
+        yield "slice: no evaluation, because the folder of the training file has no validation.safetensors"
 
 
 def fingerprint_data(config: Config, corpus: Corpus) -> dict[str, Any]:

@@ -26,11 +26,11 @@ LOG_INTERVAL_S = 15.0
 
 
 def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str], None]) -> dict[str, Any]:
-    """Fills `folder` with the corpus, and returns what is known of it."""
+    """Fills `folder` with the corpus, and returns the contents of corpus.json."""
     formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars)
     scan = _DocumentScan(spec, folder, token, log)
     if not write_split(folder, scan.rows(), spec.validation_fraction):
-        raise DataError(f"there is no text in data.sources ({len(spec.files)} files, {spec.files[0].path} first)")
+        raise DataError(f"data.sources has no text ({len(spec.files)} files, {spec.files[0].path} first)")
     train = DocumentSet(files=scan.files, formats=formats, document_index=load_split(folder)["train"])
     model = _tokenizer_model(spec, train, log)
     (folder / MODEL_FILE).write_bytes(model)
@@ -57,7 +57,7 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
 
 @dataclass
 class _DocumentScan:
-    """Reads and checks every byte of the files; what can't be read at random is unpacked on the way."""
+    """Reads and checks every byte of the files; unpacks those without random access on the way."""
 
     spec: CorpusSpec
     folder: Path
@@ -68,7 +68,7 @@ class _DocumentScan:
         self.files = [self._readable(number, file) for number, file in enumerate(self.spec.files)]
 
     def rows(self) -> Iterator[np.ndarray]:
-        """Yields the places of all documents, in order, some at a time; now and then says how far it is."""
+        """Yields the positions of all documents, in order, some at a time; logs its progress now and then."""
         num_found, last_log_s = 0, time.monotonic()
         for number, (source, file) in enumerate(zip(self.spec.files, self.files)):
             for block in blocks(self._scan(source, file)):
@@ -80,7 +80,7 @@ class _DocumentScan:
                     self.log(f"indexing: {num_found:,} documents, file {number + 1:,} of {len(self.files):,}")
 
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
-        """The file that documents will be read from."""
+        """The file from which documents are read later."""
         column = self.spec.text_column
         if file.format == "parquet" or (file.format == "arrow" and not is_readable_in_place(file.path, column)):
             return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
@@ -115,7 +115,7 @@ def training_chunks(documents: DocumentSet) -> Iterator[str]:
 
 
 def count_tokens(documents: DocumentSet, tokenizer: Tokenizer, token: AbortToken) -> tuple[np.ndarray, float]:
-    """Returns how often each id occurs, EOS once a document, in every n-th document; and the share of bytes counted."""
+    """Returns the counts of ids in every n-th document, EOS once per document, and the share of bytes counted."""
     num_bytes = documents.num_bytes
     step = -(-int(num_bytes.sum()) // EXACT_BYTES)
     counts = np.zeros(tokenizer.vocab_size, np.int64)
@@ -133,7 +133,7 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def _tokenizer_model(spec: CorpusSpec, train: DocumentSet, log: Callable[[str], None]) -> bytes:
-    """The model's bytes: none for bytes, those of data.tokenizer.path, or those of a tokenizer trained here."""
+    """The bytes of the tokenizer's model: b"" for kind bytes, the file data.tokenizer.path, or a model trained here."""
     path, vocab_size = spec.tokenizer.path, spec.tokenizer.vocab_size
     if spec.tokenizer.kind == "bytes":
         return b""
@@ -161,5 +161,5 @@ def _check_eos(spec: CorpusSpec, tokenizer: Tokenizer) -> None:
 
 
 def _inside(folder: Path, path: Path) -> str:
-    """A file of the corpus' own folder by its name alone: the folder is renamed when it is whole."""
+    """Names a file in the corpus' own folder without the folder, which is renamed once complete."""
     return path.name if path.parent == folder else str(path)

@@ -31,7 +31,7 @@ def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dic
     validation_files = {number for number, file in enumerate(spec.files) if file.format == "tokens for validation"}
     rows = _rows(files, set(range(len(files))) - validation_files, eos_id, counts, token, spec.needs_eos)
     if not write_split(folder, rows, 0.0 if validation_files else spec.validation_fraction):
-        raise DataError(f"there are no tokens to train on in data.sources ({spec.files[0].path} first)")
+        raise DataError(f"data.sources has no tokens to train on ({spec.files[0].path} first)")
     if validation_files:
         write_document_index(
             folder / SPLITS["validation"],
@@ -70,7 +70,7 @@ def _rows(
 
 
 def _tokenizer(spec: CorpusSpec, files: Sequence[TokenFile]) -> tuple[str | None, bytes]:
-    """Kind and model of the tokenizer that made the files; None, b"" if neither they nor the configuration name it."""
+    """Kind and model of the files' tokenizer; None, b"" if neither the files nor the configuration name it."""
     default_path = files[0].path.parent / MODEL_FILE
     path = Path(spec.tokenizer.path).expanduser() if spec.tokenizer.path is not None else default_path
     kinds = {file.metadata["tokenizer"] for file in files if "tokenizer" in file.metadata}
@@ -110,5 +110,5 @@ def _number(file: TokenFile, name: str, default: int) -> int:
         return int(file.metadata.get(name, default))
     except ValueError as error:
         raise DataError(
-            f"{file.path}: its metadata have {name} = {shorten(file.metadata[name])!r}, which is not a number"
+            f"{file.path}: its metadata has {name} = {shorten(file.metadata[name])!r}, which is not a number"
         ) from error

@@ -1,10 +1,10 @@
 """A slice of one file of tokens, read in whole global batches and in the file's order.
 
     file     |------|b0 b0 b0 b0|b1 b1 b1 b1|b2 b2 b2 b2|t|-----     4 sequences a batch; t: the last one's last target
-             0      start                                stop        where a run that goes on begins
+             0      start                                stop        where a following run starts
 
 Sequence n = step x global batch + slot has the tokens from start + n x length on, so that what a step reads does not
-depend on any layout. Behind its end a slice is read again from its start.
+depend on any layout. After its end a slice is read again from its start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenArray(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSlice:
-    """Whole global batches of a file of tokens."""
+    """A part of a file of tokens, in whole global batches."""
 
     start: int
     """First token."""
@@ -44,12 +44,12 @@ class TokenSlice:
 
     @property
     def num_tokens(self) -> int:
-        """Inputs; one token more is read as the last one's target."""
+        """Inputs; one more token is read, as the target of the last."""
         return self.num_sequences * self.sequence_length
 
     @property
     def stop(self) -> int:
-        """The token with which a run that goes on begins: no token is left out, none read again."""
+        """The token at which a following run starts: no token is skipped, none is read twice."""
         return self.start + self.num_tokens
 
     def first_token_of(self, sequence: int) -> int:
@@ -74,7 +74,7 @@ def plan_slice(
         raise DataError(
             f"data.slice: from token {start_token:,} on the file has {available:,} tokens with a target, room for"
             f" {most:,} global batches of {global_batch_size} x {sequence_length} = {batch_tokens:,}, and"
-            f" {max(1, wanted):,} are asked for. Begin earlier, lower data.slice.min_tokens, or use smaller batches"
+            f" {max(1, wanted):,} are asked for. Start earlier, lower data.slice.min_tokens, or use smaller batches"
         )
     return TokenSlice(
         start=start_token, num_batches=wanted, global_batch_size=global_batch_size, sequence_length=sequence_length

@@ -1,8 +1,8 @@
-"""Text to token ids and back, without loss.
+"""Converts text to token ids and back, without loss.
 
 Either the bytes themselves, or a SentencePiece BPE model with identity normalisation and byte fallback: whatever the
 text (tabs, newlines, control characters, emoji), decode(encode(text)) == text. Newlines and runs of spaces are ordinary
-pieces, so that source code stays short. There is no BOS; EOS separates documents and never comes out of encode. The
+pieces, so that source code stays short. EOS separates documents and never comes out of encode; no BOS exists. The
 same text gives the same ids in every process and thread.
 """
 
@@ -21,7 +21,7 @@ UNK_ID, EOS_ID = 0, 1
 MIN_VOCAB_SIZE = 256 + 2  # every byte, the unknown piece and EOS
 MODEL_FILE = "tokenizer.model"
 MAX_PIECE_CHARS = 500_000  # longer texts are encoded piece by piece, in order, to bound memory
-SPACE = "\u2581"  # SentencePiece writes a space so, and would decode this character itself as a space
+SPACE = "\u2581"  # SentencePiece's mark for a space: it would decode the character itself as a space
 
 
 class Tokenizer(Protocol):
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """What a checkpoint keeps of it, by file name."""
+        """Files that a checkpoint keeps, by name."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -51,7 +51,7 @@ class SentencePieceTokenizer:
     """A trained SentencePiece model."""
 
     def __init__(self, model: bytes, *, name: str = "the tokenizer"):
-        """Raises DataError, with `name`, when `model` is no SentencePiece model that can separate documents."""
+        """Raises DataError, with `name`, unless `model` is a SentencePiece model with an EOS piece."""
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -92,7 +92,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are no valid UTF-8, as a model may write them, become U+FFFD."""
+        """Bytes that are not valid UTF-8, which a model may generate, become U+FFFD."""
         return bytes(token for token in ids if token < self.eos_id).decode(errors="replace")
 
 
@@ -102,13 +102,13 @@ def build_tokenizer(kind: str, model: bytes, *, name: str = "the tokenizer") -> 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Returns a BPE model of at most `vocab_size` pieces: less when `texts` are too few to fill it.
+    """Returns a BPE model of at most `vocab_size` pieces: fewer if `texts` are too short for so large a vocabulary.
 
     `texts` are short (about 2 kB): SentencePiece trains on sentences.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
-            f"data.tokenizer.vocab_size = {vocab_size}: {MIN_VOCAB_SIZE} is the least (bytes, unknown, EOS)"
+            f"data.tokenizer.vocab_size = {vocab_size}: must be at least {MIN_VOCAB_SIZE} (bytes, unknown, EOS)"
         )
     model = io.BytesIO()
     try:
@@ -128,7 +128,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             eos_id=EOS_ID,
             bos_id=-1,
             pad_id=-1,
-            num_threads=1,  # written into the model, so fixed: the same text gives the same bytes everywhere
+            num_threads=1,  # stored in the model, so it is fixed: the same text gives the same bytes everywhere
             minloglevel=2,
         )
     except RuntimeError as error:

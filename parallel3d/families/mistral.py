@@ -14,7 +14,7 @@ class MistralFields(Section):
     """Mistral's own fields of `model`."""
 
     sliding_window: PositiveInt | None = None
-    """Keys that a query of mistral sees, its own token included (section 2 of the paper: 4096). Null: all before it."""
+    """Keys that a query sees, its own token included (section 2 of Mistral's paper: 4096). Null: all before it."""
 
 
 FAMILY = Family(

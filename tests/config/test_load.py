@@ -63,7 +63,7 @@ def test_schema_entry_is_for_editors(tmp_path: Path):
 )
 def test_unknown_fields_name_the_nearest(tiny: Path, override: str, meant: str):
     (problem,) = problems(tiny, override).values()
-    assert problem.rule == "there is no such field"
+    assert problem.rule == "no such field exists"
     assert problem.fix == meant
 
 

@@ -91,12 +91,12 @@ def trained(**changes):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(model_type="unigram"), "is no BPE"),
+        (dict(model_type="unigram"), "is not BPE"),
         (dict(byte_fallback=False, vocab_size=60), "has no byte fallback"),
         (dict(normalization_rule_name="nfkc"), "normalises text"),
         (dict(add_dummy_prefix=True), "puts a space in front"),
         (dict(remove_extra_whitespaces=True), "removes spaces"),
-        (dict(user_defined_symbols=["<tool>"]), "has pieces of its user's own"),
+        (dict(user_defined_symbols=["<tool>"]), "has user-defined pieces"),
     ],
 )
 def test_what_could_not_be_the_same_is_refused(changes, reason):
@@ -113,5 +113,5 @@ def test_eos_is_the_one_that_the_model_names():
 
 def test_a_file_that_is_no_model_is_told():
     for data in (b"nonsense", train_tokenizer(SAMPLES["code"], 300)[:-7]):
-        with pytest.raises(DataError, match="tokenizer.model is no SentencePiece model"):
+        with pytest.raises(DataError, match="tokenizer.model is not a SentencePiece model"):
             hf_tokenizer_files(data, max_length=8)

@@ -135,7 +135,7 @@ def test_no_validation_is_kept_as_none(tmp_path):
 def test_what_was_prepared_is_not_prepared_again(tmp_path):
     text = open_words(write_words(tmp_path / "words.txt"), tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes"))
     prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
-    with pytest.raises(DataError, match="out is there already: remove it, or give another --out"):
+    with pytest.raises(DataError, match="out exists: remove it, or give another --out"):
         prepare(text, tmp_path / "out", num_processes=1, progress=lambda *_: None)
     tokens = open_words(tmp_path / "out", tmp_path / "cache")
     with pytest.raises(DataError, match="are tokens already"):
@@ -200,7 +200,7 @@ def test_who_says_what_ends_a_document_has_to_agree(tmp_path):
     ):
         open_words(path, tmp_path / "cache", tokenizer=TokenizerConfig(kind="bytes", vocab_size=50257))
     write_foreign_tokens(path, metadata={"eos_id": "end"})
-    with pytest.raises(DataError, match=r"a\.safetensors: its metadata have eos_id = 'end', which is not a number"):
+    with pytest.raises(DataError, match=r"a\.safetensors: its metadata has eos_id = 'end', which is not a number"):
         open_words(path, tmp_path / "cache", tokenizer=tokenizer)
     with pytest.raises(DataError, match="data.tokenizer.eos_id is 3, but the tokenizer ends documents with 256"):
         text = write_words(tmp_path / "words.txt")
@@ -267,7 +267,7 @@ def test_the_command(tmp_path, config_file):
     text = open_words(tmp_path / "words.txt", tmp_path / "cache", tokenizer=TokenizerConfig(vocab_size=320))
     assert hash_of_stream(open_words(out, tmp_path / "cache").train) == hash_of_stream(text.train)
     code, _, reported = run("--config", config_file, "--out", out)
-    assert code == 2 and reported.strip() == f"{out} is there already: remove it, or give another --out"
+    assert code == 2 and reported.strip() == f"{out} exists: remove it, or give another --out"
 
 
 @pytest.mark.sample(1)
@@ -312,7 +312,7 @@ def test_mistakes_are_one_message(tmp_path, config_file):
     empty.write_text("\n")
     parquet = write_table(tmp_path / "a.parquet", ["x"], "parquet")
     for override, reported in (
-        (f'data.sources=["{empty}"]', "there is no text in data.sources (1 files"),
+        (f'data.sources=["{empty}"]', "data.sources has no text (1 files"),
         (f'data.sources=["{parquet}"]', "a.parquet: no column 'body'; it has 'number', 'text'"),
     ):
         code, _, err = run("--config", config_file, "--out", tmp_path / "out", override, "data.text_column=body")

@@ -59,7 +59,7 @@ def test_a_small_corpus_gives_fewer_pieces():
 
 
 def test_what_cannot_be_trained_is_told():
-    with pytest.raises(DataError, match="258 is the least"):
+    with pytest.raises(DataError, match="must be at least 258"):
         train_tokenizer(SAMPLE, 200)
     with pytest.raises(DataError, match="can't train a tokenizer of 260 pieces"):
         train_tokenizer(SAMPLE, 260)

@@ -78,7 +78,7 @@ def test_the_conclusion_is_a_section_that_the_configuration_takes():
     section = json.loads(text[text.index("{") :])
     config = load_config(QUICKSTART, [f"warmup={json.dumps(section['warmup'])}"])
     assert (config.warmup.sequence_length.start, config.warmup.sequence_length.duration) == (16, 120)
-    assert "lower learning rate" in describe_outcome(
+    assert "lower the learning rate" in describe_outcome(
         SearchResult(start=8, duration=None, reason="even the shortest fluctuates")
     )
 

@@ -102,7 +102,7 @@ BROKEN = {
     "a tensor is not in its file": (
         "gpt2",
         without("transformer.h.1.mlp.c_fc.weight"),
-        r"index\.json names what is not in its files: transformer\.h\.1\.mlp\.c_fc\.weight",
+        r"index\.json names tensors that its files lack: transformer\.h\.1\.mlp\.c_fc\.weight",
     ),
     "a tensor is nowhere": (
         "gpt2",
@@ -139,7 +139,7 @@ BROKEN = {
     "an index that leads out": (
         "gpt2",
         write("model.safetensors.index.json", '{"weight_map": {"a": "../../a.safetensors"}}'),
-        r"names '\.\./\.\./a\.safetensors', which is no name of a file",
+        r"names '\.\./\.\./a\.safetensors', which is not the name of a file",
     ),
     "a file is missing": (
         "gpt2",
@@ -151,7 +151,7 @@ BROKEN = {
     "another architecture": (
         "gpt2",
         with_config(model_type="mamba"),
-        "model_type is 'mamba'; known are gpt2, llama, mistral, qwen2",
+        "model_type is 'mamba'; supported are gpt2, llama, mistral, qwen2",
     ),
     "no architecture": ("gpt2", with_config(model_type=None), "model_type is None"),
     "a field is missing": ("llama-gqa", with_config(hidden_size=None), "hidden_size is missing"),
@@ -189,14 +189,14 @@ def test_what_the_model_has_no_place_for(tmp_path):
     their_model("llama-gqa").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, file)
-    with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.0\.self_attn\.q_norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"that the model lacks: model\.layers\.0\.self_attn\.q_norm\.weight"):
         open_hf_folder(tmp_path)
 
 
 def test_pickles_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(MODELS["llama"])))
     torch.save(their_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickled weights alone.*save_pretrained"):
+    with pytest.raises(CheckpointError, match="only pickled weights.*save_pretrained"):
         open_hf_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="holds neither"):

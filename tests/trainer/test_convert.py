@@ -201,7 +201,7 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path, capsys, checkp
             check_initial_weights(config)
         said = str(caught.value)
         assert "4 problems" not in said and "3 problems" in said
-        assert "model.num_key_value_heads = 4" in said and "are of a model with 2. Set it to 2" in said
+        assert "model.num_key_value_heads = 4" in said and "belong to a model with 2. Set it to 2" in said
         assert "model.qkv_bias = True" in said and "model.rms_norm_eps = 1e-06" in said
 
 

@@ -45,7 +45,7 @@ def test_a_tokenizer_that_has_no_such_form_goes_along_as_it_is(tmp_path, capsys)
     own = train_tokenizer(["a b\n"] * 20, 300)
     source = weights_with(tmp_path / "a", {"tokenizer.model": own})
     code, out, err = convert(capsys, "to-hf", source, tmp_path / "hf", "--tokenizer", tmp_path / "own.model")
-    assert code == 0 and "note: no tokenizer.json is written: the tokenizer is no BPE" in out, err
+    assert code == 0 and "note: tokenizer.json is not written: the tokenizer is not BPE" in out, err
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == unigram.getvalue()
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     assert convert(capsys, "to-hf", source, tmp_path / "hf2")[0] == 0

@@ -13,7 +13,7 @@ from parallel3d.errors import Problem
 
 
 class CheckpointConfig(Section):
-    """What a run saves to disk. Saves are written while training continues, and are atomic."""
+    """Checkpoints of a run. Saves are written while training continues, and are atomic."""
 
     every: PositiveInt | None = None
     """Steps between two saves. A save that is due while another is being written is skipped. Null: none."""

@@ -10,7 +10,7 @@ from parallel3d.config.sections.section import Section
 
 
 class MonitorConfig(Section):
-    """What is recorded in addition to the loss, and what ends a run that has diverged."""
+    """Figures to record in addition to the loss, and the rules that end a diverged run."""
 
     norms_every: PositiveInt | None = 1
     """Steps between two measurements of the weights' l2 norm, and of the l1 norm and the largest element of Adam's

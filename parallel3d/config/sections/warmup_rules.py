@@ -33,7 +33,7 @@ DEEPSPEED_FIELDS = {
 
 
 def length_multiple(warmup: SequenceLengthWarmup, tp_size: int, sequence_parallel: bool) -> int:
-    """What all lengths are multiples of."""
+    """The number of which all lengths are multiples."""
     return lcm(warmup.multiple, tp_size if sequence_parallel else 1)
 
 
