@@ -26,12 +26,13 @@ from parallel3d.checkpoint.index import WEIGHT, Format
 from parallel3d.checkpoint.read import CheckpointReader, check_shapes
 from parallel3d.checkpoint.shard import StoredTensor, split_into_files, write_shard
 from parallel3d.checkpoint.tensor_chunks import stored_rows
-from parallel3d.checkpoint.write import DTYPES, buffers_of
+from parallel3d.checkpoint.write import buffers_of
 from parallel3d.config.schema import ModelConfig
 from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from parallel3d.errors import DataError, UserError
 from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.precision.dtypes import STORED_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ def export(
     with new_folder(disk, target) as folder:
         for name, tensors in zip(file_names(len(parts)), parts):
             values = (read_hf_tensor(table[tensor.key], shardings, reader) for tensor in tensors)
-            buffers = (buffer for t, value in zip(tensors, values) for buffer in buffers_of(value.to(DTYPES[t.format])))
+            converted = (value.to(STORED_DTYPES[tensor.format]) for tensor, value in zip(tensors, values))
+            buffers = (buffer for value in converted for buffer in buffers_of(value))
             file = write_shard(disk, folder / name, tensors, buffers)
             yield f"{name}: {len(tensors)} tensors, {file.size / 1e6:,.1f} MB"
         for name, content in json_files(model, parts, tokenizer_output).items():
@@ -115,7 +117,7 @@ def json_files(
     model: ModelConfig, parts: Sequence[Sequence[StoredTensor]], tokenizer: TokenizerFiles
 ) -> dict[str, dict[str, Any]]:
     """The JSON files of the folder by name."""
-    dtype = str(DTYPES[parts[0][0].format]).removeprefix("torch.")
+    dtype = str(STORED_DTYPES[parts[0][0].format]).removeprefix("torch.")
     files: dict[str, dict[str, Any]] = {
         CONFIG: hf_config(model)
         | {name: tokenizer.generation.get(name) for name in SPECIAL_IDS}

@@ -25,6 +25,7 @@ from models.hf_config import hf_model_of, read_hf_config, read_json
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.families.spec import JsonFields
+from parallel3d.precision.dtypes import STORED_DTYPES
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -41,7 +42,6 @@ TOKENIZER_FILES = (
 )
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 """Fields of config.json that the tokenizer decides."""
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_NAMED = 5
 
 _TABLES = re.compile(r"(\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)$")
@@ -60,7 +60,7 @@ class HfLazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.format]
+        return STORED_DTYPES[self.format]
 
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
         try:
@@ -158,8 +158,8 @@ def _misfits(table: Sequence[HfTensor], stored: Mapping[str, HfLazyTensor]) -> I
         found = stored[tensor.hf_name]
         if found.shape != tensor.shape:
             yield f"{found.key} has the shape {found.shape}, not {tensor.shape}"
-        elif found.format not in DTYPES:
-            yield f"{found.key} is of format {found.format}, not one of {', '.join(DTYPES)}"
+        elif found.format not in STORED_DTYPES:
+            yield f"{found.key} is of format {found.format}, not one of {', '.join(STORED_DTYPES)}"
 
 
 def _refuse(path: Path, what: str, names: Iterable[str]) -> None:

@@ -19,8 +19,9 @@ from parallel3d.checkpoint.disk import refuse_existing
 from parallel3d.checkpoint.index import Format, RunFacts
 from parallel3d.checkpoint.tensor_chunks import stored_rows, tensors_of
 from parallel3d.checkpoint.weights import write_weights
-from parallel3d.checkpoint.write import DTYPES, FORMATS, buffers_of
+from parallel3d.checkpoint.write import buffers_of
 from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.precision.dtypes import FORMAT_OF, STORED_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,11 @@ def import_folder(path: Path, target: Path, *, weight_format: Format | None) -> 
     shardings = shardings_of(source.model)
     shapes = {name: shape for sharding in shardings for name, shape in tensors_of(sharding).items()}
     values = {name: value for sharding in shardings for name, value in checkpoint_tensors(sharding, source)}
-    formats = {name: weight_format or FORMATS[values[name].dtype] for name in shapes}
+    formats = {name: weight_format or FORMAT_OF[values[name].dtype].stored_name for name in shapes}
     index = write_weights(
         target,
         {name: (formats[name], shape) for name, shape in shapes.items()},
-        (buffer for name in shapes for buffer in buffers_of(values[name].read().to(DTYPES[formats[name]]))),
+        (buffer for name in shapes for buffer in buffers_of(values[name].read().to(STORED_DTYPES[formats[name]]))),
         facts=RunFacts(
             state={},
             config={"model": source.model.model_dump()},

@@ -19,16 +19,22 @@ import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from parallel3d.errors import CheckpointError
+from parallel3d.number_formats import NUMBER_FORMATS
 
 FORMAT_VERSION = 2
 INDEX = "index.json"
 WEIGHT = "weight"
-Format = Literal["F64", "F32", "F16", "BF16"]
+
+if TYPE_CHECKING:
+    Format = str
+else:
+    Format = Literal[tuple(each.stored_name for each in NUMBER_FORMATS)]
+"""A number format by its name in safetensors files."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 

@@ -19,13 +19,14 @@ from parallel3d.checkpoint.checksum import Checksum
 from parallel3d.checkpoint.disk import Disk
 from parallel3d.checkpoint.index import Format, IndexedFile
 from parallel3d.checkpoint.tensor_chunks import IntTuple
+from parallel3d.number_formats import NUMBER_FORMATS
 
 WRITE_BYTES = 8 << 20
 """What is written at a time."""
 MAX_BEHIND = 4
 """So many chunks the checksum may be behind what is written."""
 
-FORMAT_BYTES: dict[Format, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FORMAT_BYTES = {each.stored_name: each.num_bytes for each in NUMBER_FORMATS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,14 +34,7 @@ from parallel3d.checkpoint.index import (
 )
 from parallel3d.checkpoint.shard import WRITE_BYTES, StoredTensor, write_shard, write_small_file
 from parallel3d.checkpoint.snapshot import Snapshot
-
-FORMATS: dict[torch.dtype, Format] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
-DTYPES = {name: dtype for dtype, name in FORMATS.items()}
+from parallel3d.precision.dtypes import FORMAT_OF
 
 T = TypeVar("T")
 
@@ -113,7 +106,7 @@ def _stored(snapshot: Snapshot) -> Iterator[StoredTensor]:
     for part in snapshot.ranges:
         for kind, tensor_chunk, values in part.tensors():
             key = key_of(kind, tensor_chunk.tensor, tensor_chunk.start)
-            yield StoredTensor(key=key, format=FORMATS[values.dtype], shape=tensor_chunk.shape)
+            yield StoredTensor(key=key, format=FORMAT_OF[values.dtype].stored_name, shape=tensor_chunk.shape)
 
 
 def _buffers(snapshot: Snapshot) -> Iterator[memoryview]:
@@ -136,11 +129,12 @@ def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:
     pieces: dict[str, list[IndexedChunk]] = {name: [] for name in snapshot.shapes}
     kinds: dict[str, dict[str, Format]] = {}
     for part in snapshot.ranges:
+        formats = {kind: FORMAT_OF[state.dtype].stored_name for kind, state in part.states.items()}
         for tensor_chunk in part.pieces:
             pieces[tensor_chunk.tensor].append(
                 IndexedChunk(file=shard_name(rank), start=tensor_chunk.start, shape=tensor_chunk.shape)
             )
-            kinds[tensor_chunk.tensor] = {kind: FORMATS[state.dtype] for kind, state in part.states.items()}
+            kinds[tensor_chunk.tensor] = formats
     return {
         name: IndexedTensor(shape=shape, kinds=kinds[name], pieces=tuple(pieces[name]))
         for name, shape in snapshot.shapes.items()

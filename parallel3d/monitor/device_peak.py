@@ -9,9 +9,9 @@ import torch
 from parallel3d.config.schema import Config
 from parallel3d.layers.gemm import matmul
 from parallel3d.monitor.flops import Peak, data_sheet_peak
+from parallel3d.precision.dtypes import FORMAT_OF
 from parallel3d.precision.policy import policy_of
 
-FORMAT_NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 MATRIX_SIZES = {"cpu": 512, "cuda": 8192}
 MEASURED_S = 0.05
 
@@ -22,7 +22,7 @@ def find_peak(config: Config, device: torch.device) -> Peak:
         return Peak(flops_per_s=config.monitor.peak_flops, source="configuration")
     number_format = policy_of(config.precision).compute
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return data_sheet_peak(name, FORMAT_NAMES[number_format]) or measure_peak(device, number_format)
+    return data_sheet_peak(name, FORMAT_OF[number_format].name) or measure_peak(device, number_format)
 
 
 def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.errors import ProtocolError
+from parallel3d.number_formats import NUMBER_FORMATS
 
 
 class Kind(IntEnum):
@@ -30,7 +31,8 @@ class Kind(IntEnum):
     STATE = 5  # a part of optimizer state that moves to another rank
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_FLOATS: list[torch.dtype] = [getattr(torch, each.torch_name) for each in NUMBER_FORMATS]
+_DTYPES = (*_FLOATS, torch.int64, torch.int32)
 _FORMAT = struct.Struct("<4sIQIIIII4Q")
 _MAGIC = b"p3d2"
 HEADER_BYTES = _FORMAT.size

@@ -8,6 +8,7 @@ import torch
 
 from parallel3d.config.schema import PrecisionConfig
 from parallel3d.config.specs.policies import POLICY_SPECS, PolicySpec, Rounding
+from parallel3d.precision.dtypes import dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,10 @@ class Policy:
 def _policy(spec: PolicySpec) -> Policy:
     return Policy(
         name=spec.name,
-        compute=getattr(torch, spec.compute),
-        grad=getattr(torch, spec.grad),
-        state=getattr(torch, spec.state),
-        keep_fp32_dtype=getattr(torch, spec.keep_fp32),
+        compute=dtype_of(spec.compute),
+        grad=dtype_of(spec.grad),
+        state=dtype_of(spec.state),
+        keep_fp32_dtype=dtype_of(spec.keep_fp32),
         has_master=spec.has_master,
         update_rounding=spec.update_rounding,
         scales_loss=spec.scales_loss,

@@ -10,10 +10,10 @@ import torch
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updater
 from tests.extending.ademamix import RULE
-from tests.support import overlay, tiny_runs
+from tests.extending.copies import DOCS, make_copy, run_module
+from tests.support import tiny_runs
 
 FILE = Path(__file__).with_name("ademamix.py")
-DOCS = overlay.ROOT / "docs" / "extending.md"
 
 
 def test_the_docs_show_this_file() -> None:
@@ -36,12 +36,9 @@ def test_it_is_the_papers_algorithm() -> None:
 
 @pytest.mark.slow
 def test_in_its_folder_it_is_found_and_trains_like_one_process(tmp_path: Path) -> None:
-    overlay.add_file(tmp_path, "parallel3d/optim/update_rules", FILE)
-    done = overlay.run_module(tmp_path, "tests.extending.train_ademamix")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [
-        word for name in ("settings", "layouts", "death", "resume") for word in (f"check_{name}", "passed")
-    ]
+    copy = make_copy(tmp_path / "copy", {"parallel3d/optim/update_rules/ademamix.py": FILE.read_text()})
+    report = run_module(copy, "tests.extending.train_ademamix")
+    assert report.splitlines() == [f"check_{name} passed" for name in ("settings", "layouts", "death", "resume")]
 
 
 def test_before_it_is_added_it_is_unknown() -> None:

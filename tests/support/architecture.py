@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.errors": -2,  # below all others: everybody raises them
     "parallel3d.config.sections.section": -2,  # pydantic's base class, for the rows' own fields
     "parallel3d.size_schedule": -1,  # the configuration builds them
+    "parallel3d.number_formats": -1,  # precision policies refer to them
     "parallel3d.families": -1,  # rows that the configuration reads
     "parallel3d.parallel.abort": 0,  # needs errors alone; the other files of floor 1 wait with it
     "parallel3d.ramps": 0,
@@ -65,6 +66,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.ramps",
     "parallel3d.size_schedule",
     "parallel3d.backends",
+    "parallel3d.number_formats",
     "parallel3d.families",
     "parallel3d.config",
     *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding")),

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-FormatName = Literal["float64", "float32", "float16", "bfloat16"]
-"""A number format by torch's name."""
+from parallel3d.number_formats import BF16, FP16, FP32, FP64, NumberFormat
+
 Rounding = Literal["none", "nearest", "stochastic"]
 
 
@@ -45,19 +45,19 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec:
-    """One precision policy. Formats are torch's names."""
+    """One precision policy."""
 
     name: str
     description: str
     """For the configuration's reference."""
     is_default: bool = False
-    compute: FormatName
+    compute: NumberFormat
     """Weights as the layers see them, activations, messages between stages."""
-    grad: FormatName
+    grad: NumberFormat
     """Main gradients: accumulation over micro-batches and reduction over replicas."""
-    state: FormatName
+    state: NumberFormat
     """Optimizer moments, and the master weights where there are any."""
-    keep_fp32: FormatName
+    keep_fp32: NumberFormat
     """Norms, softmax, loss, rotary tables."""
     has_master: bool = False
     """Whether the optimizer updates a copy of the weights; without one `state` is `compute`."""
@@ -74,12 +74,12 @@ class PolicySpec:
 
     @property
     def has_narrow_moments(self) -> bool:
-        return self.state in ("float16", "bfloat16")
+        return self.state.num_bytes < FP32.num_bytes
 
     @property
     def fits_apex(self) -> bool:
         """NVIDIA apex's FusedAdam updates fp32 weights: the master weights, or the weights themselves."""
-        return self.state == "float32"
+        return self.state is FP32
 
 
 _FP64 = Tolerance(
@@ -116,29 +116,29 @@ _BF16 = Tolerance(
 
 
 def _uniform(
-    name: str, format_name: FormatName, *, tolerance: Tolerance, description: str, is_default: bool = False
+    number_format: NumberFormat, *, tolerance: Tolerance, description: str, is_default: bool = False
 ) -> PolicySpec:
     return PolicySpec(
-        name=name,
+        name=number_format.name,
         description=description,
         is_default=is_default,
-        compute=format_name,
-        grad=format_name,
-        state=format_name,
-        keep_fp32=format_name,
+        compute=number_format,
+        grad=number_format,
+        state=number_format,
+        keep_fp32=number_format,
         tolerance=tolerance,
     )
 
 
-def _mixed(name: str, format_name: FormatName, *, tolerance: Tolerance, scales_loss: bool = False) -> PolicySpec:
+def _mixed(number_format: NumberFormat, *, tolerance: Tolerance, scales_loss: bool = False) -> PolicySpec:
     scaled = ", scaled by loss_scale" if scales_loss else ""
     return PolicySpec(
-        name=name,
-        description=f"compute in {name}{scaled}, with fp32 main gradients, master weights and moments",
-        compute=format_name,
-        grad="float32",
-        state="float32",
-        keep_fp32="float32",
+        name=number_format.name,
+        description=f"compute in {number_format.name}{scaled}, with fp32 main gradients, master weights and moments",
+        compute=number_format,
+        grad=FP32,
+        state=FP32,
+        keep_fp32=FP32,
         has_master=True,
         scales_loss=scales_loss,
         tolerance=tolerance,
@@ -149,20 +149,20 @@ def _narrow(name: str, rounding: Rounding, *, description: str) -> PolicySpec:
     return PolicySpec(
         name=name,
         description=description,
-        compute="bfloat16",
-        grad="bfloat16",
-        state="bfloat16",
-        keep_fp32="float32",
+        compute=BF16,
+        grad=BF16,
+        state=BF16,
+        keep_fp32=FP32,
         update_rounding=rounding,
         tolerance=_BF16,
     )
 
 
 _ROWS = (
-    _uniform("fp32", "float32", tolerance=_FP32, is_default=True, description="fp32 everywhere"),
-    _uniform("fp64", "float64", tolerance=_FP64, description="fp64 everywhere, for tests"),
-    _mixed("fp16", "float16", tolerance=_FP16, scales_loss=True),
-    _mixed("bf16", "bfloat16", tolerance=_BF16),
+    _uniform(FP32, tolerance=_FP32, is_default=True, description="fp32 everywhere"),
+    _uniform(FP64, tolerance=_FP64, description="fp64 everywhere, for tests"),
+    _mixed(FP16, tolerance=_FP16, scales_loss=True),
+    _mixed(BF16, tolerance=_BF16),
     _narrow(
         "bf16_sr", "stochastic", description="weights, gradients and moments in bf16, updates rounded stochastically"
     ),
