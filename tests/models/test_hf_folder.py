@@ -127,7 +127,7 @@ BROKEN = {
     "quantised": (
         "llama-gqa",
         with_value("model.layers.0.mlp.up_proj.weight", lambda value: value.to(torch.int8)),
-        r"up_proj\.weight is of format I8, not one of F64, F32, F16, BF16",
+        r"up_proj\.weight is of format I8, not one of F32, F64, BF16, F16",
     ),
     "no index": (
         "gpt2",
