@@ -1,4 +1,4 @@
-"""A one-minute demo: `make demo` trains undisturbed, then again while workers are killed, and compares the losses.
+"""The demo: `make demo` trains undisturbed, then again while workers are killed, and compares the losses.
 
 Both are real runs of configs/demo.json: the first without its injected faults, the second with them.
 """

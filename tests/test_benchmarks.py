@@ -1,4 +1,4 @@
-"""The benchmark's scripts parse, its processes end, its tables say what the runs were; nothing is timed here."""
+"""The benchmark's scripts parse, its processes end, its tables match the runs; nothing is timed here."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_tables_of_two_runs(tmp_path):
     noisy = result_of(tmp_path / "a", "baseline", [5, 4, 5, 3, 3.5, 3.3, 3, None, 3, 2.9, 2.8, 2.7], [4.0, 3.5, 3.2])
     calm = result_of(tmp_path / "b", "slw", [5 - step / 6 for step in range(12)], [3.6, 3.1, 3.0])
     assert (noisy.num_steps, noisy.num_unstable, noisy.max_ratio) == (12, 2, 1.25)
-    assert (calm.num_unstable, calm.maximum) == (0, None)  # of a constant there is no correlation
+    assert (calm.num_unstable, calm.maximum) == (0, None)  # a constant has no correlation
     assert calm.norm is not None
     stability = slw.stability_table([noisy, calm]).splitlines()
     assert [cell.strip() for cell in stability[2].split("|")[1:6]] == ["baseline", "12", "2", "16.7%", "1.25"]

@@ -105,10 +105,10 @@ def current_layout(config: Config) -> Layout:
 
 
 def alternative_layouts(config: Config) -> Iterator[Layout]:
-    """Layouts of straight grids that could take over the run of a resolved configuration, the most fitting first.
+    """Layouts of straight grids that could continue the run of a resolved configuration, the best first.
 
-    As many ranks as it has come before fewer, then: no rank holds more of the model, tensor parallelism does not grow
-    (it may already fill a host), as few ranks a replica as that leaves, and the wider tensor parallelism.
+    More ranks come first. Of equally many ranks, in this order: no rank holds more of the model, tensor parallelism
+    does not grow (it may already fill a host), a replica has fewer ranks, tensor parallelism is wider.
     """
     tp_size, replicas = config.parallel.tp_size, stage_replicas(config)
     model_ranks = tp_size * len(replicas)

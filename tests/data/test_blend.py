@@ -66,7 +66,7 @@ def test_steps_of_a_power_of_two_are_as_even_as_can_be():
 
 
 def test_any_first_slots_of_a_step_have_the_shares_too():
-    """What a smaller batch reads: all of its slots must not lie in one source's part."""
+    """The reads of a smaller batch: its slots must not all lie in one source's part."""
     chosen = sources_of((0.5, 0.5), num_lanes=64)
     for size in (2, 8, 24):
         assert np.abs((chosen[:, :size] == 0).sum(axis=1) - size / 2).max() <= 2

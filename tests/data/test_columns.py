@@ -53,7 +53,7 @@ def path_of(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_has_the_same_documents(tmp_path, kind, type):
     if kind.startswith("parquet") and type == pa.string_view():
-        pytest.skip("there are no such Parquet files")
+        pytest.skip("Parquet files of this kind do not exist")
     path = write_table(path_of(tmp_path, kind), TEXTS, kind, type=type)
     assert documents(path, tmp_path) == [text for text in TEXTS if text]
     is_plain = type in (pa.string(), pa.large_string())
@@ -75,7 +75,7 @@ def test_batches_of_any_size_lose_nothing(tmp_path_factory, texts, kind, batch_r
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_or_wrong_column_is_told_with_those_there_are(tmp_path, kind):
+def test_a_missing_or_wrong_column_is_reported_with_the_existing_ones(tmp_path, kind):
     path = write_table(path_of(tmp_path, kind), TEXTS, kind)
     with pytest.raises(
         DataError, match=rf"{path.name}: no column 'body'; it has 'number', 'text'. Set data.text_column"
@@ -87,7 +87,7 @@ def test_a_missing_or_wrong_column_is_told_with_those_there_are(tmp_path, kind):
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_cut_short_is_told(tmp_path, kind, share):
+def test_a_truncated_file_is_refused(tmp_path, kind, share):
     path = write_table(path_of(tmp_path, kind), ["some text"] * 1000, kind)
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     with pytest.raises(DataError, match=rf"{path.name}: .*(Arrow|Parquet) file"):
@@ -118,7 +118,7 @@ def test_a_damaged_name_of_a_column_names_the_file(tmp_path):
         documents(path, tmp_path)
 
 
-def test_a_file_that_is_compressed_halfway_is_told(tmp_path):
+def test_a_partly_compressed_file_is_refused(tmp_path):
     """The parts of two files in one stream: batches of one schema may differ in compression."""
     schema, path = pa.schema([("text", pa.string())]), tmp_path / "a.arrow"
     batch = pa.record_batch([pa.array(["some text"] * 100)], schema=schema)

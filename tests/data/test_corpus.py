@@ -122,7 +122,7 @@ def test_bytes_need_no_training(source, tmp_path):
     assert bytes(corpus.train.tokens(0)[:20].tolist()) == source.read_bytes()[:20]
 
 
-def test_a_full_disk_is_told_and_left_as_it_was(source, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_left_as_it_was(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -132,7 +132,7 @@ def test_a_full_disk_is_told_and_left_as_it_was(source, tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_source_that_cannot_be_read_is_told(source, tmp_path, monkeypatch):
+def test_an_unreadable_source_is_reported(source, tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
@@ -148,13 +148,13 @@ def test_a_long_search_for_documents_says_how_far_it_is(source, tmp_path, monkey
     assert "indexing: 46 documents, file 1 of 1" in logged
 
 
-def test_no_text_at_all_is_told(source, tmp_path):
+def test_a_corpus_without_text_is_refused(source, tmp_path):
     source.write_text("")
     with pytest.raises(DataError, match="data.sources has no text .*words.txt"):
         open_words(source, tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_told(source, tmp_path):
+def test_a_read_only_cache_is_reported(source, tmp_path):
     with pytest.raises(DataError, match="set data.cache_directory"):
         open_words(source, source / "cache")
 

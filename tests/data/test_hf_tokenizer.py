@@ -111,7 +111,7 @@ def test_eos_is_the_one_that_the_model_names():
     assert settings["eos_token"] == "<end>"
 
 
-def test_a_file_that_is_no_model_is_told():
+def test_a_file_that_is_not_a_model_is_refused():
     for data in (b"nonsense", train_tokenizer(SAMPLES["code"], 300)[:-7]):
         with pytest.raises(DataError, match="tokenizer.model is not a SentencePiece model"):
             hf_tokenizer_files(data, max_length=8)

@@ -133,7 +133,7 @@ def test_too_few_documents_says_what_to_do():
 
 
 @pytest.mark.parametrize("cursor", [Cursor(0, 0, 2), Cursor(0, 2, 0)])
-def test_a_cursor_of_another_corpus_is_told(cursor):
+def test_a_cursor_of_another_corpus_is_refused(cursor):
     lanes = Lanes(TokenizedDocuments(Texts(["a", "b"]), Characters()), 0, 1)
     with pytest.raises(DataError, match=re.escape(f"lane 0: {cursor} lies outside")):
         lanes.read(0, cursor, 1)

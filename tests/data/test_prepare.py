@@ -32,7 +32,7 @@ NUM_LANES, LENGTH, NUM_STEPS = 4, 33, 40
 
 
 def hash_of_stream(documents):
-    """Of what all lanes read in some steps, over several data epochs."""
+    """A hash of what all lanes read in some steps, over several data epochs."""
     lanes, digest = Lanes(documents, seed=7, num_lanes=NUM_LANES), hashlib.sha256()
     cursors = [Cursor.start()] * NUM_LANES
     for _ in range(NUM_STEPS):
@@ -97,7 +97,7 @@ def test_the_same_text_in_every_kind_of_file_is_the_same_stream(tmp_path, model)
 
 
 def test_a_long_document_is_cut_in_order_and_ends_once(tmp_path, model):
-    """Longer than what is tokenised at once, online and prepared: in order, with EOS at its end alone."""
+    """A text longer than the pieces that are tokenised, online and prepared: in order, with one EOS at its end."""
     text = "".join(lines(17_500))
     path = tmp_path / "long.jsonl"
     path.write_text("\n".join(json.dumps({"text": each}) for each in (text, "short")))
@@ -164,7 +164,7 @@ def test_an_error_halfway_leaves_nothing(tmp_path, monkeypatch, when):
 
 
 def write_foreign_tokens(path, num_documents=50, **extra):
-    """GPT-2's tokens without a word on what ends a document."""
+    """GPT-2's tokens in a file that does not record the id of EOS."""
     path.parent.mkdir(exist_ok=True)
     ids = np.concatenate([[*range(number + 1), 50256] for number in range(num_documents)])
     save_file({"tokens": ids.astype(np.uint16)}, path, **extra)
@@ -273,7 +273,7 @@ def test_the_command(tmp_path, config_file):
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "term", "kill"])
-def test_whoever_ends_it_no_half_folder_has_the_name_and_no_process_stays(tmp_path, config_file, end):
+def test_however_it_ends_no_partial_folder_and_no_process_remain(tmp_path, config_file, end):
     big = tmp_path / "big.txt"
     big.write_text("".join(lines()) * 400)
     process = start("--config", config_file, "--out", tmp_path / "out" / "x", "--processes", 2,

@@ -1,4 +1,4 @@
-"""Readers in processes: the same tokens, another process for one that dies, none left behind."""
+"""Readers in processes: the same tokens, a new process for one that dies, none left behind."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ TEXTS = ["abc" * number for number in range(1, 40)]
 
 @dataclass
 class FolderControlledReader(Reader):
-    """Lanes that do what the files of a folder tell them: wait for one that must come, die, hang, refuse."""
+    """Lanes that files in a folder control: they wait for a file, die, hang, or raise."""
 
     folder: Path
 
@@ -56,7 +56,7 @@ def make():
 
 
 def wait_for(condition):
-    """Until it holds; a minute is never needed."""
+    """Waits until it is true; a minute is never needed."""
     until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
@@ -208,7 +208,7 @@ def test_the_process_imports_no_torch(make):
 
 
 class Modules(Reader):
-    """Tells as a cursor what the process has imported."""
+    """Returns as a cursor what the process has imported."""
 
     def read(self, lane, cursor, num_tokens):
         return np.zeros(num_tokens + 1, np.int32), tuple(sys.modules)

@@ -1,4 +1,4 @@
-"""Sources: which files, in which order, cut where; and what is said about bad ones."""
+"""Sources: which files, in which order, cut where; and the messages about bad ones."""
 
 import json
 import re
@@ -147,7 +147,7 @@ def test_invalid_utf8_names_file_and_byte(tmp_path):
         documents_of([path])
 
 
-def test_missing_empty_and_repeated_sources_are_told(tmp_path):
+def test_missing_empty_and_repeated_sources_are_refused(tmp_path):
     with pytest.raises(DataError, match="doesn't exist, and no file matches it"):
         find_files([str(tmp_path / "nothing.txt")])
     with pytest.raises(DataError, match="'/dev/null' is neither a regular file nor a folder"):
@@ -173,7 +173,7 @@ def test_tokens_and_text_do_not_mix(tmp_path):
         find_files([str(tmp_path)])
 
 
-def test_a_file_that_shrank_is_told(tmp_path):
+def test_a_file_that_shrank_is_refused(tmp_path):
     path = write(tmp_path / "a.txt", "some text")
     documents = documents_of([path])
     path.write_bytes(b"some")

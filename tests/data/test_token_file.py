@@ -97,7 +97,7 @@ def test_reads_stay_inside(tmp_path):
         documents.tokens(slice(0, 2))
 
 
-def test_wrong_tensors_are_told(tmp_path):
+def test_wrong_tensors_are_refused(tmp_path):
     path = tmp_path / "a.safetensors"
     with pytest.raises(DataError, match="no tensor 'tokens'; it has 'weights'"):
         open_token_file(write_tokens(path, [1], name="weights"))
@@ -107,7 +107,7 @@ def test_wrong_tensors_are_told(tmp_path):
         open_token_file(write_tokens(path, [[1, 2]]))
 
 
-def test_ids_that_do_not_fit_and_a_wrong_end_are_told(tmp_path):
+def test_ids_outside_the_vocabulary_and_a_wrong_end_are_refused(tmp_path):
     path = write_tokens(tmp_path / "a.safetensors", [1, 2, EOS, 50256, 3, EOS])
     with pytest.raises(
         DataError, match="a.safetensors: token 3 is 50256, outside the vocabulary of 100: raise model.vocab"
@@ -118,7 +118,7 @@ def test_ids_that_do_not_fit_and_a_wrong_end_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 5, 8, 40, 200, -1])
-def test_a_truncated_file_is_told(tmp_path, size):
+def test_a_truncated_file_is_refused(tmp_path, size):
     path = write_tokens(tmp_path / "a.safetensors", range(1000))
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(DataError, match=r"a\.safetensors: (not a safetensors file|truncated)"):
@@ -138,14 +138,14 @@ def test_a_truncated_file_is_told(tmp_path, size):
         b'{"tokens": {"dtype": [], "shape": 1}}',
     ],
 )
-def test_a_damaged_header_is_told(tmp_path, header):
+def test_a_damaged_header_is_refused(tmp_path, header):
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(DataError, match=r"a\.safetensors: not a readable safetensors file"):
         open_token_file(path)
 
 
-def test_a_header_that_promises_more_than_there_is_is_told(tmp_path):
+def test_a_header_of_a_longer_file_is_refused(tmp_path):
     header = json.dumps({"tokens": {"dtype": "U16", "shape": [4], "data_offsets": [0, 6]}}).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
@@ -161,7 +161,7 @@ def test_negative_offsets_are_refused(tmp_path):
         open_token_file(path)
 
 
-def test_a_file_that_shrank_while_it_was_open_is_told(tmp_path):
+def test_a_file_that_shrank_while_open_is_refused(tmp_path):
     documents, _ = scan(write_tokens(tmp_path / "a.safetensors", [*range(1, 50), EOS]))
     path = documents.files[0].path
     path.write_bytes(path.read_bytes()[:20])

@@ -76,7 +76,7 @@ def test_a_slice_that_does_not_fit_says_how_much_would():
 
 
 @given(st.integers(1, 2000), st.integers(0, 1999), st.integers(1, 500) | st.just(ALL))
-def test_what_is_planned_fits_and_is_no_batch_more_than_asked_for(num_tokens, start, wanted):
+def test_a_slice_fits_and_is_rounded_up_to_a_batch(num_tokens, start, wanted):
     most = (num_tokens - start - 1) // FULL
     needed = most if wanted == ALL else -(-wanted // FULL)
     if not 1 <= needed <= most:
@@ -90,7 +90,7 @@ def test_what_is_planned_fits_and_is_no_batch_more_than_asked_for(num_tokens, st
 
 @given(st.integers(0, 50), st.integers(1, 4), st.integers(1, 4))
 def test_inputs_and_targets_are_the_file_in_its_order(start, micro_batch_size, num_batches):
-    """The loop that everybody would write: xs = tokens[:-1], ys = tokens[1:], cut into micro-batches in turn."""
+    """The usual loop: xs = tokens[:-1], ys = tokens[1:], cut into micro-batches in turn."""
     assume(BATCH["global_batch_size"] % micro_batch_size == 0)
     num_tokens = start + num_batches * FULL + 1
     read = steps_of(plan(num_tokens, start=start), num_batches, num_tokens)

@@ -58,7 +58,7 @@ def test_a_small_corpus_gives_fewer_pieces():
     assert 256 < SentencePieceTokenizer(train_tokenizer(["hello world"], 4096)).vocab_size < 400
 
 
-def test_what_cannot_be_trained_is_told():
+def test_impossible_vocabularies_are_refused():
     with pytest.raises(DataError, match="must be at least 258"):
         train_tokenizer(SAMPLE, 200)
     with pytest.raises(DataError, match="can't train a tokenizer of 260 pieces"):
@@ -73,6 +73,6 @@ def test_a_long_text_is_encoded_in_order_piece_by_piece(tokenizer, monkeypatch):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_file_that_is_no_model_is_told():
+def test_a_file_that_is_not_a_model_is_refused():
     with pytest.raises(DataError, match="my.model: not a SentencePiece model"):
         SentencePieceTokenizer(b"nonsense", name="my.model")

@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a file of this content in parallel3d/pipeline/schedules/ does by itself."""
+    """Registers the schedule, as its file in parallel3d/pipeline/schedules/ would."""
     monkeypatch.setitem(SCHEDULES, SCHEDULE.name, SCHEDULE)
 
 

@@ -1,4 +1,4 @@
-"""A small run as people start it: a text, a cache, a configuration file."""
+"""A small run as a user starts it: a text, a cache, a configuration file."""
 
 import json
 import os

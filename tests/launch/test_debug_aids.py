@@ -1,4 +1,4 @@
-"""The debug aids on real processes: what a person asks for on the command line, and finds in the run folder."""
+"""The debug aids on real processes: requested on the command line, found in the run folder."""
 
 import importlib
 import json
@@ -95,8 +95,8 @@ def test_traces_of_the_ranks_asked_for(finished):
 
 
 @pytest.mark.full
-def test_an_overdue_step_is_told_and_the_run_goes_on(config_file, tmp_path):
-    """Rank 1 sleeps in a step; a table says who waits for it, and where it sleeps stands in its log. Then on demand."""
+def test_a_slow_step_is_reported_and_the_run_continues(config_file, tmp_path):
+    """Rank 1 sleeps in a step: a table lists the ranks that wait for it, and its log has its stack. Then on demand."""
     fault = {"rank": 1, "step": 8, "phase": "forward", "kind": "sleep", "seconds": 4.0}
     process = start(
         config_file,

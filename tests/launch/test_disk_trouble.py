@@ -34,7 +34,7 @@ def can_mount(folder):
 
 
 def begin_on(disk, *arguments):
-    """The run, which sees a small file system at `disk`; nobody else does."""
+    """The run, which alone sees a small file system at `disk`."""
     command = ["unshare", "-rm", "sh", "-c", MOUNT, disk, sys.executable, TRAIN, "--config", *arguments]
     return subprocess.Popen(
         [*map(str, command)],
@@ -52,7 +52,7 @@ def stop(process):
 
 
 class Notices:
-    """What a run says, in order: each wait begins after what the one before has found."""
+    """The output of a run; each wait starts after the text that the previous one found."""
 
     def __init__(self, metrics: Path):
         self._metrics, self._seen = metrics, 0
@@ -67,7 +67,7 @@ class Notices:
                     self._seen = number
                     return text
             time.sleep(0.05)
-        pytest.fail(f"nobody has said {words}")
+        pytest.fail(f"the run has not printed {words}")
 
 
 @pytest.mark.full
@@ -123,7 +123,7 @@ def fill(path):
 
 
 def remount(process, disk, how):
-    """Until nobody writes: a file system with a file open for writing stays writable."""
+    """Waits until no process writes: a file system with a file open for writing stays writable."""
     command = ["nsenter", "-U", "-m", "-t", process.pid, "--preserve-credentials"]
     command += ["mount", "-o", f"remount,{how}", disk]
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""A model trained here speaks through transformers alone, and trains on from what was exported."""
+"""A model trained here generates text in transformers alone, and continues training from the export."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def copy(source, target):
 
 
 @pytest.mark.full
-def test_what_does_not_fit_is_told_before_any_worker(trained, tmp_path, capsys):
+def test_weights_that_do_not_fit_are_refused_before_any_worker_starts(trained, tmp_path, capsys):
     damaged = copy(trained / "run" / "checkpoints" / "latest", tmp_path / "damaged")
     shard = sorted(damaged.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")

@@ -65,7 +65,7 @@ def corrupt_weight(checkpoint):
 
 
 @pytest.mark.full
-def test_a_mistake_in_the_data_is_told_and_its_log_kept(config_file, tmp_path):
+def test_a_mistake_in_the_data_is_reported_and_its_log_kept(config_file, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     code, out, err = finish(start("--config", config_file, "--preflight", *ONE, f'data.sources=["{empty}"]'))

@@ -1,4 +1,4 @@
-"""Runs that can't go on in place, with real processes: they begin again from a checkpoint, or end and say why."""
+"""Runs that can't go on in place, with real processes: they restart from a checkpoint, or end with the reason."""
 
 import json
 import os
@@ -87,9 +87,7 @@ def test_a_divergence_is_rolled_back_and_its_data_left_out(config_file, tmp_path
     run = tmp_path / "run"
     (event,) = events(run, "restart")
     step, lost = event["step"], 8 - event["step"]
-    assert (
-        event["skips_data"] and "8 is skipped: training has diverged in step 8: the loss or a gradient is not" in out
-    )
+    assert event["skips_data"] and "8 is skipped: training has diverged in step 8: the loss or a gradient is not" in out
     assert losses(run)[:step] == undisturbed(config_file)[:step] and losses(run)[step] != undisturbed(config_file)[step]
     state = read_index(run / "checkpoints" / "latest").facts.state
     assert (state["iteration"], state["tokens_trained"]) == (NUM_STEPS, NUM_STEPS * TOKENS)

@@ -98,7 +98,7 @@ def test_a_fresh_run_in_the_same_folder_leaves_the_old_checkpoints_alone(config_
     )
 
 
-def test_a_path_that_is_no_checkpoint(config_file, tmp_path):
+def test_a_path_that_is_not_a_checkpoint(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "run.resume=Auto"), timeout=30)
     assert code == 2 and "must be never, auto or a directory" in err
     code, out, err = finish(start("--config", config_file, f"run.resume={tmp_path}"), timeout=30)

@@ -31,7 +31,7 @@ WARMUP_S = 10.0
 
 @dataclass(frozen=True)
 class Size:
-    """What one worker takes of the machine."""
+    """Resources of one worker."""
 
     num_files: int
     num_threads: int
@@ -56,7 +56,7 @@ def wait_for(condition, what: str, *, timeout_s: float = 90.0):
 
 
 class Soak:
-    """One run and what can be seen of it."""
+    """One run and its observable state."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "run"

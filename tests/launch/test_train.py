@@ -1,4 +1,4 @@
-"""launch/train.py as people use it: real processes, a real text, real mistakes."""
+"""launch/train.py as a user runs it: real processes, a real text, real mistakes."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_a_killed_worker_is_lost_and_the_run_goes_on(config_file, tmp_path):
 
 
 @pytest.mark.full
-def test_without_elasticity_a_killed_worker_is_named_and_nobody_hangs(config_file, tmp_path):
+def test_without_elasticity_a_killed_worker_is_named_and_no_other_hangs(config_file, tmp_path):
     process = start("--config", config_file, "run.num_steps=100000", "elastic.enabled=false")
     wait_for_step(tmp_path / "run", 3)
     workers = workers_of(process.pid)

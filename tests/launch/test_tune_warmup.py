@@ -1,4 +1,4 @@
-"""launch/tune_warmup.py: what it tries, what it says, what it takes over from an earlier search; one real search."""
+"""launch/tune_warmup.py: its short runs, its output, reuse of an earlier search; one real search."""
 
 from __future__ import annotations
 

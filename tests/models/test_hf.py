@@ -92,7 +92,7 @@ def test_logits_and_all_gradients_are_hugging_faces(name, tp_size, sequence_para
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_names_every_tensor_of_their_model(name):
-    """A tied head is in their state_dict, but is no tensor of its own."""
+    """A tied head is in their state_dict, but is not a tensor of its own."""
     shapes = {key: tuple(value.shape) for key, value in their_model(name).state_dict().items()}
     if MODELS[name].tie_word_embeddings:
         del shapes["lm_head.weight"]
@@ -137,7 +137,7 @@ def test_shares_are_parts_of_their_tensors_and_come_together_again(layout):
 
 
 class Watched:
-    """A tensor that says how much of it was read."""
+    """A tensor that counts how much of it is read."""
 
     def __init__(self, value, counts):
         self.value, self.counts = value, counts

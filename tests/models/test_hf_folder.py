@@ -71,7 +71,7 @@ def change_json(folder, name, **fields):
 
 
 def change_weights(folder, change):
-    """Of all files: a function from (name, tensor) to what stands there instead."""
+    """Changes all files, by a function from (name, tensor) to the new tensor."""
     for path in sorted(folder.glob("*.safetensors")):
         changed = dict(pair for name, value in load_file(path).items() if (pair := change(name, value)) is not None)
         save_file(changed, path)
@@ -155,7 +155,7 @@ BROKEN = {
     ),
     "no architecture": ("gpt2", with_config(model_type=None), "model_type is None"),
     "a field is missing": ("llama-gqa", with_config(hidden_size=None), "hidden_size is missing"),
-    "a field is no number": ("llama-gqa", with_config(hidden_size="wide"), "hidden_size is 'wide'"),
+    "a field is not a number": ("llama-gqa", with_config(hidden_size="wide"), "hidden_size is 'wide'"),
     "another activation": ("llama-gqa", with_config(hidden_act="gelu"), "hidden_act is 'gelu', ours is 'silu'"),
     "another activation of GPT-2": ("gpt2", with_config(activation_function="relu"), "activation_function is 'relu'"),
     "scaled positions": (
@@ -167,7 +167,7 @@ BROKEN = {
     "wide heads": ("llama-gqa", with_config(head_dim=64), "head_dim is 64, ours is hidden_size / num_attention_heads"),
     "uneven heads": ("llama-gqa", with_config(num_attention_heads=5, head_dim=None), "num_attention_heads is 5"),
     "a base of positions that is a text": ("llama-gqa", with_config(rope_theta="x", rope_parameters=None), "is 'x'"),
-    "positions that are no object": ("llama-gqa", with_config(rope_scaling=[2]), r"rope_scaling is \[2\]"),
+    "positions that are not an object": ("llama-gqa", with_config(rope_scaling=[2]), r"rope_scaling is \[2\]"),
     "deep nesting": ("gpt2", write("config.json", "[" * 100_000), "nested too deeply"),
     "quantisation": ("llama-gqa", with_config(quantization_config={"bits": 4}), "its weights are quantised"),
 }
@@ -185,7 +185,7 @@ def test_one_clear_error_names_it(tmp_path, whole, name):
     assert str(folder) in str(caught.value)
 
 
-def test_what_the_model_has_no_place_for(tmp_path):
+def test_tensors_that_the_model_lacks(tmp_path):
     their_model("llama-gqa").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, file)

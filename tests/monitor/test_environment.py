@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_the_environment_is_told_without_torch():
+def test_the_environment_is_described_without_torch():
     script = "import json, sys; from parallel3d.monitor.environment import describe_environment as describe; "
     script += "print(json.dumps(describe(['train', '--x']))); assert 'torch' not in sys.modules"
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)

@@ -1,4 +1,4 @@
-"""What a run's lines say of it: by hand, and on runs made to be unstable, or better than another."""
+"""The analysis of a run's lines: by hand, and on runs made to be unstable, or better than another."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_the_loss_ratio_goes_with_the_variance_after_its_own_step():
     assert found.with_variance_max.r == pytest.approx(-1.0)
 
 
-def test_a_step_that_was_not_measured_is_no_pair():
+def test_a_step_that_was_not_measured_gives_no_pair():
     variance = [0.0, 1.0, None, 3.0, 4.0, 5.0]
     found = analyse(MetricsLog.of(lines_of([3.0, 4.0, 5.0, 6.0, 3.5, 3.0], variance_norm=variance)))
     assert found.with_variance_norm.num_pairs == 3  # of the ratios of steps 2 to 5 that of step 2 has no partner
 
 
-def test_changes_of_membership_are_told_with_what_happened_there():
+def test_changes_of_membership_are_listed_with_their_effects():
     norms = [1.0] * 25 + [9.0] + [1.0] * 4
     lines = lines_of([3.0] * 26 + [3.3] + [3.0] * 3, grad_norm=norms)
     changes = [{"event": "membership", "step": 26}, {"event": "membership", "step": 27}]
@@ -61,7 +61,7 @@ def test_changes_of_membership_are_told_with_what_happened_there():
     assert (second.is_spike, second.loss_ratio) == (False, pytest.approx(1.1))
 
 
-def test_of_a_step_told_twice_the_last_counts():
+def test_the_last_line_of_a_repeated_step_counts():
     history = MetricsLog.of([{"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}])
     assert history.losses[0] == 2.0 and math.isnan(history.losses[1]) and len(history.steps) == 2
 

@@ -115,7 +115,7 @@ def test_the_bar_shows_sizes_that_are_not_full_yet(tmp_path):
     assert "seq 128/1,024" in first and "batch" not in first and "seq" not in second
 
 
-def test_a_report_that_goes_on_knows_what_was_told(tmp_path):
+def test_a_continued_report_knows_the_earlier_records(tmp_path):
     first, _ = report_of(tmp_path, io.StringIO())
     first.start()
     assert first.last_step == 0

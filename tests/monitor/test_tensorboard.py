@@ -1,4 +1,4 @@
-"""TensorBoard files: which curves a run's lines become, and what happens without the package or the disk."""
+"""TensorBoard files: the curves of a run, and the behaviour without the package or with a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitors' folds against numbers by hand, and as the papers give them."""
+"""The monitors against numbers by hand, and against those of the papers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_percentages_of_the_papers_table_1(num_unstable, num_steps, percent)
     assert round(100 * LossRatio(num_steps=num_steps, num_unstable=num_unstable).unstable_share, 2) == percent
 
 
-def test_a_loss_that_is_no_number_is_unstable_and_no_minimum():
+def test_a_loss_that_is_nan_is_unstable_and_not_a_minimum():
     seen = apply_all(LossRatio(), [2.0, math.nan, math.inf])
     assert (seen.newest, seen.num_unstable, seen.num_not_finite, seen.lowest) == (None, 2, 2, 2.0)
     assert seen.after(1.0).newest == 0.5
@@ -66,7 +66,7 @@ def test_spikes_of_one_and_of_two_steps():
     assert seen.histogram == {1: 1, 2: 1} and seen.single_step_share == 0.5
 
 
-def test_a_spike_that_lasts_is_counted_and_told_before_it_ends():
+def test_a_long_spike_is_counted_and_reported_before_it_ends():
     seen = apply_all(Spikes(), [1.0] * 20 + [5.0] * 3)
     assert seen.length == 3 and seen.histogram == {3: 1} and seen.ended == {}
     assert seen.after(1.0).ended == {3: 1}
@@ -81,7 +81,7 @@ def test_no_spike_before_the_mean_is_known():
     assert apply_all(Spikes(), [1.0] * (WINDOW - 1) + [50.0]).histogram == {}
 
 
-def test_a_new_level_is_no_spike_for_ever():
+def test_a_new_level_is_not_a_spike_forever():
     assert apply_all(Spikes(), [1.0] * 20 + [3.0] * 100).histogram == {19: 1}
 
 
@@ -154,7 +154,7 @@ def test_a_warning_is_given_again_only_after_another_row():
 
 
 def test_clipped_gradients_do_not_bound_the_second_moment():
-    """What the paper's appendix A.3.2 says: while a spike lasts, v of one element goes to the clip's square."""
+    """Appendix A.3.2 of the paper: while a spike lasts, v of one element goes to the clip's square."""
     second_moment = 0.0
     for _ in range(400):
         second_moment = 0.95 * second_moment + 0.05 * 1.0**2

@@ -1,4 +1,4 @@
-"""The search for a warmup on runs that are made up: it finds the threshold, with as few runs as halving needs."""
+"""The search for a warmup on made-up runs: it finds the threshold, with as few runs as halving needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of a run as a fold over its lines, lost ones taken out or not."""
+"""The account of a run from its lines, with and without the lost ones."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def restart(step, lost_steps, skips_data=False):
 
 STARTED = {"event": "started", "step": 0, "time": 1000.0}
 BEFORE = [*steps(1, 9), ended(0, 0, 9)]
-"""Of an earlier run, which this one goes on with."""
+"""Lines of an earlier run, which this one continues."""
 FIRST = [{**STARTED, "step": 5}, *steps(6, 8), {"event": "failure", "text": "a loss"}, ended(3, 5, 8), restart(6, 2)]
 
 

@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def axes(self) -> dict[str, str]:
-        """What the quick tier covers: the transport and every setting that the cell changes."""
+        """The axes that the quick tier covers: the transport and every setting that the cell changes."""
         changes = {section: values for section, values in self.changes.items() if section not in ("run", "optimizer")}
         settings = {f"{s}.{name}": repr(value) for s, values in changes.items() for name, value in values.items()}
         return {"transport": self.transport, **settings}

@@ -94,7 +94,7 @@ def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
 
 
 @pytest.mark.full
-def test_gradients_are_told_without_the_loss_scale(tmp_path):
+def test_gradients_are_dumped_without_the_loss_scale(tmp_path):
     """fp16 multiplies the loss by 65536; a dump has the gradients of the mean loss, to fp16's three digits."""
     dump_run(tmp_path, parallel=CUBE, precision=dict(policy="fp16"), steps=[1])
     dump_run(tmp_path / "wide", steps=[1])
@@ -202,7 +202,7 @@ def test_what_a_larger_layout_has_left_in_the_folder_does_not_count(alone, tmp_p
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduce_scatter", "all_reduce"])
-def test_a_step_that_begins_anew_after_a_loss_is_dumped_whole(phase, tmp_path):
+def test_a_step_repeated_after_a_loss_is_dumped_completely(phase, tmp_path):
     """Once its entry is held it is not run again: then a dump lacks what the lost rank had not written."""
     dumps = {}
     for name, faults in (("undisturbed", []), ("lost", [kill_fault(5, phase)])):
