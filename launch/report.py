@@ -187,7 +187,10 @@ def describe_win(win: ReferenceComparison | None, other: Path | None) -> Iterato
         ]
         at = f"step {reached.step}, {reached.tokens:,.0f} tokens, {reached.seconds:,.1f} s"
         yield f"  this run reaches it at {at}: saved {', '.join(saved)}"
-    yield f"  at {win.equal_tokens:,.0f} tokens: {win.loss:.4f} against {win.reference_loss:.4f}"
+    if win.loss is None or win.reference_loss is None:
+        yield f"  at {win.equal_tokens:,.0f} tokens: one of the two has no evaluation yet"
+    else:
+        yield f"  at {win.equal_tokens:,.0f} tokens: {win.loss:.4f} against {win.reference_loss:.4f}"
 
 
 def _as_dict(found: Correlation | None) -> dict[str, Any] | None:

@@ -164,9 +164,9 @@ class ReferenceComparison:
     """Earliest evaluation of the run that is at least as good; None without one."""
     equal_tokens: float
     """Number of tokens at which both losses are compared."""
-    loss: float
-    reference_loss: float
-    """Losses there, linear between evaluations."""
+    loss: float | None
+    reference_loss: float | None
+    """Losses there, linear between evaluations; None before a run's first evaluation."""
 
     @property
     def tokens_saved(self) -> float | None:
@@ -194,9 +194,11 @@ def compare_to_reference(run: MetricsLog, reference: MetricsLog) -> ReferenceCom
     )
 
 
-def _loss_at(evaluations: Sequence[Evaluation], tokens: float) -> float:
+def _loss_at(evaluations: Sequence[Evaluation], tokens: float) -> float | None:
+    """The loss after `tokens` tokens, at most those of the last evaluation; None before the first evaluation."""
     for before, after in zip(evaluations, evaluations[1:]):
         if before.tokens <= tokens <= after.tokens and after.tokens > before.tokens:
             share = (tokens - before.tokens) / (after.tokens - before.tokens)
             return before.loss + share * (after.loss - before.loss)
-    return min(evaluations, key=lambda each: abs(each.tokens - tokens)).loss
+    last = evaluations[-1]
+    return last.loss if tokens >= last.tokens else None

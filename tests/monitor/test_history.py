@@ -83,6 +83,13 @@ def test_both_readings_of_a_win():
     assert compare_to_reference(ours, MetricsLog.of(lines_of([1.0]))) is None
 
 
+def test_a_loss_before_the_first_evaluation_is_unknown():
+    early = MetricsLog.of([*lines_of([4.0] * 10), *evaluations([4.0])])
+    late = MetricsLog.of([*lines_of([4.0] * 40), *evaluations([3.0], every=40)])
+    win = compare_to_reference(early, late)
+    assert (win.equal_tokens, win.loss, win.reference_loss) == (1000, 4.0, None)
+
+
 # --- launch/report.py -------------------------------------------------------------------------------------------------
 
 
