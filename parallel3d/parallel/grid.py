@@ -3,7 +3,7 @@
 A stage is a list of replicas, a replica is `tp_size` ranks. Stages may have different numbers of replicas, and a
 replica keeps its id when others are lost, so that "(stage 1, replica 2)" means the same ranks for a whole run::
 
-    Grid.straight(tp_size=2, pp_size=2, dp_size=2)      after the loss of rank 5
+    Grid.uniform(tp_size=2, pp_size=2, dp_size=2)      after the loss of rank 5
         stage 0: replica 0 = 0 1   replica 1 = 2 3          0: 0 1   1: 2 3
         stage 1: replica 0 = 4 5   replica 1 = 6 7          1: 6 7              spare: 4
 """
@@ -106,11 +106,11 @@ class Grid:
 
     @property
     def embedding_stages(self) -> tuple[int, ...]:
-        """The stages that share a tied embedding, unless chunks are laid out so that one stage has both of its ends."""
+        """The stages that share a tied embedding, unless the chunk layout puts both of its ends on one stage."""
         return (0,) if self.pp_size == 1 else (0, self.pp_size - 1)
 
     def embedding_ranks(self, tp: int, stages: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The ranks that hold the same part of a tied embedding, stage by stage; `stages` if not the usual ones."""
+        """The ranks that hold the same part of a tied embedding, stage by stage; `stages` replaces the usual ones."""
         return tuple(rank for stage in stages or self.embedding_stages for rank in self.dp_ranks(stage, tp))
 
     def groups(self) -> dict[str, list[tuple[int, ...]]]:

@@ -75,7 +75,7 @@ class Group(ABC):
 
 
 class WorkThen:
-    """A collective, and what is done with its result when it has been waited for."""
+    """A collective, and a function that `wait` calls after it."""
 
     def __init__(self, work: Work, then: Callable[[], object]):
         self._work = work
@@ -83,7 +83,7 @@ class WorkThen:
 
     def wait(self) -> None:
         self._work.wait()
-        then, self._then = self._then, lambda: None  # lets go of the tensors that it needed
+        then, self._then = self._then, lambda: None  # releases the tensors that it needed
         then()
 
 

@@ -1,4 +1,4 @@
-"""The projection with its loss, in chunks over a cut vocabulary, against torch's on the whole logits."""
+"""The projection with its loss, in token blocks over a sharded vocabulary, against torch's on the whole logits."""
 
 from functools import cache
 
@@ -46,13 +46,13 @@ def make_layer(tp, weight, dtype=torch.float64, keep_fp32_dtype=None):
     wide = torch.promote_types(dtype, torch.float32)
     policy = Policy(name="test", compute=dtype, grad=wide, state=wide, keep_fp32_dtype=keep_fp32_dtype or dtype)
     layer = LinearCrossEntropy("head", vocab, hidden_size, init_std=0.02, context=LayerContext(tp=tp, policy=policy))
-    layer.weight.data.fill_(float("nan"))  # what stands in the padding must not matter
+    layer.weight.data.fill_(float("nan"))  # padding must not matter
     layer.weight.data[: layer.num_valid] = weight[layer.first : layer.first + layer.num_valid].to(dtype)
     return layer
 
 
 def run(tp_size, sequence_parallel=False, dtype=torch.float64, keep_fp32_dtype=None, **sizes):
-    """By rank: loss, gradient of its hidden states, gradient of its rows and where these begin."""
+    """Returns for each rank the loss, the gradients of its hidden states and of its rows, and its first row."""
     hidden, weight, targets = problem(**sizes)
 
     def body(rank, world):
@@ -81,7 +81,7 @@ def assert_like_reference(results, sequence_parallel=False, tolerance=1e-12, **s
     assert sum(num_valid for *_, num_valid in results) == len(weight_grad)
 
 
-# Of logits in fp64 over 12,565 rows: one token at a time, five (the last chunk is smaller), all.
+# Of logits in fp64 over 12,565 rows: one token at a time, five (the last block is smaller), all.
 @pytest.mark.parametrize("token_block_bytes", [1, 5 * 8 * 12565, 1 << 30])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_50257_tokens_over_4_ranks(token_block_bytes, sequence_parallel, monkeypatch):
@@ -119,7 +119,7 @@ def test_bf16_activations_with_an_fp32_softmax():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_extreme_logits_do_not_overflow(dtype):
-    """Logits up to some 1e4, of which exp knows nothing."""
+    """Logits up to some 1e4, whose exponentials overflow."""
     sizes = dict(vocab=1001, scale=1e3)
     hidden, weight, _ = problem(**sizes)
     assert (hidden @ weight.t()).abs().max() > 5e3
@@ -134,12 +134,12 @@ def test_gradients_are_added_to_what_is_there():
     """Two micro-batches: the main gradient is their sum."""
     hidden, weight, targets = problem(vocab=101)
     layer = make_layer(solo_region(), weight)
-    told = []
-    layer.weight.attach(GradientSink.with_own_buffer(layer.weight, on_added=lambda: told.append(1)))
+    calls: list[int] = []
+    layer.weight.attach(GradientSink.with_own_buffer(layer.weight, on_added=lambda: calls.append(1)))
     for part in (slice(0, 10), slice(10, TOKENS)):
         layer(hidden[part].clone().requires_grad_(), targets[part]).backward()
     torch.testing.assert_close(layer.weight.main_grad, reference(vocab=101)[2], rtol=1e-12, atol=1e-12)
-    assert told == [1, 1]
+    assert calls == [1, 1]
 
 
 def test_evaluation_computes_no_gradient():
@@ -165,7 +165,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_whole_logits_never_exist(monkeypatch):
-    """The largest tensor is of the weight's size, or a chunk of logits."""
+    """The largest tensor has the weight's size, or is a token block of logits."""
     monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", 2 * VOCAB * 4)
     _, weight, _ = problem()
     layer = make_layer(solo_region(), weight, torch.float32)

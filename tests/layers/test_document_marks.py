@@ -1,4 +1,4 @@
-"""Documents that attention keeps apart: where they begin, how later stages learn it, and that each stands alone."""
+"""Documents that attention keeps apart: they are found, later stages receive them, and each is independent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_whole_sequences_as_documents_change_nothing(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("size, sequence_parallel", [(2, False), (4, True)])
 def test_tensor_parallel_equals_one_rank(architecture, size, sequence_parallel):
-    """4 ranks cut the 24 tokens into 6 each, in the middle of documents."""
+    """4 ranks have 6 of the 24 tokens each, with borders inside documents."""
     config = model_config(architecture=architecture)
     differences = differences_of_tensor_parallel(config, size, sequence_parallel, micro_batch(documents=DOCUMENTS))
     assert max(differences.values()) < 1e-11, differences

@@ -1,4 +1,4 @@
-"""Matrix products: the same as torch's, whichever kernel computes them."""
+"""Matrix products are torch's, whichever kernel computes them."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_add_matmul_adds(size, transposed_a, transposed_b):
 
 @pytest.mark.parametrize("size", [SMALL, LARGE, TALL], ids=str)
 def test_add_matmul_into_a_view_of_a_buffer(size):
-    """A main gradient is a part of a flat bucket; its neighbours stay as they are."""
+    """A main gradient is a part of a flat bucket; the parts next to it don't change."""
     m, _, n = size
     bucket = torch.zeros(m * n + 20)
     a, b = factors(size, True, False)

@@ -1,4 +1,4 @@
-"""Positions on a rank <-> positions in the whole parameter, against a copy of the whole that is cut by hand."""
+"""Indices on a rank and in the whole parameter, against a whole that is sharded by hand."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from parallel3d.random_keys import key_of, normal
 
 @st.composite
 def shardings(draw):
-    """A parameter of 1 to 3 dimensions, its tensor-parallel size and one rank."""
+    """Draws a parameter of 1 to 3 dimensions, and one rank's share."""
     tp_size = draw(st.sampled_from([1, 2, 3, 4]))
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.sampled_from([None, *range(len(shape))]))

@@ -45,14 +45,14 @@ def test_one_rank_equals_plain_torch(changes, kv_heads):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_tensor_parallel_equals_one_rank(size, sequence_parallel, drop):
-    """4 ranks cut the 24 tokens of two sequences into 6 each: half a sequence's positions, and a whole one's with 2."""
+    """4 ranks have 6 of the 24 tokens of two sequences each: half a sequence; 2 ranks have a whole one."""
     config = gpt2_config(vocab_size=49, hidden_dropout=drop)
     differences = differences_of_tensor_parallel(config, size, sequence_parallel)
     assert max(differences.values()) < 1e-11, differences
 
 
 def test_forgetting_a_sum_of_partial_gradients_is_seen():
-    """Norms, positions and the biases that are added after a row-parallel product: 24 tokens cut over 2 ranks."""
+    """Norms, positions and the biases that are added after a row-parallel product: 24 tokens on 2 ranks."""
     config = gpt2_config()
     _, grads = run_stage(config, solo_region(), micro_batch())
 
@@ -72,7 +72,7 @@ def test_forgetting_a_sum_of_partial_gradients_is_seen():
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_a_split_backward_is_bitwise_the_whole_one(policy):
-    """It puts off the products for weights alone: biases, norms and positions get their gradients at once."""
+    """It defers only the products for weights: biases, norms and positions get their gradients at once."""
     config = gpt2_config(hidden_size=64, intermediate_size=160, hidden_dropout=0.2)
     whole_grads, _ = backward_twice(config, solo_region(), False, policy)
     split_grads, counts = backward_twice(config, solo_region(), True, policy)
@@ -104,7 +104,7 @@ def build_initial(config):
 
 
 def test_stages_split_the_model():
-    """Positions stand on the first stage alone."""
+    """Only the first stage has positions."""
     assert_two_stages_split(gpt2_config())
 
 

@@ -1,4 +1,4 @@
-"""Outputs of linear layers, rounded stochastically: unbiased, and the same whoever computes which row of what part."""
+"""Stochastically rounded outputs of linear layers are unbiased, and the same on any rank and in any micro-batch."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ def test_a_column_parallel_part_is_a_part_of_the_whole(tp_size):
 
 
 def test_row_parallel_summands_have_noise_of_their_own():
-    """Two halves of the same numbers: rounded apart, as no sum would show."""
+    """Two halves of the same numbers are rounded differently, which no sum would show."""
     x, weight = tokens(2)[:, : IN // 2], linear("row").weight.detach()[:, : IN // 2]
 
     def body(rank, world):

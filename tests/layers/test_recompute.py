@@ -39,7 +39,7 @@ def region(world, rank, size, sequence_parallel):
 @pytest.mark.parametrize("size,sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_bitwise_the_same(family, size, sequence_parallel, policy, split):
-    """Two micro-batches, with dropout; and every parameter is told of its gradient as often and as early."""
+    """Two micro-batches, with dropout; each parameter also gets its gradients as often and as early."""
     config = model_config(hidden_dropout=0.2, num_key_value_heads=4, **FAMILIES[family])
 
     def body(rank, world):
@@ -83,7 +83,7 @@ def test_nothing_is_recorded_without_gradients():
 
 
 def record_collectives(group, recorded):
-    """Notes the group's collectives by name."""
+    """Records the group's collectives by name."""
     for name in ("all_reduce_async", "reduce_scatter_async", "all_gather_async", "all_reduce_max"):
         setattr(group, name, partial(record_call, recorded, name, getattr(group, name)))
 
@@ -119,7 +119,7 @@ def test_collectives_are_repeated_only_where_they_must(sequence_parallel):
 
 
 def numbers_a_token(mode, tp, *, hidden_size=64, intermediate_size=160, seq=32):
-    """What one layer keeps, in fp32 numbers a token of the micro-batch: that of two layers less that of one."""
+    """The fp32 numbers that one layer keeps for each token of the micro-batch: two layers' minus one's."""
     config = model_config(
         hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=4, hidden_dropout=0.0
     )
@@ -209,7 +209,7 @@ def test_a_layer_that_needs_its_last_product_shows_it(recompute):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("call", range(1, 21))
 def test_an_end_in_the_middle_leaves_nothing_behind(recompute, call):
-    """The generation ends at some collective, forward, recomputed or backward: the next iteration is as good as new."""
+    """The generation ends at some collective, forward, recomputed or backward; the next iteration is not affected."""
     config = model_config(hidden_dropout=0.2)
     inputs, targets = tokens(config.vocab_size)
 

@@ -1,4 +1,5 @@
-"""AdamW on bf16 weights and moments: torch's formula in fp32, rounded; block, range and rank decide no bit."""
+"""AdamW on bf16 weights and moments is torch's formula in fp32, rounded, with the same bits for any block, range and
+rank."""
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_the_block_decides_no_bit(block, noise):
 
 @pytest.mark.parametrize("noise", [noise, None], ids=["stochastic", "nearest"])
 def test_results_are_torchs_to_one_rounding(noise):
-    """Stochastic: between the two neighbours, a whole step of 2**-7 away at most; nearest: half a step."""
+    """Stochastic rounding is off by less than a step of 2**-7, to one of the neighbours; to nearest, by half a step."""
     exact = fused(torch.float64)
     step = 2.0 ** (exact.abs().log2().floor() - 7)
     bound = (1.0 if noise else 0.5) * step * (1 + 1e-3)
@@ -57,7 +58,7 @@ def test_results_are_torchs_to_one_rounding(noise):
 
 
 def test_the_three_results_are_rounded_apart():
-    """Each by 16 bits of its own: ups and downs of the weight say nothing of those of the moments."""
+    """Each by 16 bits of its own: how the weight is rounded is independent of how the moments are."""
     exact, got = fused(torch.float64), update().double()
     ups = (got > exact).double()
     assert ((ups.mean(1) - 0.5).abs() < 0.1).all()
@@ -65,7 +66,7 @@ def test_the_three_results_are_rounded_apart():
 
 
 def test_updates_far_below_a_step_of_the_weights_arrive_on_average():
-    """100 updates of 1e-4 from 1.0, where bf16's neighbour is 3.9e-3 below: the nearest stays, noise gets to 0.99."""
+    """100 updates of 1e-4 from 1, whose neighbour is 3.9e-3 below: to nearest it stays, with noise it gets to 0.99."""
     ends = {}
     for name, words in (("stochastic", True), ("nearest", False)):
         weights, moments = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(2, 4096, dtype=torch.bfloat16)
@@ -84,7 +85,7 @@ def test_updates_far_below_a_step_of_the_weights_arrive_on_average():
 
 
 def train(tp_size, dp_size, policy="bf16_sr", **settings):
-    """By rank: local weights at the end, and the rank."""
+    """Returns for each rank the local weights at the end, and the rank."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=tp_size, dp_size=dp_size, policy=policy, **settings)
@@ -99,7 +100,7 @@ def train(tp_size, dp_size, policy="bf16_sr", **settings):
 @pytest.mark.parametrize("policy", ["bf16_sr", "bf16_pure"])
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_tensor_parallel_parts_are_parts_of_the_whole(tp_size, policy):
-    """Chunks, padding, both dimensions: the gradients are exact in bf16, so that only the noise could differ."""
+    """Fused blocks, padding, both dimensions. The gradients are exact in bf16, so only the noise could differ."""
     ((whole, _),) = train(1, 1, policy)
     for tp_rank, (local, _) in enumerate(train(tp_size, 1, policy)):
         for sharding in SHARDINGS:
@@ -138,7 +139,7 @@ def test_state_without_master_weights_takes_four_bytes_an_element():
 
 
 def test_the_key_is_all_that_names_the_noise():
-    """Seed, iteration, parameter: not the rank, whose only say is which elements it asks for."""
+    """The key is seed, iteration and parameter. The rank only decides which elements it needs."""
     noises = [ParameterNoise(seed=7, tp=TpShard(rank=rank, size=4)) for rank in range(4)]
     assert len({each.key("update", 3, name="w") for each in noises}) == 1
     first = noises[0]

@@ -1,4 +1,4 @@
-"""Buckets: every parameter in one place, like with like, ranges that are equal and aligned."""
+"""Bucket plans: each parameter is in one bucket, with others of its key; ranges are equal and aligned."""
 
 from itertools import product
 from math import prod
@@ -13,7 +13,7 @@ from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
 
 @st.composite
 def models(draw):
-    """Shardings in forward order, of every kind that layers declare."""
+    """Draws shardings in forward order, of every kind that layers declare."""
     shardings = []
     for number in range(draw(st.integers(1, 25))):
         kind = draw(st.sampled_from(["column", "row", "norm", "bias", "vocabulary", "qkv", "qkv_bias"]))
@@ -90,7 +90,7 @@ def test_a_bucket_holds_only_what_is_treated_alike(shardings, settings):
 
 @given(models(), SETTINGS, st.integers(1, 3))
 def test_every_element_of_the_model_is_counted_once(shardings, settings, num_ranges):
-    """Over the ranks of a tensor-parallel group and the ranges of their optimizer states."""
+    """Summed over the ranks of a tensor-parallel group and the ranges of their optimizer state."""
     tp_size, by_name = settings["tp_size"], {sharding.name: sharding for sharding in shardings}
     counts = {sharding.name: torch.zeros(sharding.shape, dtype=torch.int64) for sharding in shardings}
     for plan, tp_rank in product(plan_buckets(shardings, **settings), range(tp_size)):
@@ -131,7 +131,7 @@ def test_the_capacity_suffices_for_any_number_of_ranges_that_is_left(shardings, 
 
 @given(models(), SETTINGS)
 def test_buckets_fill_up_in_backward_order(shardings, settings):
-    """A bucket is closed by the parameter that reaches the wanted size; only the last of a kind stays smaller."""
+    """A bucket is complete with the parameter that reaches the size; only the last bucket of a key is smaller."""
     order = {sharding.name: number for number, sharding in enumerate(reversed(shardings))}
     plans = plan_buckets(shardings, **settings)
     for plan in plans:

@@ -27,7 +27,7 @@ LAYOUTS = [*itertools.product((1, 2), (1, 2, 4), (0, 1)), (4, 2, 1)]
 
 
 def train(tp_size, dp_size, zero_stage, **settings):
-    """By rank: the local weights after every step, the squared norms, and the rank itself."""
+    """Returns for each rank the local weights after every step, the squared norms, and the rank itself."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=tp_size, dp_size=dp_size, zero_stage=zero_stage, **settings)
@@ -69,7 +69,7 @@ def test_the_norm_counts_every_element_once(tp_size, dp_size, zero_stage):
 
 @pytest.mark.parametrize("zero_stage, dp_size", [(0, 4), (1, 1), (1, 2), (1, 4)])
 def test_zero_1_shares_the_state_over_the_replicas(zero_stage, dp_size):
-    """Two moments of 8 bytes for each element (fp64: no master weights), padded to 64 elements a range."""
+    """Each element has two moments of 8 bytes (fp64: no master weights); a range is padded to 64 elements."""
     for _, _, rank in train(1, dp_size, zero_stage):
         num_elements = sum(bucket.plan.num_elements for bucket in rank.buckets)
         num_ranges = dp_size if zero_stage == 1 else 1
@@ -101,7 +101,7 @@ HOSTS = {
 @pytest.mark.parametrize("dp_size", [2, 3, 4])
 @pytest.mark.parametrize("policy", ["fp64", "fp32", "bf16"])
 def test_a_backup_is_bitwise_its_owner(policy, dp_size, hosts):
-    """After every step, not only the last: master weights and both moments of every bucket."""
+    """Compares master weights and both moments of every bucket after every step."""
 
     def body(number, world):
         named = {rank: HOSTS[hosts](rank) for rank in range(dp_size)}
@@ -168,7 +168,7 @@ def test_reductions_start_during_the_last_backward_pass_and_only_then():
 
 
 def test_an_iteration_that_broke_off_leaves_nothing_behind():
-    """Gradients were added and a reduction was started: the next iteration's result is as if it had not been."""
+    """Gradients were added and a reduction had started; the next iteration's result is not affected."""
 
     def body(number, world, break_off):
         rank = Rank(number, world, tp_size=1, dp_size=2, overlap_reduce=True)
@@ -185,7 +185,7 @@ def test_an_iteration_that_broke_off_leaves_nothing_behind():
 
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_an_update_is_applied_once_to_every_bucket(done):
-    """`done` buckets were updated when the rank left its step: `update_to` updates the rest, and then nothing more."""
+    """`done` buckets were updated when the rank left its step: `update_to` updates the others, a second call none."""
     (expected,) = run_threads(1, lambda number, world: two_steps(Rank(number, world, tp_size=1, dp_size=1)))
 
     def body(number, world):
@@ -226,7 +226,7 @@ def test_no_update_is_a_version_too_and_none_may_be_left_out():
 
 
 def test_every_rank_holds_its_backups_gradients_before_the_reduction_counts_as_finished():
-    """The rule that makes an entry the proof of everybody's gradients: no update, no norm without the backup's copy."""
+    """So an entry proves that all gradients are held twice: no norm and no update before the backup has its copy."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=3, zero_backups=1)
@@ -235,7 +235,7 @@ def test_every_rank_holds_its_backups_gradients_before_the_reduction_counts_as_f
 
     results = run_threads(3, body)
     for number, buckets in enumerate(results):
-        for mine, owners in zip(buckets, results[(number + 2) % 3]):  # rank r backs the one before it up
+        for mine, owners in zip(buckets, results[(number + 2) % 3]):  # rank r is the backup of the one before it
             (start, backup), (owned_start, owned) = mine[1], owners[0]
             assert start == owned_start and torch.equal(backup, owned)
     assert any(grads.any() for buckets in results for bucket in buckets for _, grads in bucket)
@@ -243,7 +243,7 @@ def test_every_rank_holds_its_backups_gradients_before_the_reduction_counts_as_f
 
 @pytest.mark.parametrize("zero_stage, zero_backups", [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_no_message_is_left_unread(zero_stage, zero_backups):
-    """Nobody sends gradients to somebody who has reduced them himself."""
+    """No rank sends gradients to a rank that has reduced them itself."""
     world = ThreadWorld(3)
 
     def body(number, world):
@@ -256,7 +256,7 @@ def test_no_message_is_left_unread(zero_stage, zero_backups):
 
 
 def test_a_backup_knows_a_message_of_another_bucket():
-    """Reduced gradients carry iteration and bucket: a mix-up is an error, not a wrong state."""
+    """Reduced gradients carry iteration and bucket, so a mix-up is an error instead of a wrong state."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=2, zero_backups=1)
@@ -316,12 +316,12 @@ def test_bf16_weights_are_the_cast_of_fp32_master_weights(dp_size, zero_stage):
             whole = expected[-1][name].reshape(-1)[start : start + len(values)]
             # fp32 and a fused formula: an ulp or two of weights about 1.
             torch.testing.assert_close(values, whole, rtol=1e-6, atol=1e-6)
-        for name, weight in history[-1].items():  # gathered: the parts of the others too
+        for name, weight in history[-1].items():  # gathered: includes the parts of the others
             torch.testing.assert_close(weight.float(), expected[-1][name], rtol=2**-8, atol=1e-6)
 
 
 def owned_parts(bucket):
-    """name -> (first flat index, master values) of the parameters that this rank owns a part of."""
+    """Returns name -> (first flat index, master values) for the parameters of which this rank owns a part."""
     parts, owned = {}, bucket.owned
     for param_slot in bucket.plan.param_slots:
         start = max(param_slot.offset, owned.span.start)
@@ -332,7 +332,7 @@ def owned_parts(bucket):
 
 
 def test_small_updates_are_not_lost_in_bf16():
-    """Ten steps of 1e-4 on a weight of 1, whose bf16 neighbours are 4e-3 below: the master weights keep them."""
+    """Ten steps of 1e-4 on a weight of 1, whose next bf16 value is 4e-3 below: the master weights keep them."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=1, policy="bf16")

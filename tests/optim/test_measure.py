@@ -1,4 +1,4 @@
-"""Norms of weights and second moments: near their definitions; with exact sums the same bits on every cut."""
+"""Norms of weights and second moments follow their definitions; with exact sums any ranges give the same bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_exact_sums_are_the_same_on_every_cut(cuts):
 
 
 def test_single_elements_of_any_size():
-    """The smallest are rounded to 2**-60, the largest are as float64 has them."""
+    """The smallest are rounded to 2**-60, the largest as in float64."""
     weights = torch.tensor([3.0, 1e-4, 1e-12, 2.0**25], dtype=torch.float64)
     found = measure_state(weights[:1], weights[:1] ** 2, exact=True)
     assert (found.squared_weights.value, found.variance.value, found.variance_max) == (9.0, 3.0, 3.0)

@@ -1,4 +1,4 @@
-"""Buffers into which an abandoned collective may still write are left behind: nothing goes on that looks at them."""
+"""Buffers into which an abandoned collective may still write are replaced, and nothing refers to the old ones."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.support.optimizer_ranks import NUM_STEPS, Rank, update_step
 
 
 def train(dp_size, policy, zero_stage, *, renew, dies=None):
-    """Weights and state after all steps; before the third, `dies` is lost and the buffers may be renewed."""
+    """Returns weights and state after all steps; before the third, rank `dies` is lost and buffers may be replaced."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=dp_size, zero_stage=zero_stage, zero_backups=1, policy=policy)
@@ -25,7 +25,7 @@ def train(dp_size, policy, zero_stage, *, renew, dies=None):
                 if renew:
                     rank.optimizer.reallocate_buffers()
                 rank.regroup(1, previous, live)
-                if renew:  # what comes late
+                if renew:  # a late write
                     for weights, grads in old:
                         weights.fill_(float("nan"))
                         grads.fill_(float("nan"))

@@ -1,6 +1,6 @@
-"""From one cut of the optimizer state to the next: whatever is survivable keeps every bit.
+"""Reshards of the optimizer state keep every bit after every survivable loss.
 
-Ranks are threads, without a coordinator: the test says who lives.
+Ranks are threads without a coordinator: the test decides which ranks live.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from tests.support.tiers import examples
 
 
 class Deaths:
-    """`before[step]` are those who die before iteration `step` + 1, wave after wave: after each the living build their
-    ranges anew, and only what they build after the last is put in force."""
+    """`before[step]` are the ranks that die before iteration `step` + 1, wave after wave. After each wave the live
+    ranks build their ranges again; they commit those of the last."""
 
     def __init__(self, tp_size, dp_size, zero_stage, zero_backups, before, hosts=None, whole=True):
         self.layout = dict(tp_size=tp_size, dp_size=dp_size, zero_stage=zero_stage, zero_backups=zero_backups)
@@ -31,7 +31,7 @@ class Deaths:
         self.grid = Grid.uniform(tp_size=tp_size, pp_size=1, dp_size=dp_size)
 
     def is_survivable(self):
-        """No range without a live holder at any change, and a replica at the end."""
+        """Whether each range has a live holder at every change, and a replica is left at the end."""
         grid, live = self.grid, set(self.grid.ranks)
         for step in sorted(self.before):
             live -= set().union(*self.before[step])
@@ -46,7 +46,7 @@ class Deaths:
         return True
 
     def run(self, policy="fp64"):
-        """By rank: the rank, and the weights after every step that it has seen the end of; None for the dead."""
+        """Returns for each rank the rank and the weights after each step that it completed; None for dead ranks."""
         return run_threads(len(self.grid.ranks), lambda number, world: self._train(number, world, policy))
 
     def _train(self, number, world, policy):
@@ -76,8 +76,8 @@ class Deaths:
         return rank, history
 
     def _missing_bytes(self, rank, previous, live, whole):
-        """What the new ranges have and the old ones had not, padding left out: two moments, and master weights unless
-        these are whole weights."""
+        """The bytes that the new ranges have and the old ones lacked, without padding: two moments, and master weights
+        unless these are gathered weights."""
         smaller, _ = previous.without(set(previous.ranks) - live)
         total = 0
         for bucket in rank.buckets:
@@ -100,7 +100,7 @@ UNDISTURBED = {}
 
 
 def undisturbed(tp_size, dp_size, policy):
-    """The weights after every step and the whole state at the end, by tensor-parallel rank: nothing was ever cut."""
+    """The weights after every step and the whole state at the end, by tensor-parallel rank, on one replica."""
     key = tp_size, dp_size, policy
     if key not in UNDISTURBED:
         ranks = Deaths(tp_size, dp_size, 0, 0, {}).run(policy)
@@ -109,7 +109,7 @@ def undisturbed(tp_size, dp_size, policy):
 
 
 def assert_bitwise_undisturbed(deaths, policy="fp64"):
-    """Weights after every step, and every range of state that any rank holds; padding is zero."""
+    """Compares weights after every step, and every range of state that any rank holds; padding is zero."""
     survivors = [result for result in deaths.run(policy) if result is not None]
     assert any(history for _, history in survivors)
     for rank, history in survivors:
@@ -159,7 +159,7 @@ def test_before_the_first_step_all_state_is_what_the_seed_makes():
 
 
 def test_spares_hand_over_what_they_hold():
-    """tp 2 x dp 2: rank 2 dies, rank 3 loses its place and holds a range that nobody else but rank 1 has."""
+    """tp 2 x dp 2: rank 2 dies, and rank 3 becomes a spare with a range that only rank 1 also has."""
     deaths = Deaths(2, 2, 1, 1, {1: [{2}]})
     assert_bitwise_undisturbed(deaths)
     ranks = [result and result[0] for result in deaths.run()]
@@ -167,7 +167,7 @@ def test_spares_hand_over_what_they_hold():
 
 
 def test_a_spare_may_be_the_only_holder():
-    """tp 2 x dp 3: ranks 2 and 5 die. Range 1 of tp 1 was held by ranks 3 and 5; rank 3 has no place any more."""
+    """tp 2 x dp 3: ranks 2 and 5 die. Range 1 of tp 1 was held by ranks 3 and 5, and rank 3 is a spare now."""
     deaths = Deaths(2, 3, 1, 1, {2: [{2, 5}]})
     assert deaths.is_survivable()
     assert set(plan_shard_map(deaths.grid, 0, 1, zero_stage=1, zero_backups=1, hosts={}).holders[1]) == {3, 5}
@@ -177,8 +177,8 @@ def test_a_spare_may_be_the_only_holder():
 @settings(max_examples=examples(25))
 @given(st.permutations(range(5)), st.integers(1, NUM_STEPS - 1), st.sampled_from(["fp64", "bf16"]), st.booleans())
 @example([0, 1, 2, 3, 4], 2, "fp64", False)
-def test_until_a_cut_is_in_force_the_old_one_stays(order, step, policy, whole):
-    """Four times ranges are built, with fewer and fewer holders, or the same; always from those of the old cut."""
+def test_until_the_commit_the_old_shard_map_stays(order, step, policy, whole):
+    """Ranges are built four times, for the same holders or fewer, always from those of the old shard map."""
     first, second, *_ = order
     deaths = Deaths(1, 5, 1, 1, {step: [{first}, set(), {second}, set()]}, whole=whole)
     assume(deaths.is_survivable())
@@ -186,8 +186,8 @@ def test_until_a_cut_is_in_force_the_old_one_stays(order, step, policy, whole):
 
 
 @pytest.mark.parametrize("policy", ["fp64", "bf16"])
-def test_a_death_before_the_confirmation_is_resolved_against_the_old_cut(policy):
-    """Rank 3 dies; the others have built their ranges for three when rank 1 dies too: they begin again with four."""
+def test_a_death_before_the_confirmation_is_resolved_from_the_old_shard_map(policy):
+    """Rank 3 dies; the others have built ranges for three when rank 1 dies too. They start again from those of four."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=4, zero_backups=1, policy=policy)
@@ -214,7 +214,7 @@ def test_a_death_before_the_confirmation_is_resolved_against_the_old_cut(policy)
 
 
 def test_a_rank_that_was_behind_updates_before_it_hands_over():
-    """Rank 0 still has the gradients that the others have made an update of; a piece of another version is refused."""
+    """Rank 0 still has the gradients from which the others have updated; state of another version is refused."""
 
     def body(number, world, brings):
         rank = Rank(number, world, tp_size=1, dp_size=3, zero_backups=1)
@@ -236,7 +236,7 @@ def test_a_rank_that_was_behind_updates_before_it_hands_over():
         run_threads(3, lambda number, world: body(number, world, False))
 
 
-def test_no_cut_moves_a_parameter():
+def test_no_reshard_moves_a_parameter():
     """Layers keep their views of weights and gradients through all changes."""
 
     def body(number, world):
@@ -255,8 +255,8 @@ def test_no_cut_moves_a_parameter():
         assert lengths == planned
 
 
-def test_state_that_nobody_can_hand_over_is_told():
-    """Without backups the dead rank's range is gone: no cut is built from nothing."""
+def test_a_range_without_a_holder_is_an_error():
+    """Without backups the dead rank's range is lost."""
 
     def body(number, world):
         rank = Rank(number, world, tp_size=1, dp_size=2)
@@ -268,7 +268,7 @@ def test_state_that_nobody_can_hand_over_is_told():
 
 
 def test_phases_come_in_their_order():
-    """Where faults are injected: `reduce_scatter` before any range is complete, `backup` once the own ones are."""
+    """Faults are injected there: `reduce_scatter` before any range is complete, `backup` after the rank's own are."""
     seen = []
 
     def body(number, world):

@@ -1,4 +1,4 @@
-"""Who holds which range, and how ranges travel."""
+"""Which ranks hold which range, and how ranges travel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parallel3d.parallel.grid import Grid
 
 
 def shard_map_of(num_replicas: int, *, zero_stage: int = 1, zero_backups: int = 1, hosts: str = "") -> ShardMap:
-    """The cut of one stage; `hosts` has one letter for each rank."""
+    """The shard map of one stage; `hosts` has one letter for each rank."""
     grid = Grid.uniform(tp_size=1, pp_size=1, dp_size=num_replicas)
     table = dict(enumerate(hosts))
     return plan_shard_map(grid, 0, 0, zero_stage=zero_stage, zero_backups=zero_backups, hosts=table)
 
 
-# --- cuts -------------------------------------------------------------------------------------------------------------
+# --- shard maps -------------------------------------------------------------------------------------------------------
 
 
 def test_the_next_replica_has_the_backup():
@@ -61,7 +61,7 @@ def test_a_cut_is_of_one_position_in_the_stage():
 def test_ranges_and_backups_of_a_rank():
     shard_map = shard_map_of(4)
     assert shard_map.num_ranges == 4
-    assert shard_map.ranges_of(0) == (0, 3) and shard_map.ranges_of(2) == (2, 1)  # the one that it owns first
+    assert shard_map.ranges_of(0) == (0, 3) and shard_map.ranges_of(2) == (2, 1)  # its own first
     assert shard_map.ranges_of(9) == ()
     assert shard_map.backup_of(3) == 0
 
@@ -80,7 +80,7 @@ def test_lost_ranges():
     )
 
 
-# --- the cut of what both ends hold -----------------------------------------------------------------------------------
+# --- tied embeddings -------------------------------------------------------------------------------------------------
 
 
 def test_the_ends_are_cut_over_both_stages():
@@ -102,16 +102,16 @@ def test_the_ends_are_cut_over_both_stages():
 def test_every_range_of_the_ends_is_held_as_one_of_its_stage(
     num_replicas: list[int], tp_size: int, settings: dict[str, int], data: st.DataObject
 ):
-    """Twice with backups, unless its stage has one replica only, without which nothing goes on anyway."""
+    """With backups twice, unless its stage has one replica, whose loss ends the run anyway."""
     grid = Grid.of_replicas(num_replicas, tp_size=tp_size)
     hosts = {rank: str(data.draw(st.integers(0, 2))) for rank in grid.ranks}
     for tp in range(tp_size):
         shard_maps = [plan_shard_maps(grid, stage, tp, hosts=hosts, **settings) for stage in range(grid.pp_size)]
-        (embedding,) = {each.embedding for each in shard_maps}  # all stages say the same
+        (embedding,) = {each.embedding for each in shard_maps}  # the same on all stages
         if settings["zero_stage"] == 0:
             assert embedding.holders == (grid.embedding_ranks(tp),)
             continue
-        assert tuple(owner for owner, *_ in embedding.holders) == grid.embedding_ranks(tp)  # as the group's ranks stand
+        assert tuple(owner for owner, *_ in embedding.holders) == grid.embedding_ranks(tp)  # in the group's order
         for holders in embedding.holders:
             stage = grid.coordinates(holders[0]).pp
             assert holders in shard_maps[stage].stage.holders
@@ -127,7 +127,7 @@ def ranges(shard_map: ShardMap, ranks: range | tuple[int, ...], size: int) -> di
 
 
 def test_moves_after_a_loss():
-    """Four replicas lose rank 3: ranks 0 and 2, which hold its two ranges, hand on what others now hold."""
+    """Four replicas lose rank 3: ranks 0 and 2, which hold its two ranges, send them to their new holders."""
     held = ranges(shard_map_of(4), (0, 1, 2), 3)
     wanted = ranges(shard_map_of(3), range(3), 4)
     moves = plan_moves(held, wanted, 12)
@@ -187,7 +187,7 @@ def test_everybody_gets_each_element_once_from_a_live_holder(
 
 
 def test_a_large_stage_is_planned_at_once():
-    """64 replicas lose one: the plan sits in the recovery path."""
+    """64 replicas lose one; the plan is part of the recovery time."""
     held = ranges(shard_map_of(64), range(1, 64), 63 * 1000)
     wanted = ranges(shard_map_of(63), range(63), 64 * 1000)
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""Lion and Muon: their formulas, and equal to one process on layouts, through a death, and through a resume."""
+"""Lion and Muon have their papers' formulas, and the bits of one process on layouts, through a death and a resume."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_it_learns(kind: str) -> None:
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("kind", NEW)
 def test_tensor_parallel_ranks_update_whole_matrices(kind: str, tp_size: int) -> None:
-    """With four ranks for two key heads, copies. fp64: partial products in another order, some 1e-15 a step, which
-    Lion's sign makes a whole step of where a gradient is rounding alone."""
+    """Four ranks hold copies of two key heads. fp64: partial products in another order differ by some 1e-15 a step;
+    where a gradient is only rounding noise, Lion's sign turns that into a whole step."""
     one = tiny_runs.train_in_threads(**sections(kind, "fp64", {}))
     many = tiny_runs.train_in_threads(**sections(kind, "fp64", dict(tp_size=tp_size, dp_size=2)))
     for name, weight in one.weights.items():

@@ -22,7 +22,7 @@ SIZE = 3
 
 
 def run_processes(function, directory, *, size=SIZE, with_folder=False):
-    """The results of `function(group, token)`, also told the directory if asked, by rank; None for a killed one."""
+    """Returns the results of `function(group, token)` by rank, None for a killed one; it may also take the folder."""
     context = multiprocessing.get_context("forkserver")  # a fork of a process that has no threads yet
     context.set_forkserver_preload(["parallel3d.parallel.gloo_group"])
     arguments = (function, directory, size, with_folder)
@@ -102,7 +102,7 @@ def test_what_all_ranks_get_is_bitwise_the_same(results):
 
 
 def wait_for_an_absent_peer(group, token):
-    """Rank 2 does not come before the others have been told to stop."""
+    """Rank 2 does not arrive before the others are aborted."""
     if group.rank == 2:
         time.sleep(1.5)
         return None
@@ -122,7 +122,7 @@ def test_an_abort_ends_a_wait_for_a_peer_that_never_comes(tmp_path):
 
 
 def wait_for_a_killed_peer(group, token):
-    """Rank 2 dies between two collectives; rank 0 hears of it from the coordinator, rank 1 from nobody."""
+    """Rank 2 dies between two collectives; rank 0 is aborted, rank 1 is not."""
     group.all_reduce(torch.ones(10))
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -173,7 +173,7 @@ def arrive(group, folder, name):
 
 
 def abandon_what_one_peer_never_answers(group, token, folder):
-    """Rank 2 makes no call and lives on. The others wait with big tensors; then the generation ends for all."""
+    """Rank 2 makes no call and stays alive. The others wait with big tensors; then the generation ends for all."""
     buffers = [torch.ones(1 << 20), torch.ones(1 << 20), torch.ones(SIZE << 18)]
     arrive(group, folder, "built")
     if group.rank == 2:

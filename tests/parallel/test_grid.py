@@ -1,4 +1,4 @@
-"""The grid: ranks and places, in both orders, before and after losses."""
+"""The grid: ranks and coordinates, in both orders, before and after losses."""
 
 import pytest
 from hypothesis import given

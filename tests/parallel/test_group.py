@@ -1,4 +1,4 @@
-"""The group of one, and the place of a group between two membership generations."""
+"""The group of one, and the placeholder of a group between two membership generations."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ CALLS = {
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_between_two_generations_every_call_is_a_defect(name, size):
-    """Were it taken for a group of one, an interrupted rank would go on with its own part for the whole."""
+    """A group of one would let an interrupted rank continue with its own part as if it were the whole."""
     group = AbsentGroup(name="generation3/dp", rank=0, ranks=tuple(range(size)))
     with pytest.raises(ProtocolError, match="group generation3/dp is used outside of a membership generation"):
         CALLS[name](group)
 
 
 def test_an_absent_group_still_says_where_the_rank_stands():
-    """Layers are built before the first generation: they ask for the place and the size, and for nothing else."""
+    """Layers are built before the first generation, and read only the rank and the size."""
     group = AbsentGroup(name="none", rank=1, ranks=(4, 6))
     assert (group.rank, group.size, group.ranks) == (1, 2, (4, 6))
     assert not group.is_busy

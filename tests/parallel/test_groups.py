@@ -1,4 +1,4 @@
-"""A grid's groups: who makes which, under which names."""
+"""The groups of a grid: which rank makes which, under which names."""
 
 import pytest
 

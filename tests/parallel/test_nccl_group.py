@@ -1,4 +1,4 @@
-"""What the NCCL group asks of torch, and how it ends, with a communicator that only says what it was asked."""
+"""The NCCL group's calls to torch, and how it ends, with a communicator that records them."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""An abort wakes whatever waits on a link: senders, receivers, ranks that look for a peer."""
+"""An abort wakes all that wait on a link: senders, receivers, ranks that wait for a peer's address."""
 
 import socket
 import threading

@@ -103,7 +103,7 @@ def test_a_sender_waits_while_its_slots_are_full_and_goes_on_when_one_is_read(co
 
 
 def test_unbounded_sends_wait_for_nobody_and_arrive_in_order(connect):
-    """Ranges of state travel before anybody reads: two ranks that send each other more than all slots hold."""
+    """Ranges of state are sent before they are read: two ranks send each other more than all slots hold."""
     links = connect(2, slots=1)
     big = [message(number, torch.full((MIB,), float(number))) for number in range(6)]
     started = time.monotonic()
@@ -148,7 +148,7 @@ def test_a_message_of_another_generation_is_ignored(connect):
 
 
 def test_a_late_connection_of_the_previous_generation_is_ignored(connect):
-    """A peer that has not heard of the change yet connects to the new address; then the same rank, as it should."""
+    """A peer that does not know of the change yet connects to the new address; then the same rank, renewed."""
     one, two = connect(2, generations=(5, 5))
     late, tensor = message(generation=4)
     with socket.create_connection(connect.addresses[1]) as peer:
@@ -233,7 +233,7 @@ def test_close_sends_what_is_in_the_slots(connect):
 
 
 def test_close_with_unread_messages_leaves_no_reader_behind(connect):
-    """The inbox is full and another message has come: its reader must not wait for a reader that is gone."""
+    """The inbox is full and another message has come: its reader must not wait for a receiver that has left."""
     one, two = connect(2, slots=1)
     for number in range(3):
         one.send(1, *message(number))

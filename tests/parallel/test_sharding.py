@@ -1,4 +1,4 @@
-"""Cuts over the tensor-parallel ranks: every element on one rank, whole heads, padding at the end."""
+"""Shardings over tensor-parallel ranks: every element on one rank, whole heads, padding at the end."""
 
 from collections import Counter
 from math import ceil, prod
@@ -13,7 +13,7 @@ from parallel3d.parallel.sharding import FusedBlock, IndexRun, ParamSharding, Tp
 
 @st.composite
 def sharding_cases(draw):
-    """A sharding, (size, copies) of its chunks, and a number of ranks that it can be cut over."""
+    """Draws a sharding, (size, copies) of its fused blocks, and a number of ranks that it supports."""
     tp_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     padded = draw(st.booleans())
     parts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
@@ -50,7 +50,7 @@ def split(sharding, whole, tp_size):
 
 
 def join(sharding, parts):
-    """The whole from all ranks' local tensors; -2 where nobody has an element."""
+    """The whole from all ranks' local tensors; -2 where no rank has an element."""
     whole = torch.full(sharding.shape, -2)
     for rank, local in enumerate(parts):
         for run in sharding.runs(TpShard(rank=rank, size=len(parts))):

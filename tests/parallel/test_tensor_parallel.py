@@ -16,7 +16,7 @@ def numbers(seed, *shape):
 
 
 def run(tp_size, sequence_parallel, function):
-    """function(tp, rank) on every rank of one region."""
+    """Runs function(tp, rank) on every rank of one region."""
 
     def body(rank, world):
         group = world.make_group(rank)("tp", tuple(range(tp_size)))
@@ -26,7 +26,7 @@ def run(tp_size, sequence_parallel, function):
 
 
 def rows(rank, tp_size, sequence_parallel):
-    """What a rank holds of the tokens outside of the region."""
+    """The tokens that a rank holds outside of the region."""
     size = TOKENS // tp_size if sequence_parallel else TOKENS
     return slice(rank * size, (rank + 1) * size) if sequence_parallel else slice(0, TOKENS)
 
@@ -69,7 +69,7 @@ def test_gather_and_sum(mode):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_gather_and_sum_are_conjugate(mode):
-    """<gather(x), y> = <x, sum(y)>, where the product of cut tensors is added over the ranks."""
+    """<gather(x), y> = <x, sum(y)>, where the product of sharded tensors is summed over the ranks."""
     tp_size, sequence_parallel = mode
 
     def body(tp, rank):
@@ -83,7 +83,7 @@ def test_gather_and_sum_are_conjugate(mode):
 
 
 def test_noncontiguous_inputs():
-    """Transposed and strided views travel as what they show."""
+    """Transposed and strided views are sent with the values that they show."""
 
     def body(tp, rank):
         x = numbers(rank, HIDDEN, TOKENS).t()[rank::2]

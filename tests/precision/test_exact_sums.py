@@ -1,4 +1,4 @@
-"""Gradient sums in fixed point: the same bits in any order and partition, right to half a unit a term, in range."""
+"""Gradient sums in fixed point have the same bits in any order and partition, and err by half a unit a term."""
 
 from fractions import Fraction
 from math import fsum, inf, nan
@@ -54,7 +54,7 @@ def test_any_order_any_owner_any_place_gives_the_same_bits(dtype, num_terms, len
 
 
 def test_floats_would_not_pass():
-    """What the module is for: these terms, added as floats, depend on their order."""
+    """Added as floats, the sum of these terms depends on their order."""
     terms = gradients(8, 300, torch.float32)
     assert not torch.equal(sum(terms), sum(terms.flip(0)))
 

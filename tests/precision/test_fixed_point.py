@@ -1,4 +1,4 @@
-"""Exact scalars: any order, any partition, the same bits; and the format of gradients leaves room for all terms."""
+"""Exact scalars have the same bits in any order and partition, and the format of gradients fits all terms."""
 
 from math import fsum, inf, isnan, ldexp, nan, nextafter
 
@@ -13,7 +13,7 @@ ANY_UNITS = st.integers(-(2**250), 2**250)
 
 
 def add_slots(vectors):
-    """What an all-reduce does, in the given order."""
+    """Adds as an all-reduce does, in the given order."""
     total = [0.0] * NUM_FLOATS
     for vector in vectors:
         total = [a + b for a, b in zip(total, vector)]
@@ -36,7 +36,7 @@ def test_slots_add_like_integers(numbers):
 
 @given(st.one_of(ANY_UNITS, st.sampled_from([2**255 - 1, -(2**255), 2**32 - 1, -1])))
 def test_a_million_ranks_may_add(units):
-    """Every digit times 2**20 is still an integer that float64 counts one by one."""
+    """Every digit times 2**20 is still an integer that float64 represents exactly."""
     assert all(slot == int(slot) and abs(slot) * 2**20 < 2**53 for slot in ExactSum(units=units).to_floats())
 
 

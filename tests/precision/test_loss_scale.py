@@ -1,4 +1,4 @@
-"""The loss scale moves as torch's GradScaler does, and never off the powers of two."""
+"""The loss scale changes as torch's GradScaler does, and is always a power of two."""
 
 from math import frexp
 
@@ -19,7 +19,7 @@ POWERS = st.integers(-3, 20).map(lambda n: 2.0**n)
     st.lists(st.booleans(), max_size=60),
 )
 def test_it_moves_as_torchs_does(initial, interval, growth, backoff, iterations):
-    """torch has no least scale."""
+    """torch has no smallest scale."""
     ours = LossScale(
         scale=initial, growth_interval=interval, growth_factor=growth, backoff_factor=backoff, min_scale=0.0
     )
@@ -46,6 +46,6 @@ def test_without_an_interval_it_stays(iterations):
 
 
 def test_the_factor_is_that_of_the_mean_loss():
-    """Over 3,000 tokens, counted as 4,096: the sum's gradients are multiplied by scale / 4,096."""
+    """For 3,000 tokens, rounded up to 4,096, the gradients of the sum are multiplied by scale / 4,096."""
     assert LossScale(scale=65536.0, num_tokens_log2=12).factor == 16.0
     assert LossScale(scale=1.0, num_tokens_log2=22).factor == 2.0**-22

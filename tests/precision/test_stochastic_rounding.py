@@ -1,8 +1,8 @@
-"""Stochastic rounding: right for every bit pattern, unbiased, and its noise without correlations.
+"""Stochastic rounding is right for every bit pattern and unbiased, and its noise is uncorrelated.
 
-The statistics have fixed keys, so that they are the same in every run. Each is held to 5 standard errors of what chance
-alone gives: were it not so by construction, one in 1.7 million would fail for no reason; a bias of a hundredth of the
-distance between neighbours fails all of them (`test_a_small_bias_would_be_seen`).
+The statistics have fixed keys, so that they are the same in every run. Each limit is 5 standard errors:
+with random keys, one in 1.7 million would fail by chance. A bias of a hundredth of the distance between neighbours
+fails all of them (`test_a_small_bias_would_be_seen`).
 """
 
 from math import inf, nan
@@ -79,7 +79,7 @@ def test_beyond_the_largest_number_is_infinity():
 
 
 def test_no_nan_turns_into_a_number():
-    """Those whose bits the noise would carry away: payload in the lower half alone, and all ones."""
+    """NaNs whose bits a carry would change: payload in the lower half only, and all ones."""
     odd = from_bits([0x7F80_0001, 0x7FFF_FFFF, 0xFF80_0001, 0xFFFF_FFFF])
     for added in (0, 1, 0xFFFF):
         assert round_to_bf16(odd, torch.full((4,), added, dtype=torch.int32)).isnan().all()
@@ -88,7 +88,7 @@ def test_no_nan_turns_into_a_number():
 
 @pytest.mark.parametrize("index", [0, 5, 9_999])
 def test_one_nan_among_many_numbers_is_seen(index):
-    """Large ones and infinities, too, whose sum says nothing."""
+    """Also among large numbers and infinities, whose sum is no indication."""
     x = torch.full((10_000,), 3e38)
     x[7] = inf
     noises = torch.full((10_000,), 0xFFFF, dtype=torch.int32)
@@ -138,7 +138,7 @@ def test_the_mean_of_roundings_of_1_001():
 
 
 def test_small_additions_arrive():
-    """10,000 times 1e-4 on 1, whose neighbour is 7.8e-3 away: 2 on average, where the nearest is always 1."""
+    """10,000 times 1e-4 on 1, whose neighbour is 7.8e-3 away: 2 on average; rounding to nearest always gives 1."""
     index = torch.arange(64)
     stochastic, nearest = torch.ones(64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
     for step in range(10_000):
@@ -195,7 +195,7 @@ def words(name):
 
 
 def test_small_terms_add_up():
-    """256 times 1e-3 on 1: the nearest stays at 1, the sum is right on average and the terms are gone."""
+    """256 times 1e-3 on 1: to nearest it stays at 1; here the sum is right on average, and the terms are zeroed."""
     stochastic, nearest = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     for number in range(256):
         term = torch.full((4096,), 1e-3)
@@ -208,7 +208,7 @@ def test_small_terms_add_up():
 
 
 def test_blocks_decide_no_bit():
-    """200,001 elements are more than three blocks; each is rounded by its own place in the whole."""
+    """200,001 elements are more than three blocks; each is rounded by the noise of its index in the whole."""
     numbers = torch.Generator().manual_seed(2)
     term = torch.randn(200_001, generator=numbers)
     expected = round_to_bf16(term, noise_of(words("w")(range(200_001)), 0))

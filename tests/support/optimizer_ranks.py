@@ -1,7 +1,6 @@
-"""A tiny sharded model on ranks that are threads, its gradients, and what torch's AdamW makes of the whole parameters.
+"""A tiny sharded model on ranks that are threads, its gradients, and torch's AdamW on the whole parameters.
 
-Gradients are small multiples of 1/16, of which any sum in any order is exact in fp32: whoever adds them up, the bits
-are the same.
+Gradients are small multiples of 1/16, whose sums are exact in fp32 in any order: the bits don't depend on the layout.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SHARDINGS = [
 
 
 class Module(nn.Module):
-    """One parameter; its forward pass shows the weights that it saw."""
+    """A module with one parameter, whose forward pass returns the weights."""
 
     def __init__(self, sharding: ParamSharding, tp_size: int, dtype: torch.dtype):
         super().__init__()
@@ -63,7 +62,7 @@ def make_stage(tp_size: int, policy: Policy) -> nn.ModuleList:
 
 
 def gradient(sharding: ParamSharding, part: int, step: int) -> Tensor:
-    """The whole gradient of one part of the batch: one replica's micro-batches, as long as all replicas live."""
+    """The whole gradient of one part of the batch: the micro-batches of one replica while all are alive."""
     seed = 1000 * SHARDINGS.index(sharding) + 10 * step + part
     numbers = torch.Generator().manual_seed(seed)
     return torch.randint(-64, 65, sharding.shape, generator=numbers).to(torch.float64) / 16
@@ -81,8 +80,8 @@ def cut_local(sharding: ParamSharding, whole: Tensor, tp: TpShard) -> Tensor:
 
 
 def local_gradient(sharding: ParamSharding, part: int, step: int, tp: TpShard) -> Tensor:
-    """What the backward pass of one rank adds up: a partial gradient is its tokens' part only, that of a row which
-    several ranks hold its own query heads' part."""
+    """The gradient that one rank's backward pass adds: a partial gradient is that of its tokens, and a row that several
+    ranks hold has that of its query heads."""
     whole, tp_share = gradient(sharding, part, step), 0.25 if tp.rank == 0 else 0.75 / max(1, tp.size - 1)
     if sharding.partial_grad and tp.size > 1:
         return tp_share * whole
@@ -101,7 +100,7 @@ def backward(stage: nn.Module, part: int, step: int, tp: TpShard) -> None:
 
 
 class Rank:
-    """One rank of one stage, from generation to generation, without a coordinator: the test says who lives."""
+    """One rank of a stage, from generation to generation, without a coordinator: the test decides which ranks live."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class Rank:
         self.optimizer.join(generation, groups, self.world.links(self.rank, generation))
 
     def move(self, generation: int, previous: Grid, live: Collection[int], *, weights_gathered: bool = False) -> int:
-        """Builds the ranges for those alive of `previous`, not yet in force; returns the bytes received."""
+        """Builds the ranges for the live ranks of `previous` without committing them; returns the bytes received."""
         grid, _ = previous.without(set(previous.ranks) - set(live))
         old, new = self.shard_maps_on(previous), self.shard_maps_on(grid)
         change = ReshardPlan(generation=generation, old=old, new=new, live=live, weights_gathered=weights_gathered)
@@ -180,7 +179,7 @@ class Rank:
     def regroup(
         self, generation: int, previous: Grid, live: Collection[int], *, weights_gathered: bool = False
     ) -> bool:
-        """Puts in force what `move` has built; False: this rank has become a spare."""
+        """Commits the ranges that `move` has built; False: this rank has become a spare."""
         self.optimizer.commit()
         grid, _ = previous.without(set(previous.ranks) - set(live))
         if not grid.holds(self.rank):
@@ -191,7 +190,7 @@ class Rank:
         return True
 
     def reduce(self, step: int) -> None:
-        """The gradients of iteration `step` + 1: the parts of lost replicas go over the others."""
+        """The gradients of iteration `step` + 1: the others take over the parts of lost replicas."""
         replicas = sorted(self.grid.stages[0])
         mine = [part for part in range(self.dp_size) if replicas[part % len(replicas)] == self.coordinates.dp]
         self.optimizer.begin_iteration(step + 1, len(mine))
@@ -204,11 +203,11 @@ class Rank:
         self.optimizer.update(step + 1, update_step(step))
 
     def weights(self) -> dict[str, Tensor]:
-        """By parameter, as its forward pass sees them."""
+        """The weights that forward passes see, by parameter."""
         return {module.weight.sharding.name: module() for module in self.stage}
 
     def state(self) -> list[dict[tuple[int, int], Tensor]]:
-        """Both moments and master weights (3, n) of every range held, by bucket and span, the owned one first."""
+        """Both moments and master weights (3, n) of each range of the rank, by bucket and span, its own first."""
         return [
             {(s.span.start, s.span.stop): s.read(s.span.start, s.span.stop, with_master=True) for s in bucket.shards}
             for bucket in self.buckets
