@@ -1,1 +1,1 @@
-"""Checkpoints: written beside training, in the model's terms, and read on any layout."""
+"""Checkpoints: written in the background, in the model's terms, and read on any layout."""

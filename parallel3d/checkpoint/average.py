@@ -1,8 +1,8 @@
 """The mean of the weights of several checkpoints, as a checkpoint of weights alone.
 
-Element by element the sum in fp64, divided, and rounded once to fp32: neither the order of the checkpoints nor their
-layouts change a bit, and checkpoints of different precision can be mixed. It goes block by block of rows: the memory is
-that of a few blocks, whatever the size of the model.
+Each element is summed in fp64, divided, and rounded once to fp32. Neither the order of the checkpoints nor their
+layouts change a bit, and checkpoints of different precision can be mixed. The work goes by blocks of rows, so it takes
+the memory of a few blocks, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BLOCK_ELEMENTS = 4 << 20
 
 
 def average(folders: Sequence[Path], target: Path, *, disk: Disk | None = None) -> Index:
-    """Writes the mean of the checkpoints' weights to the folder `target`, which must not exist; it is whole or not
-    there. Every byte of the checkpoints is verified first.
+    """Writes the mean of the checkpoints' weights to the folder `target`, which must not exist; it appears whole
+    or not at all. Every byte of the checkpoints is verified first.
 
-    Raises CheckpointError for a damaged checkpoint, and where they are of different models; OSError.
+    Raises CheckpointError for damaged checkpoints and for different models; OSError.
     """
     refuse_existing(target)
     readers = [CheckpointReader(folder, verify_checkpoint(folder)) for folder in folders]
@@ -53,7 +53,7 @@ def average(folders: Sequence[Path], target: Path, *, disk: Disk | None = None) 
 
 @torch.no_grad()
 def mean_of(readers: Sequence[CheckpointReader], tensor: str, start: IntTuple, shape: IntTuple) -> Tensor:
-    """The mean of a rectangle, summed in fp64: fp32, of that shape."""
+    """Returns the mean of a rectangle in fp32, summed in fp64."""
     total = torch.zeros(shape, dtype=torch.float64)
     for reader in readers:
         total += reader.read(WEIGHT, tensor, start, shape)
@@ -61,7 +61,7 @@ def mean_of(readers: Sequence[CheckpointReader], tensor: str, start: IntTuple, s
 
 
 def _differences(readers: Sequence[CheckpointReader]) -> Iterator[str]:
-    """What makes them checkpoints of different models, in sentences."""
+    """Yields sentences on what makes them checkpoints of different models."""
     first, *others = readers
     for other in others:
         was, now = (reader.index.facts.config.get("model", {}) for reader in (first, other))

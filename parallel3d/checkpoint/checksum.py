@@ -1,7 +1,7 @@
 """The checksum of a checkpoint's file: CRC-32, which every zlib has and a core computes faster than a disk writes.
 
-It finds all damage within any 32 bits in a row, and misses other damage once in 2^32 times; it is no signature. SHA-256
-takes four times as long and more (docs/experiments.md).
+It detects all damage within any 32 consecutive bits and misses other damage once in 2^32 times; it is not a signature.
+SHA-256 takes at least four times as long (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ BUFFER_BYTES = 1 << 20
 
 
 class Checksum:
-    """Of bytes as they come."""
+    """The running checksum of a stream of bytes."""
 
     def __init__(self) -> None:
         self._value = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Other threads run meanwhile."""
+        """Adds bytes; zlib releases the interpreter's lock meanwhile."""
         self._value = zlib.crc32(data, self._value)
 
     def text(self) -> str:
-        """Eight hexadecimal digits."""
+        """Returns the checksum as eight hexadecimal digits."""
         return f"{self._value:08x}"
 
 
 def checksum_of(file: BufferedReader, check: Callable[[], None] = lambda: None) -> str:
-    """Of all that is still to be read of an open file; `check` is called now and then, and may raise."""
+    """Returns the checksum of the rest of an open file; `check` is called from time to time and may raise."""
     checksum, buffer = Checksum(), memoryview(bytearray(BUFFER_BYTES))
     while num_read := file.readinto(buffer):
         check()

@@ -1,6 +1,6 @@
-"""How far two checkpoints of one run are apart, tensor by tensor, whatever layouts have written them.
+"""The differences between two checkpoints, tensor by tensor, whatever layouts wrote them.
 
-Read block by block of rows: the memory is that of a few blocks. Differences are |a - b| / |b| of a whole tensor.
+They are read by blocks of rows and take the memory of a few blocks. A difference is |a - b| / |b| of a whole tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FUSED = {"q": "qkv", "k": "qkv", "v": "qkv"}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """Of one tensor, in one of its kinds."""
+    """The difference of one tensor, in one of its kinds."""
 
     kind: str
     tensor: str
     relative: float
-    """0: equal; infinite where something is not finite."""
+    """0: equal; infinite if an element is not finite."""
 
     @property
     def is_weight(self) -> bool:
@@ -42,9 +42,9 @@ class TensorDifference:
 def compare_checkpoints(ours: Path, theirs: Path, *, noise: float) -> Iterator[TensorDifference]:
     """Yields the difference of every tensor in each of its kinds.
 
-    Elements are left out whose gradients, by the second moment, are below `noise` x those of their parameter: rounding
-    decides what such a gradient is, and AdamW makes whole steps of it. With 0, or without second moments, none are.
-    Raises CheckpointError where the two hold different tensors, or a file is damaged.
+    Leaves out elements whose gradients, by the second moment, are below `noise` times those of their parameter: such a
+    gradient is rounding noise, of which AdamW makes whole steps. With 0, or without second moments, all elements count.
+    Raises CheckpointError if the two hold different tensors or a file is damaged.
     """
     mine, right = (CheckpointReader(folder, read_index(folder)) for folder in (ours, theirs))
     tensors = {name: (tensor.shape, tensor.kinds.keys()) for name, tensor in right.index.tensors.items()}
@@ -58,7 +58,7 @@ def compare_checkpoints(ours: Path, theirs: Path, *, noise: float) -> Iterator[T
             counts = torch.ones(block, dtype=torch.bool)
             if floor is not None:
                 exp_avg_sq = right.read(EXP_AVG_SQ.kind, name, start, block).double()
-                counts = ~((exp_avg_sq > 0) & (exp_avg_sq < floor))  # what is not finite counts
+                counts = ~((exp_avg_sq > 0) & (exp_avg_sq < floor))  # elements that are not finite count
             for kind in kinds:
                 a, b = (reader.read(kind, name, start, block).double() for reader in (mine, right))
                 apart[kind] += _squares((a - b)[counts])
@@ -69,7 +69,7 @@ def compare_checkpoints(ours: Path, theirs: Path, *, noise: float) -> Iterator[T
 
 
 def _floors(reader: CheckpointReader, noise: float) -> dict[str, float]:
-    """By parameter that has second moments, the one below which an element's gradient is noise."""
+    """For each parameter with second moments: the second moment below which an element's gradient is noise."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name, tensor in reader.index.tensors.items():
@@ -84,7 +84,7 @@ def _floors(reader: CheckpointReader, noise: float) -> dict[str, float]:
 
 
 def _parameter_of(tensor: str) -> str:
-    """The fused parameter that a tensor is a part of: all of a key's bias is noise, which shows beside the query's."""
+    """The fused parameter of a tensor. A key's bias, for example, is nothing but noise, as the query's bias shows."""
     *path, module, kind = ["", *tensor.split(".")]
     return ".".join([*path, FUSED.get(module, module), kind])
 

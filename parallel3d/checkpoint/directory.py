@@ -1,10 +1,10 @@
-"""The checkpoints of a run: which are there, which is the newest good one, which are kept.
+"""The checkpoints of a run: which exist, which is the newest good one, which are kept.
 
     <directory>/step-00000200/           published: complete since it got its name, in one rename
     <directory>/step-00000300.e0.partial being written, in membership generation 0; or left over
-    <directory>/step-00000100.0.removed  on its way out
+    <directory>/step-00000100.0.removed  being removed
     <directory>/latest -> step-00000200  the newest; best: the one with the lowest loss
-    <directory>/previous-1/              checkpoints that the run does not go on from, moved there at its start
+    <directory>/previous-1/              checkpoints from which the run does not continue, moved there at its start
 
 No torch here: a launcher chooses the checkpoint before it starts workers.
 """
@@ -35,7 +35,7 @@ _LEFTOVER = re.compile(r"step-\d{8,}\.\w+\.(partial|removed)")
 
 @dataclass(frozen=True, kw_only=True)
 class NewestCheckpoint:
-    """The newest checkpoint that a run can go on from, if there is one, and what is wrong with newer ones."""
+    """The newest checkpoint from which a run can resume, if any, and the damage of newer ones."""
 
     path: Path | None
     index: Index | None
@@ -53,16 +53,16 @@ class CheckpointDirectory:
         return self.directory / f"step-{step:08}"
 
     def partial_path(self, step: int, generation: int) -> Path:
-        """Where a checkpoint is written. Each attempt has a folder of its own: nothing of an older one gets into it."""
+        """The folder in which a checkpoint is written: one for each attempt, so that it contains no older files."""
         return self.directory / f"step-{step:08}.e{generation}.partial"
 
     def steps(self) -> list[int]:
-        """Of the published checkpoints, ascending."""
+        """The steps of the published checkpoints, ascending."""
         names = (_NAME.fullmatch(name) for name in _listdir(self.directory))
         return sorted(int(name[1]) for name in names if name)
 
     def find_newest_valid(self) -> NewestCheckpoint:
-        """Reads every byte of the newest checkpoint, of the one before where that is damaged, and so on."""
+        """Verifies every byte of the newest checkpoint; if it is damaged, of the one before it, and so on."""
         damaged: list[str] = []
         for step in reversed(self.steps()):
             try:
@@ -75,14 +75,15 @@ class CheckpointDirectory:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def remove_leftovers(self, keep: Path) -> None:
-        """What an interrupted save or removal has left. Another process may be at it, too: a rename claims it first."""
+        """Removes leftovers of interrupted saves and removals. A rename claims each one first: another process may be
+        removing it too."""
         for name in _listdir(self.directory):
             path = self.directory / name
             if _LEFTOVER.fullmatch(name) and path != keep:
                 self._remove(path)
 
     def publish(self, partial: Path, step: int) -> None:
-        """Gives a complete checkpoint its name. One of the same step that is there already gives way."""
+        """Gives a complete checkpoint its name; replaces one of the same step."""
         target = self.path_of(step)
         replaced = self._claim(target) if target.exists() else None
         self.disk.rename(partial, target)
@@ -91,7 +92,7 @@ class CheckpointDirectory:
             self.disk.remove_tree(replaced)
 
     def set_link(self, name: str, step: int) -> None:
-        """Makes the link `name` lead to the checkpoint of `step`, at once for whoever looks."""
+        """Points the link `name` at the checkpoint of `step`, atomically."""
         temporary = self.directory / f".{name}"
         self.disk.remove_file(temporary)
         self.disk.link(self.path_of(step).name, temporary)
@@ -99,10 +100,10 @@ class CheckpointDirectory:
         self.disk.sync_folder(self.directory)
 
     def prune(self, *, keep_last: int, keep_every: int | None, weights_only: bool = False) -> None:
-        """Points `latest` and `best`, and removes what need not be kept: neither among the last, nor the best, nor
-        permanent. With `weights_only` those that are no more than permanent lose their moments.
+        """Points `latest` and `best`, and removes checkpoints that are neither among the last, nor the best, nor
+        permanent. With `weights_only` those that are only permanent lose their optimizer state.
 
-        Raises OSError, and CheckpointError where a permanent one is damaged.
+        Raises OSError, and CheckpointError if a permanent one is damaged.
         """
         steps = self.steps()
         self.set_link(LATEST, steps[-1])
@@ -116,7 +117,7 @@ class CheckpointDirectory:
             drop_optimizer_state(self.path_of(step), read_index(self.path_of(step)), self.disk)
 
     def archive_later(self, after: int) -> Path | None:
-        """Moves checkpoints of later steps into the next free previous-N: the run does not go on from them."""
+        """Moves checkpoints of later steps, from which the run does not continue, into the next free previous-N."""
         later = [self.path_of(step) for step in self.steps() if step > after]
         if not later:
             return None
@@ -134,18 +135,18 @@ class CheckpointDirectory:
         return target
 
     def archived_bytes(self) -> int:
-        """What lies in all of previous-N."""
+        """The size of all archived checkpoints."""
         folders = [self.directory / name for name in _listdir(self.directory) if _PREVIOUS.fullmatch(name)]
         return sum(file.lstat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
     def _remove(self, path: Path) -> None:
         try:
             self.disk.remove_tree(self._claim(path))
-        except FileNotFoundError:  # somebody else has claimed it
+        except FileNotFoundError:  # another process has claimed it
             return
 
     def _claim(self, path: Path) -> Path:
-        """A new name, under which it is no checkpoint any more."""
+        """Renames a checkpoint, which then no longer counts as one; returns its new path."""
         stem = path.name.split(".")[0]
         names = (self.directory / f"{stem}.{number}.removed" for number in count())
         target = next(name for name in names if not name.exists())
@@ -162,7 +163,7 @@ class CheckpointDirectory:
 
 
 def best_of(losses: Iterator[tuple[int, float | None, float | None]]) -> int | None:
-    """The step with the lowest evaluation loss; where none has one, with the lowest training loss."""
+    """The step with the lowest evaluation loss; if none has one, with the lowest training loss."""
     table = list(losses)
     evaluated = [(loss, step) for step, loss, _ in table if loss is not None and loss == loss]
     trained = [(loss, step) for step, _, loss in table if loss is not None and loss == loss]
@@ -172,14 +173,15 @@ def best_of(losses: Iterator[tuple[int, float | None, float | None]]) -> int | N
 def plan_pruning(
     steps: Sequence[int], *, keep_last: int, keep_every: int | None, best: int | None
 ) -> tuple[list[int], list[int]]:
-    """Of `steps`, ascending, those neither among the last nor the best: (need not be kept, are kept for ever)."""
+    """Returns (steps to remove, permanent steps): those of the ascending `steps` that are neither among the last nor
+    the best."""
     old = [step for step in steps[:-keep_last] if step != best]
     permanent = [step for step in old if keep_every and step % keep_every == 0]
     return [step for step in old if step not in permanent], permanent
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a published checkpoint; CheckpointError when it can't be read or is not what was written."""
+    """Reads the index of a published checkpoint; raises CheckpointError if it is unreadable or damaged."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -189,9 +191,9 @@ def read_index(folder: Path) -> Index:
 
 
 def verify_checkpoint(folder: Path, check: Callable[[], None] = lambda: None) -> Index:
-    """The index of a checkpoint of which every byte is as it was written; else CheckpointError naming the file.
+    """Verifies every byte of a checkpoint and returns its index; raises CheckpointError, which names the damaged file.
 
-    `check` is called every now and then, on several threads, and may raise what ends the reading.
+    `check` is called from time to time, on several threads, and may raise to end the reading.
     """
     index = read_index(folder)
     with ThreadPoolExecutor(max_workers=MAX_READERS) as pool:
@@ -202,14 +204,16 @@ def verify_checkpoint(folder: Path, check: Callable[[], None] = lambda: None) ->
 
 
 def verify_resumable(folder: Path, check: Callable[[], None] = lambda: None) -> Index:
-    """The same of a checkpoint that a run can go on from."""
+    """As `verify_checkpoint`; also raises CheckpointError if a run can't resume from the checkpoint."""
     if not read_index(folder).has_optimizer_state:
-        raise CheckpointError(f"{folder} holds weights alone: a run may begin with them (run.initialize_from)")
+        raise CheckpointError(
+            f"{folder} holds weights only: no run can resume from it, but one can start from it (run.initialize_from)"
+        )
     return verify_checkpoint(folder, check)
 
 
 def _find_damage(folder: Path, file: IndexedFile, check: Callable[[], None]) -> str:
-    """What is wrong with a file; "" if nothing is."""
+    """Describes the damage of a file; "" if there is none."""
     path = folder / file.name
     try:
         with path.open("rb") as content:
@@ -224,7 +228,7 @@ def _find_damage(folder: Path, file: IndexedFile, check: Callable[[], None]) -> 
 
 
 def _listdir(path: Path) -> Collection[str]:
-    """Names in a folder, () where there is none; CheckpointError where it cannot be listed."""
+    """The names in a folder, () if it does not exist; raises CheckpointError if it can't be listed."""
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:

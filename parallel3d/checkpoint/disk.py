@@ -1,6 +1,6 @@
-"""The operations on files that a save is made of, one method each: tests end a save between any two of them.
+"""The file operations of a save, one method each, so that tests can end a save between any two of them.
 
-What is renamed or linked has been synced before, and the folder is synced after: what is there after a crash is whole.
+A file is synced before it is renamed or linked, and its folder after: whatever exists after a crash is whole.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Disk:
 
     @contextmanager
     def create(self, path: Path) -> Iterator[BinaryIO]:
-        """A new file, or an emptied one, open for writing."""
+        """Opens a new or emptied file for writing."""
         with path.open("wb", buffering=0) as file:
             yield file
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
-        """All of the data: a write may take less than it is given."""
+        """Writes all of the data; a single write may take only part of it."""
         rest = memoryview(data)
         while rest:
             rest = rest[file.write(rest) :]
@@ -36,7 +36,7 @@ class Disk:
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """Names that were made or changed in a folder stay."""
+        """Makes new and changed names in a folder durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -47,7 +47,7 @@ class Disk:
         os.replace(path, target)
 
     def link(self, target: str, path: Path) -> None:
-        """A symbolic link at `path`."""
+        """Creates a symbolic link at `path`."""
         os.symlink(target, path)
 
     def remove_file(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class Disk:
         path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
-        """A folder and all that is in it."""
+        """Removes a folder with its contents."""
         for entry in sorted(path.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
                 self.remove_tree(entry)
@@ -66,24 +66,24 @@ class Disk:
         self.remove_folder(path)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A whole small file, synced."""
+        """Writes and syncs a small file."""
         with self.create(path) as file:
             self.write(file, data)
             self.sync(file)
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises CheckpointError where the folder to make is there already: before long work, too."""
+    """Raises CheckpointError if the folder to create exists; also called before long work."""
     if target.exists():
         raise CheckpointError(f"{target} exists: nothing is overwritten, name another folder")
 
 
 @contextmanager
 def new_folder(disk: Disk, target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when that is done: it is whole or not there.
+    """Yields a folder to fill, which becomes `target` at the end: it appears whole or not at all.
 
-    What ends it early leaves nothing; what kills it leaves `target`.partial, which the next attempt removes. Raises
-    CheckpointError where `target` exists.
+    An error leaves nothing; a kill leaves `target`.partial, which the next attempt removes. Raises CheckpointError if
+    `target` exists.
     """
     refuse_existing(target)
     partial = target.with_name(f"{target.name}.partial")

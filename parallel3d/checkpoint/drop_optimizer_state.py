@@ -1,8 +1,8 @@
-"""Makes a checkpoint of weights alone out of a whole one, in place: a third of the bytes, no run can go on from it.
+"""Reduces a checkpoint to its weights, in place: a third of the bytes, from which no run can resume.
 
-Each file is read once, from end to end, and its checksum compared; the weights in it go into a new file beside it. The
-index is then replaced in one rename: before that the checkpoint is whole, after it the files with the moments belong to
-nothing, and are removed. Whatever is interrupted is done again, or finished, at the next call. No torch.
+Each file is read once, from end to end, and its checksum verified; its weights are written to a new file next to it.
+Then the index is replaced in one rename. Before that the checkpoint is whole; after it the files with optimizer state
+are unlisted, and are removed. An interrupted call is repeated, or finished, by the next one. No torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ WEIGHTS_SUFFIX = ".weights" + SUFFIX
 
 
 def drop_optimizer_state(folder: Path, index: Index, disk: Disk) -> None:
-    """Leaves of the published checkpoint that `index` describes its weights, and nothing that does not belong to it.
+    """Removes everything but its weights from the published checkpoint that `index` describes.
 
-    Raises OSError, and CheckpointError for a damaged one, which stays as it is.
+    Raises OSError, and CheckpointError for a damaged checkpoint, which stays as it is.
     """
     if index.has_optimizer_state:
         shards = [file for file in index.files if file.name.endswith(SUFFIX)]
@@ -55,7 +55,7 @@ def _weights_only_index(index: Index, weights_only: dict[str, IndexedFile]) -> I
 
 
 def _write_weights_only(folder: Path, whole: IndexedFile, disk: Disk) -> IndexedFile:
-    """Writes the file's weights beside it."""
+    """Writes the weights of a file to a new file next to it."""
     path = folder / whole.name
     try:
         with path.open("rb") as source:
@@ -71,7 +71,7 @@ def _write_weights_only(folder: Path, whole: IndexedFile, disk: Disk) -> Indexed
 
 
 def _read_header(source: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """What stands where in a file of `size` bytes, and where the first tensor begins."""
+    """Returns the header of a file of `size` bytes, and the offset of the first tensor."""
     length = int.from_bytes(source.read(8), "little")
     header = json.loads(source.read(min(length, size)))
     header.pop("__metadata__", None)
@@ -79,7 +79,8 @@ def _read_header(source: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _checked_spans(source: BinaryIO, spans: list[range], crc32: str, where: str) -> Iterator[memoryview]:
-    """The bytes of the file within `spans`, ascending; CheckpointError after the last where the checksum is another."""
+    """Yields the bytes of the file within the ascending `spans`; raises CheckpointError after the last if the checksum
+    differs."""
     checksum, position = Checksum(), 0
     while data := source.read(WRITE_BYTES):
         checksum.update(data)

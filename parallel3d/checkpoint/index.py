@@ -1,14 +1,15 @@
-"""A checkpoint's index: what it holds, where, and in which state the run was. Pure.
+"""A checkpoint's index: its tensors, where they are stored, and the state of the run. Pure.
 
-One JSON file beside the shards. Tensors are named as in the model, with the chunks of fused parameters apart; each is
-there in some *kinds*: weight (master weights where there are any), and the states of its update rule
+It is one JSON file next to the shards. Tensors are named as in the model, parts of fused parameters separately; each
+exists in several *kinds*: weight (master weights where there are any), and the states of its update rule
 (optim/update_rules). The rectangles ("pieces") of a tensor are the same for all of its kinds::
 
     tensors: layers.0.attention.q.weight: {shape: [4096, 4096], kinds: {weight: F32, moment1: F32, moment2: F32},
                                            pieces: [{file: rank-00003.safetensors, start: [0, 0], shape: [1024, 4096]}]}
     key of a piece in its file:  moment1/layers.0.attention.q.weight/0-0
 
-The first line carries the hash of all that follows, so that a changed byte is found; every shard's checksum is in it.
+The first line has the hash of all that follows, so that a changed byte is detected; the index has every shard's
+checksum.
 """
 
 from __future__ import annotations
@@ -60,41 +61,41 @@ class IndexedTensor(_Record):
 
 
 class IndexedFile(_Record):
-    """One file of the checkpoint as it must be."""
+    """One file of the checkpoint: its name, size and checksum."""
 
     name: str
     size: int
     crc32: str
-    """checksum.py"""
+    """As checksum.py computes it."""
 
 
 class RankManifest(_Record):
-    """What one rank has written."""
+    """The files and tensors that one rank has written."""
 
     file: IndexedFile | None
     tensors: dict[str, IndexedTensor]
 
 
 class RunFacts(_Record):
-    """What the run that saves says of itself."""
+    """Facts about the run that saved."""
 
     state: dict[str, Any]
     """trainer/resume.py: counters, cursors, the last entries."""
     evaluation_loss: float | None = None
-    """Of this very step."""
+    """Of the checkpoint's own step."""
     training_loss: float | None = None
-    """Mean over the steps since the save before."""
+    """Mean over the steps since the previous save."""
     config: dict[str, Any]
-    """As resolved."""
+    """The resolved configuration."""
     text: dict[str, Any] = {}
-    """What tells one corpus from another."""
+    """The data fingerprint, by which two corpora differ."""
     versions: dict[str, str | None] = {}
     averaged: tuple[str, ...] = ()
-    """Of an average: the checkpoints that it was made of."""
+    """For an average: the checkpoints from which it was made."""
 
 
 class Index(_Record):
-    """All of a checkpoint but the numbers themselves."""
+    """Everything about a checkpoint except its numbers."""
 
     format: Literal[2] = 2
     step: int
@@ -109,17 +110,17 @@ class Index(_Record):
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether there is more than weights: no run goes on from weights alone."""
+        """Whether there is more than weights, so that a run can resume."""
         return all(tensor.kinds.keys() > {WEIGHT} for tensor in self.tensors.values())
 
 
 def key_of(kind: str, tensor: str, start: Iterable[int]) -> str:
-    """The name of a piece in its file."""
+    """The key of a piece in its file."""
     return f"{kind}/{tensor}/{'-'.join(map(str, start))}"
 
 
 def merge_manifests(parts: Iterable[RankManifest]) -> tuple[tuple[IndexedFile, ...], dict[str, IndexedTensor]]:
-    """Files and tensors of the whole; CheckpointError when the parts do not make up every tensor."""
+    """Merges the ranks' parts into files and tensors; raises CheckpointError if they don't make up every tensor."""
     files: list[IndexedFile] = []
     tensors: dict[str, IndexedTensor] = {}
     for part in parts:
@@ -135,13 +136,14 @@ def merge_manifests(parts: Iterable[RankManifest]) -> tuple[tuple[IndexedFile, .
 
 
 def encode_index(index: Index) -> bytes:
-    """The file's bytes."""
+    """Encodes the index file."""
     body = json.dumps(index.model_dump(mode="python"), separators=(",", ":"))[1:].encode()
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
 
 
 def decode_index(data: bytes, where: str) -> Index:
-    """The index; CheckpointError naming `where` for anything but what encode_index has made."""
+    """Decodes the index file; raises CheckpointError, which names `where`, for anything that `encode_index` has not
+    written."""
     first = _FIRST_LINE.match(data)
     if first is None or hashlib.sha256(body := data[first.end() :]).hexdigest().encode() != first[1]:
         raise CheckpointError(f"{where} is damaged: it is not what was written")
@@ -174,10 +176,10 @@ def decode_manifest(data: bytes, where: str) -> RankManifest:
 
 
 def _gaps(tensors: Mapping[str, IndexedTensor], files: set[str] | None = None) -> Iterable[str]:
-    """Tensors that their pieces do not make up, and files in other places, in sentences."""
+    """Yields sentences on incomplete tensors and on files outside of the checkpoint's folder."""
     for file in files or ():
         if PurePath(file).name != file:
-            yield f"{file!r} is no name of a file in the checkpoint's folder"
+            yield f"{file!r} is not the name of a file in the checkpoint's folder"
     for name, tensor in tensors.items():
         rank = len(tensor.shape)
         for tensor_chunk in tensor.pieces:

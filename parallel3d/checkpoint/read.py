@@ -1,7 +1,7 @@
-"""Reads what a rank needs of a checkpoint, whatever layout wrote it: slices, straight from the files that hold them.
+"""Reads a rank's part of a checkpoint, whatever layout wrote it: slices, straight from the files that hold them.
 
-Values are rounded to the format that they are wanted in: exact from a narrower format (bf16 -> fp32), to the nearest
-from a wider one (fp32 -> bf16_sr). A policy with master weights reads those, and rounds its weights from them, as ever.
+Values are converted to the requested format: exactly from a narrower one (bf16 -> fp32), rounded to the nearest from a
+wider one (fp32 -> bf16_sr). A policy with master weights reads those and rounds its weights from them, as in training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel3d.parallel.sharding import ParamSharding, TpShard
 
 
 class CheckpointReader:
-    """One checkpoint, open for reading; files are opened when something of them is first needed."""
+    """One checkpoint, open for reading; each file is opened on first use."""
 
     def __init__(self, folder: Path, index: Index):
         self.folder = folder
@@ -33,9 +33,9 @@ class CheckpointReader:
         self._open: dict[str, Any] = {}
 
     def read(self, kind: str, tensor: str, start: IntTuple, shape: IntTuple) -> Tensor:
-        """A rectangle of a tensor, in the format in which it was saved.
+        """Reads a rectangle of a tensor, in the format in which it was saved.
 
-        Raises CheckpointError when the checkpoint lacks it, or a file is not what the index says.
+        Raises CheckpointError if the checkpoint lacks it or a file contradicts the index.
         """
         known = self.index.tensors.get(tensor)
         if known is None or kind not in known.kinds:
@@ -63,18 +63,18 @@ class CheckpointReader:
         return whole
 
     def whole(self, kind: str, tensor: str) -> Tensor:
-        """All of a tensor."""
+        """Reads a whole tensor."""
         shape = self.index.tensors[tensor].shape
         return self.read(kind, tensor, (0,) * len(shape), shape)
 
     def side_files(self) -> dict[str, bytes]:
-        """What goes with the weights, by file name: the tokenizer."""
+        """The files that accompany the weights, by name: the tokenizer."""
         shards = {tensor_chunk.file for tensor in self.index.tensors.values() for tensor_chunk in tensor.pieces}
         names = (file.name for file in self.index.files if file.name not in shards)
         return {name: (self.folder / name).read_bytes() for name in names}
 
     def close(self) -> None:
-        """Lets go of all files: what was read of them is no longer counted as this process' memory."""
+        """Closes all files; their pages no longer count as this process's memory."""
         self._open.clear()
 
     def _slice(self, file: str, key: str, shape: IntTuple, start: IntTuple, first: IntTuple, size: IntTuple) -> Tensor:
@@ -99,8 +99,8 @@ def load_shard(
     tp: TpShard,
     kinds: Sequence[str] | None = None,
 ) -> Shard:
-    """A range of optimizer state as the checkpoint has it; padding is zero, and so are states that are not among the
-    `kinds` to read (None: all)."""
+    """Loads a range of optimizer state; padding is zero, and so are states that are not among the `kinds` to read
+    (None: all)."""
     check_shapes(reader, [parameter.sharding for parameter in bucket.parameters])
     shard = bucket.empty_shard(span)
     shard.states.zero_()
@@ -121,7 +121,7 @@ def load_shard(
 
 @torch.no_grad()
 def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp: TpShard) -> Tensor:
-    """A tensor-parallel rank's share of a parameter, in the format that it has in the checkpoint; padding is zero."""
+    """Loads a tensor-parallel rank's part of a parameter, in the checkpoint's format; padding is zero."""
     check_shapes(reader, [sharding])
     param_slot = ParamSlot(name=sharding.name, offset=0, shape=sharding.local_shape(tp.size))
     share: Tensor | None = None
@@ -133,7 +133,7 @@ def load_weight(reader: CheckpointReader, sharding: ParamSharding, *, tp: TpShar
 
 
 def check_states(reader: CheckpointReader, buckets: Iterable[Bucket]) -> None:
-    """Raises CheckpointError where the checkpoint lacks a state that the update rule keeps."""
+    """Raises CheckpointError if the checkpoint lacks a state of the update rule."""
     for bucket in buckets:
         wanted = set(bucket.rule.state_kinds())
         names = (name for parameter in bucket.parameters for name in tensors_of(parameter.sharding))
@@ -149,7 +149,7 @@ def check_states(reader: CheckpointReader, buckets: Iterable[Bucket]) -> None:
 
 
 def check_shapes(reader: CheckpointReader, shardings: Iterable[ParamSharding]) -> None:
-    """Raises CheckpointError where a parameter is not in the checkpoint, or of another shape."""
+    """Raises CheckpointError if the checkpoint lacks a parameter or has it in another shape."""
     for sharding in shardings:
         for name, shape in tensors_of(sharding).items():
             known = reader.index.tensors.get(name)

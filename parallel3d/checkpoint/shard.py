@@ -1,7 +1,7 @@
-"""Files of tensors in safetensors' format, written straight from bytes, checksums made on the way. No torch.
+"""Writes files in safetensors' format straight from bytes, and computes their checksums on the way. No torch.
 
-The format is simple enough (8 bytes length, a JSON header, the tensors end to end) to be written without the library,
-which would copy each tensor once more; and the checksum needs no second reading.
+The format is simple: 8 bytes of length, a JSON header, the tensors end to end. The library would copy each tensor once
+more, and the checksum would need a second pass over the file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from parallel3d.checkpoint.tensor_chunks import IntTuple
 from parallel3d.number_formats import NUMBER_FORMATS
 
 WRITE_BYTES = 8 << 20
-"""What is written at a time."""
+"""Size of a write."""
 MAX_BEHIND = 4
-"""So many chunks the checksum may be behind what is written."""
+"""Buffers by which the checksum may lag behind the writes."""
 
 FORMAT_BYTES = {each.stored_name: each.num_bytes for each in NUMBER_FORMATS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """What a file's header says of one of its tensors."""
+    """A tensor in a file's header."""
 
     key: str
     format: Format
@@ -50,15 +50,15 @@ def write_shard(
     *,
     check: Callable[[], None] = lambda: None,
 ) -> IndexedFile:
-    """Writes and syncs a file of `tensors`, whose bytes, in that order, are `chunks`. Raises OSError.
+    """Writes and syncs a file of `tensors`, whose bytes in that order are `buffers`. Raises OSError.
 
-    `check` is called between chunks, and may raise to end it.
+    `check` is called between buffers, and may raise to end the write.
     """
     checksum, size, behind = Checksum(), 0, deque[Future[None]]()
-    with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as beside:
+    with disk.create(path) as file, ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum") as background:
         for buffer in chain([memoryview(encode_header(tensors))], buffers):
             check()
-            behind.append(beside.submit(checksum.update, buffer))
+            behind.append(background.submit(checksum.update, buffer))
             disk.write(file, buffer)
             size += len(buffer)
             if len(behind) > MAX_BEHIND:
@@ -70,7 +70,7 @@ def write_shard(
 
 
 def encode_header(tensors: Iterable[StoredTensor]) -> bytes:
-    """The file's length and header, padded so that the tensors begin at a multiple of 8 bytes."""
+    """Encodes the length and the header, padded so that the tensors begin at a multiple of 8 bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -83,7 +83,7 @@ def encode_header(tensors: Iterable[StoredTensor]) -> bytes:
 
 
 def split_into_files(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """The tensors in order, as many to a file as `max_bytes` allows; a larger one has a file of its own. Pure."""
+    """Splits the tensors, in order, into files of at most `max_bytes`; a larger tensor has its own file. Pure."""
     files: list[list[StoredTensor]] = []
     left = 0
     for tensor in tensors:
@@ -96,7 +96,7 @@ def split_into_files(tensors: Iterable[StoredTensor], max_bytes: int) -> list[li
 
 
 def write_small_file(disk: Disk, path: Path, data: bytes) -> IndexedFile:
-    """Writes and syncs a small file of any kind; what an index says of it. Raises OSError."""
+    """Writes and syncs a small file of any kind; returns its index entry. Raises OSError."""
     disk.write_file(path, data)
     checksum = Checksum()
     checksum.update(data)

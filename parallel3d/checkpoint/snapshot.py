@@ -1,8 +1,8 @@
-"""A consistent copy of what one rank writes, in host memory: training goes on while it is written.
+"""A consistent copy of one rank's part of a checkpoint in host memory, so that training continues during the write.
 
-Taken between two steps, when every range that the rank owns is at the same version. It holds weights (the master
-weights where there are any) and states of the owned ranges: (1 + states) x the state's format x parameters / replicas,
-which is the memory that a save takes, in addition to one contiguous piece at a time.
+It is taken between two steps, when all ranges that the rank owns are at the same version, and holds their weights
+(master weights where there are any) and states. A save takes the memory of this copy, (1 + states) x the state's format
+x parameters / replicas, and of one contiguous piece at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel3d.parallel.sharding import TpShard
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRange:
-    """A part of a bucket: its rectangles, and a copy of its elements by kind, each (elements,)."""
+    """A range of a bucket: its rectangles, and a copy of its elements by kind, each (elements,)."""
 
     start: int
     pieces: tuple[TensorChunk, ...]
@@ -30,7 +30,7 @@ class BucketRange:
     """By kind: weights first, then the update rule's states."""
 
     def tensors(self) -> Iterator[tuple[str, TensorChunk, Tensor]]:
-        """(kind, piece, values) of everything, values of the piece's shape."""
+        """Yields (kind, piece, values) of all pieces; values have the piece's shape."""
         for kind, state in self.states.items():
             for tensor_chunk in self.pieces:
                 yield (
@@ -42,11 +42,11 @@ class BucketRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one rank writes."""
+    """One rank's part of a checkpoint."""
 
     ranges: tuple[BucketRange, ...]
     shapes: dict[str, IntTuple]
-    """Of the tensors that it has something of."""
+    """Shapes of the tensors of which it has pieces."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Snapshot:
 
 @torch.no_grad()
 def take_snapshot(optimizer: ShardedOptimizer, *, tp: TpShard) -> Snapshot:
-    """Copies what this rank writes; the next step may begin as soon as this returns."""
+    """Copies this rank's part; the next step may begin as soon as this returns."""
     ranges: list[BucketRange] = []
     shapes: dict[str, IntTuple] = {}
     for bucket in optimizer.buckets:

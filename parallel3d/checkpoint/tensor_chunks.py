@@ -1,15 +1,14 @@
-"""Which rectangles of the model's tensors stand where in a flat bucket, and who writes which of them. Pure.
+"""Maps ranges of flat buckets to rectangles of the model's tensors, and decides which rank writes which. Pure.
 
-A checkpoint knows no ranks, no fused parameters and no padding: it holds *tensors*, the chunks of fused parameters
-under names of their own, and of each tensor rectangles. A range of a bucket, cut wherever ZeRO cuts, is turned into
-rectangles::
+A checkpoint knows no ranks, no fused parameters and no padding. It holds *tensors* (parts of fused parameters under
+names of their own) as rectangles. A range of a bucket, wherever ZeRO cuts it, becomes rectangles::
 
     attention.qkv.weight on rank 1 of 2          a range of its flat elements        rectangles
     | q: rows 4..7 | k: rows 2, 3 | v: 2, 3 |    row 1, column 3 to row 5, column 2  q[5:6, 3:8]  q[6:8, :]
                                                                                      k[2:3, :]    k[3:4, 0:2]
 
-Writing, loading and resharding all go by this one function. What several ranks hold (copies over the tensor-parallel
-ranks, replicas, backups) is written by one of them.
+Saving, loading and resharding all use this one function. Elements that several ranks hold (copies over the
+tensor-parallel ranks, replicas, backups) are written by one of them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ IntTuple = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorChunk:
-    """A rectangle of a tensor, and where its elements stand in the bucket."""
+    """A rectangle of a tensor, and the position of its elements in the bucket."""
 
     tensor: str
     start: IntTuple
     shape: IntTuple
     offset: int
-    """The bucket's element that is the rectangle's first."""
+    """Position of the rectangle's first element in the bucket."""
     strides: IntTuple
     """Elements of the bucket from one index to the next, by dimension."""
 
@@ -43,7 +42,7 @@ class TensorChunk:
 
 
 def tensors_of(sharding: ParamSharding) -> dict[str, IntTuple]:
-    """Names and shapes of the tensors that a parameter is stored as: itself, or its chunks."""
+    """Names and shapes of the tensors as which a parameter is stored: itself, or its fused blocks."""
     if not sharding.fused_blocks or sharding.dim is None:
         return {sharding.name: sharding.shape}
     dim, shape = sharding.dim, sharding.shape
@@ -53,7 +52,7 @@ def tensors_of(sharding: ParamSharding) -> dict[str, IntTuple]:
 
 
 def stored_rows(sharding: ParamSharding, rows: range) -> Iterator[tuple[str, range, int]]:
-    """Where rows of a parameter are stored: (tensor, its rows, the first of them counted within `rows`)."""
+    """Yields where rows of a parameter are stored: (tensor, its rows, offset of the first within `rows`)."""
     assert not sharding.fused_blocks or sharding.dim == 0, f"{sharding.name} has no chunks of rows"
     offset = 0
     for name, shape in tensors_of(sharding).items():
@@ -75,7 +74,7 @@ def tensor_chunks_of(
 ) -> Iterator[TensorChunk]:
     """The rectangles of a parameter within `span`, a range of the bucket's elements.
 
-    Without copies, what neighbouring tensor-parallel ranks hold too is left out on all but the first of them.
+    Without copies, elements that neighbouring tensor-parallel ranks share are left out on all but the first of them.
     """
     shape = sharding.local_shape(tp.size)
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -99,7 +98,7 @@ def tensor_chunks_of(
 
 
 def boxes(start: int, stop: int, shape: IntTuple) -> Iterator[tuple[IntTuple, IntTuple]]:
-    """Elements start..stop of a flattened tensor as (start, shape) of rectangles, in order: at most 2 dims - 1."""
+    """Yields elements start..stop of a flattened tensor as (start, shape) of rectangles: at most 2 dims - 1."""
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
@@ -117,14 +116,14 @@ def boxes(start: int, stop: int, shape: IntTuple) -> Iterator[tuple[IntTuple, In
 
 
 def row_blocks(shape: IntTuple, max_elements: int) -> Iterator[tuple[IntTuple, IntTuple]]:
-    """A tensor as (start, shape) of whole rows, in order; a block is larger than `max_elements` only if a row is."""
+    """Yields a tensor as (start, shape) of blocks of whole rows; a block exceeds `max_elements` only if a row does."""
     num_rows = max(1, max_elements // prod(shape[1:]))
     for row in range(0, shape[0], num_rows):
         yield _with((0,) * len(shape), 0, row), _with(shape, 0, min(num_rows, shape[0] - row))
 
 
 def written_span(plan: BucketPlan, shard_map: ShardMap, rank: int) -> range:
-    """The elements that `rank` writes: the range that it owns; of a single range, an equal share for each holder."""
+    """The elements that `rank` writes: the range that it owns, or an equal share if there is a single range."""
     if shard_map.num_ranges == 1:
         holders = shard_map.holders[0]
         span = plan.range_of(holders.index(rank), len(holders))
@@ -136,7 +135,7 @@ def written_span(plan: BucketPlan, shard_map: ShardMap, rank: int) -> range:
 def overlap(
     start: IntTuple, shape: IntTuple, other_start: IntTuple, other_shape: IntTuple
 ) -> tuple[IntTuple, IntTuple] | None:
-    """Start and shape of what two rectangles have in common; None: nothing."""
+    """Start and shape of the intersection of two rectangles; None if it is empty."""
     first = tuple(max(a, b) for a, b in zip(start, other_start))
     last = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape))
     size = tuple(b - a for a, b in zip(first, last))
@@ -150,7 +149,7 @@ def _in_row(row: int, start: int, stop: int, shape: IntTuple) -> Iterator[tuple[
 
 
 def _fused_block_at(sharding: ParamSharding, run: IndexRun) -> tuple[str, int]:
-    """The tensor in which a run lies, and where that begins in the whole parameter."""
+    """The tensor of a run of indices, and where that tensor begins in the whole parameter."""
     offset = 0
     for chunk in sharding.fused_blocks:
         if offset <= run.global_start < offset + chunk.size:

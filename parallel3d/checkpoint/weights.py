@@ -1,5 +1,5 @@
-"""Checkpoints of weights alone: no run goes on from one, but one may start from it (`run.initialize_from`), and tools
-read it like any other. One file of tensors, each in one piece, and whatever goes with the model (its tokenizer).
+"""Checkpoints of weights alone: a run can't resume from one, but can start from it (`run.initialize_from`), and tools
+read it like any other. It has one file of tensors, each in one piece, and the files of the tokenizer.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def write_weights(
     files: Mapping[str, bytes] | None = None,
     disk: Disk | None = None,
 ) -> Index:
-    """Writes a checkpoint of `tensors`, whose bytes in that order are `chunks`, and of small `files` beside them.
+    """Writes a checkpoint of `tensors`, whose bytes in that order are `buffers`, and of small `files`.
 
-    The folder `target` must not exist; it is whole or not there. Raises CheckpointError and OSError.
+    The folder `target` must not exist; it appears whole or not at all. Raises CheckpointError and OSError.
     """
     disk = disk or Disk()
     with new_folder(disk, target) as folder:

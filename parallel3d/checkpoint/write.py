@@ -1,7 +1,7 @@
-"""Writes a snapshot as a safetensors file with the checksum of its bytes, and makes a checkpoint of all ranks' parts.
+"""Writes snapshots as safetensors files with checksums, and publishes a checkpoint made of all ranks' parts.
 
-The file is written straight from the snapshot: beside that the writer takes the memory of one rectangle that does not
-lie in one piece, at most.
+A file is written straight from the snapshot. The writer takes at most the additional memory of one rectangle that is
+not contiguous.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class SaveCancelled(Exception):
-    """Nobody waits for this save any more."""
+    """The save is no longer needed."""
 
 
 def shard_name(rank: int) -> str:
@@ -54,9 +54,9 @@ def manifest_name(rank: int) -> str:
 def write_rank_files(
     disk: Disk, folder: Path, rank: int, snapshot: Snapshot, *, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes a rank's shard, then what is in it; both are on disk when this returns. Raises OSError.
+    """Writes a rank's shard, then its manifest; both are on disk when this returns. Raises OSError.
 
-    `check` is called between chunks, and may raise to end it.
+    `check` is called between buffers, and may raise to end the write.
     """
     disk.make_folder(folder)
     file = None
@@ -76,15 +76,15 @@ def publish(
     facts: RunFacts,
     files: Mapping[str, bytes] | None = None,
 ) -> Index:
-    """Makes a checkpoint of the parts that all `ranks` have on disk, and of small `files` that go with the model.
+    """Publishes a checkpoint of the parts that all `ranks` have on disk, and of small `files` that accompany the model.
 
-    Raises OSError, or CheckpointError when the parts do not make up the model.
+    Raises OSError, or CheckpointError if the parts don't make up the model.
     """
     disk = checkpoint_dir.disk
     parts = [decode_manifest((partial / manifest_name(rank)).read_bytes(), manifest_name(rank)) for rank in ranks]
     shards, tensors = merge_manifests(parts)
     listed = {shard.name for shard in shards}
-    for path in sorted(partial.iterdir()):  # the parts, and what an attempt that was killed has left
+    for path in sorted(partial.iterdir()):  # manifests, and leftovers of an attempt that was killed
         if path.name not in listed:
             disk.remove_file(path)
     others = [write_small_file(disk, partial / name, data) for name, data in (files or {}).items()]
@@ -110,18 +110,18 @@ def _stored(snapshot: Snapshot) -> Iterator[StoredTensor]:
 
 
 def _buffers(snapshot: Snapshot) -> Iterator[memoryview]:
-    """Their bytes."""
+    """The bytes of all tensors of a rank's file."""
     return (buffer for part in snapshot.ranges for _, _, values in part.tensors() for buffer in buffers_of(values))
 
 
 def buffers_of(values: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, some at a time."""
+    """A tensor's bytes, WRITE_BYTES at a time."""
     data = bytes_of(values)
     return (data[start : start + WRITE_BYTES] for start in range(0, len(data), WRITE_BYTES))
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """A tensor's elements, one after the other; of one in host memory that lies in one piece without a copy."""
+    """A tensor's elements in order, without a copy if it is contiguous in host memory."""
     return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -142,10 +142,10 @@ def _indexed(snapshot: Snapshot, rank: int) -> dict[str, IndexedTensor]:
 
 
 class WriteThrottle:
-    """Breaks, so that a thread works a `share` (0 to 1) of the time, until `hurry`.
+    """Pauses that limit a thread to a `share` (0 to 1) of the time, until `stop_throttling`.
 
-    Of what was tried (docs/experiments.md) this takes least from training: a thread of low priority gets its share as
-    well, but in slices that hold up the others of a team.
+    Of the variants tried (docs/experiments.md) this slows training least: a thread of low priority also gets its share,
+    but in slices that delay the other threads of a team.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic):
@@ -155,11 +155,11 @@ class WriteThrottle:
         self._last_pause_end_s: float | None = None
 
     def throttle(self) -> None:
-        """Sleeps as long as the work since the last call asks for, the first time not at all; `hurry` wakes it."""
+        """Sleeps in proportion to the work since the last call (not in the first), or until `stop_throttling`."""
         if self._last_pause_end_s is not None and self._pause_ratio and not self._unthrottled.is_set():
             self._unthrottled.wait(self._pause_ratio * (self._clock() - self._last_pause_end_s))
         self._last_pause_end_s = self._clock()
 
     def stop_throttling(self) -> None:
-        """From now on without a break."""
+        """Ends the current pause and all later ones."""
         self._unthrottled.set()

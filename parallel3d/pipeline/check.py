@@ -1,15 +1,15 @@
-"""Proves a plan before it runs: the right steps in order, messages that match, an end, and the memory it takes.
+"""Proves a plan before it runs: the right steps in order, matching messages, an end, and the memory it takes.
 
-1. *Steps*: each micro-batch passes exactly one replica of each stage, and what that replica does for it with each
-   chunk is exactly what `instructions_for` says, in that order. So every forward stands after its receive, every
-   backward after its forward, every send after the compute that makes the value; nothing is done twice or left out.
+1. *Steps*: each micro-batch passes exactly one replica of each stage, whose steps for it with each chunk are exactly
+   those of `instructions_for`, in that order. So every forward comes after its receive, every backward after its
+   forward, every send after the compute that makes the value; nothing is repeated or left out.
 2. *Pairs*: on each ordered pair of replicas the messages are received in the order sent, each exactly once. Some
-   transports have no tags, so the order is all that tells two messages apart.
-3. *End*: the lists are run with the given number of slots. What one replica does next never depends on timing, so if
-   one run ends every run ends, and if one gets stuck all do.
+   transports have no tags, so only their order distinguishes two messages.
+3. *End*: the lists are run with the given number of slots. A replica's next step never depends on timing, so if one
+   run ends every run ends, and if one gets stuck all do.
 4. *Memory*: in that run, timed with the plan's costs, the peak of stashed + unsent + unused bytes of each replica. A
-   message in a slot is charged to both its ends, as its transfer may have got to any point. One that was read early is
-   charged to its reader until it is used. So is an activation or a gradient that a replica keeps for its next chunk.
+   message in a slot counts at both of its ends, since its transfer may have reached any point. One that was read early
+   counts at its reader until it is used, as does an activation or gradient that a replica keeps for its next chunk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Received = tuple[Op, int, int]
 _FREES_STASH = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 _TAKER_OF = {Op.KEEP_ACTIVATION: (Op.FORWARD, 1), Op.KEEP_GRADIENT: (Op.BACKWARD, -1)}
-"""The compute that takes what a replica keeps, and its virtual stage relative to the one that made it."""
+"""The compute that uses a kept value, and its virtual stage relative to the one that made it."""
 _SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
 
 
@@ -44,26 +44,26 @@ class MessageSizes:
     """An activation or a gradient between stages."""
     targets_bytes: int
     stash_bytes: tuple[int, ...]
-    """What each virtual stage keeps from forward to backward."""
+    """Bytes that each virtual stage keeps from forward to backward."""
     deferred_bytes: tuple[int, ...]
-    """What each virtual stage keeps between the halves of a split backward: the inputs of all products and their
-    results' gradients."""
+    """Bytes that each virtual stage keeps between the halves of a split backward: the inputs of all products and the
+    gradients of their results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The numbers of a plan that passed."""
+    """Figures of a plan that passed."""
 
     makespan: int
     """End of the lists when every step runs as soon as it can, with the plan's costs and these slots."""
     peak_in_flight: dict[ReplicaId, int]
-    """Most virtual micro-batches held between the start of a forward and the end of both halves of its backward."""
+    """The most virtual micro-batches held between the start of a forward and the end of both halves of its backward."""
     peak_bytes: dict[ReplicaId, int]
-    """Most bytes stashed, unsent, kept or received and not yet used; empty without sizes."""
+    """The most bytes stashed, unsent, kept, or received and not yet used; empty without sizes."""
 
 
 def check_plan(plan: Plan, slots: int, sizes: MessageSizes | None = None) -> CheckReport:
-    """Raises ScheduleError, naming replica and instruction, unless the plan is right and ends with these slots."""
+    """Checks that the plan is correct and ends with these slots; raises ScheduleError with replica and instruction."""
     _check_steps(plan)
     _check_pairs(plan)
     execution = _Execution(plan, slots)
@@ -102,7 +102,7 @@ def _check_steps(plan: Plan) -> None:
 def _compare_steps(
     replica: ReplicaId, micro_batch: int, wanted: tuple[Instruction, ...], found: list[Instruction]
 ) -> None:
-    if [step.op for step in found[:2]] == [Op.RECV_ACTIVATION, Op.RECV_TARGETS]:  # as good as the other way round
+    if [step.op for step in found[:2]] == [Op.RECV_ACTIVATION, Op.RECV_TARGETS]:  # equivalent to the opposite order
         found = [found[1], found[0], *found[2:]]
     for wants, has in zip_longest(wanted, found):
         if wants != has:
@@ -142,7 +142,7 @@ def _message_name(message: _Received, layout: ChunkLayout) -> str:
 
 
 class _Execution:
-    """Runs every step of the lists as soon as it can; `clock` is when each replica ends, other fields keep times."""
+    """Runs every step of the lists as soon as possible; `clock` has each replica's end, other fields record times."""
 
     def __init__(self, plan: Plan, slots: int):
         self.lists, self.slots, self.layout = plan.lists, slots, plan.request.layout
@@ -154,22 +154,22 @@ class _Execution:
         self.read_at: dict[_Pair, list[int]] = defaultdict(list)
         self.ops_sent: dict[_Pair, list[Op]] = defaultdict(list)
         self.used_at: dict[_Pair, list[int]] = defaultdict(list)
-        """When a message that was read goes into a compute: at once, or later."""
+        """The times at which messages that were read are used: at once, or later."""
         self.read_unused: dict[tuple[ReplicaId, _VirtualMicroBatch], list[tuple[_Pair, int]]] = defaultdict(list)
-        """Messages read and not yet used, by the compute that needs them: (pair, place in its order)."""
+        """Messages read and not yet used, by the compute that needs them: (pair, position in its order)."""
         self.stashes: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)  # (time, virtual stage, +1 or -1)
         self.deferred: dict[ReplicaId, list[tuple[int, int, int]]] = defaultdict(list)
         self.kept: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
-        """(time, +1 or -1): activations and gradients that go from one chunk to another on the same replica."""
+        """(time, +1 or -1) for activations and gradients that pass between chunks on the same replica."""
         self._kept_for: set[tuple[ReplicaId, Op, int, int]] = set()
-        """(replica, compute, micro-batch, virtual stage) that will take what is kept."""
+        """(replica, compute, micro-batch, virtual stage) that will use the kept values."""
         todo = list(plan.lists)
         while todo:
             todo += self._advance(todo.pop())
         self._raise_if_deadlocked()
 
     def _advance(self, replica: ReplicaId) -> set[ReplicaId]:
-        """Runs one replica until it has to wait; returns the peers that may now go on."""
+        """Runs one replica until it must wait; returns the peers that may continue now."""
         steps, unblocked = self.lists[replica], set()
         while self.next_step[replica] < len(steps) and self._try_step(replica, steps[self.next_step[replica]]):
             peer = steps[self.next_step[replica]].peer
@@ -179,7 +179,7 @@ class _Execution:
         return unblocked
 
     def _try_step(self, replica: ReplicaId, step: Instruction) -> bool:
-        """Does the step if it can be done now; returns whether it was."""
+        """Runs the step if possible now; returns whether it did."""
         if step.peer is None:
             self._compute(replica, step)
             return True
@@ -216,7 +216,7 @@ class _Execution:
             self.deferred[replica].append((self.clock[replica], virtual_stage, sign))
 
     def _keep_or_take(self, replica: ReplicaId, step: Instruction, virtual_stage: int) -> None:
-        """Follows what stays on a replica: it must be there when the compute that needs it begins."""
+        """Tracks values that stay on a replica: they must be there when the compute that needs them begins."""
         if step.op in _TAKER_OF:
             taker, offset = _TAKER_OF[step.op]
             self._kept_for.add((replica, taker, step.micro_batch, virtual_stage + offset))
@@ -250,7 +250,7 @@ def _peak_in_flight(steps: tuple[Instruction, ...]) -> int:
 
 
 def _peak_bytes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> dict[ReplicaId, int]:
-    """The largest sum of bytes alive at one moment, by replica; what ends at a moment is gone at that moment."""
+    """The largest sum of bytes alive at one time, by replica; values that end at a time no longer count then."""
     changes: dict[ReplicaId, list[tuple[int, int]]] = defaultdict(list)
     for replica, time, change in _byte_changes(plan, execution, sizes):
         changes[replica].append((time, change))
@@ -258,7 +258,7 @@ def _peak_bytes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> dict[
 
 
 def _byte_changes(plan: Plan, execution: _Execution, sizes: MessageSizes) -> Iterator[tuple[ReplicaId, int, int]]:
-    """(replica, time, bytes more or less)"""
+    """Yields (replica, time, change in bytes)."""
     if plan.request.has_backward:
         for changes, by_stage in ((execution.stashes, sizes.stash_bytes), (execution.deferred, sizes.deferred_bytes)):
             for replica, times in changes.items():

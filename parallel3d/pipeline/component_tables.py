@@ -1,7 +1,7 @@
 """Tables of one component for the simulator: numbers of virtual micro-batches, their orders, and their next stages.
 
-A virtual micro-batch, (micro-batch, chunk), is known by its number: its place in the order of forwards of stage 0.
-Without chunks that is the micro-batch itself.
+A virtual micro-batch, (micro-batch, chunk), is identified by its number: its position in the order of stage 0's
+forwards. Without chunks that is the micro-batch itself.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class ComponentTables:
         ]
         """By number and chunk: the number of the same micro-batch with that chunk."""
         self.forward_rank = [_ranks(order, number_of) for order in forwards]
-        """By stage and number: the place in the order of that stage's forwards."""
+        """By stage and number: the position in the order of that stage's forwards."""
         self.backward_rank = [_ranks(rules.backward_order(self.component, stage), number_of) for stage in stages]
         self.num_forwards_before = (
             [self._count_forwards_before(stage, order, number_of) for stage, order in enumerate(forwards)]
             if self.has_chunks
             else []
         )
-        """By stage and number: how many forwards of its replica come before it in that order."""
+        """By stage and number: the number of its replica's forwards before it in that order."""
         neighbours: list[Hop] = [None, *((stage, layout.chunks[k]) for k, stage in enumerate(layout.stages)), None]
         self.previous = [[neighbours[k] for k in mine] for mine in layout.virtual_stages]
         """By stage and chunk: the virtual stage before it."""

@@ -1,8 +1,8 @@
 """Runs a replica's instruction list.
 
-The executor holds what an iteration needs between instructions: tokens that were loaded or received, inputs and outputs
-of the micro-batches between forward and backward, gradients on their way, products that a split backward has put off.
-All of it is scratch: an iteration that ends early leaves only main gradients, which the next one clears.
+Between instructions the executor holds the tokens that were loaded or received, inputs and outputs of the micro-batches
+between forward and backward, gradients in transit, and products that a split backward has deferred. All of it is
+scratch memory: an iteration that ends early leaves only main gradients, which the next one clears.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
 
 
 class InstructionHook(Protocol):
-    """Called before every instruction: progress for heartbeats, injected faults, reports of a hang."""
+    """A hook called before every instruction: heartbeats, injected faults, hang reports."""
 
     def __call__(self, instruction: Instruction) -> None: ...
 
 
 Label = Callable[[Instruction], AbstractContextManager[object]]
-"""Names what runs within it in a profiler's trace."""
+"""A context manager that names an instruction in a profiler's trace."""
 
 NO_LABEL: AbstractContextManager[object] = nullcontext()
 
@@ -61,7 +61,7 @@ VirtualMicroBatch = tuple[int, int]
 
 @dataclass
 class StageResult:
-    """One replica's part of the loss, and what it did."""
+    """One replica's part of the loss, the passes that it ran, and their times."""
 
     losses: dict[int, float] = field(default_factory=dict)
     """Sum of the token losses, in nats, of each micro-batch that ended here."""
@@ -78,8 +78,8 @@ class StageResult:
 class Executor:
     """Runs instruction lists for the rank `rank` of `grid`, in one membership generation.
 
-    `chunks[c](x, micro_batch, targets)` is chunk c of this rank's part of the model; `layout` says which virtual stage
-    that is; `hidden_size` and `dtype` describe what stages send each other.
+    `chunks[c](x, micro_batch, targets)` is chunk c of this rank's part of the model; `layout` maps it to a virtual
+    stage; `hidden_size` and `dtype` are those of the messages between stages.
     """
 
     chunks: Sequence[nn.Module]
@@ -101,9 +101,9 @@ class Executor:
     """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
 
     def run(self, instructions: Sequence[Instruction], batch: BatchPlan, load: Loader) -> StageResult:
-        """Runs the list. Each use of a parameter adds one gradient to its sink for each micro-batch that is backwarded.
+        """Runs the list. Each use of a parameter adds one gradient to its sink per backward pass of a micro-batch.
 
-        Raises GenerationEnded, naming the current instruction, when a peer is lost.
+        Raises GenerationEnded, which names the current instruction, when a peer is lost.
         """
         scratch = _Scratch(batch, load)
         started = time.perf_counter()
@@ -178,7 +178,7 @@ class Executor:
 
     @staticmethod
     def _differentiate(scratch: _Scratch, key: VirtualMicroBatch) -> None:
-        """Runs the autograd graph of a virtual micro-batch; the gradient of its input is sent next."""
+        """Runs the autograd graph of a virtual micro-batch; the gradient of its input is to be sent next."""
         inputs, output = scratch.saved_for_backward.pop(key)
         gradient = scratch.gradients.pop(key, None)
         root = output if gradient is None else _GivenGradient.apply(output, gradient)

@@ -1,9 +1,9 @@
-"""Messages of the simulated run: the slots of each ordered pair of replicas, and what readers take out early.
+"""Messages of the simulated run: the slots of each ordered pair of replicas, and early reads.
 
 A slot is taken when a compute that will fill it starts and is free again when its message is read. Messages of a pair
 are read in the order sent. Without chunks only the oldest unread activation or gradient of a pair may be used next, so
-nothing but targets needs bookkeeping. With chunks a pair carries activations, gradients and targets in turn: what lies
-before the one that is needed is read with it and kept.
+nothing but targets needs bookkeeping. With chunks a pair carries activations, gradients and targets in turn:
+messages in front of the one that is needed are read with it and kept.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ class Mailboxes:
         wake: Callable[[int], None],
         record: Callable[[int, Op, int], None],
     ):
-        """`wake(replica)`: it may have something to do now; `record(replica, op, number)`: it reads early.
+        """`wake(replica)` is called when a replica may have work, `record(replica, op, number)` when it reads early.
 
-        With `early_read_at` taken slots of a pair its reader reads early. `tracks_all`: all messages, not only targets.
+        A reader reads early once `early_read_at` slots of a pair are taken. `tracks_all`: tracks all messages, not only
+        targets.
         """
         self._num_replicas, self._slots, self._early_read_at = num_replicas, slots, early_read_at
         self._tracks_all, self._wake, self._record = tracks_all, wake, record
         self._taken: dict[int, int] = defaultdict(int)
-        """Slots of a pair that hold an unread message or are promised to a compute."""
+        """Slots of a pair that hold an unread message or are reserved by a compute."""
         self._unread: list[dict[int, deque[Message]]] = [defaultdict(deque) for _ in range(num_replicas)]
         """By reader and source."""
         self._arrivals: list[dict[Message, int]] = [{} for _ in range(num_replicas)]
-        """Their order over all pairs of a reader."""
+        """The order of unread messages over all pairs of a reader."""
         self._read_unused: list[set[Message]] = [set() for _ in range(num_replicas)]
 
     def num_taken(self, source: int, reader: int) -> int:
@@ -55,14 +56,14 @@ class Mailboxes:
         self._taken[source * self._num_replicas + reader] += 1
 
     def deliver(self, source: int, reader: int, op: Op, number: int) -> None:
-        """Puts a message into the slot that was taken for it."""
+        """Puts a message into the slot reserved for it."""
         if self._tracks_all or op is Op.RECV_TARGETS:
             self._unread[reader][source].append((op, number))
             self._arrivals[reader][op, number] = len(self._arrivals[reader])
         self._wake(reader)
 
     def read(self, reader: int, source: int, op: Op, number: int) -> None:
-        """Reads a message that is used now, unless it was read before; older ones of its pair are read first."""
+        """Reads a message for immediate use, unless it was read early; older ones of its pair are read first."""
         if self._tracks_all or op is Op.RECV_TARGETS:
             message = (op, number)
             if message in self._read_unused[reader]:
@@ -76,7 +77,8 @@ class Mailboxes:
     def read_from_full_pairs(self, reader: int) -> None:
         """Frees a slot of each full pair that holds tracked messages.
 
-        In the order in which they came: a later one may come from a replica that waits for the slot of an earlier one.
+        Messages are read in order of arrival: a later one may come from a replica that waits for the slot of an earlier
+        one.
         """
         queues, arrivals = self._unread[reader], self._arrivals[reader]
         while full := [s for s, queue in queues.items() if queue and self.num_taken(s, reader) >= self._early_read_at]:

@@ -14,8 +14,8 @@ from math import gcd
 from parallel3d.errors import ConfigError, Problem
 
 COST_UNITS = 6
-"""Time units of the costliest pass of a stage. Few, so that passes that take nearly as long take the same: a replica
-then does not begin something in a gap that no clock would show. 6 and 24 were within 1 % of each other."""
+"""Time units of the costliest pass of a stage: few, so that passes of nearly equal length become equal. A replica then
+does not start work in a gap that no clock would show. 6 and 24 were within 1 % of each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class ModelCosts:
     embedding: int
     layer: int
     attention: int
-    """The part of a layer that has no weights: its backward pass has no weight gradients, but twice its own cost."""
+    """The part of a layer without weights: its backward pass has no weight gradients, but costs twice the forward."""
     head: int
     last_matmul: int = 0
     """The part of a layer that is not repeated where layers are recomputed."""
@@ -46,7 +46,7 @@ class StageCosts:
 
     @staticmethod
     def equal(num_stages: int) -> StageCosts:
-        """Equal costs, as in the papers: all stages alike, both halves of a backward like a forward."""
+        """Equal costs, as in the papers: of all stages, and of a forward and both halves of a backward."""
         return StageCosts(
             forward=(1,) * num_stages, backward_input=(1,) * num_stages, backward_weight=(1,) * num_stages
         )
@@ -134,7 +134,8 @@ def pass_costs(partition: Sequence[range], costs: ModelCosts, *, recomputes: boo
 
     The head computes its gradients in the forward pass, so that all three products of it count there. A layer's
     backward costs its products once for the inputs and once for the weights, its attention twice for the inputs.
-    A layer that is recomputed, all but its last product, is so before its inputs' gradients.
+    A recomputed layer repeats all but its last product before
+    the gradients of its inputs.
     """
     recomputed = costs.layer - costs.last_matmul if recomputes else 0
     num_layers = [len(layers) for layers in partition]
@@ -178,7 +179,7 @@ class _PartitionCosts:
         return self.before[end] - self.before[begin] + self.extra[stage]
 
     def ends(self, stage: int, begin: int) -> range:
-        """Where a stage that begins here may end: each later stage keeps a layer, the last one takes all."""
+        """The possible ends of a stage that begins here: each later stage keeps a layer, the last stage takes all."""
         left = self.num_stages - 1 - stage
         return range(begin + 1, self.num_layers - left + 1) if left else range(self.num_layers, self.num_layers + 1)
 

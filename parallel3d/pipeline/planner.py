@@ -1,16 +1,16 @@
-"""Instruction lists of one iteration, and the choice among several ways to go on with stages of unequal width.
+"""Plans the instruction lists of one iteration, and chooses among several ways to run stages of unequal width.
 
-`plan_pipeline` makes the lists that one request asks for: routes, a simulation of each connected component, and names
-for what it did. On a straight grid the lists are the textbook's.
+`plan_pipeline` makes the lists for one request: routes, a simulation of each connected component, and instructions for
+its computes and messages. On a straight grid the lists are the textbook's.
 
-`choose_plan` is what training calls. A straight grid has nothing to choose. Where replicas were lost it simulates
+Training calls `choose_plan`. A straight grid has nothing to choose. Where replicas were lost it simulates
 
-    {reroute, drop}     micro-batches leave home only where that is lost; or pipelines that lost a replica get no work
+    {reroute, drop}     micro-batches leave their home only where it is lost; or pipelines with a loss get no work
   x {whole, split}      the backward pass in one piece, or the gradients of inputs and of weights apart
   x {+0, +1, ...}       micro-batches held above the schedule's own limit
 
-and takes the least makespan; of equals the fewest extra in flight, then whole, then reroute. What can't win any more is
-not simulated to its end. All of it is a function of the request and the limits: every rank chooses the same.
+and takes the least makespan; of equal ones the fewest extra in flight, then whole, then reroute. Candidates that can no
+longer win are not simulated to the end. The choice is a function of the request and the limits, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Candidate:
     request: PlanRequest
     makespan: int
     is_lower_bound: bool = False
-    """Whether its simulation was given up: it takes at least this long."""
+    """Whether its simulation was stopped early: it takes at least this long."""
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Plan:
     request: PlanRequest
     routes: Routes
     lists: Mapping[ReplicaId, tuple[Instruction, ...]]
-    """One list for each live replica; empty where no micro-batch comes by."""
+    """One list for each live replica; empty if no micro-batch passes it."""
     runs: list[tuple[RouteComponent, SimulatedRun]]
     """The simulation of each part of the grid that shares micro-batches."""
     makespan: int
@@ -103,7 +103,7 @@ class Plan:
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """The replica id at which each micro-batch is at home."""
+        """The home replica id of each micro-batch."""
         return home_replicas(self.request)
 
     def is_rerouted(self, event: Event) -> bool:
@@ -120,7 +120,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that the lists are made from, the same on every machine: ranks compare it before they start."""
+        """Hash of all that determines the lists, the same on every machine; ranks compare it before they start."""
         hashed = hashlib.blake2b(repr((list(self.lists), self.routes)).encode(), digest_size=16)
         for component, run in self.runs:
             ops = [[(op._value_, number) for op, number, _ in steps] for steps in run.steps]
@@ -155,9 +155,9 @@ class Plan:
 
 
 def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int) -> Plan:
-    """The plan for these replicas: where stages differ, by a loss or from the start, the best candidate.
+    """Returns the plan for these replicas: the best candidate where stages differ, by a loss or from the start.
 
-    A straight grid gets the schedule's own lists, which are those of equal costs.
+    A straight grid gets the schedule's own lists, those of equal costs.
     """
     if request.is_straight:
         return plan_pipeline(request.with_equal_costs())
@@ -182,13 +182,13 @@ def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: i
 
 
 def complete_candidates(plan: Plan) -> Plan:
-    """The same plan with its candidates simulated to their ends, for reports."""
+    """Returns the plan with its candidates simulated to their ends, for reports."""
     finished = [Candidate(request=c.request, makespan=plan_pipeline(c.request).makespan) for c in plan.candidates]
     return replace(plan, candidates=tuple(finished))
 
 
 def plan_pipeline(request: PlanRequest) -> Plan:
-    """Routes, lists and simulated times of one iteration; the same request gives the same plan on every machine."""
+    """Plans one iteration: routes, lists, simulated times. The same request gives the same plan on every machine."""
     result = _simulate(request, _route_grid(request))
     assert not isinstance(result, int)
     return _build_plan(result)
@@ -222,7 +222,7 @@ def _rank(request: PlanRequest) -> tuple[int, bool, bool]:
 
 
 def _promising_first(candidates: list[PlanRequest]) -> list[PlanRequest]:
-    """Sorts likely winners first: the sooner a good makespan is known, the sooner others are given up."""
+    """Sorts likely winners first: the sooner a good makespan is known, the sooner other simulations stop."""
     return sorted(candidates, key=lambda c: (c.routing == "drop", not c.split_backward, -c.extra_in_flight))
 
 

@@ -1,4 +1,4 @@
-"""The planner's input: all that a plan depends on, validated."""
+"""The planner's input: everything that a plan depends on, validated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Routes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """All that a plan depends on: ranks that hold the same request make the same plan."""
+    """Everything that a plan depends on: ranks with the same request make the same plan."""
 
     replicas: tuple[tuple[int, ...], ...]
     """For each stage the ids of its live replicas, in any order and with gaps."""
@@ -30,13 +30,13 @@ class PlanRequest:
     """Costs of each virtual stage."""
     virtual_stages: int = 1
     """Chunks of layers on each stage; the schedule lays them out. A micro-batch passes the same replica of a stage with
-    each of them."""
+    each chunk."""
     has_backward: bool = True
     """False: forward passes alone, for evaluation."""
     slots: int = 3
     """Messages that an ordered pair of replicas can hold unread."""
     routing: Routing = "reroute"
-    """reroute: a micro-batch leaves its home replica only where that is lost; drop: replica ids that are not alive at
+    """reroute: a micro-batch leaves its home replica only where it is lost; drop: replica ids that are not alive at
     every stage get no work."""
     split_backward: bool = False
     """Compute the gradients of inputs and of weights apart; some schedules always do."""
@@ -49,7 +49,7 @@ class PlanRequest:
         schedule = SCHEDULES.get(self.schedule)
         broken = schedule and schedule.find_broken_rule(num_stages, self.virtual_stages)
         checks = [
-            (num_stages < 1, "there is no stage"),
+            (num_stages < 1, "no stages"),
             (not all(self.replicas), f"a stage has no replica: {self.replicas}"),
             (any(len(set(ids)) < len(ids) for ids in self.replicas), f"a replica id occurs twice: {self.replicas}"),
             (self.num_micro_batches < 1, f"{self.num_micro_batches} micro-batches"),
@@ -58,7 +58,7 @@ class PlanRequest:
             (self.costs.num_stages != num_costs, f"costs of {self.costs.num_stages} stages, {num_costs} stages"),
             (self.slots < 1, f"{self.slots} slots"),
             (self.routing == "drop" and not self.whole_pipelines, f"no id is alive at every stage: {self.replicas}"),
-            (self.split_backward and not self.has_backward, "there is no backward pass to split"),
+            (self.split_backward and not self.has_backward, "no backward pass to split"),
             (self.extra_in_flight < 0, f"extra_in_flight {self.extra_in_flight}"),
         ]
         if reasons := [reason for is_broken, reason in checks if is_broken]:
@@ -87,7 +87,7 @@ class PlanRequest:
 
     @property
     def limits_in_flight(self) -> bool:
-        """Whether extra_in_flight means anything."""
+        """Whether extra_in_flight has an effect."""
         return self.has_backward and self.rules.limits_in_flight
 
     @cached_property
@@ -107,5 +107,5 @@ class PlanRequest:
         return all(len(ids) == len(self.whole_pipelines) for ids in self.replicas)
 
     def with_equal_costs(self) -> PlanRequest:
-        """The same request with the textbook's costs: every stage alike, both halves of a backward like a forward."""
+        """The same request with the textbook's costs, equal for all stages, forwards and halves of a backward."""
         return replace(self, costs=StageCosts.equal(self.costs.num_stages))

@@ -1,32 +1,32 @@
 """The event-driven simulation of one component, with integer stage costs: what each replica computes, and when.
 
-Whenever a replica is idle it chooses among the micro-batches that have reached it, the oldest message of each ordered
-pair, the first in the schedule's order. The schedule (`schedules/`) also gives the kind of work that comes first and
-how many micro-batches a replica may hold; the products for weights of a split backward run when nothing else can.
+An idle replica chooses among the micro-batches that have reached it (the oldest message of each ordered pair) the first
+in the schedule's order. The schedule (`schedules/`) also decides which kind of work comes first and how many
+micro-batches a replica may hold; the products for weights of a split backward run when nothing else can.
 
-A forward comes first because it is what later stages wait for; on a straight grid nothing is ever there to choose from.
+Forwards come first because later stages wait for them; on a straight grid there is never a choice.
 
-With chunks of layers the unit is the *virtual micro-batch*, (micro-batch, chunk). A forward then counts those before it
-in the schedule's order that have not come yet, so that it can't lock them out.
+With chunks of layers the unit is the *virtual micro-batch*, (micro-batch, chunk). A forward then leaves room
+for those before it in the schedule's order that have not arrived, so that it can't lock them out.
 
-Why the lists can't deadlock: a replica starts a compute only when the slot for its result is free, so that in the
-simulated run no send ever waits; lists with one run that ends have no run that doesn't. The simulation itself always
-goes on, by induction over the stages: there are finitely many forwards, so the first stage always comes to read a
-gradient, so the second can always send one, and so on to the last, so backwards never stop; the halves for the weights
-need no message and send none, so they never stop either; so the budgets always free up, so forwards never stop. (With
-two stages and one slot targets and activation share it: the activation is promised the slot that its targets leave at
-the last stage's next pause. There it reads in the order in which messages came, so that it never waits for a replica
-that waits for that slot; in another order one damaged grid in a hundred got stuck.)
+Why the lists can't deadlock: a replica starts a compute only when the slot for its result is free, so in the simulated
+run no send ever waits; and if one run of the lists ends, every run does. The simulation itself always continues, by
+induction over the stages. There are finitely many forwards, so the first stage eventually reads a gradient; so the
+second can always send one, and so on to the last: backwards never stop. The halves for the weights neither need nor
+send a message, so they never stop either. So budgets are always returned, and forwards never stop. (With two stages and
+one slot, targets and activation share it: the activation reserves the slot that its targets leave at the last stage's
+next pause. There the last stage reads in order of arrival, so that it never waits for a replica that waits for that
+slot; in another order one damaged grid in a hundred got stuck.)
 
-With chunks the pairs close a ring. So there the reader of a full pair reads at its next pause what it does not need
-yet: slots stop no replica for longer than that. That budgets leave room for the next forward is for the schedule to
-show; each of those with chunks does so in its file.
+With chunks the pairs form a ring. So the reader of a full pair reads, at its next pause, even messages that it does not
+need yet: no replica waits longer for a slot. Each schedule with chunks shows in its file that budgets leave room for
+the next forward.
 
-Targets are read with the forward that needs them, or earlier when their pair has no free slot (the first stage runs up
-to P micro-batches ahead of the last one; with 3 slots it would wait for it).
+Targets are read with the forward that needs them, or earlier if their pair has no free slot (the first stage runs up to
+P micro-batches ahead of the last one, and would wait for it with 3 slots).
 
-A run that is only wanted if it ends by some time is given up as soon as one replica can't be ready by then: its work
-that is left, and after its last message the backwards of all stages before it, take too long.
+A run with a time limit stops as soon as one replica can't meet it: its remaining work, and after its last message the
+backwards of all stages before it, take too long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from parallel3d.pipeline.mailboxes import Mailboxes
 from parallel3d.pipeline.request import PlanRequest, Routes
 from parallel3d.pipeline.schedules.schedule import VirtualMicroBatch
 
-_FORWARD = Op.FORWARD  # a look-up less
+_FORWARD = Op.FORWARD  # saves a look-up
 _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 _READ_TARGETS, _READ_ACTIVATION, _READ_GRADIENT = Op.RECV_TARGETS, Op.RECV_ACTIVATION, Op.RECV_GRADIENT
 
@@ -54,7 +54,7 @@ SimulatedStep = tuple[Op, int, int]
 
 
 class SimulatedRun(NamedTuple):
-    """How one component runs; replicas and micro-batches are positions."""
+    """The simulated run of one component; replicas and micro-batches are positions."""
 
     virtual_micro_batches: list[VirtualMicroBatch]
     """By number."""
@@ -64,7 +64,7 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate(request: PlanRequest, shape: Routes, limit: int | None = None) -> SimulatedRun | int:
-    """The run of one component, or, when it would end after `limit`, a time before which it can't end."""
+    """Simulates one component; if it would end after `limit`, returns a time before which it can't end."""
     simulation = _Simulation(request, shape, float("inf") if limit is None else limit)
     late = simulation.run()
     if late is not None:
@@ -73,7 +73,7 @@ def simulate(request: PlanRequest, shape: Routes, limit: int | None = None) -> S
 
 
 def least_makespan(request: PlanRequest, loads: Iterable[tuple[int, int]]) -> int:
-    """No run with these (stage, micro-batches of one of its replicas) can be shorter."""
+    """A lower bound for runs with these (stage, micro-batches of one of its replicas)."""
     time_before = list(accumulate(request.costs.forward, initial=0))
     min_time_after, compute_time = _min_time_after(request), request.compute_time
     return max(
@@ -85,11 +85,11 @@ def least_makespan(request: PlanRequest, loads: Iterable[tuple[int, int]]) -> in
 
 
 def _min_time_after(request: PlanRequest) -> list[int]:
-    """By stage, what must at least follow after it has done all of its work: the first chunk's backward comes last."""
+    """By stage, the least time after the end of its own work: the first chunk's backward comes last."""
     costs, virtual_stages = request.costs, request.layout.virtual_stages
     if not request.has_backward:
         return [sum(costs.forward[mine[-1] + 1 :]) for mine in virtual_stages]
-    if request.splits:  # the halves for the weights may all come after the last message
+    if request.splits:  # all halves for the weights may come after the last message
         return [0] * request.num_stages
     return [sum(costs.backward[: mine[0]]) for mine in virtual_stages]
 
@@ -110,7 +110,7 @@ class _Clock:
             heappush(self._end_times, end)
 
     def advance(self) -> list[tuple[int, Op, int]]:
-        """Moves to the next end of a compute; the (replica, op, number) that end then, none when nothing runs."""
+        """Moves to the next end of a compute; returns the (replica, op, number) that end then, [] if nothing runs."""
         if not self._end_times:
             return []
         self.now = heappop(self._end_times)
@@ -118,16 +118,16 @@ class _Clock:
 
 
 class _Budgets:
-    """How many more forwards each replica may start before something that it holds must be done."""
+    """Forwards that each replica may still start before a micro-batch that it holds must be finished."""
 
     def __init__(self, request: PlanRequest, tables: ComponentTables):
         num_all, num_replicas = len(tables.virtual_micro_batches), tables.num_replicas
         rules, component = request.rules, tables.component
         is_limited = request.has_backward or tables.has_chunks  # without either nothing is held
         self.in_flight = rules.in_flight_budgets(component) if is_limited else [num_all] * num_replicas
-        """Before a backward must end."""
+        """Forwards left before a backward must end."""
         self.deferred = rules.deferred_budgets(component) if request.splits else [num_all] * num_replicas
-        """Before the weights' half of a split backward must end."""
+        """Forwards left before the weights' half of a split backward must end."""
 
     def take(self, replica: int) -> None:
         self.in_flight[replica] -= 1
@@ -142,11 +142,11 @@ class _Budgets:
 
 
 class _Simulation:
-    """Runs one component to its end, or until it is late.
+    """Simulates one component to its end, or until it is late.
 
-    A ready queue holds what a replica may compute next, oldest first, as numbers of virtual micro-batches: what came
-    over one ordered pair; the first stage's own micro-batches; the last stage's own gradients. With chunks every
-    virtual micro-batch has a queue of its own.
+    A ready queue holds the virtual micro-batches that a replica may compute next, oldest first: those that arrived over
+    one ordered pair, the first stage's own micro-batches, or the last stage's own gradients. With chunks every virtual
+    micro-batch has its own queue.
     """
 
     def __init__(self, request: PlanRequest, shape: Routes, limit: float):
@@ -167,7 +167,7 @@ class _Simulation:
         self.gradients: list[_ReadyQueues] = [defaultdict(deque) for _ in replicas]
         self.weights_due: list[deque[int]] = [deque() for _ in replicas]
         self.steps: list[list[SimulatedStep]] = [[] for _ in replicas]
-        self.runnable: list[int] = []  # idle replicas that may have something to do now, as a heap of -position
+        self.runnable: list[int] = []  # idle replicas that may have work now, as a heap of -position
         self._set_mail(request.slots)
 
     def _set_costs(self, request: PlanRequest, shape: Routes) -> None:
@@ -180,7 +180,7 @@ class _Simulation:
         self.forwards_left = [counts[replica] * request.virtual_stages for replica in range(len(stage_of))]
         min_time_after, compute_time = _min_time_after(request), request.compute_time
         self.time_left = [counts[r] * compute_time[stage] + min_time_after[stage] for r, stage in enumerate(stage_of)]
-        """Time that must at least pass from now on, once a replica is not idle any more."""
+        """The least time until the end of the run, from the start of a replica's next compute."""
         self.end = 0  # before which the run can't end
 
     def _set_mail(self, slots: int) -> None:
@@ -195,14 +195,14 @@ class _Simulation:
             wake=self._mark_runnable,
             record=lambda replica, op, number: self.steps[replica].append((op, number, self.clock.now)),
         )
-        # Targets that have a pair to themselves are read early; those that share one only where one slot asks for it.
+        # Targets with a pair of their own are read early; those that share one, only with a single slot.
         reads_targets = tables.targets_travel and (not share_pair or slots == 1)
         self.reads_early = [
             tables.has_chunks or (reads_targets and stage == tables.last_stage) for stage in tables.stage_of
         ]
 
     def run(self) -> int | None:
-        """None when done; else a time after the limit before which it would not have been."""
+        """Runs to the end and returns None, or stops at the limit and returns a time before which the run can't end."""
         tables = self.tables
         for number, route in enumerate(tables.routes):
             if tables.chunk_of[number] == 0:
@@ -211,7 +211,7 @@ class _Simulation:
         starting = [replica for replica, stage in enumerate(tables.stage_of) if stage == tables.first_stage]
         self.runnable = sorted(-replica for replica in starting)
         while True:
-            while self.runnable:  # later stages first: what they read frees slots for earlier ones
+            while self.runnable:  # later stages first: their reads free slots for earlier ones
                 replica = -heappop(self.runnable)
                 if not self.is_busy[replica]:
                     self._start(replica)
@@ -224,10 +224,14 @@ class _Simulation:
             for replica, op, number in ended:
                 self._finish(replica, op, number)
 
-    # --- what starts ----------------------------------------------------------------------------------------------
+    # --- starts ----------------------------------------------------------------------------------------------
 
     def _start(self, replica: int) -> None:
-        """Starts what the schedule prefers of what can be started, if anything can."""
+        """Starts the compute that the schedule prefers among those that can start now, if any."""
+        # A forward or a backward may start only with a slot for its result, so whatever starts also ends and is
+        # delivered without waiting. The order of the attempts is the schedule's preference: weights right after their
+        # backward while forwards are left (ZB-V), then forward or backward. Otherwise weights fill the gaps, because no
+        # other replica waits for them.
         if self.reads_early[replica]:
             self.mail.read_from_full_pairs(replica)
         if self.weights_follow and self.forwards_left[replica] and self.weights_due[replica]:
@@ -243,7 +247,7 @@ class _Simulation:
         self._compute(replica, _BACKWARD_WEIGHT, self.weights_due[replica].popleft(), self.weight_costs)
 
     def _start_forward(self, replica: int) -> bool:
-        """Starts the first forward of the schedule's order that has arrived, has slots for its messages and room."""
+        """Starts the first forward of the schedule's order that has arrived and has slots and budget."""
         if self.budgets.left(replica) <= 0:
             return False
         tables, mail, stage = self.tables, self.mail, self.tables.stage_of[replica]
@@ -297,9 +301,9 @@ class _Simulation:
         return True
 
     def _may_run_now(self, replica: int, number: int) -> bool:
-        """With chunks there must be room for all that comes before it too; where the order is kept nothing may.
+        """With chunks there must be budget for all forwards before it too; a schedule that keeps its order skips none.
 
-        So a replica always keeps a unit of its budget for each forward that it has skipped, and none is locked out.
+        So a replica always keeps a unit of its budget for each forward that it has skipped, and locks none out.
         """
         before = self.tables.num_forwards_before[self.tables.stage_of[replica]][number]
         skipped = before - self.forwards_started[replica]
@@ -339,17 +343,17 @@ class _Simulation:
         self.time_left[replica] -= cost
         self.clock.add(now + cost, replica, op, number)
 
-    # --- what ends ------------------------------------------------------------------------------------------------
+    # --- ends ------------------------------------------------------------------------------------------------
 
     def _finish(self, replica: int, op: Op, number: int) -> None:
-        """Gives budgets back and hands the result on; its slot was taken at the start."""
+        """Returns budgets and passes the result on; its slot was taken at the start."""
         tables, stage, chunk = self.tables, self.tables.stage_of[replica], self.tables.chunk_of[number]
         self.is_busy[replica] = False
         heappush(self.runnable, -replica)
         if op is _BACKWARD_WEIGHT:
             self.budgets.deferred[replica] += 1
         elif op is _FORWARD:
-            if not self.has_backward and chunk == tables.last_chunk:  # all chunks of a micro-batch are done with
+            if not self.has_backward and chunk == tables.last_chunk:  # all chunks of the micro-batch are done
                 self.budgets.give_back(replica, tables.last_chunk + 1)
             following = tables.next[stage][chunk]
             if following is not None:
@@ -365,7 +369,7 @@ class _Simulation:
             self._hand_on(self.gradients, _READ_GRADIENT, replica, number, tables.previous[stage][chunk])
 
     def _hand_on(self, ready_queues: list[_ReadyQueues], op: Op, replica: int, number: int, hop: Hop) -> None:
-        """Gives a result to the replica of a neighbouring virtual stage, by a message unless that is this one."""
+        """Passes a result to the replica of a neighbouring virtual stage, by a message unless it is this one."""
         if hop is None:
             return
         stage, chunk = hop
@@ -375,7 +379,7 @@ class _Simulation:
             self.mail.deliver(replica, reader, op, its_number)
 
     def _enqueue(self, ready_queues: list[_ReadyQueues], replica: int, source: int, number: int) -> None:
-        """Adds what `replica` may compute, which comes from `source`."""
+        """Adds a virtual micro-batch from `source` to those that `replica` may compute."""
         ready_queues[replica][number if self.tables.has_chunks else source].append(number)
 
     def _dequeue(self, ready_queues: _ReadyQueues, queue_key: int) -> None:

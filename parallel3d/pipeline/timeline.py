@@ -1,8 +1,8 @@
 """Draws a plan: as text for the terminal and as a PNG.
 
 One row is one replica, one column of the text one time unit. A forward is the number of its micro-batch, a backward the
-same with a quote, the products for weights of a split backward with a double quote; `-`, `=` and `~` carry them on over
-more than one column, a dot is idle time. Where stages have chunks, 3b is micro-batch 3 in the second of them. One
+same with a quote, the products for weights of a split backward with a double quote; `-`, `=` and `~` continue them over
+further columns, a dot is idle time. Where stages have chunks, 3b is micro-batch 3 in the second of them. One
 forward, one backward on 3 stages:
 
     stage 0   0  1  2  .  .  .  . 0'  =  3 1'  =  . 2'  =  . 3'  =
@@ -37,16 +37,16 @@ _MARKS = {
     Op.BACKWARD_INPUT: ("'", "="),
     Op.BACKWARD_WEIGHT: ('"', "~"),
 }
-"""After the number of the micro-batch, and in the columns that follow."""
+"""Marks after the number of the micro-batch, and in the columns that follow."""
 _IDLE_COLOR = "#F1F3F5"
 _REROUTED_COLOR = "#C1121F"
 _MAX_INCHES = (24.0, 14.0)
 
 
 def draw_text(plan: Plan, *, width: int = 120, max_rows: int = 32) -> str:
-    """The timeline in at most `width` columns and `max_rows` rows; a last line says what was left out or scaled.
+    """Draws the timeline in at most `width` columns and `max_rows` rows; a last line lists what was left out or scaled.
 
-    Where all replicas would be too many rows, of replicas that run alike only the first are drawn.
+    If all replicas would be too many rows, only the first of those that run alike are drawn.
     """
     unit = _column_unit(plan)
     num_columns = -(-plan.makespan // unit)
@@ -66,7 +66,7 @@ def draw_text(plan: Plan, *, width: int = 120, max_rows: int = 32) -> str:
 def draw_png(plan: Plan, path: Path, *, lost: Sequence[ReplicaId] = (), max_rows: int = 64) -> None:
     """Writes the timeline as a picture of at most `max_rows` rows; needs no display.
 
-    Micro-batches away from their home replica have a red frame; `lost` replicas have a row that says so.
+    Micro-batches away from their home replica have a red frame; `lost` replicas have a row marked lost.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -175,7 +175,7 @@ def _column_unit(plan: Plan) -> int:
 
 
 def _cells(plan: Plan, events: list[Event], unit: int, num_columns: int) -> list[str]:
-    """The text of each column: what runs in its middle."""
+    """The text of each column: the compute that runs in its middle."""
     cells = ["."] * num_columns
     for event in events:
         first = _column_at_or_after(event.start, unit)

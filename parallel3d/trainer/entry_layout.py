@@ -58,6 +58,10 @@ class EntryLayout:
 
     def pack(self, part: Contribution) -> list[float]:
         """One rank's vector. A non-finite norm or loss travels as a flag: a NaN would erase the other ranks' parts."""
+        # The ranks' vectors are added once, and the sum must mean the same on every layout. So each number has either
+        # one rank that contributes it (cursors, counts, losses) or parts that add up exactly in any order: exact sums,
+        # and flags and counts far below 2^53. All other positions stay zero. A maximum can't be added; hence a position
+        # for each rank.
         finite = part.is_finite and isfinite(part.squared_norm.value) and isfinite(part.loss_sum.value)
         vector = [0.0] * self.size
         vector[: self._cursor_offset(0)] = [

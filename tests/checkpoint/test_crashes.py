@@ -157,7 +157,7 @@ NUM_STRIP_OPERATIONS = 65
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("last", range(40, NUM_STRIP_OPERATIONS))
 def test_killed_while_moments_are_dropped(tmp_path, last):
-    """The checkpoint is whole or of weights alone, and good in any case; the next save finishes what was begun."""
+    """The checkpoint is whole or of weights alone, and valid in either case; the next save finishes the work."""
     with suppress(Killed):
         longer_history(tmp_path, FailingDisk(last, Killed()))
     checkpoint_dir = CheckpointDirectory(tmp_path)
@@ -212,6 +212,6 @@ def test_no_run_goes_on_from_weights_alone(tmp_path):
     for step in (2, 3):
         os.remove(tmp_path / f"step-0000000{step}" / "rank-00000.safetensors")
     found = CheckpointDirectory(tmp_path).find_newest_valid()
-    assert found.path is None and "step-00000001 holds weights alone" in found.damaged[-1]
-    with pytest.raises(CheckpointError, match="step-00000001 holds weights alone"):
+    assert found.path is None and "step-00000001 holds weights only" in found.damaged[-1]
+    with pytest.raises(CheckpointError, match="step-00000001 holds weights only"):
         verify_resumable(tmp_path / "step-00000001")

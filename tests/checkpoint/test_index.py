@@ -62,7 +62,7 @@ def test_parts_make_the_whole():
         (dict(format=1), "format 1, this version"),
         (dict(unknown=1), "is not an index"),
         (dict(step="7"), "is not an index"),
-        (dict(files=[dict(name="../x", size=1, crc32="")]), "no name of a file"),
+        (dict(files=[dict(name="../x", size=1, crc32="")]), "not the name of a file"),
         (dict(files=[]), "a file that is not listed"),
         (dict(tensors={"a": tensor((0, 3)).model_dump()}), "9 of its 12"),
         (dict(tensors={"a": tensor((0, 4), (4, 5)).model_dump()}), "outside"),

@@ -1,4 +1,4 @@
-"""A checkpoint of weights alone is whole or not there, whatever ends its making."""
+"""A checkpoint of weights alone appears whole or not at all, whatever interrupts it."""
 
 import errno
 import os

@@ -215,6 +215,10 @@ class MembershipProtocol:
 
     def _decide(self) -> list[Action]:
         """Proposes the next generation: all live workers have reported."""
+        # The newest entry wins, not the most common: it exists only because every rank of the grid had contributed to
+        # it, with its reduced gradients and those that it backs up, so every rank can follow. State is still held by
+        # the committed shard map (`previous`), since nothing has moved. A further loss before all have confirmed
+        # discards this record (`_begin`), and the next decision starts from the committed grid again.
         lead = self._find_newest()
         if lead.position > self._newest:
             self._newest, self._num_changes_without_step = lead.position, 0
