@@ -62,7 +62,8 @@ def read_history(folder: Path) -> MetricsLog:
     try:
         history = MetricsLog.of(read_metrics(folder / METRICS))
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({reason})") from None
     if not history.steps:
         raise UserError(f"{folder}: {METRICS} holds no step yet")
     return history

@@ -30,7 +30,8 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
     formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars)
     scan = _DocumentScan(spec, folder, token, log)
     if not write_split(folder, scan.rows(), spec.validation_fraction):
-        raise DataError(f"data.sources has no text ({len(spec.files)} files, {spec.files[0].path} first)")
+        others = f" and {len(spec.files) - 1} more" if len(spec.files) > 1 else ""
+        raise DataError(f"data.sources has no text: {spec.files[0].path}{others}")
     train = DocumentSet(files=scan.files, formats=formats, document_index=load_split(folder)["train"])
     model = _tokenizer_model(spec, train, log)
     (folder / MODEL_FILE).write_bytes(model)

@@ -32,7 +32,7 @@ def choose_device(
         return torch.device("cuda", local_rank % num_devices)
     if local_rank >= num_devices:
         rule = f"local rank {local_rank} has no device: {num_devices} found"
-        fix = "start fewer workers on this host, or set run.device to cpu"
+        fix = "Start fewer workers on this host, or set run.device to cpu"
         raise ConfigError([Problem(field="run.device", value=wanted, rule=rule, fix=fix)])
     return torch.device("cuda", local_rank)
 

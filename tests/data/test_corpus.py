@@ -150,7 +150,7 @@ def test_a_long_search_for_documents_says_how_far_it_is(source, tmp_path, monkey
 
 def test_a_corpus_without_text_is_refused(source, tmp_path):
     source.write_text("")
-    with pytest.raises(DataError, match="data.sources has no text .*words.txt"):
+    with pytest.raises(DataError, match=r"data\.sources has no text: .*words\.txt$"):
         open_words(source, tmp_path / "cache")
 
 

@@ -312,7 +312,7 @@ def test_mistakes_are_one_message(tmp_path, config_file):
     empty.write_text("\n")
     parquet = write_table(tmp_path / "a.parquet", ["x"], "parquet")
     for override, reported in (
-        (f'data.sources=["{empty}"]', "data.sources has no text (1 files"),
+        (f'data.sources=["{empty}"]', "data.sources has no text: "),
         (f'data.sources=["{parquet}"]', "a.parquet: no column 'body'; it has 'number', 'text'"),
     ):
         code, _, err = run("--config", config_file, "--out", tmp_path / "out", override, "data.text_column=body")

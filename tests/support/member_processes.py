@@ -172,7 +172,7 @@ class Member:
         return [control.get(f"{key}/{rank}", self.token) for rank in record.grid.ranks]
 
     def come_to(self, point: str, number: int) -> None:
-        """Does whatever shall go wrong here; once."""
+        """Injects the faults of this point, once."""
         self.context.heartbeat.tick()
         for fault in [fault for fault in self.faults if fault[1:3] == (point, number)]:
             self.faults.remove(fault)

@@ -31,13 +31,13 @@ def start(case: str, directory: Path, *, launcher: tuple[str, ...] = (), **varia
 
 
 def leave_marks(context: WorkerContext) -> None:
-    """Tells a test which processes run (no such file may name a live one afterwards)."""
+    """Writes a file that names this process, so that a test can check that it has ended."""
     context.control.publish({"kind": "hello", "coordinates": f"pp{context.rank} dp0 tp0"})
     Path(sys.argv[2], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
 
 
 def train_until_aborted(context: WorkerContext, step: int = 1) -> int:
-    """Steps of 20 ms until the run is over; the leader tells of each."""
+    """Steps of 20 ms until the run is over; the leader reports each."""
     while not context.control.stop_requested:
         context.heartbeat.step = step
         context.control.token.sleep(0.02)
@@ -79,7 +79,7 @@ def killed(context: WorkerContext) -> int:
 
 
 def failing(context: WorkerContext) -> int:
-    """Rank 1 can't go on; rank 0 fails by that alone, and tells it first."""
+    """Rank 1 can't go on; rank 0 fails by that alone, and reports it first."""
     leave_marks(context)
     if context.rank == 1:
         context.heartbeat.step = 12

@@ -32,7 +32,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 def read_to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What a world has written. One that does not end is a failure, but is ended."""
+    """Returns the output of a world. One that does not end is killed, and fails."""
     try:
         return process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:

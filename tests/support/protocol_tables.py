@@ -1,4 +1,4 @@
-"""What the model of the membership protocol looks up: its settings, interned protocols and records, ranges."""
+"""Tables of the membership protocol's model: its settings, interned protocols and records, ranges."""
 
 from __future__ import annotations
 

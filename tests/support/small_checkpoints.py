@@ -43,7 +43,7 @@ def save(
     change: Callable[[Snapshot], None] = lambda snapshot: None,
     **facts,
 ) -> Path:
-    """What the ranks of a run do between them, one after the other."""
+    """Does the work of all ranks of a run, one after the other."""
     checkpoint_dir = CheckpointDirectory(directory, disk)
     partial = checkpoint_dir.partial_path(step, generation)
     checkpoint_dir.remove_leftovers(keep=partial)
