@@ -58,9 +58,9 @@ class LrSchedule:
     decay_form: Literal["floor", "clamp"] = "floor"
 
     def at(self, *, updates: float, tokens: float) -> float:
-        """The value after so many updates, which trained on so many tokens: 0 before the first where a warmup begins.
+        """The value after `updates` updates on `tokens` tokens: 0 before the first if the ramp begins with a warmup.
 
-        A trainer that wants its first update to count asks after it has counted it.
+        A trainer that wants its first update to have an effect counts it before it asks.
         """
         done: Mapping[LrUnit, float] = {"updates": updates, "tokens": tokens}
         return min(self._warmup_value(done[self.warmup_unit]), self._decay_value(done[self.decay_unit]))

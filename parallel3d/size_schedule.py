@@ -234,7 +234,7 @@ class BatchShapeSchedule:
         return min(counts)
 
     def after_evaluation(self, loss: float | None) -> BatchShapeSchedule:
-        """Returns the schedule after an evaluation with the loss `loss`; None: there was no text to evaluate on."""
+        """Returns the schedule after an evaluation with the loss `loss`; None: without a validation text."""
         if loss is None or not isinstance(self.length, Adaptive):
             return self
         return replace(self, length=self.length.after_evaluation(loss))

@@ -70,7 +70,7 @@ class PlanRequest:
 
     @property
     def name(self) -> str:
-        """The schedule's name, or "forward" where there is no backward pass."""
+        """The schedule's name, or "forward" without a backward pass."""
         return self.schedule if self.has_backward else "forward"
 
     @property

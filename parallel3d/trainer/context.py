@@ -58,7 +58,7 @@ class RankHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What a rank needs to step in one membership generation; released when that ends."""
+    """A rank's part of one membership generation, with which it steps; released when the generation ends."""
 
     number: int
     grid: Grid

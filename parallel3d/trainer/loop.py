@@ -30,7 +30,7 @@ from parallel3d.trainer.step import evaluate, train_step
 
 
 class Phase(Enum):
-    """What the trainer does next."""
+    """The next action of the trainer."""
 
     RECOVER = "recover"
     STEP = "step"
@@ -166,7 +166,7 @@ class Trainer:
             self._wait_unless_stopped(wait_s)
             self._reporter.notices(self.saver.save_now(training_loss))
         if self.saver.has_failed:
-            self._reporter.leader_notice(f"warning: there is no checkpoint of step {step}, the last")
+            self._reporter.leader_notice(f"warning: the last step, {step}, has no checkpoint")
 
     def _wait_unless_stopped(self, seconds: float) -> None:
         """Waits until the time is over or a stop is requested.

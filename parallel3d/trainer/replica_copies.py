@@ -62,7 +62,7 @@ class SharedRange:
 
     parameter: str
     where: str
-    """Tells apart what other tensor-parallel ranks hold under the same name."""
+    """Distinguishes it from the range of the same name on other tensor-parallel ranks."""
     offset: int
     """Start of the parameter in the bucket."""
     span: range

@@ -1,7 +1,7 @@
-"""What a run reports of its progress: the records of steps, evaluations, notices and the summary.
+"""A run's reports of its progress: the records of steps, evaluations, notices and the summary.
 
-Every rank keeps the figures, so that the next leader can go on after a loss; only the leader publishes them. Times are
-those that this rank measured itself: a step led by another rank is reported without them.
+Every rank keeps the figures, so that the next leader can continue after a loss; only the leader publishes them. Times
+are those that this rank measured itself: a step led by another rank is reported without them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from parallel3d.trainer.entry import Entry, EvaluationEntry
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What the entries of a run add up to; immutable."""
+    """The sum of a run's entries; immutable."""
 
     iteration: int = 0
     """Entries applied; keys data and noise."""

@@ -88,7 +88,7 @@ def test_one_holds_the_witness(tmp_path):
     with pytest.raises(LaunchError, match="elastic.witness"):
         second.lock_at_start()
     none.lock_at_start()
-    assert none.try_lock() == "there is no witness (elastic.witness)"
+    assert none.try_lock() == "no witness is configured (elastic.witness)"
     assert "can't be locked (No such file" in Witness(str(tmp_path / "no" / "w")).try_lock()
 
 

@@ -69,7 +69,7 @@ def test_two_hosts_without_a_witness_stop_without_the_first(tmp_path, witness):
     processes[0].kill()
     codes, _, errs = end_all(processes, tmp_path)
     assert codes == [-signal.SIGKILL, 4], errs
-    why = "is held by another side" if witness else "there is no witness (elastic.witness)"
+    why = "is held by another side" if witness else "no witness is configured (elastic.witness)"
     assert errs[1].startswith("the run can't go on here: this side reaches 1 of 2 hosts, and ") and why in errs[1]
     assert errs[1].count("\n") == 1 and metrics(tmp_path)[1] == []
 

@@ -118,7 +118,7 @@ def test_as_many_restarts_as_are_allowed(config_file, tmp_path):
     said, _, then = err.splitlines()[-1].partition("; ")
     assert "restarted once, as often as restart.max_restarts allows" in said
     assert then.startswith(
-        ("run.resume=auto resumes from ", "there is no checkpoint to resume from ")
+        ("run.resume=auto resumes from ", "no checkpoint exists to resume from ")
     )  # a matter of time
     assert summary(tmp_path / "run")["restarts"] == 1
 

@@ -1,6 +1,6 @@
 """Finds wording that the project avoids: words of a private dialect, and sentences translated word by word.
 
-`python -m tests.support.english [FOLDER ...]` lists the findings; tests/test_architecture.py keeps them falling.
+`python -m tests.support.english [FOLDER ...]` lists the findings; tests/test_architecture.py allows none.
 """
 
 from __future__ import annotations

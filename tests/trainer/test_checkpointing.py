@@ -334,7 +334,7 @@ def test_the_last_save_is_tried_again(tmp_path, operation, times):
 def test_a_last_save_that_never_succeeds_is_told(tmp_path):
     disk = BadDisk(6, "make_folder", errno.EROFS)
     done = train(config_of("pp2-dp2", retry_s=[0.01]), tmp_path, disk=disk)
-    assert done.notices.count("warning: there is no checkpoint of step 6, the last") == 1
+    assert done.notices.count("warning: the last step, 6, has no checkpoint") == 1
     assert sum("trying again" in text for text in done.notices) == 1
     assert CheckpointDirectory(tmp_path).find_newest_valid().index.step == 3
 

@@ -1,7 +1,7 @@
 """The coordinator: the server of the control channel, which decides on membership and on the end of the run.
 
 A thread of the launcher's process (of rank 0's guardian under torchrun), never of a worker. One thread owns all state
-and waits in one selector, so there are no locks; records go to the reporter's own thread, so that a slow disk never
+and waits in one selector, without locks; records go to the reporter's own thread, so that a slow disk never
 delays an abort. The membership protocol (pure) decides about losses; membership_manager.py carries that out.
 """
 

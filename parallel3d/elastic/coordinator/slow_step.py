@@ -1,7 +1,7 @@
 """Detects slow steps and collects a hang report about them.
 
-A step is slow if it takes `factor` times the median of the steps so far and at least `min_s`; ten times that while
-there is no median yet or the run evaluates. It is reported again each time the wait has doubled. This only observes:
+A step is slow if it takes `factor` times the median of the steps so far and at least `min_s`; ten times that before
+the first median and during evaluations. It is reported again each time the wait has doubled. This only observes:
 guardians decide which workers to kill (guardian/heartbeat.py).
 """
 

@@ -19,7 +19,7 @@ class Witness:
     def try_lock(self) -> str:
         """Tries to lock the file; returns "" if this process holds the lock, else the reason why not."""
         if self._path is None:
-            return "there is no witness (elastic.witness)"
+            return "no witness is configured (elastic.witness)"
         try:
             self._file = self._file or self._path.open("a")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

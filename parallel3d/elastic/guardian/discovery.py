@@ -61,7 +61,7 @@ class CoordinatorDiscovery:
         os.write(self._address_writer, "{} {}\n".format(*address).encode())
 
     def await_new_address(self) -> Address | None:
-        """Waits for the guardian to send the successor's address; returns None if there is no successor."""
+        """Waits for the guardian to send the successor's address; returns None without a successor."""
         if self._env is None:  # the coordinator was in the guardian's own process
             return None
         line = b""
@@ -75,7 +75,7 @@ class CoordinatorDiscovery:
         os.close(self._new_address_reader)
 
     def send_new_address(self, address: Address | None) -> None:
-        """Sends the worker the successor's address; None: there is no successor."""
+        """Sends the worker the successor's address, or None without a successor."""
         with contextlib.suppress(BrokenPipeError):  # the worker has ended
             os.write(self._new_address_writer, "{} {}\n".format(*address).encode() if address else b"\n")
 

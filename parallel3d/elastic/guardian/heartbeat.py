@@ -172,7 +172,7 @@ def diagnose(
 ) -> str:
     """Returns why a worker must be killed, or "".
 
-    Times before `since_s` do not count. `stopped` is the kernel's report; None where there is none.
+    Times before `since_s` do not count. `stopped` is the kernel's report, None without one.
     """
     if state.mode is Mode.STARTING:
         return ""
@@ -232,7 +232,7 @@ class HeartbeatMonitor:
 
 
 def is_stopped(pid: int) -> bool | None:
-    """Returns whether the kernel has stopped a process (SIGSTOP, a debugger); None where there is no /proc."""
+    """Returns whether the kernel has stopped a process (SIGSTOP, a debugger); None without /proc."""
     if sys.platform != "linux":
         return None
     try:

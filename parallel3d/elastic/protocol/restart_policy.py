@@ -36,7 +36,7 @@ START_KEY = "start"
 """Key of the start instruction in the key-value store."""
 FIRST_SIGNAL_CODE = 128
 FINAL_EXIT_CODES = (0, UserError.exit_code, EXIT_COORDINATOR_LOST, EXIT_REPLICAS_DIFFER)
-"""Exit codes after which there is no restart."""
+"""Exit codes after which the run is not restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def decide(
 
 
 def choose_step(attempt_ends: Sequence[AttemptEnd], checkpoints: Sequence[int], *, run_start_step: int) -> int | None:
-    """Returns the step to restart after; None: a divergence came back, and there is no older checkpoint."""
+    """Returns the step to restart after; None: a divergence came back, and no older checkpoint exists."""
     attempt_end = attempt_ends[-1]
     newest = max(checkpoints, default=None)
     before = [other.last_step for other in attempt_ends[:-1] if other.exit_code == EXIT_DIVERGED]
@@ -141,5 +141,5 @@ def _is_defect(attempt_ends: Sequence[AttemptEnd]) -> str:
 
 def _by_hand(checkpoints: Sequence[int]) -> str:
     if not checkpoints:
-        return "there is no checkpoint to resume from (checkpoint.every)"
+        return "no checkpoint exists to resume from (checkpoint.every)"
     return f"run.resume=auto resumes from the checkpoint of step {max(checkpoints)}"

@@ -26,7 +26,7 @@ from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
 
 MAX_CHANGES_WITHOUT_STEP = 8
-"""More changes in a row without a step in between end the run: their common cause is not an accident."""
+"""More consecutive changes without a step in between end the run: their common cause is not an accident."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Propose:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """Tell the members that all have confirmed; draining members leave with this."""
+    """Notify the members that all have confirmed; draining members leave with this."""
 
     generation: int
     members: tuple[int, ...]

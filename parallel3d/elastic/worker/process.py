@@ -1,4 +1,4 @@
-"""What a forked worker process does before and after its main function: its log, its connection, its exit.
+"""A forked worker process before and after its main function: its log, its connection, its exit.
 
 At SIGTERM it announces a drain.
 """
