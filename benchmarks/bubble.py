@@ -35,6 +35,7 @@ from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.settings import ElasticSettings
 from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.layers.gemm import Gemm
 from parallel3d.monitor.run_folder import METRICS, RunFolder, read_metrics
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -138,7 +139,9 @@ def work(config: Config, seconds: float, context: WorkerContext) -> int:
     context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
     phase_hook = WorkerHooks(config, context)
 
-    def make_chunk(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> nn.Module:
+    def make_chunk(
+        config: Config, layers: range, tp: TensorParallel, device: torch.device, *, gemm: Gemm | None
+    ) -> nn.Module:
         is_last = layers.stop == config.model.num_hidden_layers
         name = f"layers.{layers.start}.weight"
         return SleepingStage(name, is_first=layers.start == 0, is_last=is_last, seconds=seconds)

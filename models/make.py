@@ -10,6 +10,7 @@ from parallel3d.backends import choose_backend
 from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import Config, ModelConfig, PrecisionConfig
 from parallel3d.layers import apex_norm
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.group import SoloGroup
@@ -19,8 +20,10 @@ from parallel3d.precision.policy import policy_of
 from parallel3d.recompute import Recompute
 
 
-def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.device) -> DecoderStage:
-    """Builds layers `layers` of the configuration's model, for the trainer."""
+def make_stage(
+    config: Config, layers: range, tp: TensorParallel, device: torch.device, *, gemm: Gemm | None = None
+) -> DecoderStage:
+    """Builds layers `layers` of the configuration's model, for the trainer; `gemm` computes their products."""
     module, name = apex_norm.SYMBOL
     asked = config.model.norm_backend
     context = LayerContext(
@@ -29,6 +32,7 @@ def make_stage(config: Config, layers: range, tp: TensorParallel, device: torch.
         device=device,
         compiles=config.run.compile == "elementwise",
         norm_backend=choose_backend("model.norm_backend", asked, module=module, name=name, device_type=device.type),
+        gemm=gemm or Gemm(),
     )
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
     return make_decoder(config.model, layers, num_positions=num_positions, context=context, recompute=recompute)

@@ -90,6 +90,8 @@ class RunFacts(_Record):
     text: dict[str, Any] = {}
     """The data fingerprint, by which two corpora differ."""
     versions: dict[str, str | None] = {}
+    cpu_gemm: dict[str, str] = {}
+    """The libraries of products that differ from the default; a run that resumes uses them again, for the same bits."""
     averaged: tuple[str, ...] = ()
     """For an average: the checkpoints from which it was made."""
 

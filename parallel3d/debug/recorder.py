@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from parallel3d.debug.slab import Slab, full_dimension
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
-from parallel3d.layers.gemm import matmul
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import BatchPlan, MicroBatch
 from parallel3d.parallel.sharding import IndexRun, ParamSharding
@@ -113,7 +112,8 @@ class Recorder:
         self.losses[self._micro_batch.slots[0]] = loss.item()
         if self.wants("head.logits"):
             with torch.no_grad():
-                logits = matmul(self.tp.gather(hidden.detach()), head.weight.detach()[: head.num_valid].t())
+                valid = head.weight.detach()[: head.num_valid]
+                logits = head.weight.gemm.forward(self.tp.gather(hidden.detach()), valid)
             runs = (IndexRun(global_start=head.first, local_start=0, length=head.num_valid),)
             self._record(named, "logits", logits, (runs, head.weight.sharding.shape[0]))
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel3d.layers.embedding import VocabParallel
-from parallel3d.layers.gemm import add_matmul, matmul
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -39,22 +38,21 @@ class _LinearCrossEntropy(Function):
         keep_fp32_dtype: torch.dtype,
         grad_factor: float | None,
     ) -> Tensor:
-        whole = tp.gather(hidden)
+        whole, gemm = tp.gather(hidden), weight.gemm
         valid = weight.detach()[:num_valid]
         grad_buffer = weight.sink.buffer[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        token_block_bytes = DEVICE_TOKEN_BLOCK_BYTES if hidden.is_cuda else TOKEN_BLOCK_BYTES
-        rows = max(1, token_block_bytes // (max(1, num_valid) * keep_fp32_dtype.itemsize))
+        rows = block_rows(num_valid, keep_fp32_dtype, hidden.device.type)
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]
-            logits = matmul(x, valid.t()).to(keep_fp32_dtype)
+            logits = gemm.forward(x, valid).to(keep_fp32_dtype)
             loss += _loss_and_grad(logits, targets[part] - first, tp).sum(dtype=torch.float64)
             if grad_factor and hidden_grad is not None and grad_buffer is not None:
                 logits_grad = (logits if grad_factor == 1.0 else logits.mul_(grad_factor)).to(x.dtype)
-                hidden_grad[part] = matmul(logits_grad, valid)
-                add_matmul(grad_buffer, logits_grad.t(), x, wide=weight.sink.accumulate_in_grad_dtype)
+                hidden_grad[part] = gemm.input_grad(logits_grad, valid)
+                gemm.add_weight_grad(grad_buffer, logits_grad, x, wide=weight.sink.accumulate_in_grad_dtype)
         ctx.weight = weight
         if hidden_grad is not None:
             ctx.save_for_backward(tp.sum(hidden_grad))
@@ -65,6 +63,12 @@ class _LinearCrossEntropy(Function):
         (hidden_grad,) = ctx.saved_tensors
         ctx.weight.sink.on_added()
         return hidden_grad, None, None, None, None, None, None, None
+
+
+def block_rows(num_valid: int, keep_fp32_dtype: torch.dtype, device_type: str) -> int:
+    """Tokens whose logits, for a vocabulary of `num_valid`, exist at the same time."""
+    num_bytes = TOKEN_BLOCK_BYTES if device_type == "cpu" else DEVICE_TOKEN_BLOCK_BYTES
+    return max(1, num_bytes // (max(1, num_valid) * keep_fp32_dtype.itemsize))
 
 
 class LinearCrossEntropy(VocabParallel):
@@ -101,7 +105,7 @@ class LinearCrossEntropy(VocabParallel):
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """(tokens_local, hidden) -> (tokens, vocab) in the keep_fp32 format, on every rank; no gradients."""
-        local = matmul(self.tp.gather(hidden), self.weight.detach().t()).to(self.keep_fp32_dtype)
+        local = self.weight.gemm.forward(self.tp.gather(hidden), self.weight.detach()).to(self.keep_fp32_dtype)
         parts = local.new_empty((self.tp.group.size, *local.shape))
         self.tp.group.all_gather(parts.flatten(0, 1), local)
         return parts.transpose(0, 1).flatten(1)[:, : self.weight.sharding.shape[0]]

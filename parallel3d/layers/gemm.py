@@ -1,47 +1,108 @@
-"""Matrix products on the fastest kernel that torch ships for the format and the device.
+"""The products of linear layers, each on the library that is fastest for its shape on this machine.
 
-On CPUs torch sends fp32 products to MKL, which on AMD's processors runs its AVX2 kernels: half the machine. oneDNN,
-which torch uses for bf16, generates AVX-512 code on both vendors' (docs/experiments.md has the figures). Its only entry
-for plain fp32 tensors is the operator of fused linear layers, which accepts transposed views. On CPUs without fp16
-instructions torch's product of fp16 tensors takes 30 to 90 times as long as that of fp32 ones, whose result differs by
-one rounding.
+On CPUs torch sends fp32 products to MKL. On AMD's processors MKL runs its AVX2 kernels, half of what the machine can
+do; oneDNN, which torch uses for bf16, generates AVX-512 code on both vendors'. On Intel's it is the slower one, most of
+all for weight gradients (docs/experiments.md has the figures). Its only door for plain fp32 tensors is the operator
+behind fused linear layers; it takes transposed views as they are. So a run times both (`worker/gemm_timing.py`) and
+gives its layers a `Gemm` with the choices: the same on every rank, or the layout would decide last bits.
+
+Without instructions for fp16 torch's product of such tensors takes 30 to 90 times as long as that of fp32 ones, which
+gives the same but for one rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, cast, get_args
+
 import torch
 from torch import Tensor
 
-_SMALL = 1 << 18  # multiplications; below, the operator's overhead (about 10 us) shows
+_SMALL = 1 << 18  # multiplications under which the operator's own overhead (some 10 us) shows
+
+Role = Literal["forward", "input_grad", "weight_grad"]
+Library = Literal["mkl", "onednn"]
+"""mkl: what torch's own product uses, which is MKL on x86."""
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+class ProductKey(NamedTuple):
+    """One of the three products with a weight (out, in)."""
+
+    role: Role
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The three products of a linear layer y = x W^T, on plain tensors, without autograd."""
+
+    default: Library = "onednn"
+    choices: Mapping[ProductKey, Library] = field(default_factory=dict)
+    """Measured ones, where they differ from the default."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (tokens, in), weight (out, in) -> (tokens, out)."""
+        return matmul(x, weight.t(), self._library("forward", weight))
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad (tokens, out), weight (out, in) -> (tokens, in)."""
+        return matmul(grad, weight, self._library("input_grad", weight))
+
+    def add_weight_grad(self, total: Tensor, grad: Tensor, x: Tensor, *, wide: bool = False) -> None:
+        """total (out, in) += grad^T x for grad (tokens, out), x (tokens, in), in total's format; the product is rounded
+        to the factors' format before, unless it is `wide`."""
+        add_matmul(total, grad.t(), x, self._library("weight_grad", total), wide=wide)
+
+    def to_json(self) -> dict[str, str]:
+        """The choices, by "role OUTxIN"."""
+        return {f"{key.role} {key.out_features}x{key.in_features}": library for key, library in self.choices.items()}
+
+    @staticmethod
+    def from_json(choices: Mapping[str, str]) -> Gemm:
+        """The inverse of `to_json`; raises ValueError for anything else."""
+        found: dict[ProductKey, Library] = {}
+        for text, library in choices.items():
+            role, _, size = text.partition(" ")
+            if role not in get_args(Role) or library not in get_args(Library):
+                raise ValueError(f"unknown product {text}: {library}")
+            out_features, in_features = map(int, size.split("x"))
+            found[ProductKey(cast(Role, role), out_features, in_features)] = cast(Library, library)
+        return Gemm(choices=found)
+
+    def _library(self, role: Role, weight: Tensor) -> Library:
+        return self.choices.get(ProductKey(role, weight.shape[0], weight.shape[1]), self.default)
+
+
+def matmul(a: Tensor, b: Tensor, library: Library = "onednn") -> Tensor:
     """a (m, k) @ b (k, n), each possibly a transposed view; no autograd."""
     if a.dtype is torch.float16 and a.device.type == "cpu":
-        return matmul(a.float(), b.float()).to(a.dtype)
-    if _fits_onednn(a, b):
+        return matmul(a.float(), b.float(), library).to(a.dtype)
+    if _fits_onednn(a, b, library):
         return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
     return a @ b
 
 
-def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, wide: bool = False) -> None:
-    """total += a @ b, in total's format; the product is first rounded to the factors' format, unless `wide`.
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, library: Library = "onednn", *, wide: bool = False) -> None:
+    """total += a @ b, in total's format; the product is rounded to the factors' format before, unless it is `wide`.
 
-    oneDNN copies a transposed first factor; where it makes this copy smaller, the transposed product is computed.
+    oneDNN copies a transposed first factor; the product is turned round where that makes the copy the smaller one.
     """
     if wide:
         a, b = a.to(total.dtype), b.to(total.dtype)
-    if _fits_onednn(a, b) and a.shape[0] > b.shape[1]:
-        total.t().add_(matmul(b.t(), a.t()))
-    elif _fits_onednn(a, b) or total.dtype != a.dtype:
-        total += matmul(a, b)
+    if _fits_onednn(a, b, library) and a.shape[0] > b.shape[1]:
+        total.t().add_(matmul(b.t(), a.t(), library))
+    elif _fits_onednn(a, b, library) or total.dtype != a.dtype:
+        total += matmul(a, b, library)
     else:
         torch.addmm(total, a, b, out=total)
 
 
-def _fits_onednn(a: Tensor, b: Tensor) -> bool:
+def _fits_onednn(a: Tensor, b: Tensor, library: Library) -> bool:
     return (
-        a.dtype is torch.float32
+        library == "onednn"
+        and a.dtype is torch.float32
         and a.device.type == "cpu"
         and a.shape[0] * a.shape[1] * b.shape[1] >= _SMALL
         and torch.backends.mkldnn.is_available()

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from parallel3d.layers.gemm import add_matmul
+from parallel3d.layers.gemm import Gemm
 
 WeightGradTask = Callable[[], None]
 """Adds one micro-batch's gradient to one weight's main gradient."""
@@ -71,6 +71,7 @@ class GradientSink:
         weight_grads: WeightGradStore | None = None,
         on_added: Callable[[], None] = lambda: None,
         accumulate_in_grad_dtype: bool = False,
+        gemm: Gemm | None = None,
     ):
         self.buffer = buffer
         """The main gradient, in the optimizer's gradient format (bf16, fp32 or wider)."""
@@ -78,15 +79,20 @@ class GradientSink:
         self.accumulate_in_grad_dtype = accumulate_in_grad_dtype
         """Whether products are computed in the buffer's format, not rounded to that of their factors first."""
         self._weight_grads = weight_grads or WeightGradStore()
+        self._gemm = gemm or Gemm()
 
     @staticmethod
     def with_own_buffer(
-        weight: Tensor, *, weight_grads: WeightGradStore | None = None, on_added: Callable[[], None] = lambda: None
+        weight: Tensor,
+        *,
+        weight_grads: WeightGradStore | None = None,
+        on_added: Callable[[], None] = lambda: None,
+        gemm: Gemm | None = None,
     ) -> GradientSink:
         """Returns a sink with a buffer of its own, in fp32 or wider, for a `weight` that is in no bucket."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         buffer = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        return GradientSink(buffer, weight_grads=weight_grads, on_added=on_added)
+        return GradientSink(buffer, weight_grads=weight_grads, on_added=on_added, gemm=gemm)
 
     def add(self, grad: Tensor) -> None:
         """buffer += grad."""
@@ -98,7 +104,7 @@ class GradientSink:
         the weight's size; now, or with a split backward later."""
 
         def add() -> None:
-            add_matmul(self.buffer, grad.t(), x, wide=self.accumulate_in_grad_dtype)
+            self._gemm.add_weight_grad(self.buffer, grad, x, wide=self.accumulate_in_grad_dtype)
             self.on_added()
 
         self.run_or_defer(add)

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.layers.gemm import matmul
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.output_rounding import MatmulFn, matmul_for
 from parallel3d.layers.parameter import ShardedParameter
@@ -50,7 +49,7 @@ class _ColumnParallel(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = ctx.saved_tensors
         whole, gathering = ctx.tp.gather_async(x)
-        input_grad, summing = ctx.tp.sum_async(matmul(grad, ctx.weight))
+        input_grad, summing = ctx.tp.sum_async(ctx.weight.gemm.input_grad(grad, ctx.weight))
         if ctx.bias is not None:
             add_bias_grad(ctx.bias, grad)
         gathering.wait()
@@ -72,7 +71,7 @@ class _RowParallel(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         grad = ctx.tp.gather(grad)
-        input_grad = matmul(grad, ctx.weight)
+        input_grad = ctx.weight.gemm.input_grad(grad, ctx.weight)
         ctx.weight.sink.add_product(grad, x)
         return input_grad, None, None, None
 

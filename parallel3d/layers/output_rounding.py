@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel3d.layers.gemm import matmul
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.parallel.sharding import IndexRun
@@ -30,13 +29,9 @@ MatmulFn = Callable[[Tensor, Tensor], Tensor]
 def matmul_for(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorParallel, policy: Policy) -> MatmulFn:
     """Returns the product of all tokens of a micro-batch with `weight`; evaluations round to the nearest."""
     if not (policy.rounds_outputs and micro_batch.training):
-        return _nearest
+        return weight.gemm.forward
     runs = weight.sharding.runs(tp.shard)
-    return lambda x, local: _round(matmul(x.float(), local.float().t()), weight, runs, micro_batch)
-
-
-def _nearest(x: Tensor, weight: Tensor) -> Tensor:
-    return matmul(x, weight.t())
+    return lambda x, local: _round(weight.gemm.forward(x.float(), local.float()), weight, runs, micro_batch)
 
 
 def _round(wide: Tensor, weight: ShardedParameter, runs: tuple[IndexRun, ...], micro_batch: MicroBatch) -> Tensor:

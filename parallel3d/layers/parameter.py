@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.parallel.sharding import ParamSharding
 
@@ -13,14 +14,23 @@ class ShardedParameter(nn.Parameter):
     """This rank's share (shape: `sharding.local_shape(tp_size)`) of a global parameter."""
 
     sharding: ParamSharding
+    gemm: Gemm
+    """Computes the products with this parameter."""
     _sink: GradientSink | None
 
     def __new__(
-        cls, sharding: ParamSharding, *, tp_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        sharding: ParamSharding,
+        *,
+        tp_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        gemm: Gemm | None = None,
     ) -> ShardedParameter:
         data = torch.empty(sharding.local_shape(tp_size), dtype=dtype, device=device)
         self = nn.Parameter.__new__(cls, data, True)
         self.sharding = sharding
+        self.gemm = gemm or Gemm()
         self._sink = None
         return self
 
@@ -37,7 +47,7 @@ class ShardedParameter(nn.Parameter):
         """Where layers add this parameter's gradients. Outside of a run, where no bucket gave one, it is made on first
         use."""
         if self._sink is None:
-            self._sink = GradientSink.with_own_buffer(self)
+            self._sink = GradientSink.with_own_buffer(self, gemm=self.gemm)
         return self._sink
 
     @property

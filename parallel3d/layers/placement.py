@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from parallel3d.backends import Backend
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -29,6 +30,8 @@ class LayerContext:
     compiles: bool = False
     """Whether chains of elementwise operations become one kernel each."""
     norm_backend: Backend = "torch"
+    gemm: Gemm = field(default_factory=Gemm)
+    """Computes the products of linear layers."""
 
     def kernel(self, function: Callable[P, R]) -> Callable[P, R]:
         """A function of tensors without side effects, compiled if `compiles`."""
@@ -36,7 +39,9 @@ class LayerContext:
 
     def parameter(self, sharding: ParamSharding) -> ShardedParameter:
         """This rank's share of a parameter, not yet initialised."""
-        return ShardedParameter(sharding, tp_size=self.tp.group.size, dtype=self.policy.compute, device=self.device)
+        return ShardedParameter(
+            sharding, tp_size=self.tp.group.size, dtype=self.policy.compute, device=self.device, gemm=self.gemm
+        )
 
 
 @cache

@@ -25,12 +25,17 @@ def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "host": platform.node(),
-        "cpu_model": _proc_value("/proc/cpuinfo", "model name"),
+        "cpu_model": describe_cpu(),
         "num_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain")),
     }
+
+
+def describe_cpu() -> str | None:
+    """The processor's name; None if unknown."""
+    return _proc_value("/proc/cpuinfo", "model name")
 
 
 def _version(package: str) -> str | None:

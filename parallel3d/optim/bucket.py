@@ -74,8 +74,9 @@ class Bucket:
                 weight_grads=weight_grads,
                 on_added=on_grad_added,
                 accumulate_in_grad_dtype=self._policy.rounds_accumulation,
+                gemm=parameter.gemm,
             )
-            for view in self._views(self._grads)
+            for parameter, view in zip(parameters, self._views(self._grads))
         ]
         for parameter, sink in zip(parameters, self._sinks):
             parameter.attach(sink)

@@ -6,9 +6,8 @@ threads of one process, gloo processes and a single process are built by the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import BatchPlan
@@ -44,7 +44,13 @@ from parallel3d.trainer.loader import EvaluationSequences, LaneLoader
 from parallel3d.trainer.plans import chunk_layout_of, split_layers
 from parallel3d.trainer.state import TrainState
 
-MakeStage = Callable[[Config, range, TensorParallel, torch.device], nn.Module]
+
+class MakeStage(Protocol):
+    """Makes a rank's share of some layers; `gemm` computes their products, by default with the library for fp32."""
+
+    def __call__(
+        self, config: Config, layers: range, tp: TensorParallel, device: torch.device, *, gemm: Gemm | None
+    ) -> nn.Module: ...
 """The model's constructor: configuration, layers of this stage, tensor-parallel region, device."""
 
 
@@ -68,10 +74,11 @@ def prepare_rank(
     device: torch.device,
     initial: InitMethod | None = None,
     hooks: RankHooks | None = None,
+    gemm: Gemm | None = None,
 ) -> RankContext:
     """Builds what a rank of the run's first grid keeps for the whole run: layers with their weights, buckets, loaders.
 
-    `initial` gives the initial weights; None draws them from the seed.
+    `initial` gives the initial weights; None draws them from the seed. `gemm` is the same on all ranks of a run.
     """
     coordinates, hooks = grid.coordinates(rank), hooks or RankHooks()
     tp = TensorParallel(
@@ -80,7 +87,7 @@ def prepare_rank(
     )
     partition = split_layers(config)
     own_layers = [partition[k] for k in chunk_layout_of(config).virtual_stages[coordinates.pp]]
-    chunks = nn.ModuleList(make_stage(config, layers, tp, device) for layers in own_layers)
+    chunks = nn.ModuleList(make_stage(config, layers, tp, device, gemm=gemm) for layers in own_layers)
     share_parameters(chunks)
     train_loader, evaluate_loader = build_loaders(config, lanes, device)
     state, weight_grads = build_start_state(config, lanes.train), WeightGradStore()
@@ -96,6 +103,7 @@ def prepare_rank(
         optimizer=build_optimizer(
             config, rank, grid, chunks, weight_grads=weight_grads, device=device, initial=initial, hooks=hooks
         ),
+        gemm=gemm or Gemm(),
         train_loader=train_loader,
         evaluate_loader=evaluate_loader,
         layout=build_entry_layout(config, grid, cursor_size=len(state.cursors[0])),

@@ -220,6 +220,7 @@ class AsyncSaver(CheckpointSaver):
             config=self._rank.config.model_dump(),
             text=self._text,
             versions={name: metadata.version(name) for name in ("parallel3d", "torch", "safetensors")},
+            cpu_gemm=self._rank.gemm.to_json(),
         )
 
     def _apply_save_counts(self, num_saved: int, num_not_saved: int) -> list[str]:

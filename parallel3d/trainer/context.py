@@ -9,12 +9,13 @@ Every part of the trainer takes the context and reads from it; only `state`, `ge
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from parallel3d.config.schema import Config
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.monitor.flops import Peak
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
@@ -94,6 +95,8 @@ class RankContext:
     learning_rate: LrSchedule
     hooks: RankHooks
     state: TrainState
+    gemm: Gemm = field(default_factory=Gemm)
+    """Computes the products of the layers, the same on all ranks."""
     peak: Peak | None = None
     """Peak FLOP/s of a rank's device, mean over the ranks; None until it is measured or looked up."""
     resumed_from: int = 0

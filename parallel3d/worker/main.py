@@ -45,6 +45,7 @@ from parallel3d.worker.device import (
     init_device,
 )
 from parallel3d.worker.fault_injection import corrupt_weight
+from parallel3d.worker.gemm_timing import agree_on_gemm
 from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
@@ -69,7 +70,8 @@ def run_worker(
     def log_notice(text: str) -> None:
         control.publish({"kind": "notice", "text": text})
 
-    log_notice_once = log_notice if context.rank == grid.ranks[0] else lambda text: None
+    is_leader = context.rank == grid.ranks[0]
+    log_notice_once = log_notice if is_leader else lambda text: None
     warn_unused_gpus(config, device, log_notice_once)
     corpus = open_run_corpus(config, token, log_notice)
     prefetcher = build_prefetcher(config, corpus, token, log_notice)
@@ -84,6 +86,7 @@ def run_worker(
         device=device,
         initial=open_initial_weights(config) if start.checkpoint is None else None,
         hooks=hooks.for_rank(),
+        gemm=agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
     )
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     data_fingerprint = fingerprint_data(config, corpus)

@@ -90,8 +90,8 @@ def test_ranks_that_disagree_are_a_finding(arguments: list[str], capsys, monkeyp
     """Norms under sequence parallelism see a part of the tokens each, and their gradients are not summed."""
     make_stage = verify.make_stage
 
-    def make_forgetful_stage(config, layers, tp, device):
-        stage = make_stage(config, layers, tp, device)
+    def make_forgetful_stage(config, layers, tp, device, gemm):
+        stage = make_stage(config, layers, tp, device, gemm=gemm)
         for parameter in stage.parameters():
             parameter.sharding = replace(parameter.sharding, partial_grad=False)
         return stage

@@ -27,7 +27,7 @@ def onednn_calls(monkeypatch):
     """How often the module has chosen oneDNN (True) and how often torch's own product."""
     calls = []
     choose = gemm._fits_onednn
-    monkeypatch.setattr(gemm, "_fits_onednn", lambda a, b: calls.append(choose(a, b)) or calls[-1])
+    monkeypatch.setattr(gemm, "_fits_onednn", lambda *product: calls.append(choose(*product)) or calls[-1])
     return calls
 
 

@@ -59,6 +59,11 @@ class RunConfig(Section):
     """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
     This takes some seconds in the first step, needs a C++ compiler on CPUs, and changes last bits. No effect on
     gpt2."""
+    cpu_gemm: Literal["auto", "mkl", "onednn"] = "auto"
+    """Library for the fp32 products of a run on CPUs. auto: the first rank times both at the run's shapes when the run
+    starts (up to 0.3 s for a small model), and all ranks use the faster one for each; environment.json and checkpoints
+    record the choices, and a run that resumes keeps them. With precision.sums exact auto means onednn, so that a
+    measurement decides no bit."""
     deterministic: bool = False
     """Use kernels that give the same bits each time they run on the same GPU. With precision.sums exact, a run with
     losses, or a resumed one, is then bitwise the undisturbed one on a GPU too. Costs speed, mostly in attention's

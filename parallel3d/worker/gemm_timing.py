@@ -1,0 +1,183 @@
+"""Chooses the library for each product of a run on CPUs, by timing both at the run's shapes.
+
+Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
+products up to twice as fast as MKL, on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
+oneDNN (docs/experiments.md). One rank measures and all take over its choices, because last bits depend on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.checkpoint.directory import read_index
+from parallel3d.config.schema import Config
+from parallel3d.elastic.protocol.restart_policy import StartInstruction
+from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows
+from parallel3d.layers.gemm import Gemm, Library, ProductKey, Role
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.monitor.environment import describe_cpu
+from parallel3d.parallel.group import AbsentGroup
+from parallel3d.parallel.tensor_parallel import TensorParallel
+from parallel3d.precision.policy import policy_of
+from parallel3d.trainer.build import MakeStage
+
+MIN_GAIN = 1.1
+"""The default stays unless the other library is this many times as fast: timings scatter."""
+TIMED_MULTIPLICATIONS = 1 << 26
+"""Of one product, at least: some ms. Products of more tokens are timed on fewer."""
+MIN_TOKENS = 64
+MAX_ROUNDS = 4
+"""Of each shape; the first one, in which libraries prepare themselves, does not count."""
+BUDGET_S = 0.2
+"""After that each shape is timed once."""
+
+Timings = Mapping[ProductKey, Mapping[Library, float]]
+"""Seconds of each product on each library."""
+
+
+@dataclass(frozen=True, order=True)
+class LinearShape:
+    """A rank's share of a weight (out, in), and the tokens of one product with it."""
+
+    out_features: int
+    in_features: int
+    num_tokens: int
+
+
+def is_choice_measured(config: Config, device: torch.device) -> bool:
+    """Whether a measurement decides: on CPUs, for products in fp32, where last bits may depend on it."""
+    is_fp32 = policy_of(config.precision).compute in (torch.float32, torch.float16)
+    is_free = config.run.cpu_gemm == "auto" and config.precision.sums != "exact"
+    return device.type == "cpu" and is_fp32 and is_free and torch.backends.mkldnn.is_available()
+
+
+def linear_shapes(stage: nn.Module, num_tokens: int) -> set[LinearShape]:
+    """The shapes of all products in `stage` (it may be on the meta device), for micro-batches of `num_tokens`."""
+    return set(_linear_shapes(stage, num_tokens))
+
+
+def _linear_shapes(stage: nn.Module, num_tokens: int) -> Iterator[LinearShape]:
+    for module in stage.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            out_features, in_features = module.weight.shape
+            yield LinearShape(out_features, in_features, num_tokens)
+        elif isinstance(module, LinearCrossEntropy) and module.num_valid:
+            rows = min(num_tokens, block_rows(module.num_valid, module.keep_fp32_dtype, "cpu"))
+            yield LinearShape(module.num_valid, module.weight.shape[1], rows)
+
+
+@torch.no_grad()
+def time_products(shapes: Iterable[LinearShape], clock: Callable[[], float] = time.perf_counter) -> Timings:
+    """Times the three products with each shape on both libraries, in turn; the shortest of some runs counts."""
+    timings: dict[ProductKey, dict[Library, float]] = {}
+    begun = clock()
+    for shape in sorted(shapes):
+        num_tokens = max(MIN_TOKENS, TIMED_MULTIPLICATIONS // (shape.out_features * shape.in_features))
+        num_tokens = min(shape.num_tokens, num_tokens)
+        x, grad = torch.ones(num_tokens, shape.in_features), torch.ones(num_tokens, shape.out_features)
+        weight, total = (torch.ones(shape.out_features, shape.in_features) for _ in range(2))
+        for number in range(MAX_ROUNDS):
+            if number > 1 and clock() - begun > BUDGET_S:
+                break
+            for library in get_args(Library):
+                for role, product in _products(Gemm(default=library), x, grad, weight, total).items():
+                    started = clock()
+                    product()
+                    seconds = clock() - started if number else float("inf")
+                    known = timings.setdefault(ProductKey(role, shape.out_features, shape.in_features), {})
+                    known[library] = min(known.get(library, float("inf")), seconds)
+    return timings
+
+
+def _products(gemm: Gemm, x: Tensor, grad: Tensor, weight: Tensor, total: Tensor) -> dict[Role, Callable[[], object]]:
+    return {
+        "forward": lambda: gemm.forward(x, weight),
+        "input_grad": lambda: gemm.input_grad(grad, weight),
+        "weight_grad": lambda: gemm.add_weight_grad(total, grad, x),
+    }
+
+
+def choose_libraries(timings: Timings, default: Library = "onednn") -> Gemm:
+    """The faster library for each product; the default unless the other gains enough."""
+    choices: dict[ProductKey, Library] = {}
+    for key, seconds in timings.items():
+        best = min(seconds, key=lambda library: seconds[library])
+        if seconds[best] * MIN_GAIN <= seconds[default]:
+            choices[key] = best
+    return Gemm(default=default, choices=choices)
+
+
+def describe_choices(gemm: Gemm, timings: Timings) -> str:
+    """One line for the log."""
+    gains = [timings[key][gemm.default] / timings[key][library] for key, library in gemm.choices.items()]
+    if not gains:
+        return f"fp32 products: {gemm.default} is the fastest library for all {len(timings)}"
+    (other,) = set(gemm.choices.values())
+    gain = f"where it is up to {max(gains):.1f} times as fast"
+    return f"fp32 products: {gemm.default}, and {other} for {len(gains)} of {len(timings)}, {gain}"
+
+
+def agree_on_gemm(
+    config: Config,
+    context: WorkerContext,
+    device: torch.device,
+    start: StartInstruction,
+    make_stage: MakeStage,
+    *,
+    is_leader: bool,
+) -> Gemm:
+    """Returns what computes the products of all ranks: as configured, as in the checkpoint that the run resumes from,
+    or as the leader has measured."""
+    if config.run.cpu_gemm != "auto":
+        return Gemm(default=config.run.cpu_gemm)
+    if not is_choice_measured(config, device):
+        return Gemm()
+    if start.checkpoint is not None:
+        return Gemm.from_json(read_index(Path(start.checkpoint)).facts.cpu_gemm)
+    key = f"cpu_gemm/{start.attempt}"
+    if not is_leader:
+        return Gemm.from_json(json.loads(context.control.get(key, context.control.token)))
+    gemm, text = known_or_measured(_shapes_of_the_run(config, make_stage), Path(str(config.data.cache_directory)))
+    context.control.set(key, json.dumps(gemm.to_json()).encode())
+    context.control.publish({"kind": "notice", "text": text})
+    context.control.publish({"kind": "environment", "cpu_gemm": gemm.to_json()})
+    return gemm
+
+
+def known_or_measured(shapes: Iterable[LinearShape], cache: Path) -> tuple[Gemm, str]:
+    """Returns the choices for this machine and a line for the log. A file in the folder `cache` keeps them, so that a
+    run that is repeated gives the same bits."""
+    shapes = sorted(shapes)
+    facts = (describe_cpu(), torch.__version__, torch.get_num_threads(), shapes)
+    file = cache / f"cpu_gemm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(file.read_text())
+        return Gemm.from_json(known["choices"]), known["text"]
+    timings = time_products(shapes)
+    gemm = choose_libraries(timings)
+    text = describe_choices(gemm, timings)
+    with contextlib.suppress(OSError):  # without a cache the next run measures again
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"choices": gemm.to_json(), "text": text}))
+        os.replace(scratch, file)
+    return gemm, text
+
+
+def _shapes_of_the_run(config: Config, make_stage: MakeStage) -> set[LinearShape]:
+    assert config.batch.micro_batch_size is not None, "needs a resolved configuration"
+    tp = TensorParallel(group=AbsentGroup(name="none", rank=0, ranks=tuple(range(config.parallel.tp_size))))
+    stage = make_stage(config, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
+    return linear_shapes(stage, config.batch.micro_batch_size * config.batch.sequence_length)

@@ -1,0 +1,191 @@
+"""Which library computes the products of a run on CPUs: by timings, the same for all ranks, starts and resumes."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models.make import make_stage
+from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
+from parallel3d.elastic.protocol.restart_policy import StartInstruction
+from parallel3d.layers.gemm import Gemm, ProductKey
+from parallel3d.worker import gemm_timing
+from parallel3d.worker.gemm_timing import (
+    LinearShape,
+    agree_on_gemm,
+    choose_libraries,
+    describe_choices,
+    is_choice_measured,
+    known_or_measured,
+    linear_shapes,
+    time_products,
+)
+from tests.support.launch_runs import finish, start
+from tests.support.tiny_runs import make_config
+from tests.support.tiny_stages import solo_region
+
+FORWARD, WEIGHT = ProductKey("forward", 8, 4), ProductKey("weight_grad", 8, 4)
+CPU = torch.device("cpu")
+
+
+def shapes_of(**changes):
+    config = make_config(**changes)
+    return gemm_timing._shapes_of_the_run(config, make_stage)
+
+
+def test_the_shapes_are_those_of_all_products():
+    """Llama: q, k, v fused; output; gate and up fused; down; the head, whose logits exist for all 32 tokens at once."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=257)
+    batch = dict(micro_batch_size=2, sequence_length=16)
+    expected = {(64, 32), (32, 32), (96, 32), (32, 48), (257, 32)}
+    assert shapes_of(model=sizes, batch=batch) == {LinearShape(*size, 32) for size in expected}
+    halves = {(32, 32), (32, 16), (48, 32), (32, 24), (129, 32)}
+    assert shapes_of(model=sizes, batch=batch, parallel=dict(tp_size=2)) == {LinearShape(*s, 32) for s in halves}
+
+
+def test_a_large_head_is_timed_on_a_block_of_its_tokens():
+    model = dict(hidden_size=8, vocab_size=1 << 20, num_attention_heads=2, num_hidden_layers=1)
+    config = make_config(model=model, precision=dict(policy="fp32"))
+    stage = make_stage(config, range(1), solo_region(), torch.device("meta"))
+    assert LinearShape(1 << 20, 8, 2) in linear_shapes(stage, 4096)
+
+
+@pytest.mark.parametrize(
+    "seconds, expected",
+    [
+        ({"mkl": 1.0, "onednn": 2.0}, "mkl"),
+        ({"mkl": 1.0, "onednn": 1.09}, "onednn"),  # timings scatter: the default stays
+        ({"mkl": 2.0, "onednn": 1.0}, "onednn"),
+    ],
+)
+def test_the_faster_one_if_it_gains_enough(seconds, expected):
+    timings = {FORWARD: seconds, WEIGHT: {"mkl": 3.0, "onednn": 1.0}}
+    gemm = choose_libraries(timings)
+    assert gemm.choices == ({FORWARD: "mkl"} if expected == "mkl" else {})
+    line = describe_choices(gemm, timings)
+    assert line == (
+        "fp32 products: onednn, and mkl for 1 of 2, where it is up to 2.0 times as fast"
+        if expected == "mkl"
+        else "fp32 products: onednn is the fastest library for all 2"
+    )
+
+
+def test_every_product_is_timed_on_both_and_the_budget_ends_it(monkeypatch):
+    shapes = [LinearShape(8, 4, 100), LinearShape(16, 4, 100)]
+    timings = time_products(shapes)
+    assert {(key.out_features, key.in_features) for key in timings} == {(8, 4), (16, 4)}
+    assert {key.role for key in timings} == {"forward", "input_grad", "weight_grad"}
+    assert all(set(each) == {"mkl", "onednn"} and 0 < max(each.values()) < 60 for each in timings.values())
+    ticks = iter(range(10_000))
+    time_products(shapes, clock=lambda: next(ticks))  # a second at each look: one round that counts for each shape
+    num_calls = next(ticks)
+    assert num_calls == 1 + 2 * (2 * 6 * 2 + 1) - 6 * 2  # the first round looks at the clock once a product
+
+
+def test_the_choices_are_made_once_for_a_machine(tmp_path, monkeypatch):
+    shapes = [LinearShape(8, 4, 100)]
+    monkeypatch.setattr(gemm_timing, "time_products", lambda shapes: {FORWARD: {"mkl": 1.0, "onednn": 2.0}})
+    first = known_or_measured(shapes, tmp_path / "cache")
+    monkeypatch.setattr(gemm_timing, "time_products", lambda shapes: {FORWARD: {"mkl": 2.0, "onednn": 1.0}})
+    assert known_or_measured(shapes, tmp_path / "cache") == first and first[0].choices == {FORWARD: "mkl"}
+    (file,) = (tmp_path / "cache").iterdir()
+    assert known_or_measured([LinearShape(8, 4, 200)], tmp_path / "cache")[0].choices == {}, "other shapes"
+    file.write_text("{")
+    assert known_or_measured(shapes, tmp_path / "cache")[0].choices == {}, "a damaged file is as none"
+    (tmp_path / "file").touch()
+    assert known_or_measured(shapes, tmp_path / "file")[0].choices == {}, "no folder can be made there"
+
+
+def test_choices_survive_json():
+    gemm = Gemm(choices={FORWARD: "mkl", WEIGHT: "onednn"})
+    assert Gemm.from_json(json.loads(json.dumps(gemm.to_json()))) == gemm
+    for wrong in ({"sideways 8x4": "mkl"}, {"forward 8x4": "blas"}, {"forward 8": "mkl"}):
+        with pytest.raises(ValueError):
+            Gemm.from_json(wrong)
+
+
+@pytest.mark.parametrize(
+    "precision, run, device, expected",
+    [
+        (dict(policy="fp32"), {}, "cpu", True),
+        (dict(policy="fp16"), {}, "cpu", True),
+        (dict(policy="bf16"), {}, "cpu", False),
+        (dict(policy="fp32", sums="exact"), {}, "cpu", False),
+        (dict(policy="fp32"), dict(cpu_gemm="mkl"), "cpu", False),
+        (dict(policy="fp32"), {}, "meta", False),
+    ],
+)
+def test_when_a_measurement_decides(precision, run, device, expected):
+    config = make_config(precision=precision, run=dict(num_steps=1, **run))
+    assert is_choice_measured(config, torch.device(device)) == expected
+
+
+class Store:
+    """What the leader tells the others."""
+
+    def __init__(self):
+        self.values, self.records, self.token = {}, [], None
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def get(self, key, token):
+        return self.values[key]
+
+    def publish(self, record):
+        self.records.append(record)
+
+
+def test_all_ranks_take_over_the_leaders_choices(tmp_path, monkeypatch):
+    config = make_config(precision=dict(policy="fp32"), data=dict(cache_directory=str(tmp_path)))
+    context = SimpleNamespace(control=Store())
+    monkeypatch.setattr(gemm_timing, "time_products", lambda shapes: {FORWARD: {"mkl": 1.0, "onednn": 2.0}})
+    begin = StartInstruction(attempt=0, checkpoint=None, data=None)
+    chosen = [
+        agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=is_leader) for is_leader in (True, False)
+    ]
+    assert chosen[0] == chosen[1] == Gemm(choices={FORWARD: "mkl"})
+    assert {"kind": "environment", "cpu_gemm": {"forward 8x4": "mkl"}} in context.control.records
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_run_that_resumes_keeps_the_choices(tmp_path):
+    """The first start finds choices in the cache, the second one only in its checkpoint."""
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(f"text {number} about nothing in particular. " * 80 for number in range(50))
+    )
+    config = {
+        "model": dict(
+            vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+        ),
+        "parallel": {"dp_size": 2},
+        "batch": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 64},
+        "optimizer": {"learning_rate": 1e-3},
+        "data": {
+            "sources": [str(tmp_path / "text.txt")],
+            "document_chars": 2000,
+            "cache_directory": str(tmp_path / "cache"),
+        },
+        "monitor": {"charts": False},
+        "run": {"num_steps": 2, "threads_per_rank": 1, "directory": str(tmp_path / "run"), "evaluate_at_end": False},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def train(*flags):
+        code, out, err = finish(start("--config", tmp_path / "config.json", *flags))
+        assert code == 0, out + err
+        return json.loads((tmp_path / "run" / "environment.json").read_text()).get("cpu_gemm"), out
+
+    first, out = train()
+    assert first is not None and "fp32 products: " in out
+    (file,) = (tmp_path / "cache").glob("cpu_gemm-*.json")
+    given = {"forward 192x64": "mkl", "weight_grad 64x128": "mkl"}
+    file.write_text(json.dumps({"choices": given, "text": "fp32 products: as given"}))
+    assert train()[0] == given
+    file.unlink()
+    train("run.resume=auto", "run.num_steps=3")
+    assert read_index(CheckpointDirectory(tmp_path / "run" / "checkpoints").path_of(3)).facts.cpu_gemm == given
