@@ -80,13 +80,20 @@ class Bucket:
         ]
         for parameter, sink in zip(parameters, self._sinks):
             parameter.attach(sink)
-        self._initial: Tensor | None = self._weights
-        if self._policy.has_master:  # on the host: a device may have no room for both at the start
-            self._initial = torch.zeros(capacity, dtype=self._policy.state)
-        for parameter, view in zip(parameters, self._views(self._initial)):
-            view.copy_(initial(parameter.sharding, tp=tp))
-        self._weights.copy_(self._initial)
+        self._initial: Tensor | None = self._initialize_weights(initial, tp)
         self._bind_buffers()
+
+    def _initialize_weights(self, initial: InitMethod, tp: TpShard) -> Tensor:
+        """Fills the weights; returns their initial values in the state format, the weights themselves where that is
+        theirs, else on the host: a device may have no room for both at the start."""
+        values = self._weights
+        if self._policy.has_master:
+            values = torch.zeros(len(self._weights), dtype=self._policy.state)
+        for parameter, view in zip(self.parameters, self._views(values)):
+            view.copy_(initial(parameter.sharding, tp=tp))
+        if values is not self._weights:
+            self._weights.copy_(values)
+        return values
 
     @property
     def rule(self) -> UpdateRule:

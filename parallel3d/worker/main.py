@@ -62,7 +62,6 @@ def run_worker(
     `make_stage` builds the rank's layers; `open_initial_weights` opens what `run.initialize_from` names.
     """
     control, token = context.control, context.control.token
-    print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     device = set_up_device(config, context)
     grid = build_grid(config)
     start = join_run(context, grid)
@@ -109,6 +108,7 @@ def run_worker(
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:
     """Chooses and initialises this worker's device and CPU threads."""
+    print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     has_own_device = are_own_devices(exchange_device_ids(context), context.local_world_size)
     device = choose_device(config, context.local_rank, context.local_world_size, has_own_device=has_own_device)
     init_device(device, deterministic=config.run.deterministic)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import verify
-from parallel3d.layers import linear
+from parallel3d.layers.parameter import ShardedParameter
 
 ROOT = Path(__file__).parents[2]
 BROKEN = "layers.1.mlp.down.weight"
@@ -72,13 +72,15 @@ def test_exact_sums_are_held_to_the_bit(arguments: list[str], capsys):
 
 def test_a_wrong_gradient_is_found_and_named(arguments: list[str], capsys, monkeypatch):
     """One layer's weight gradient is a hundredth too large where it is cut."""
-    right = linear.add_matrix_grad
+    attach = ShardedParameter.attach
 
-    def wrong(weight, grad, x):
-        is_broken = weight.sharding.name == BROKEN and weight.shape != weight.sharding.shape
-        right(weight, grad * 1.01 if is_broken else grad, x)
+    def attach_wrong_sink(weight, sink):
+        attach(weight, sink)
+        if weight.sharding.name == BROKEN and weight.shape != weight.sharding.shape:
+            right = sink.add_product
+            sink.add_product = lambda grad, x: right(grad * 1.01, x)
 
-    monkeypatch.setattr(linear, "add_matrix_grad", wrong)
+    monkeypatch.setattr(ShardedParameter, "attach", attach_wrong_sink)
     code, out, _ = run([*arguments, "--layouts", "dp2,tp2", "--steps", "2"], capsys)
     assert code == 1 and "1 of 2 layouts train like one process" in out
     findings = [line for line in out.splitlines() if line.startswith("tp2: ")]
