@@ -11,7 +11,7 @@ from tests.support.small_checkpoints import save
 
 
 def apart(tmp_path, change, noise=0.0, before=lambda snapshot: None):
-    """Of a checkpoint with `change` from one without it, by (kind, tensor), as far as they differ."""
+    """Returns the differences of a checkpoint with `change` from one without it, by (kind, tensor)."""
     ours = save(tmp_path / "ours", 1, change=lambda snapshot: (before(snapshot), change(snapshot)))
     theirs = save(tmp_path / "theirs", 1, change=before)
     return {(d.kind, d.tensor): d.relative for d in compare_checkpoints(ours, theirs, noise=noise) if d.relative}
@@ -45,7 +45,7 @@ def test_one_element_is_found_with_its_distance(tmp_path, monkeypatch, kind, nam
 
 
 def test_elements_without_a_gradient_but_noise_are_left_out(tmp_path):
-    """The second moment of b's elements is that of rounding; only where it is told to."""
+    """Elements of b with the second moment of rounding noise are left out, but only on request."""
 
     def before(snapshot):
         state(snapshot, 2).fill_(1.0)

@@ -108,7 +108,7 @@ def test_all_operations_were_among_these(tmp_path):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("last", range(1, NUM_OPERATIONS, 3))
 def test_killed_while_a_step_is_saved_again(tmp_path, last):
-    """After a loss at the run's end its last step is saved anew: the one before it stays in any case."""
+    """After a loss at the run's end its last step is saved again; the one before it stays in any case."""
     history(tmp_path)
     save(tmp_path, 3)
     with suppress(Killed):

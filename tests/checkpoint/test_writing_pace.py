@@ -26,7 +26,7 @@ def pause_after(write_throttle, clock, work_s):
 def test_a_fifth_of_the_time_is_work():
     clock = Clock()
     write_throttle = WriteThrottle(0.2, clock)
-    assert pause_after(write_throttle, clock, 3600.0) < 60.0  # waiting for its turn was no work
+    assert pause_after(write_throttle, clock, 3600.0) < 60.0  # waiting for its turn does not count as work
     assert pause_after(write_throttle, clock, 0.01) >= 0.04
 
 

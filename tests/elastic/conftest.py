@@ -30,7 +30,7 @@ def elastic_settings():
 
 @pytest.fixture
 def elastic():
-    """What the world's coordinator knows of its members; None: a loss ends the run."""
+    """The settings with which the world's coordinator survives losses; None: a loss ends the run."""
     return None
 
 

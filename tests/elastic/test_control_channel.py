@@ -151,7 +151,7 @@ def test_a_worker_goes_on_with_the_coordinators_successor():
         time.sleep(0.01)
     first.close()
     for number in range(100):
-        control.publish({"number": number})  # while there is no coordinator
+        control.publish({"number": number})  # without a coordinator
     found.set()
     reader, heard = FrameReader(), []
     while not heard or heard[-1][0].get("record") != {"number": 99}:

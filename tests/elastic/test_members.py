@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Ended:
-    """What a world has left behind."""
+    """The results of a world: logs, records, exit codes."""
 
     code: int
     out: str
@@ -133,7 +133,7 @@ def test_a_loss_right_after_the_commit_is_a_change_of_its_own(tmp_path):
 def test_a_loss_after_the_last_step_is_waited_out(tmp_path):
     ended = run(tmp_path, faults=[[0, "finish", 0, "kill"]])
     assert_went_on(ended, num_changes=1)
-    assert ended.changes[0]["first_step_s"] is None  # there was no further step
+    assert ended.changes[0]["first_step_s"] is None  # no step followed
 
 
 def test_a_stopped_worker_is_killed_and_done_without(tmp_path):

@@ -108,7 +108,7 @@ def histories(draw):
 
 @given(histories())
 def test_whatever_has_happened(history):
-    """At most so many restarts, each from a checkpoint that is there or from the start, each wait within its bounds."""
+    """Restarts keep their limit, waits their bounds; each restart is from an existing checkpoint or from the start."""
     attempt_ends, checkpoints = history
     decision = decide(POLICY, attempt_ends, checkpoints, run_start_step=0)
     if isinstance(decision, Restart):

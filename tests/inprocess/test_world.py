@@ -330,7 +330,7 @@ def test_each_generation_has_its_own_token():
 
 
 def test_messages_of_one_generation_never_meet_those_of_another():
-    """What an aborted generation left in the slots stays there."""
+    """Messages of an aborted generation stay in their slots."""
 
     def body(rank, world):
         if rank == 0:

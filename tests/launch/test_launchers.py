@@ -1,7 +1,7 @@
 """The plain commands of other launchers: torchrun, deepspeed, and what srun and mpirun leave in the environment.
 
 Under each, workers are killed by real signals, the leader among them, and the run ends with exit code 0 and the losses
-of a run in which nobody was.
+of an undisturbed run.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def make_chunks(pp, num_stages, virtual_stages, tp, model):
 
 
 def run(grid, plan, batch=None, model=MODEL):
-    """For each rank: its result, its gradients by name, how often each parameter had one in which op, what was told."""
+    """Returns for each rank its result, its gradients by name, how often each parameter had one in which op, its hook
+    calls."""
     batch = batch or BatchPlan(
         seed=1, iteration=1, num_micro_batches=NUM_MICRO_BATCHES, micro_batch_size=2, sequence_length=SEQ
     )

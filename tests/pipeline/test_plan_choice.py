@@ -17,7 +17,7 @@ from tests.support.tiers import examples
 
 
 def fastest(request):
-    """What the busiest stage needs at least, and the time until the first micro-batch reaches the last stage."""
+    """A lower bound: the busiest stage's work, and the time until the first micro-batch reaches the last stage."""
     compute_time = [
         -(-request.num_micro_batches // len(ids)) * cost for ids, cost in zip(request.replicas, request.costs.total)
     ]

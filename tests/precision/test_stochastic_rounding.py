@@ -88,7 +88,7 @@ def test_no_nan_turns_into_a_number():
 
 @pytest.mark.parametrize("index", [0, 5, 9_999])
 def test_one_nan_among_many_numbers_is_seen(index):
-    """Also among large numbers and infinities, whose sum is no indication."""
+    """Also among large numbers and infinities, whose sum does not show it."""
     x = torch.full((10_000,), 3e38)
     x[7] = inf
     noises = torch.full((10_000,), 0xFFFF, dtype=torch.int32)

@@ -24,7 +24,7 @@ MAX_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 FLOORS: dict[str, int] = {
-    "parallel3d.errors": -2,  # below all others: everybody raises them
+    "parallel3d.errors": -2,  # below all others, which raise them
     "parallel3d.config.sections.section": -2,  # pydantic's base class, for the rows' own fields
     "parallel3d.size_schedule": -1,  # the configuration builds them
     "parallel3d.number_formats": -1,  # precision policies refer to them

@@ -39,7 +39,7 @@ def load_gloo_cell(folder: Path, cell: Cell) -> RunResult:
 
 
 def connect_transports(config: Config, grid: Grid, context: WorkerContext) -> Transports:
-    """Transports of a world whose membership never changes: addresses go through the store, there is no record."""
+    """Transports of a world whose membership never changes: addresses go through the store, without a record."""
     control, network = context.control, SocketNetwork(config, context)
     control.set(f"address/{context.rank}", json.dumps(network.listen(0)).encode())
     addresses = {rank: tuple(json.loads(control.get(f"address/{rank}", control.token))) for rank in grid.ranks}

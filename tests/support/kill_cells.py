@@ -61,12 +61,12 @@ class KillCell:
 
     @property
     def config(self) -> Config:
-        """Of the run in threads."""
+        """The configuration of the run in threads."""
         return config_of(self.layout, num_steps=self.num_steps, zero_stage=self.zero_stage)
 
     @property
     def axes(self) -> dict[str, object]:
-        """What the quick tier covers: of the variants each schedule, each other group and each phase once."""
+        """Axes for the quick tier, which covers each schedule, each other group of variants and each phase once."""
         group = KILL_LAYOUTS[self.layout].group
         if len(self.faults) == 1 and group != "base":
             return {"variant": self.layout if group == "schedule" else group, "variant phase": self.faults[0].phase}

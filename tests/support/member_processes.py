@@ -144,7 +144,7 @@ class Member:
                     "direction": "back",
                 }
                 control.publish({"kind": "resumed", **resumed})
-            for step in range(record.last_reported_step + 1, self.state + 1):  # the last leader may not have told
+            for step in range(record.last_reported_step + 1, self.state + 1):  # perhaps not yet published
                 control.publish({"kind": "step", "step": step, "loss": 8.0 / step, "step_s": STEP_S})
         self.context.heartbeat.mode = Mode.RUNNING
 
@@ -162,7 +162,7 @@ class Member:
             if b"stop" in words:
                 return
             if b"leave" in words:
-                raise GenerationEnded("somebody leaves")
+                raise GenerationEnded("a worker leaves")
 
     def gather(self, record: GenerationRecord, what: str) -> list[bytes]:
         """The contributions of all ranks of the grid: their wishes."""

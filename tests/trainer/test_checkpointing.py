@@ -176,7 +176,7 @@ def test_a_finished_run_goes_no_further(tmp_path):
 
 
 def test_permanent_checkpoints_keep_their_weights_alone(tmp_path):
-    """Of a real run: read by any layout, refused by none but a run that would go on."""
+    """A real run's weights are read on any layout and refused only by a run that would resume."""
     config = config_of("pp2-dp2", every=None)
     lean = dict(keep_last=1, keep_every=2, keep_every_weights_only=True)
     for name, changes in (("lean", lean), ("whole", {})):
@@ -217,7 +217,7 @@ class GatedDisk(Disk):
 @pytest.mark.parametrize("phase", ["forward", "backup", "all_reduce", "update", "all_gather"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_death_while_a_save_is_written(tmp_path, undisturbed, rank, phase):
-    """It is given up; begun anew where the run still stands at that step; the run is the undisturbed one."""
+    """The save is abandoned, and restarted if the run is still at that step; the run is the undisturbed one."""
     config = config_of("pp2-dp3", sums="exact", every=2)
     whole, folder = undisturbed(config)
     done = train(config, tmp_path, [kill_fault(rank, phase, 3)], disk=GatedDisk(2))
@@ -233,7 +233,7 @@ def test_a_death_while_a_save_is_written(tmp_path, undisturbed, rank, phase):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["update", "all_gather", "evaluate"])
 def test_a_death_after_the_step_that_is_saved(tmp_path, phase):
-    """Some have taken their snapshot, others not: all begin the save anew."""
+    """Some ranks have taken their snapshot, others have not: all start the save again."""
     config = config_of("pp2-dp3", sums="exact", every=2, num_steps=4)
     done = train(config, tmp_path, [kill_fault(4, phase, 2)])
     assert done.num_changes == 1
@@ -307,7 +307,7 @@ def test_a_disk_that_refuses_costs_one_checkpoint(tmp_path, undisturbed, operati
 
 
 class FullDisk(BadDisk):
-    """Until somebody has made room: after so many failures."""
+    """A disk that is full until `times` operations have failed."""
 
     def __init__(self, step, operation, times):
         super().__init__(step, operation, errno.ENOSPC)
@@ -315,7 +315,8 @@ class FullDisk(BadDisk):
 
     def _fail(self, operation, path):
         with self._lock:
-            self.left -= (is_hit := operation == self._operation and self._name in str(path) and self.left > 0)
+            is_hit = operation == self._operation and self._name in str(path) and self.left > 0
+            self.left -= 1 if is_hit else 0
         if is_hit:
             super()._fail(operation, path)
 

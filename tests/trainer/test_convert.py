@@ -116,7 +116,7 @@ def test_transformers_computes_the_same_and_the_way_back_is_exact(tmp_path, caps
 
 
 def contents(folder):
-    """Of a folder's files, by name."""
+    """Returns the contents of a folder's files, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -323,7 +323,7 @@ import re, sys
 from pathlib import Path
 from launch.convert import main
 def memory(name): return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: imports had their own
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak: imports had their own
 before = memory("VmRSS")
 assert main(sys.argv[1:]) == 0
 print(memory("VmHWM") - before, file=sys.stderr)

@@ -26,7 +26,7 @@ def test_cell_equals_one_process(cell, reference, request):
 
 
 def test_formats_stay_near_fp64(run_layout):
-    """What the narrower formats are compared with is itself right: fp32 to 1e-4 after three steps, bf16 to 2 %."""
+    """The references of the narrower formats are right themselves: fp32 to 1e-4 after three steps, bf16 to 2 %."""
     wide = run_layout().losses
     assert run_layout(precision=dict(policy="fp32")).losses == pytest.approx(wide, rel=1e-4)
     assert run_layout(precision=dict(policy="fp16")).losses == pytest.approx(wide, rel=2e-3)

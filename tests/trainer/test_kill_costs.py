@@ -1,4 +1,4 @@
-"""What a death or a drain costs, and which deaths end the run with which message."""
+"""The cost of a death or a drain, and the messages of deaths that end the run."""
 
 import pytest
 

@@ -11,7 +11,7 @@ PLAIN_LOSS = {"llama": plain_llama.plain_loss, "gpt2": plain_gpt2.plain_loss}
 
 
 def plain_run(config, initial, num_steps):
-    """Losses, gradient norms before clipping and final weights of the loop that everybody would write."""
+    """Losses, gradient norms before clipping and final weights of a plain training loop."""
     weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
     small = ("norm.weight", "bias")
     decayed = [weight for name, weight in weights.items() if not name.endswith(small)]

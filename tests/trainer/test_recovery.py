@@ -94,8 +94,8 @@ def test_who_lacks_the_newest_evaluation_takes_it_too(block_result, layout):
 
 @pytest.mark.parametrize("recovery", [*BEFORE_GO, AFTER_GO])
 def test_an_entry_outlives_the_recovery_that_brought_it(block_result, recovery):
-    """Of two who hold the entry one dies, the other dies in the recovery. With its report the entry is gone, after the
-    go everybody has it; in between it is with those who were fast enough to read the record."""
+    """One of two ranks that hold the entry dies, the other dies in the recovery. If it dies with its report, the entry
+    is lost; after the commit all have it; in between those that were fast enough to read the record."""
     dead, second = 4, 1
     blocked = set(range(8)) - {dead, second}
     reports = {}
@@ -112,7 +112,7 @@ def test_an_entry_outlives_the_recovery_that_brought_it(block_result, recovery):
 
 
 def leave_once(who, phase, step):
-    """watch(rank, runtime): that rank leaves its generation in this phase, for a reason that nobody else has seen."""
+    """watch(rank, runtime): that rank leaves its generation in this phase, for a reason that no other rank has seen."""
 
     def watch(rank, runtime):
         phase_hook, done = runtime.optimizer._phase_hook, []
@@ -154,7 +154,7 @@ def test_a_suspicion_that_never_ends_ends_the_run():
 @pytest.mark.parametrize("phase, num_changes", [*((phase, 0) for phase in BEFORE_GO), (AFTER_GO, 1)])
 @pytest.mark.parametrize("ranks", [(0,), (5, 2)], ids=str)
 def test_a_run_may_lose_ranks_before_it_has_begun(layout, phase, num_changes, ranks):
-    """Nobody holds anything yet: even two neighbours may be lost, and all that are left start from the seed."""
+    """No rank holds any state yet: even two neighbours may be lost, and the remaining ranks start from the seed."""
     done = run(config_of(layout), [kill_fault(rank, phase, step=1) for rank in ranks])
     assert set(done.dead) == set(ranks) and not done.abort_reason
     assert done.num_changes == num_changes if len(ranks) == 1 else num_changes <= done.num_changes <= 2 * num_changes
@@ -165,7 +165,7 @@ def test_a_run_may_lose_ranks_before_it_has_begun(layout, phase, num_changes, ra
 @pytest.mark.parametrize("phase", ["backward", "update", "all_gather", "evaluate"])
 @pytest.mark.parametrize("layout, rank", [("pp2-dp2-tp2", 0), ("pp2-dp2-tp2", 7), ("pp3-dp2", 2), ("pp2-dp4", 6)])
 def test_the_last_step_is_made_by_those_who_are_left(layout, rank, phase):
-    """Nobody ends before all have: whoever is done waits, and takes part in the change."""
+    """No rank ends before all are done: those that are wait, and take part in the change."""
     done = run(config_of(layout), [kill_fault(rank, phase, step=3)])
     assert outcome_of(done) == Outcome(frozenset({rank}), 1, True)
     assert_same_run(done, undisturbed(layout), gradients=phase == "backward")

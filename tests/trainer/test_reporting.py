@@ -1,4 +1,4 @@
-"""What the trainer publishes: the records of a run, and the summary of one that had nothing left to do."""
+"""The trainer's reports: the records of a run, and the summary of one that had nothing left to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What feeds a run, from real files: all text, blends, slices; what is told of it, and what it is known again by."""
+"""The data of a run from real files: all text, blends, slices; its description and its fingerprint."""
 
 import json
 
@@ -43,7 +43,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def books(tmp_path):
-    """Two sources of 30 and 12 documents, told apart by their letters; a blend of them."""
+    """Two sources of 30 and 12 documents, distinguished by their letters; a blend of them."""
     for name, letter, count in (("large", "a", 30), ("small", "b", 12)):
         lines = [json.dumps({"text": letter * (20 + number)}) for number in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))

@@ -82,7 +82,7 @@ def test_one_rank_asks_and_all_know(request_of):
 
 
 def test_an_entry_is_held_before_its_update():
-    """Whoever is interrupted in the update holds the entry, and can finish alone."""
+    """A rank that is interrupted in its update holds the entry, and can finish alone."""
 
     class Interrupted(Exception):
         pass
@@ -204,7 +204,7 @@ def test_lengths_that_change_from_step_to_step(layout, monkeypatch):
 
 
 def test_death_of_a_rank_ends_the_generation_for_all_others():
-    """Whatever call it dies in: nobody hangs, the cause is named."""
+    """Whichever call a rank dies in, no other rank hangs, and the cause is named."""
     config = tiny_runs.make_config(parallel=LAYOUT)
     grid = build_grid(config)
 

@@ -137,7 +137,7 @@ def test_lengths_that_grow_while_ranks_are_killed_equal_one_process():
 
 
 def test_evaluations_are_of_whole_sequences_whatever_training_has_come_to():
-    """Of the initial weights, with a warmup and without: the same sequences, the same loss."""
+    """Evaluates the initial weights with a warmup and without: the same sequences, the same loss."""
     warm, plain = (
         run(config_of(warmup=warmup, evaluate_at_start=True, num_steps=1, evaluate_every=None, evaluate_at_end=False))
         for warmup in (BOTH, {})
