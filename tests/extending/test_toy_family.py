@@ -28,6 +28,7 @@ def test_the_docs_show_this_file_and_the_line_of_the_tests() -> None:
     assert f"```python\n{IN_MODELS}```\n" in text
 
 
+@pytest.mark.full
 def test_it_trains_like_one_process(tmp_path: Path) -> None:
     model = dict(architecture="starcoder2", num_key_value_heads=2, sliding_window=5)
     eps = dict(eps=1e-5)  # biases of keys have no gradient but rounding, which AdamW would make steps of

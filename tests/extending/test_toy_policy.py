@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.extending.copies import DOCS, ROOT, compare_with_one_process, make_copy
 from tests.support import cells, tiny_runs
 
@@ -12,6 +14,7 @@ POLICIES = "parallel3d/config/specs/policies.py"
 LAYOUTS = {"tp2-pp2-dp2": cells.CUBE, "dp4": dict(dp_size=4)}
 
 
+@pytest.mark.full
 def test_the_row_in_the_docs_trains_like_one_process(tmp_path: Path) -> None:
     """Within the row's tolerance; and it is not the policy bf16, whose gradients are fp32."""
     (row,) = re.findall(r"```python\n(PolicySpec\(.*?\n)```", DOCS.read_text(), re.DOTALL)

@@ -35,6 +35,7 @@ def test_it_is_the_papers_algorithm() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_in_its_folder_it_is_found_and_trains_like_one_process(tmp_path: Path) -> None:
     copy = make_copy(tmp_path / "copy", {"parallel3d/optim/update_rules/ademamix.py": FILE.read_text()})
     report = run_module(copy, "tests.extending.train_ademamix")

@@ -75,7 +75,7 @@ def test_the_report_of_virtual_stages(tmp_path):
     assert "stage 0   0a  1a  2a  0b  1b  2b" in done.stdout
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "message"),

@@ -100,7 +100,7 @@ def undisturbed():
     return run(config_of())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "faults",
     [
@@ -164,7 +164,7 @@ def test_an_adaptive_length_is_the_same_on_every_layout_and_after_a_death():
 # --- going on from a checkpoint ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("there", [CUBE, UNEVEN], ids=["cube", "stages-1-2-zb-h1"])
 @pytest.mark.parametrize("recycle", [False, True])
 def test_a_run_goes_on_in_mid_warmup_bitwise(tmp_path, there, recycle):
