@@ -174,6 +174,7 @@ def test_the_benchmark_of_checkpoints(tmp_path):
     assert not list((tmp_path / "disk").iterdir())
 
 
+@pytest.mark.full
 def test_the_benchmark_of_sources(tmp_path):
     """Tokens of a megabyte are prepared, indexed and read; nothing is left in the folder."""
     small = "--kinds tokens --size-mb 1 --prepare-mb 1 --seconds 0.01"

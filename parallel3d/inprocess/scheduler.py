@@ -32,7 +32,8 @@ class ThreadScheduler:
         self.tolerates_deaths = False
         """True if a death (RankDied) does not fail the other ranks, because a coordinator handles it."""
         self.tokens = [AbortToken() for _ in range(num_ranks)]
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._wake = [threading.Condition(self._lock) for _ in range(num_ranks)]
         self._alive = set(range(num_ranks))
         self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str], AbortToken]] = {}
         self._deadlock: str | None = None
@@ -40,12 +41,12 @@ class ThreadScheduler:
         self._deaths: dict[int, int] = {}
         self._doing = ["" for _ in range(num_ranks)]
         for token in self.tokens:
-            token.on_abort(self._notify_all)
+            token.on_abort(self._notify_aborted)
 
     def begin_generation(self, rank: int, token: AbortToken) -> None:
         """Makes the rank wait with this generation's token from now on."""
         self.tokens[rank] = token
-        token.on_abort(self._notify_all)
+        token.on_abort(self._notify_aborted)
 
     def die_at(self, rank: int, call: int) -> None:
         """Makes `rank` die at its `call`-th communication call (1-based)."""
@@ -72,12 +73,12 @@ class ThreadScheduler:
         `what()` describes the wait for a hang report. `token` defaults to the rank's.
         """
         token = token or self.tokens[rank]
-        with self._changed:
+        with self._lock:
             self._waiting[rank] = (ready, what, token)
             try:
                 self._detect_deadlock()
                 while not ready() and not token.aborted and self._deadlock is None:
-                    self._changed.wait(timeout=60.0)
+                    self._wake[rank].wait(timeout=60.0)
                 if ready():
                     return
                 token.check()
@@ -86,10 +87,10 @@ class ThreadScheduler:
                 del self._waiting[rank]
 
     def run_locked(self, action: Callable[[], T]) -> T:
-        """Runs `action` under the lock and wakes all ranks."""
-        with self._changed:
+        """Runs `action` under the lock and wakes the ranks that wait for what it has changed."""
+        with self._lock:
             result = action()
-            self._changed.notify_all()
+            self._notify_ready()
             return result
 
     def on_rank_end(self, rank: int, error: BaseException | None) -> None:
@@ -97,10 +98,10 @@ class ThreadScheduler:
         if error is not None and not (self.tolerates_deaths and isinstance(error, RankDied)):
             for token in self.tokens:
                 token.abort(f"rank {rank}: {error}")
-        with self._changed:
+        with self._lock:
             self._alive.discard(rank)
             self._detect_deadlock()
-            self._changed.notify_all()
+            self._notify_ready()
 
     def _detect_deadlock(self) -> None:
         if self._alive and self._alive <= set(self._waiting) and self._deadlock is None:
@@ -111,8 +112,14 @@ class ThreadScheduler:
                     for r, (_, w, _) in waits.items()
                 ]
                 self._deadlock = f"deadlock:\n{format_hang_report(table)}"
-                self._changed.notify_all()
+                self._notify_ready()
 
-    def _notify_all(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def _notify_ready(self) -> None:
+        """Wakes the ranks whose wait is over, and no other: each look would cost a switch of threads."""
+        for rank, (ready, _, token) in self._waiting.items():
+            if ready() or token.aborted or self._deadlock is not None:
+                self._wake[rank].notify()
+
+    def _notify_aborted(self) -> None:
+        with self._lock:
+            self._notify_ready()

@@ -157,6 +157,7 @@ print(total, peak() - before)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path, kind):

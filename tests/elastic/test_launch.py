@@ -99,6 +99,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert time.monotonic() - second < 1.2  # the grace is 1.5 s
 
 
+@pytest.mark.full
 def test_workers_that_do_not_heed_a_stop_are_killed(tmp_path):
     process = start("deaf", tmp_path)
     wait_for_step(tmp_path)
@@ -144,6 +145,7 @@ def test_under_torchrun_a_killed_worker_fails_every_guardian(tmp_path):
     assert err.count("exitcode  : 3") >= 1  # torchrun's own report
 
 
+@pytest.mark.full
 def test_a_launcher_without_a_store_leaves_the_port_to_rank_0(tmp_path):
     """As under DeepSpeed's launcher; also: the coordinator may come up after the other ranks."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -165,6 +167,7 @@ def test_a_port_in_use_is_one_message(tmp_path):
     assert err.startswith(f"can't listen at port {port} (") and err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_an_unreachable_coordinator_is_one_message(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

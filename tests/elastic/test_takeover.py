@@ -46,6 +46,7 @@ def test_three_hosts_go_on_without_the_first(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == 0
 
 
+@pytest.mark.full
 def test_two_hosts_and_a_witness_go_on_without_the_first(tmp_path):
     witness = str(tmp_path / "witness")
     processes = start_on_hosts(tmp_path, ["a", "b"], num_steps=200, witness=witness)

@@ -56,15 +56,15 @@ def config_file(tmp_path, text, cache):
 def undisturbed(tmp_path_factory, request):
     """The losses of the module's run, with the flags UNDISTURBED, when nothing happens to it; made for the first test
     that asks."""
-    known = []
+    known = {}
 
-    def run(config_file):
-        if not known:
+    def run(config_file, *more):
+        if more not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            flags = (*request.module.UNDISTURBED, f"run.directory={folder}")
+            flags = (*request.module.UNDISTURBED, *more, f"run.directory={folder}")
             code, out, err = finish(start("--config", config_file, *flags))
             assert code == 0, out + err
-            known.append(request.module.losses(folder))
-        return known[0]
+            known[more] = request.module.losses(folder)
+        return known[more]
 
     return run

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 40
 RESUME = ("checkpoint.every=4", "run.resume=auto", f"run.num_steps={NUM_STEPS}")
 UNDISTURBED = RESUME
+SHORT = "run.num_steps=16"
 
 
 def losses(run):
@@ -72,16 +73,16 @@ def test_everything_is_killed_and_the_curve_is_the_undisturbed_one(config_file, 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_saves_and_the_run_goes_on(config_file, tmp_path, undisturbed, number, code):
     run = tmp_path / "run"
-    process = start("--config", config_file, *RESUME[1:], "checkpoint.every=null")
+    process = start("--config", config_file, *RESUME[1:], "checkpoint.every=null", SHORT)
     wait_for_step(run, 3)
     process.send_signal(number)
     ended, out, err = finish(process, timeout=60)
     assert ended == code and "saved step" in out, out + err
     (step,) = CheckpointDirectory(run / "checkpoints").steps()
     assert step == json.loads((run / "summary.json").read_text())["steps"]
-    ended, out, err = finish(start("--config", config_file, *RESUME))
+    ended, out, err = finish(start("--config", config_file, *RESUME, SHORT))
     assert ended == 0 and f"after step {step}" in out, out + err
-    assert losses(run) == undisturbed(config_file)
+    assert losses(run) == undisturbed(config_file, SHORT)
 
 
 @pytest.mark.full

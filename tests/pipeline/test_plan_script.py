@@ -91,6 +91,7 @@ def test_losses_that_make_no_sense(tmp_path, lost, message):
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_mistakes_are_one_message(tmp_path):
     done = run_script(tmp_path, "parallel.pp_sizes=2")

@@ -321,6 +321,7 @@ class FullDisk(BadDisk):
             super()._fail(operation, path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation, times", [("make_folder", 1), ("make_folder", 8), ("rename", 2)])
 def test_the_last_save_is_tried_again(tmp_path, operation, times):
     """A part that can't be written, on one rank or on all, or a checkpoint that can't be published; then it can."""
