@@ -26,7 +26,7 @@ def test_two_deaths_anywhere_in_two_stages_of_two_replicas():
     assert found.num_worlds > 50_000 and found.ends.keys() == {"released", "halted"}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("grid", "settings", "faults"),
     [

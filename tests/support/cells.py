@@ -48,10 +48,23 @@ class Cell:
 
     @property
     def axes(self) -> dict[str, str]:
-        """The axes that the quick tier covers: the transport and every setting that the cell changes."""
+        """The axes that the quick tier covers: the transport and every setting that the cell changes. Sizes that serve
+        another setting, such as the number of layers, are none."""
         changes = {section: values for section, values in self.changes.items() if section not in ("run", "optimizer")}
         settings = {f"{s}.{name}": repr(value) for s, values in changes.items() for name, value in values.items()}
+        for name in settings.keys() & SIZES:
+            settings[name] = str(settings[name] != "None")
         return {"transport": self.transport, **settings}
+
+
+SIZES = {
+    "model.num_hidden_layers",
+    "model.num_key_value_heads",
+    "parallel.bucket_mib",
+    "parallel.layers_per_stage",
+    "parallel.stage_replicas",
+    "parallel.virtual_stages",
+}
 
 
 def cell(

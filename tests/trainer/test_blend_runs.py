@@ -24,6 +24,7 @@ def blended(blend=None, **parallel):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recycle", [True, False])
 def test_a_blend_under_growing_lengths_and_batches_survives_a_death(recycle):
     """Lanes that a step does not read keep their places, and their turn in the blend."""

@@ -101,7 +101,7 @@ def assert_goes_on(done, whole, *, steps=range(4, 7)):
     assert_equal(done.run.weights, whole.run.weights)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "layout, policy, model",
     [
@@ -213,7 +213,7 @@ class GatedDisk(Disk):
         super().make_folder(path)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["forward", "backup", "all_reduce", "update", "all_gather"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_death_while_a_save_is_written(tmp_path, undisturbed, rank, phase):

@@ -88,6 +88,7 @@ def our_logits(folder, tokens):
     return model.logits(tokens.view(-1), MicroBatch(seed=1, iteration=1, slots=(0, 1), sequence_length=SEQ))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_and_the_way_back_is_exact(tmp_path, capsys, checkpoint, name):
     from transformers import AutoModelForCausalLM  # takes seconds to import

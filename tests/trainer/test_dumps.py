@@ -201,6 +201,7 @@ def test_what_a_larger_layout_has_left_in_the_folder_does_not_count(alone, tmp_p
     assert all(each.is_same(TOLERANCE) for each in compare_tensors(global_tensors(tmp_path), global_tensors(reference)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("phase", ["forward", "reduce_scatter", "all_reduce"])
 def test_a_step_repeated_after_a_loss_is_dumped_completely(phase, tmp_path):
     """Once its entry is held it is not run again: then a dump lacks what the lost rank had not written."""

@@ -60,7 +60,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "layout, precision, tied",
     CELLS,

@@ -27,7 +27,7 @@ def count_iterations(config, faults):
     return run(config, faults, watch=watch), started
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["forward", "all_reduce", "update", "evaluate"])
 @pytest.mark.parametrize("layout, rank", [("pp2-dp2-tp2", 5), ("pp3-dp2", 2), ("pp2-dp4", 0)])
 def test_a_drain_costs_no_step(layout, rank, phase):
@@ -41,7 +41,7 @@ def test_a_drain_costs_no_step(layout, rank, phase):
     assert [step for number, step in started if number == rank] == [1, 2, 3]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", [phase for phase in (*EARLY, *LATE) if phase != "load"])
 def test_a_death_costs_at_most_the_step_it_happens_in(phase):
     """Once a rank holds the entry the step is not repeated: all finish it from what they have."""
@@ -54,7 +54,7 @@ def test_a_death_costs_at_most_the_step_it_happens_in(phase):
     assert_same_run(done, undisturbed("pp2-dp4"))
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase, num_rows", [("backup", 2), ("update", 3)])
 @pytest.mark.parametrize("rank", [0, 3, 5, 6])
 def test_only_what_is_missing_travels(rank, phase, num_rows):
@@ -100,6 +100,7 @@ def test_a_stage_without_a_replica_is_named():
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", BASE)
 def test_with_all_state_everywhere_only_a_stage_without_replica_ends_the_run(layout):
     """Under zero_stage 0 all but one replica of each stage may die at once."""

@@ -78,6 +78,7 @@ def test_norms_are_measured_when_they_are_due():
     assert never.losses == done.losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("phase", ["forward", "all_reduce", "update", "all_gather"])
 def test_whoever_leads_next_tells_the_same_figures(phase):
     """The leader dies; with exact sums all figures are bitwise those of the undisturbed run."""
@@ -102,6 +103,7 @@ def steep(**monitor):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("faults", [[], [kill_fault(0, "all_reduce", 3)], [kill_fault(3, "update", 3)]])
 def test_a_loss_that_rises_too_far_ends_the_run(faults):
     """On all ranks in the same step, also where one dies in it."""

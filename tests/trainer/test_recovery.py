@@ -55,7 +55,7 @@ def block_result(monkeypatch):
 # --- entries that a rank lacks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp3-dp2", "pp2-dp4"])
 @pytest.mark.parametrize("who", ["one", "its group", "all but the dead"])
 @pytest.mark.parametrize("phase", ["update", "all_gather"])
@@ -128,7 +128,7 @@ def leave_once(who, phase, step):
     return watch
 
 
-@pytest.mark.each_value
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", ["reduce_scatter", "backup", "update", "all_gather"])
 @pytest.mark.parametrize("rank", [0, 5])
 def test_a_suspicion_is_a_change_with_the_same_members(rank, phase):
@@ -200,6 +200,7 @@ def test_a_spare_may_be_the_only_one_with_some_state(recovery):
     assert_same_run(done, undisturbed("dp3-tp2"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [(0, 6), (1, 3), (2, 3)], ids=str)
 def test_two_may_leave_together_and_a_third_may_die(ranks):
     """Those who leave hand over what they hold: all of a stage's state but the dead one's backup may go with them."""

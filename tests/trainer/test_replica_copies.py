@@ -100,6 +100,7 @@ FLIPS = {  # layout, rank, what is flipped, what the message says
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FLIPS)
 def test_a_flipped_bit_is_found_and_named(name):
     layout, rank, act, text = FLIPS[name]

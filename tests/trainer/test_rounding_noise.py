@@ -30,6 +30,7 @@ def test_norm_weights_stay_the_same_over_the_tensor_parallel_ranks(run_layout, p
     assert all(not torch.equal(weight, torch.ones_like(weight)) for weight in norms.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_noise_of_each_ranks_own_would_make_them_drift(run_layout, parallel, monkeypatch):
     """As HLAT saw it (section IV-A): its ranks drew their own noise."""

@@ -41,7 +41,7 @@ def test_four_deaths_in_another_precision(cell: KillCell):
     assert not check_cell(cell).abort_reason
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cell", list(down_to_one_cells()), ids=lambda cell: cell.name)
 def test_down_to_one_replica_of_each_stage(cell: KillCell):
     done = check_cell(cell)
