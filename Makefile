@@ -1,6 +1,10 @@
 PYTHON ?= python3
 VENV := .venv
-PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+PYTEST := $(VENV)/bin/python -m pytest --dist loadfile
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+# quick tests of processes often wait: one worker more than there are cores keeps these busy
+QUICK_WORKERS := $(shell n=$$(( $(CORES) + 1 )); echo $$(( n < 8 ? n : 8 )))
+WORKERS := $(shell echo $$(( $(CORES) < 8 ? $(CORES) : 8 )))
 
 .PHONY: train demo test test-rest test-all lint kill-matrix
 
@@ -11,13 +15,13 @@ demo: $(VENV)/.ok
 	$(VENV)/bin/python launch/demo.py
 
 test: lint  # every axis once, in five minutes on two cores
-	$(PYTEST) --tier quick
+	$(PYTEST) -n $(QUICK_WORKERS) --tier quick
 
 test-rest: lint  # what `test` leaves out
-	$(PYTEST) --tier rest
+	$(PYTEST) -n $(WORKERS) --tier rest
 
 test-all: lint  # everything
-	$(PYTEST) --tier full
+	$(PYTEST) -n $(WORKERS) --tier full
 
 lint: $(VENV)/.ok
 	$(VENV)/bin/ruff check .
