@@ -16,9 +16,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ def key_of(*parts: int | str) -> Key:
 
 def bits(key: Key, index: Tensor) -> Tensor:
     """64 random bits for each element of `index` (int64, any shape): int64 of the same shape."""
-    x = index * _signed(_GAMMA)
+    x = index * _signed(GAMMA)
     x += key.first
     x ^= (x >> 30) & ((1 << 34) - 1)
-    x *= _signed(_MIX_1)
+    x *= _signed(MIX_1)
     x ^= key.second
     x ^= (x >> 27) & ((1 << 37) - 1)
-    x *= _signed(_MIX_2)
+    x *= _signed(MIX_2)
     x ^= (x >> 31) & ((1 << 33) - 1)
     return x
 

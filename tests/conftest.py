@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable
 
@@ -13,6 +14,8 @@ from hypothesis import is_hypothesis_test, settings
 from tests.support.tiers import axes_of, covering_rows, spread_rows
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 QUICK_EXAMPLES = 10
 
 

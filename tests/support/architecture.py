@@ -40,24 +40,25 @@ FLOORS: dict[str, int] = {
     "parallel3d.config": 0,
     "parallel3d.parallel": 1,
     "parallel3d.precision": 1,
-    "parallel3d.layers": 2,
-    "parallel3d.recompute": 2,
-    "parallel3d.data": 2,
-    "models": 3,
-    "parallel3d.pipeline": 4,
-    "parallel3d.optim": 5,
-    "parallel3d.checkpoint": 6,
-    "parallel3d.debug": 6,
-    "parallel3d.monitor": 6,
-    "parallel3d.elastic": 7,
-    "parallel3d.trainer": 8,
-    "parallel3d.comparison": 9,
-    "parallel3d.worker": 9,
-    "parallel3d.inprocess": 10,
-    "models.hf_export": 10,
-    "models.hf_import": 10,
-    "models.initial_weights": 10,
-    "launch": 11,
+    "parallel3d.kernels": 2,
+    "parallel3d.layers": 3,
+    "parallel3d.recompute": 3,
+    "parallel3d.data": 3,
+    "models": 4,
+    "parallel3d.pipeline": 5,
+    "parallel3d.optim": 6,
+    "parallel3d.checkpoint": 7,
+    "parallel3d.debug": 7,
+    "parallel3d.monitor": 7,
+    "parallel3d.elastic": 8,
+    "parallel3d.trainer": 9,
+    "parallel3d.comparison": 10,
+    "parallel3d.worker": 10,
+    "parallel3d.inprocess": 11,
+    "models.hf_export": 11,
+    "models.hf_import": 11,
+    "models.initial_weights": 11,
+    "launch": 12,
 }
 """Floor of a module or of all modules in a package; the longest name that fits counts."""
 
@@ -102,7 +103,12 @@ PURE: tuple[str, ...] = (
 )
 NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)
 """Pure files whose functions take tensors: they name torch's types under TYPE_CHECKING, and import nothing of it."""
-TENSORS_ONLY: tuple[str, ...] = ("parallel3d.random_keys", "parallel3d.recompute", "parallel3d.precision")
+TENSORS_ONLY: tuple[str, ...] = (
+    "parallel3d.random_keys",
+    "parallel3d.recompute",
+    "parallel3d.precision",
+    "parallel3d.kernels",
+)
 
 MAY_READ_ENVIRONMENT: tuple[str, ...] = (
     "launch/",

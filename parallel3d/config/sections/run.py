@@ -59,6 +59,10 @@ class RunConfig(Section):
     """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
     This takes some seconds in the first step, needs a C++ compiler on CPUs, and changes last bits. No effect on
     gpt2."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Form of all computations but matrix products and attention. torch: operators of torch, the definition. triton:
+    fused kernels for GPUs; the update, its rounding and dropout give the same bits as torch, the others are as exact.
+    auto: triton on a GPU where it is installed, otherwise torch."""
     cpu_gemm: Literal["auto", "mkl", "onednn"] = "auto"
     """Library for the fp32 products of a run on CPUs. auto: the first rank times both at the run's shapes when the run
     starts (up to 0.3 s for a small model), and all ranks use the faster one for each; environment.json and checkpoints
