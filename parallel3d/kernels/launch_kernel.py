@@ -1,0 +1,40 @@
+"""How Triton forms start their kernels: through a function that they are given, so that a rehearsal can count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Launch(Protocol):
+    """Starts one kernel, or on meta tensors counts that it would be started."""
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Sequence[object],
+        *,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        **options: object,
+    ) -> None:
+        """`kernel` (a triton.jit function) on `grid` programs with positional `arguments`; `options` are constants and
+        launch options. `reads` and `writes` are the tensors, or the parts of them, that it moves through memory."""
+        ...
+
+
+def launch_triton(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[object],
+    *,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    **options: object,
+) -> None:
+    """A `Launch` that runs the kernel on the current device, or in Triton's interpreter."""
+    del reads, writes
+    kernel[grid](*arguments, **options)
