@@ -21,6 +21,9 @@ from torch import Tensor
 
 _SMALL = 1 << 18  # multiplications under which the operator's own overhead (some 10 us) shows
 
+_WIDENING = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
+"""Formats (total, factors) that a GPU's products add up without rounding in between."""
+
 Role = Literal["forward", "input_grad", "weight_grad"]
 Library = Literal["mkl", "onednn"]
 """mkl: what torch's own product uses, which is MKL on x86."""
@@ -50,10 +53,11 @@ class Gemm:
         """grad (tokens, out), weight (out, in) -> (tokens, in)."""
         return matmul(grad, weight, self._library("input_grad", weight))
 
-    def add_weight_grad(self, total: Tensor, grad: Tensor, x: Tensor, *, wide: bool = False) -> None:
-        """total (out, in) += grad^T x for grad (tokens, out), x (tokens, in), in total's format; the product is rounded
-        to the factors' format before, unless it is `wide`."""
-        add_matmul(total, grad.t(), x, self._library("weight_grad", total), wide=wide)
+    def add_weight_grad(
+        self, total: Tensor, grad: Tensor, x: Tensor, *, wide: bool = False, overwrite: bool = False
+    ) -> None:
+        """total (out, in) += grad^T x for grad (tokens, out), x (tokens, in); see `add_matmul`."""
+        add_matmul(total, grad.t(), x, self._library("weight_grad", total), wide=wide, overwrite=overwrite)
 
     def to_json(self) -> dict[str, str]:
         """The choices, by "role OUTxIN"."""
@@ -84,19 +88,37 @@ def matmul(a: Tensor, b: Tensor, library: Library = "onednn") -> Tensor:
     return a @ b
 
 
-def add_matmul(total: Tensor, a: Tensor, b: Tensor, library: Library = "onednn", *, wide: bool = False) -> None:
-    """total += a @ b, in total's format; the product is rounded to the factors' format before, unless it is `wide`.
+def add_matmul(
+    total: Tensor, a: Tensor, b: Tensor, library: Library = "onednn", *, wide: bool = False, overwrite: bool = False
+) -> None:
+    """total += a @ b, in total's format, or with `overwrite` total = a @ b whatever was there. On CPUs the product is
+    rounded to the factors' format before, unless it is `wide`; a GPU adds it in fp32 without a temporary.
 
     oneDNN copies a transposed first factor; the product is turned round where that makes the copy the smaller one.
     """
     if wide:
         a, b = a.to(total.dtype), b.to(total.dtype)
-    if _fits_onednn(a, b, library) and a.shape[0] > b.shape[1]:
-        total.t().add_(matmul(b.t(), a.t(), library))
-    elif _fits_onednn(a, b, library) or total.dtype != a.dtype:
-        total += matmul(a, b, library)
+    is_onednn, formats = _fits_onednn(a, b, library), (total.dtype, a.dtype)
+    if not is_onednn and formats[0] == formats[1]:
+        if overwrite:
+            torch.mm(a, b, out=total)
+        else:
+            torch.addmm(total, a, b, out=total)
+        return
+    if a.device.type != "cpu" and formats in _WIDENING:
+        if overwrite:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return
+    if is_onednn and a.shape[0] > b.shape[1]:
+        total, product = total.t(), matmul(b.t(), a.t(), library)
     else:
-        torch.addmm(total, a, b, out=total)
+        product = matmul(a, b, library)
+    if overwrite:
+        total.copy_(product)
+    else:
+        total.add_(product)
 
 
 def _fits_onednn(a: Tensor, b: Tensor, library: Library) -> bool:

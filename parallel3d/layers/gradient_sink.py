@@ -6,6 +6,9 @@ Each parameter has one sink, which the optimizer's bucket gives it once, when th
                           now, or with a split           a view of the bucket       the bucket counts, and starts its
                           backward later                                            reduction when it has all
 
+Nothing is zeroed at the start of an iteration: the first gradient overwrites the buffer (a GEMM with beta = 0), and a
+buffer that is read before it is zeroed then.
+
 A split backward pass puts the products for the weights off (Qi et al. 2023, "Zero bubble pipeline parallelism"): a
 `WeightGradStore`, which the executor shares with the sinks, runs them at once or keeps them. It is the same product of
 the same tensors either way.
@@ -73,8 +76,9 @@ class GradientSink:
         accumulate_in_grad_dtype: bool = False,
         gemm: Gemm | None = None,
     ):
-        self.buffer = buffer
-        """The main gradient, in the optimizer's gradient format (bf16, fp32 or wider)."""
+        self._buffer = buffer
+        self._is_stale = False
+        """Whether the buffer has the gradients of an earlier iteration."""
         self.on_added = on_added
         self.accumulate_in_grad_dtype = accumulate_in_grad_dtype
         """Whether products are computed in the buffer's format, not rounded to that of their factors first."""
@@ -94,17 +98,41 @@ class GradientSink:
         buffer = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         return GradientSink(buffer, weight_grads=weight_grads, on_added=on_added, gemm=gemm)
 
+    @property
+    def buffer(self) -> Tensor:
+        """The main gradient, in the optimizer's gradient format (bf16, fp32 or wider)."""
+        if self._take_stale():
+            self._buffer.zero_()
+        return self._buffer
+
+    def rebind(self, buffer: Tensor) -> None:
+        """Moves to another buffer, which has the same content, or zeros."""
+        self._buffer = buffer
+
+    def clear(self) -> None:
+        """Starts an iteration: what was added is forgotten."""
+        self._is_stale = True
+
+    def _take_stale(self) -> bool:
+        """Whether the buffer is stale, which the caller will end."""
+        is_stale, self._is_stale = self._is_stale, False
+        return is_stale
+
     def add(self, grad: Tensor) -> None:
         """buffer += grad."""
-        self.buffer.add_(grad)
+        if self._take_stale():
+            self._buffer.copy_(grad)
+        else:
+            self._buffer.add_(grad)
         self.on_added()
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
-        """buffer += grad.T @ x for grad (tokens, out), x (tokens, in): one GEMM with beta = 1, without a temporary of
-        the weight's size; now, or with a split backward later."""
+        """buffer += grad.T @ x for grad (tokens, out), x (tokens, in): one GEMM with beta = 1, or 0 for the
+        first, without a temporary of the weight's size; now, or with a split backward later."""
 
         def add() -> None:
-            self._gemm.add_weight_grad(self.buffer, grad, x, wide=self.accumulate_in_grad_dtype)
+            wide, overwrite = self.accumulate_in_grad_dtype, self._take_stale()
+            self._gemm.add_weight_grad(self._buffer, grad, x, wide=wide, overwrite=overwrite)
             self.on_added()
 
         self.run_or_defer(add)

@@ -127,13 +127,19 @@ class Bucket:
         return masters + sum(shard.states.nbytes for shard in self.shards)
 
     def clear(self, loss_factor: float = 1.0) -> None:
-        """Zeroes all gradients; the next ones will be multiplied by `loss_factor`."""
+        """Forgets all gradients; the next ones will be multiplied by `loss_factor`."""
         self._unscale = 1.0 / loss_factor
         for shard in self.shards:
             shard.gathered = None
-        self._grads.zero_()
+        for sink in self._sinks:
+            sink.clear()
         if self._totals is not self._grads:
             self._totals.zero_()
+
+    def zero_unwritten_grads(self) -> None:
+        """Zeroes the gradients to which nothing was added since `clear`; call it before the flat gradients are read."""
+        for sink in self._sinks:
+            _ = sink.buffer
 
     def finalize_micro_batch_grads(self, micro_batch: MicroBatch, grad_pass: GradPass) -> bool:
         """Adds the gradients of one micro-batch to the totals where they are a term of their own; False if the term was
@@ -144,6 +150,7 @@ class Bucket:
         # of 2**-k, which is added as an integer: in any order, the same total. The last two may come together.
         if self._totals is self._grads:
             return True
+        self.zero_unwritten_grads()
         _scale(self.grads, self._unscale)
         if self._policy.rounds_accumulation:
             when = (micro_batch.iteration, micro_batch.slots[0], grad_pass)
@@ -337,7 +344,7 @@ class Bucket:
         for parameter, weight_view in zip(self.parameters, self._views(self._weights)):
             parameter.data = weight_view
         for sink, grad_view in zip(self._sinks, self._views(self._grads)):
-            sink.buffer = grad_view
+            sink.rebind(grad_view)
         for shard in self.shards:
             if not self._policy.has_master:
                 shard.master = self._weights[shard.span]

@@ -334,6 +334,7 @@ class ShardedOptimizer:
     def _start_reduction(self) -> None:
         """Starts the next bucket's reduction; sums partial gradients inside the replica first."""
         bucket = self.buckets[len(self._reducing)]
+        bucket.zero_unwritten_grads()
         if bucket.plan.key.partial_grad:
             self._groups.tp.all_reduce(bucket.totals)
         if bucket.plan.key.copies > 1:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parallel3d.inprocess.live_bytes import LiveBytes
 from parallel3d.layers import gemm
 from parallel3d.layers.gemm import add_matmul, matmul
 
@@ -120,3 +121,25 @@ def test_wide_products_are_not_rounded_before_they_are_added(dtype):
     add_matmul(narrow, a, b)
     torch.testing.assert_close(wide.double(), exact, **TOLERANCE)
     assert (narrow - exact).abs().max() > 100 * (wide - exact).abs().max()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE, TALL], ids=str)
+@pytest.mark.parametrize(
+    "total_dtype, dtype", [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2], ids=str
+)
+def test_overwriting_forgets_what_was_there(size, total_dtype, dtype):
+    a, b = factors(size, True, False, dtype)
+    total = torch.full((size[0], size[2]), float("nan"), dtype=total_dtype)
+    zeros = torch.zeros_like(total)
+    add_matmul(total, a, b, overwrite=True)
+    add_matmul(zeros, a, b)
+    assert torch.equal(total, zeros)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_on_a_device_products_of_narrow_factors_are_added_without_a_temporary(overwrite):
+    a, b = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    total = torch.empty(64, 64, device="meta")
+    with LiveBytes() as created:
+        add_matmul(total, a, b, overwrite=overwrite)
+    assert created.peak == 0

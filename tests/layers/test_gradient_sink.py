@@ -46,3 +46,21 @@ def test_outside_of_a_run_a_parameter_makes_its_own_wide_buffer() -> None:
     weight.sink.add(torch.full((3, 2), 0.1))
     assert weight.main_grad is not None and weight.main_grad.dtype is torch.float32
     assert torch.equal(weight.main_grad, torch.full((3, 2), 0.1))
+
+
+def test_the_first_gradient_of_an_iteration_overwrites() -> None:
+    (grad, x), sink = gradients(), GradientSink(torch.full((3, 2), float("nan")))
+    sink.clear()
+    sink.add_product(grad, x)
+    sink.add_product(grad, x)
+    assert torch.allclose(sink.buffer, 2 * (grad.t() @ x))
+    sink.clear()
+    sink.add(torch.ones(3, 2))
+    sink.add(torch.ones(3, 2))
+    assert torch.equal(sink.buffer, torch.full((3, 2), 2.0))
+
+
+def test_a_buffer_without_a_gradient_is_zero() -> None:
+    sink = GradientSink(torch.full((3, 2), float("nan")))
+    sink.clear()
+    assert torch.equal(sink.buffer, torch.zeros(3, 2))

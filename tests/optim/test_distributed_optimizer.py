@@ -349,3 +349,21 @@ def test_small_updates_are_not_lost_in_bf16():
     ((master, weights),) = run_threads(1, body)
     torch.testing.assert_close(master, torch.full((12,), 0.999), rtol=0, atol=1e-6)
     assert torch.equal(weights, torch.ones(12).bfloat16())
+
+
+@pytest.mark.parametrize("dp_size, zero_stage", [(1, 1), (2, 0), (2, 1)])
+def test_an_iteration_without_a_micro_batch_has_no_gradients(dp_size, zero_stage):
+    """Those of the iteration before are still in the buffers."""
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=dp_size, zero_stage=zero_stage)
+        largest = []
+        for step, has_gradients in enumerate((True, False)):
+            rank.optimizer.begin_iteration(step + 1, 1)
+            for parameter in parameters_of(rank.stage) if has_gradients else ():
+                parameter.sink.add(torch.ones(parameter.shape, dtype=parameter.sink.buffer.dtype))
+            rank.optimizer.finish_reduction()
+            largest.append(max(bucket.owned.grads.abs().max().item() for bucket in rank.buckets))
+        return largest
+
+    assert run_threads(dp_size, body) == [[dp_size, 0.0]] * dp_size
