@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.errors import ConfigError, Problem
 
 KernelForm = Literal["torch", "triton"]
@@ -23,7 +24,7 @@ def choose_kernels(asked: str, device: torch.device) -> KernelForm:
         return "torch"
     if find_spec("triton") is None:
         lack = "Triton is not installed"
-    elif device.type == "cuda" or (asked == "triton" and is_interpreted()):
+    elif is_accelerator(device) or (asked == "triton" and is_interpreted()):
         return "triton"
     else:
         lack = f"the run is on {device.type}, and Triton's kernels are for GPUs"

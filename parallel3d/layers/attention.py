@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
@@ -90,7 +91,7 @@ class CausalSelfAttention(nn.Module):
             q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
         else:
             q, k, v = self.rotate(qkv, self.table, self.heads, batch_size)
-        if q.dtype is torch.float16 and q.device.type == "cpu":  # torch's fp16 kernel takes 17 times as long
+        if q.dtype is torch.float16 and not is_accelerator(q.device):  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
         with self.qkv.tp.recompute_context.attention():
             documents = micro_batch.documents
@@ -119,7 +120,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """SDPA of q, k and v (batch, heads, seq, size); without a mask (queries, keys) it is causal."""
-    if q.is_cuda and q.dtype.itemsize > 2 and k.shape[1] != q.shape[1]:  # no fused kernel groups heads of wide formats
+    if is_accelerator(q.device) and q.dtype.itemsize > 2 and k.shape[1] != q.shape[1]:
+        # no fused kernel groups the heads of wide formats
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
@@ -134,7 +136,7 @@ def attend_per_document(
     Splits once and concatenates once, as the window does.
     """
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-    if q.is_cuda and q.dtype.itemsize == 2:
+    if is_accelerator(q.device) and q.dtype.itemsize == 2:
         return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
     queries, keys, values = (each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v))
     return torch.cat([attend(*part, window) for part in zip(queries, keys, values)], dim=1)

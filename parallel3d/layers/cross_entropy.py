@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.layers.embedding import VocabParallel
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
@@ -43,7 +44,7 @@ class _LinearCrossEntropy(Function):
         grad_buffer = weight.sink.buffer[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        rows = block_rows(num_valid, keep_fp32_dtype, hidden.device.type)
+        rows = block_rows(num_valid, keep_fp32_dtype, hidden.device)
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]
@@ -65,9 +66,9 @@ class _LinearCrossEntropy(Function):
         return hidden_grad, None, None, None, None, None, None, None
 
 
-def block_rows(num_valid: int, keep_fp32_dtype: torch.dtype, device_type: str) -> int:
+def block_rows(num_valid: int, keep_fp32_dtype: torch.dtype, device: torch.device | str) -> int:
     """Tokens whose logits, for a vocabulary of `num_valid`, exist at the same time."""
-    num_bytes = TOKEN_BLOCK_BYTES if device_type == "cpu" else DEVICE_TOKEN_BLOCK_BYTES
+    num_bytes = DEVICE_TOKEN_BLOCK_BYTES if is_accelerator(device) else TOKEN_BLOCK_BYTES
     return max(1, num_bytes // (max(1, num_valid) * keep_fp32_dtype.itemsize))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import ParamSharding
@@ -35,10 +36,10 @@ class _LookUp(Function):
         local, elsewhere = ctx.saved_tensors
         sink = ctx.weight.sink
         buffer = sink.buffer
-        if buffer.device.type == "cpu":
-            buffer.index_add_(0, local, grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0))
-        else:
+        if is_accelerator(buffer.device):
             add_rows_on_device(buffer, local, grad.masked_fill(elsewhere.unsqueeze(1), 0))
+        else:
+            buffer.index_add_(0, local, grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0))
         sink.on_added()
         return None, None, None, None
 

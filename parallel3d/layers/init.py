@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.layers.global_index import global_index
 from parallel3d.parallel.sharding import ParamSharding, TpShard
 from parallel3d.random_keys import key_of, normal
@@ -42,7 +43,7 @@ def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard, device: to
     if sharding.init_std == 0:
         return value
     key, flat = key_of("init", seed, sharding.name), value.view(-1)
-    size = _BLOCK_ELEMENTS if value.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    size = _DEVICE_BLOCK_ELEMENTS if is_accelerator(value.device) else _BLOCK_ELEMENTS
     for start in range(0, len(flat), size):
         span = range(start, min(start + size, len(flat)))
         index = global_index(sharding, span, tp=tp, device=device)

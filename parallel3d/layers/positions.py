@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.layers.micro_batch import MicroBatch, TokenSpan
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
@@ -35,7 +36,7 @@ class _AddPositions(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sink, common = ctx.weight.sink, common_positions(ctx.token_spans)
-        if common is not None and grad.device.type != "cpu":
+        if common is not None and is_accelerator(grad.device):
             add_sequences(sink.buffer[common.start : common.stop], grad)
         else:
             for token_span in ctx.token_spans:

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from parallel3d.accelerator import accelerator_of
 from parallel3d.config.schema import Config
 from parallel3d.layers.gemm import matmul
 from parallel3d.monitor.flops import Peak, data_sheet_peak
@@ -30,13 +31,14 @@ def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:
 
     Other load on the machine makes the figure too low, which shows as an MFU above 100 % (flops.describe_mfu).
     """
+    accelerator = accelerator_of(device)
     size = MATRIX_SIZES.get(device.type, 512)
     matrix = torch.full((size, size), 0.5, dtype=number_format, device=device)
 
     def multiply() -> None:
         matmul(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # bounded: its own product
+        if accelerator is not None:
+            accelerator.synchronize()  # bounded: its own product
 
     multiply()  # warm-up: threads start, kernels are built
     num_products, started = 0, time.perf_counter()

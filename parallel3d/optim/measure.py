@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.optim.state_norms import StateNorms
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum
@@ -29,7 +30,8 @@ def measure_state(weights: Tensor, exp_avg_sq: Tensor | None, *, exact: bool) ->
 
     Without v, measures only the weights.
     """
-    size = _BLOCK if exact or weights.device.type == "cpu" else _DEVICE_BLOCK  # exact digits of more would overflow
+    # exact digits of more than _BLOCK would overflow
+    size = _DEVICE_BLOCK if is_accelerator(weights.device) and not exact else _BLOCK
     roots = [] if exp_avg_sq is None else _roots(exp_avg_sq, size)
     largest = weights.new_zeros((), dtype=torch.float32) if exp_avg_sq is None else torch.sqrt(_wide(exp_avg_sq.max()))
     if exact:

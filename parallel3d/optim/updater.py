@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.backends import Backend
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.optim.kernels import KERNELS, Kernel
@@ -128,5 +129,5 @@ def build_updater(rule: type[UpdateRule], settings: dict[str, float], *, backend
 
 def _blocks(flat: Tensor, size: int | None = None) -> list[slice]:
     """`flat` (n,) in blocks that fit into a core's cache; on a device in large ones, as each launch costs time."""
-    size = size or (_BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK)
+    size = size or (_DEVICE_BLOCK if is_accelerator(flat.device) else _BLOCK)
     return [slice(start, min(start + size, len(flat))) for start in range(0, len(flat), size)]

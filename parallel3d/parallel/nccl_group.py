@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.accelerator import use_device
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.accelerator import use_device
 from parallel3d.parallel.group import Work
 from parallel3d.parallel.store_group import StoreGroup, max_options
 

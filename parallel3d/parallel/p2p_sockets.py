@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import Accelerator
 from parallel3d.errors import GenerationEnded, ProtocolError
 from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
-from parallel3d.parallel.accelerator import use_device
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
 from parallel3d.parallel.staged_group import HostCopy
 
@@ -34,8 +34,8 @@ def open_listener(host: str) -> socket.socket:
 class SocketLinks(Links):
     """Point-to-point links over sockets.
 
-    `address_of(rank)` is called on the first send to a rank and may block until that rank has published it. Device
-    tensors of `device` may be sent; received tensors are on the host, in pinned memory unless the device is a CPU.
+    `address_of(rank)` is called on the first send to a rank and may block until that rank has published it. Tensors
+    of `accelerator` may be sent; received ones are on the host, with an accelerator in pinned memory.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class SocketLinks(Links):
         slots: int,
         token: AbortToken,
         timeout_s: float,
-        device: torch.device | None = None,
+        accelerator: Accelerator | None = None,
     ):
         self._rank = rank
-        self._device = device or torch.device("cpu")
+        self._accelerator = accelerator
         self._generation = generation
         self._listener = listener
         self._address_of = address_of
@@ -69,7 +69,7 @@ class SocketLinks(Links):
         self._start(self._accept)
 
     def send(self, destination: int, header: Header, tensor: Tensor, *, bounded: bool = True) -> None:
-        copy = HostCopy(tensor.contiguous())
+        copy = HostCopy(tensor.contiguous(), aside=True, accelerator=self._accelerator)
         with self._changed:
             if destination not in self._outbox:
                 self._outbox[destination] = deque()
@@ -158,7 +158,7 @@ class SocketLinks(Links):
                 queue = self._inbox.setdefault(source, deque())
             while True:
                 header = Header.unpack(_read(connection, HEADER_BYTES))
-                tensor = torch.empty(header.shape, dtype=header.dtype, pin_memory=self._device.type != "cpu")
+                tensor = self._empty(header)
                 _read_into(connection, _as_bytes(tensor))
                 with self._changed:
                     self._changed.wait_for(lambda: len(queue) < self._slots or self._is_over())  # bounded: close, abort
@@ -170,12 +170,19 @@ class SocketLinks(Links):
         except (OSError, EOFError, ProtocolError) as error:
             self._break(source, error)
 
+    def _empty(self, header: Header) -> Tensor:
+        """Host memory for a message, pinned where there is an accelerator to copy it to."""
+        if self._accelerator is None:
+            return torch.empty(header.shape, dtype=header.dtype)
+        return self._accelerator.empty_pinned(header.shape, header.dtype)
+
     def _is_over(self) -> bool:
         return self._closing or self._token.aborted
 
     def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
         def run() -> None:
-            use_device(self._device)
+            if self._accelerator is not None:
+                self._accelerator.use()
             target(*args)
 
         thread = threading.Thread(target=run, daemon=True, name=f"links-{target.__name__}")

@@ -1,6 +1,12 @@
 """Copies between a device and the host, and host collectives for device tensors.
 
 A copy to the host begins without waiting: the reader waits, once, for the work that the device had been given by then.
+Copies between stages run beside the computation, on streams of their own, one for each direction::
+
+    compute    | forward 3 | forward 4          | forward 5 (waits for "input 5") |
+    to_host    ............| output 3 |
+    to_device  ... | input 5 |
+
 Pinned memory comes from torch's cache, so it is allocated only a few times. On a CPU nothing is copied.
 """
 
@@ -11,19 +17,34 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import Accelerator, DeviceEvent, accelerator_of, is_accelerator
 from parallel3d.parallel.group import Group, Work
 
 
 class HostCopy:
-    """A copy of a tensor in host memory, or the tensor itself if it is there already."""
+    """A copy of a tensor in host memory, or the tensor itself if it is there already.
 
-    def __init__(self, tensor: Tensor):
+    `aside`: the copy does not keep the computation waiting; then nothing may write to the tensor until it was read.
+    `accelerator` is the tensor's own unless a test passes another.
+    """
+
+    def __init__(self, tensor: Tensor, *, aside: bool = False, accelerator: Accelerator | None = None):
+        accelerator = accelerator or accelerator_of(tensor.device)
         self._host, self._copied = tensor.detach(), None
-        if tensor.is_cuda:
-            self._host = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if accelerator is not None:
+            self._copied = self._begin(accelerator, aside)
+
+    def _begin(self, accelerator: Accelerator, aside: bool) -> DeviceEvent:
+        source, stream = self._host, accelerator.current_stream()
+        self._host = accelerator.empty_pinned(tuple(source.shape), source.dtype)
+        if aside:
+            computed, stream = stream.record_event(), accelerator.copy_stream("to_host")
+            stream.wait_event(computed)
+            accelerator.keep_for(source, stream)
+        with accelerator.on(stream):
+            accelerator.copy(self._host, source)
+            copied: DeviceEvent = stream.record_event()
+        return copied
 
     def read(self) -> Tensor:
         """Waits for the copy and returns it."""
@@ -32,11 +53,21 @@ class HostCopy:
         return self._host
 
 
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a host tensor to `device`; the device's later work waits for it, the host does not."""
-    if torch.device(device).type != "cuda":
+def to_device(tensor: Tensor, device: torch.device | str, accelerator: Accelerator | None = None) -> Tensor:
+    """Copies a host tensor to `device`, beside the computation; the device's later work waits for it, the host and the
+    work that the device has do not. `accelerator` is the device's own unless a test passes another."""
+    accelerator = accelerator or accelerator_of(torch.device(device))
+    if accelerator is None:
         return tensor.to(device)
-    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+    stream, pinned = accelerator.copy_stream("to_device"), accelerator.pinned(tensor)
+    with accelerator.on(stream):
+        result = torch.empty_like(tensor, device=accelerator.device, memory_format=torch.contiguous_format)
+        accelerator.copy(result, pinned)
+        copied = stream.record_event()
+    compute = accelerator.current_stream()
+    compute.wait_event(copied)
+    accelerator.keep_for(result, compute)
+    return result
 
 
 class StagedGroup(Group):
@@ -77,7 +108,7 @@ class StagedGroup(Group):
     def _copy(tensor: Tensor) -> Tensor:
         """Returns a contiguous host copy that this group owns."""
         copy = HostCopy(tensor).read()
-        return copy if tensor.is_cuda else copy.clone(memory_format=torch.contiguous_format)
+        return copy if is_accelerator(tensor.device) else copy.clone(memory_format=torch.contiguous_format)
 
 
 class _StagedWork:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from parallel3d.accelerator import Accelerator
 from parallel3d.errors import GenerationEnded
 from parallel3d.layers.document_marks import append_document_marks, num_rows, split_document_marks
 from parallel3d.layers.gradient_sink import WeightGradStore, WeightGradTask, run_deferred
@@ -93,6 +94,8 @@ class Executor:
     dtype: torch.dtype
     device: torch.device
     token: AbortToken
+    accelerator: Accelerator | None = None
+    """Copies what was received; by default the device's own."""
     weight_grads: WeightGradStore
     """The store of the chunks' gradient sinks, in which a split backward pass keeps the products for weights."""
     on_instruction: InstructionHook = lambda instruction: None
@@ -210,7 +213,7 @@ class Executor:
     def _receive_targets(self, scratch: _Scratch, step: Instruction) -> None:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
         targets = self._receive(scratch, step, Kind.TARGETS, (num_tokens,), torch.int64)
-        scratch.targets[step.micro_batch] = to_device(targets, self.device)
+        scratch.targets[step.micro_batch] = self._to_device(targets)
 
     def _receive_activation(self, scratch: _Scratch, step: Instruction) -> None:
         num_tokens = scratch.batch.micro_batch(step.micro_batch).num_tokens
@@ -221,11 +224,11 @@ class Executor:
         received = self._receive(scratch, step, Kind.ACTIVATION, shape, self.dtype)
         if has_documents:
             received, scratch.documents[step.micro_batch] = split_document_marks(received, num_tokens)
-        scratch.inputs[_key(step)] = to_device(received, self.device).requires_grad_(scratch.batch.training)
+        scratch.inputs[_key(step)] = self._to_device(received).requires_grad_(scratch.batch.training)
 
     def _receive_gradient(self, scratch: _Scratch, step: Instruction) -> None:
         received = self._receive(scratch, step, Kind.GRADIENT, self._hidden_shape(scratch, step), self.dtype)
-        scratch.gradients[_key(step)] = to_device(received, self.device)
+        scratch.gradients[_key(step)] = self._to_device(received)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -239,6 +242,9 @@ class Executor:
         """Receives a tensor into host memory."""
         header = self._header(scratch, step, kind, shape, dtype)
         return self.links.receive(self._peer(step), header)
+
+    def _to_device(self, received: Tensor) -> Tensor:
+        return to_device(received, self.device, self.accelerator)
 
     def _header(
         self, scratch: _Scratch, step: Instruction, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype

@@ -23,6 +23,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum, FixedPoint
 
@@ -64,7 +65,7 @@ def sum_of_squares(total: Tensor, fixed: FixedPoint) -> ExactSum:
 
 
 def _block_size(values: Tensor) -> int:
-    return _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
+    return _DEVICE_BLOCK if is_accelerator(values.device) else _BLOCK
 
 
 def _partial_sums(products: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from math import isnan
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
+
 Noise = Callable[[range], Tensor]
 """Returns 64 random bits, int64 (elements,), for each element of a range of a flat tensor."""
 
@@ -40,7 +42,7 @@ def round_to_bf16(x: Tensor, noise: Tensor) -> Tensor:
 def _may_have_nan(x: Tensor) -> bool:
     """False if no element is NaN, by the sum of all on a CPU, which takes a tenth of a check of each; always True on a
     device, which would have to be waited for."""
-    return x.device.type != "cpu" or isnan(x.sum().item())
+    return is_accelerator(x.device) or isnan(x.sum().item())
 
 
 def noise_of(words: Tensor, part: int) -> Tensor:
@@ -63,6 +65,6 @@ def round_in_place(term: Tensor, noise: Noise) -> None:
 
 def _blocks(flat: Tensor) -> list[tuple[range, slice]]:
     """Blocks that fit into a CPU's caches; on a GPU large ones, as each launch costs time."""
-    size = _BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
+    size = _DEVICE_BLOCK if is_accelerator(flat.device) else _BLOCK
     starts = range(0, len(flat), size)
     return [(range(start, min(start + size, len(flat))), slice(start, start + size)) for start in starts]

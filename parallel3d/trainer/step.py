@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.config.schema import Config
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
@@ -98,7 +99,7 @@ def build_contribution(
     """This rank's part of the entry; tensor-parallel rank 0 contributes what the whole replica knows."""
     optimizer = rank.optimizer
     with (
-        rank.token.waiting() if rank.device.type == "cuda" else nullcontext()
+        rank.token.waiting() if is_accelerator(rank.device) else nullcontext()
     ):  # on the device, NCCL may be waiting for peers
         squared_norm = optimizer.squared_norm()
     part = Contribution(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.config.derived import save_intervals
 from parallel3d.config.schema import Config
@@ -126,7 +127,7 @@ def join_run(context: WorkerContext, grid: Grid) -> StartInstruction:
 
 def warn_unused_gpus(config: Config, device: torch.device, log_notice: Callable[[str], None]) -> None:
     """Reports that workers use the CPU although the host has GPUs."""
-    if config.run.device == "auto" and device.type == "cpu" and torch.cuda.device_count():
+    if config.run.device == "auto" and not is_accelerator(device) and torch.cuda.device_count():
         log_notice("warning: run.device auto uses the CPU: there are fewer GPUs here than workers")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.accelerator import accelerator_of, is_accelerator
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.membership import Address, GenerationRecord
 from parallel3d.elastic.worker.process import WorkerContext
@@ -50,7 +51,7 @@ class SocketNetwork(Network):
             slots=self._config.parallel.p2p_slots,
             token=token,
             timeout_s=self._config.run.timeout_s,
-            device=self._device,
+            accelerator=accelerator_of(self._device),
         )
 
         def make_group(name: str, ranks: tuple[int, ...]) -> Group:
@@ -64,7 +65,7 @@ class SocketNetwork(Network):
                 token=token,
                 timeout_s=self._config.run.timeout_s,
             )
-            on_host = self._device.type == "cpu" or is_world(name)
+            on_host = not is_accelerator(self._device) or is_world(name)
             if not on_host and self._config.run.device != "cuda_shared":
                 return NcclGroup(**settings, device=self._device)
             group = GlooGroup(**settings, address=self._context.address)

@@ -44,4 +44,5 @@ def connect(monkeypatch):
     until(lambda: threads_of_links() <= threads_before)
     assert threads_of_links() <= threads_before
     gc.collect()
+    until(lambda: open_sockets() <= sockets_before)  # an abort closes them on its own thread
     assert open_sockets() <= sockets_before

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from parallel3d.accelerator import MetaAccelerator
 from parallel3d.errors import GenerationEnded, ProtocolError
 from parallel3d.parallel import p2p_sockets as module
 from parallel3d.parallel.abort import AbortToken
@@ -262,12 +263,21 @@ def test_the_address_is_asked_once_and_only_when_needed(connect):
         two.close()
 
 
-def test_each_thread_of_the_links_takes_the_device_first(monkeypatch):
-    taken = []
-    monkeypatch.setattr(module, "use_device", lambda device: taken.append((threading.current_thread().name, device)))
+class TakenAccelerator(MetaAccelerator):
+    """A device that writes down who takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def use(self):
+        self.taken.append(threading.current_thread().name)
+
+
+def test_each_thread_of_the_links_takes_the_device_first():
+    devices = [TakenAccelerator(), TakenAccelerator()]
     listeners = [open_listener("127.0.0.1") for _ in range(2)]
     addresses = [listener.getsockname() for listener in listeners]
-    device = torch.device("meta")  # a device without memory to pin: nothing is received
     links = [
         SocketLinks(
             rank=rank,
@@ -277,14 +287,14 @@ def test_each_thread_of_the_links_takes_the_device_first(monkeypatch):
             slots=1,
             token=AbortToken(),
             timeout_s=10.0,
-            device=(device, torch.device("cpu"))[rank],
+            accelerator=devices[rank],
         )
         for rank in range(2)
     ]
-    header, tensor = message()
+    header, tensor = message(tensor=torch.zeros(2))
     links[0].send(1, header, tensor)
     links[1].receive(0, header)
     for each in links:
         each.close()
-    assert {name for name, where in taken if where == device} == {"links-_accept", "links-_write_to"}
-    assert {name for name, where in taken if where != device} == {"links-_accept", "links-_read_from"}
+    assert set(devices[0].taken) == {"links-_accept", "links-_write_to"}
+    assert set(devices[1].taken) == {"links-_accept", "links-_read_from"}

@@ -15,6 +15,7 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.check import check_plan
 from parallel3d.pipeline.executor import Executor, LoadedMicroBatch
@@ -24,6 +25,7 @@ from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.precision.policy import POLICIES
 from tests.support.damaged_grids import schedule_fields
+from tests.support.lazy_accelerator import LazyAccelerator
 
 MODEL = ModelConfig(
     vocab_size=50,
@@ -76,7 +78,20 @@ def make_chunks(pp, num_stages, virtual_stages, tp, model):
     return chunks
 
 
-def run(grid, plan, batch=None, model=MODEL):
+class StagedLinks:
+    """A thread's links for the tensors of a device, as sockets are."""
+
+    def __init__(self, links, device):
+        self.links, self.device = links, device
+
+    def send(self, destination, header, tensor):
+        self.links.send(destination, header, HostCopy(tensor, aside=True, accelerator=self.device).read())
+
+    def receive(self, source, expected):
+        return self.links.receive(source, expected)
+
+
+def run(grid, plan, batch=None, model=MODEL, devices=None):
     """Returns for each rank its result, its gradients by name, how often each parameter had one in which op, its hook
     calls."""
     batch = batch or BatchPlan(
@@ -99,11 +114,12 @@ def run(grid, plan, batch=None, model=MODEL):
             grid=grid,
             rank=rank,
             generation=0,
-            links=world.links(rank),
+            links=world.links(rank) if devices is None else StagedLinks(world.links(rank), devices[rank]),
             tp=tp,
             hidden_size=MODEL.hidden_size,
             dtype=torch.float64,
             device=torch.device("cpu"),
+            accelerator=None if devices is None else devices[rank],
             token=world.tokens[rank],
             weight_grads=weight_grads,
             on_instruction=lambda step: told.append(step.op),
@@ -135,6 +151,21 @@ def test_zb_h1_is_bitwise_1f1b(tp_size):
         assert grads and grads.keys() == others.keys()
         assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
         assert (result.losses, result.backwarded) == (other.losses, other.backwarded)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_copies_between_stages_run_beside_the_computation(schedule):
+    """On a device whose copies come as late as they may: bitwise the same, so nothing was read too early."""
+    grid = Grid.uniform(tp_size=1, pp_size=3, dp_size=1)
+    plan = make_plan(grid, schedule)
+    devices = [LazyAccelerator() for _ in grid.ranks]
+    for (coordinates, result, grads, _, _), (_, other, others, _, _) in zip(
+        run(grid, plan), run(grid, plan, devices=devices)
+    ):
+        assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
+        assert result.losses == other.losses
+        num_copies = Counter(devices[coordinates.pp].log)
+        assert num_copies["to_host copies"] and num_copies["to_device copies"] and not num_copies["compute copies"]
 
 
 @pytest.mark.each_value

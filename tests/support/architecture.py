@@ -34,6 +34,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.backends": 0,
     "parallel3d.child_process": 0,
     "parallel3d.random_keys": 0,
+    "parallel3d.accelerator": 0,
     "parallel3d.pipeline.schedules": -1,  # the configuration takes names, limits and messages from them
     "parallel3d.pipeline.chunk_layout": -1,
     "parallel3d.optim.update_rules": -1,  # the configuration takes names, settings and states from them
@@ -104,6 +105,7 @@ PURE: tuple[str, ...] = (
 NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)
 """Pure files whose functions take tensors: they name torch's types under TYPE_CHECKING, and import nothing of it."""
 TENSORS_ONLY: tuple[str, ...] = (
+    "parallel3d.accelerator",
     "parallel3d.random_keys",
     "parallel3d.recompute",
     "parallel3d.precision",
