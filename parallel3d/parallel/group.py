@@ -22,6 +22,17 @@ class Work(Protocol):
     def wait(self) -> None: ...
 
 
+class Closable(Protocol):
+    """What every group of ranks can do at its end."""
+
+    def abort(self) -> None: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class Group(ABC):
     """`size` ranks, of which this process is number `rank`; `ranks` are their global ranks."""
 

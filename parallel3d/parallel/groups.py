@@ -5,24 +5,17 @@ The names contain the generation, so that ranks of an old one can't meet ranks o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from parallel3d.parallel.device_links import Pair, PairGroup
 from parallel3d.parallel.grid import Grid
-
-
-class Closable(Protocol):
-    def abort(self) -> None: ...
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    def close(self) -> None: ...
-
+from parallel3d.parallel.group import Closable
 
 G = TypeVar("G", bound=Closable)
 MakeGroup = Callable[[str, tuple[int, ...]], G]
+MakePair = Callable[[str, Pair], PairGroup]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +24,14 @@ class Groups(Generic[G]):
 
     tp: the ranks of this replica. dp: the ranks that hold the same parameters. world: every rank of the grid.
     embedding: the ranks of the first and the last stage that share a tied embedding, if these are two stages.
+    pairs: by (sender, receiver), communicators with the neighbouring stages, where these talk from device to device.
     """
 
     tp: G
     dp: G
     world: G
     embedding: G | None = None
+    pairs: Mapping[Pair, PairGroup] = field(default_factory=dict)
 
     @property
     def tied(self) -> G:
@@ -58,14 +53,25 @@ class Groups(Generic[G]):
             group.close()
 
     @property
-    def _all(self) -> tuple[G, ...]:
-        return (self.tp, self.dp, self.world, *([] if self.embedding is None else [self.embedding]))
+    def _all(self) -> tuple[Closable, ...]:
+        embedding = [] if self.embedding is None else [self.embedding]
+        return (self.tp, self.dp, self.world, *embedding, *self.pairs.values())
 
 
-def build_groups(grid: Grid, rank: int, generation: int, make_group: MakeGroup[G], *, tied: bool) -> Groups[G]:
+def build_groups(
+    grid: Grid,
+    rank: int,
+    generation: int,
+    make_group: MakeGroup[G],
+    *,
+    tied: bool,
+    make_pair: MakePair | None = None,
+    borders: Iterable[tuple[int, int]] = (),
+) -> Groups[G]:
     """Builds this rank's groups with `make_group(name, global ranks)`, in the same order on every rank.
 
-    `tied`: the first and the last stage share an embedding.
+    `tied`: the first and the last stage share an embedding. `make_pair` builds the communicators between the stages of
+    `borders`; None: these talk over the host's links.
     """
     coordinates = grid.coordinates(rank)
     has_embedding = tied and grid.pp_size > 1 and coordinates.pp in grid.embedding_stages
@@ -84,7 +90,26 @@ def build_groups(grid: Grid, rank: int, generation: int, make_group: MakeGroup[G
             f"generation{generation}/tp/stage{coordinates.pp}/replica{coordinates.dp}",
             grid.tp_ranks(coordinates.replica),
         ),
+        pairs={}
+        if make_pair is None
+        else {
+            pair: make_pair(f"generation{generation}/pair/{pair[0]}-{pair[1]}", pair)
+            for pair in neighbour_pairs(grid, rank, borders)
+        },
     )
+
+
+def neighbour_pairs(grid: Grid, rank: int, borders: Iterable[tuple[int, int]]) -> tuple[Pair, ...]:
+    """The ordered pairs (sender, receiver) of `rank` with the ranks at its place in neighbouring stages, for which
+    `borders` are the pairs of stages; in an order in which all ranks can connect, even stages first."""
+    own = grid.coordinates(rank)
+    pairs = []
+    for border in borders:
+        ends = [grid.stages[stage].get(own.dp) for stage in border]
+        if own.pp in border and ends[0] is not None and ends[1] is not None:
+            first, second = ends[0][own.tp], ends[1][own.tp]
+            pairs += [(min(border) % 2, first, second), (min(border) % 2, second, first)]
+    return tuple((sender, receiver) for _, sender, receiver in sorted(pairs))
 
 
 def is_world(name: str) -> bool:

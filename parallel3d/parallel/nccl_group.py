@@ -65,6 +65,14 @@ class NcclGroup(StoreGroup):
         self._begin(lambda pg: pg.allreduce([tensor], max_options())).wait()  # bounded: only orders the device's work
         return tensor
 
+    def send_async(self, tensor: Tensor) -> NcclWork:
+        """Sends to the other one of two ranks."""
+        return self._begin(lambda pg: pg.send([tensor], 1 - self.rank, 0))
+
+    def receive_async(self, tensor: Tensor) -> NcclWork:
+        """Receives from the other one of two ranks."""
+        return self._begin(lambda pg: pg.recv([tensor], 1 - self.rank, 0))  # bounded: work for the device
+
     def abort(self) -> None:
         """Aborts the communicator, once, on a background thread: its kernels take a while to notice."""
         with self._lock:
@@ -82,9 +90,9 @@ class NcclGroup(StoreGroup):
     def _on_abort(self) -> None:
         self.abort()
 
-    def _begin(self, post: Callable[[Any], dist.Work]) -> Work:
+    def _begin(self, post: Callable[[Any], dist.Work]) -> NcclWork:
         self.token.check()
-        return _NcclWork(post(self._pg), self.token)
+        return NcclWork(post(self._pg), self.token)
 
     def _abort(self, pg: Any) -> None:
         try:
@@ -95,7 +103,9 @@ class NcclGroup(StoreGroup):
             self._ended.set()
 
 
-class _NcclWork:
+class NcclWork:
+    """Work of a device under way."""
+
     def __init__(self, work: dist.Work, token: AbortToken):
         self._work = work
         self._token = token
@@ -103,3 +113,7 @@ class _NcclWork:
     def wait(self) -> None:
         self._token.check()
         self._work.wait()  # bounded: only orders the device's work
+
+    def is_done(self) -> bool:
+        """Whether the device has done it; does not wait."""
+        return self._work.is_completed()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class ChunkLayout:
         return tuple(
             tuple(k for k, other in enumerate(self.stages) if other == stage) for stage in sorted(set(self.stages))
         )
+
+    @property
+    def borders(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of different stages, the lower one first, between which a micro-batch passes."""
+        return tuple(sorted({(min(pair), max(pair)) for pair in pairwise(self.stages) if pair[0] != pair[1]}))
 
     @property
     def embedding_stages(self) -> tuple[int, ...]:

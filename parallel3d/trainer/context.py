@@ -23,7 +23,7 @@ from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.group import Group
-from parallel3d.parallel.groups import Groups
+from parallel3d.parallel.groups import Groups, MakePair
 from parallel3d.parallel.p2p_messages import Links
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -43,6 +43,8 @@ class Transports:
     make_group: Callable[[str, tuple[int, ...]], Group]
     links: Links
     token: AbortToken
+    make_pair: MakePair | None = None
+    """Makes the communicator of two neighbouring ranks; None: they talk over the links of the host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from parallel3d.config.schema import Config
 from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
+from parallel3d.parallel.device_links import DeviceLinks
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.group import AbsentGroup, Group
 from parallel3d.parallel.groups import Groups, build_groups
@@ -33,13 +34,16 @@ def join_generation(
     """Makes `rank` a member of generation `number`, whose grid (`plans.grid`) holds it."""
     rank.tp.group = groups.tp
     rank.optimizer.join(number, groups, transports.links)
+    links = transports.links
+    if groups.pairs:
+        links = DeviceLinks(links, groups.pairs, rank=rank.rank, device=rank.device)
     executor = Executor(
         chunks=list(rank.chunks),
         layout=rank.chunk_layout,
         grid=plans.grid,
         rank=rank.rank,
         generation=number,
-        links=transports.links,
+        links=links,
         tp=rank.tp,
         hidden_size=rank.config.model.hidden_size,
         dtype=policy_of(rank.config.precision).compute,
@@ -78,7 +82,15 @@ def close_generation(rank: RankContext) -> None:
 def build_rank_groups(rank: RankContext, grid: Grid, number: int, transports: Transports) -> Groups[Group]:
     """This rank's process groups in generation `number`."""
     tied = rank.config.model.tie_word_embeddings and len(rank.chunk_layout.embedding_stages) > 1
-    return build_groups(grid, rank.rank, number, transports.make_group, tied=tied)
+    return build_groups(
+        grid,
+        rank.rank,
+        number,
+        transports.make_group,
+        tied=tied,
+        make_pair=transports.make_pair,
+        borders=rank.chunk_layout.borders,
+    )
 
 
 def shard_maps_of(config: Config, coordinates: Coordinates, grid: Grid, hosts: Mapping[int, str]) -> ShardMaps:

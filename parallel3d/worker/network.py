@@ -13,6 +13,7 @@ from parallel3d.elastic.protocol.membership import Address, GenerationRecord
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.elastic.worker.torch_store import ControlStore
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.device_links import Pair
 from parallel3d.parallel.gloo_group import GlooGroup
 from parallel3d.parallel.group import Group, SoloGroup
 from parallel3d.parallel.groups import is_world
@@ -54,10 +55,8 @@ class SocketNetwork(Network):
             accelerator=accelerator_of(self._device),
         )
 
-        def make_group(name: str, ranks: tuple[int, ...]) -> Group:
-            if len(ranks) == 1:
-                return SoloGroup(name=name, rank=self._context.rank)
-            settings: dict[str, Any] = dict(
+        def settings_of(name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
+            return dict(
                 name=name,
                 rank=ranks.index(self._context.rank),
                 ranks=ranks,
@@ -65,10 +64,31 @@ class SocketNetwork(Network):
                 token=token,
                 timeout_s=self._config.run.timeout_s,
             )
+
+        def make_group(name: str, ranks: tuple[int, ...]) -> Group:
+            if len(ranks) == 1:
+                return SoloGroup(name=name, rank=self._context.rank)
             on_host = not is_accelerator(self._device) or is_world(name)
-            if not on_host and self._config.run.device != "cuda_shared":
-                return NcclGroup(**settings, device=self._device)
-            group = GlooGroup(**settings, address=self._context.address)
+            if not on_host and self._has_own_device:
+                return NcclGroup(**settings_of(name, ranks), device=self._device)
+            group = GlooGroup(**settings_of(name, ranks), address=self._context.address)
             return group if on_host else StagedGroup(group)
 
-        return Transports(make_group=make_group, links=links, token=token)
+        def make_pair(name: str, pair: Pair) -> NcclGroup:
+            return NcclGroup(**settings_of(name, pair), device=self._device)
+
+        return Transports(
+            make_group=make_group,
+            links=links,
+            token=token,
+            make_pair=make_pair if self._has_device_p2p else None,
+        )
+
+    @property
+    def _has_own_device(self) -> bool:
+        return is_accelerator(self._device) and self._config.run.device != "cuda_shared"
+
+    @property
+    def _has_device_p2p(self) -> bool:
+        """Whether neighbouring stages talk from device to device; where documents begin is read on the host."""
+        return self._has_own_device and self._config.run.p2p != "host" and not self._config.data.document_mask

@@ -23,6 +23,9 @@ class FakeWork:
     def wait(self):
         self.calls.append("wait")
 
+    def is_completed(self):
+        return "wait" in self.calls
+
 
 class FakeNccl:
     """Stands for torch's ProcessGroupNCCL."""
@@ -53,6 +56,12 @@ class FakeNccl:
 
     def _allgather_base(self, output, tensor):
         return self._do("all_gather", output.shape, tensor.shape)
+
+    def send(self, tensors, destination, tag):
+        return self._do("send", tensors[0].shape, destination, tag)
+
+    def recv(self, tensors, source, tag):
+        return self._do("receive", tensors[0].shape, source, tag)
 
 
 @pytest.fixture
@@ -98,6 +107,17 @@ def test_calls(nccl):
     ]
     assert calls[1::2] == ["wait"] * 4
     assert not group.waits_for_data and not group.is_busy
+
+
+def test_two_ranks_send_each_other(nccl):
+    group = make(AbortToken())
+    calls = FakeNccl.last.calls
+    del calls[:]
+    sent = group.send_async(torch.zeros(2, 3))
+    assert not sent.is_done()
+    group.receive_async(torch.zeros(4)).wait()
+    assert calls == [("send", (2, 3), 0, 0), ("receive", (4,), 0, 0), "wait"]
+    assert sent.is_done()
 
 
 def test_the_end_of_a_generation_aborts_once_and_is_busy_until_that_is_done(nccl, monkeypatch):

@@ -55,6 +55,11 @@ class RunConfig(Section):
     """cuda: one GPU per rank, with NCCL. cuda_shared: the ranks of a machine share its GPUs and communicate with gloo
     through host memory; for tests. auto: cuda if there is a GPU for every rank of a machine, otherwise cpu; all
     machines must be alike."""
+    p2p: Literal["auto", "host", "nccl"] = "auto"
+    """How neighbouring stages send each other activations and gradients. host: through host memory and sockets. nccl:
+    from GPU to GPU, with headers and all other messages on the host; not with data.document_mask, whose marks the host
+    reads. auto: nccl where each rank has a GPU of its own, unless there is a document mask. Not yet run on several
+    GPUs."""
     compile: Literal["never", "elementwise"] = "never"
     """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
     This takes some seconds in the first step, needs a C++ compiler on CPUs, and changes last bits. No effect on
@@ -84,6 +89,17 @@ def check_length(num_steps: int | None, num_tokens: int | None) -> Iterator[Prob
         yield Problem(
             field="run.num_steps", value=None, rule=rule_text, fix="Set either, or both: the first one reached"
         )
+
+
+@rule("run.p2p", "run.device", "data.document_mask")
+def check_p2p(p2p: str, device: str, document_mask: bool) -> Iterator[Problem]:
+    """Messages from GPU to GPU need a GPU for each rank, and nothing in them that the host reads."""
+    if p2p != "nccl":
+        return
+    if device in ("cpu", "cuda_shared"):
+        yield excludes("run.p2p", p2p, "run.device", device, "NCCL needs a GPU for each rank")
+    if document_mask:
+        yield excludes("run.p2p", p2p, "data.document_mask", document_mask, "the host reads where documents begin")
 
 
 @rule("run.resume")
