@@ -11,6 +11,7 @@ gradient norm needs an all-reduce anyway. For measurements only: such a run surv
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import runpy
 import sys
@@ -33,11 +34,15 @@ switch = threading.Event()
 
 
 def main() -> None:
-    (first, _, block), (second, _, names) = (sys.argv.pop(1).partition("=") for _ in range(2))
-    parts = set(filter(None, names.split(",")))
-    assert (first, second) == ("--block", "--parts") and parts <= {*PARTS}, f"start with --block=N --parts={PARTS}"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], epilog="The rest is for train.py.")
+    parser.add_argument("--block", type=int, required=True, help="steps between two switches")
+    parser.add_argument("--parts", required=True, help=f"what is switched, of {','.join(PARTS)}")
+    options, sys.argv[1:] = parser.parse_known_args()
+    parts = set(filter(None, options.parts.split(",")))
+    if parts - {*PARTS}:
+        parser.error(f"--parts: use {','.join(PARTS)}, or some of them")
     switch.set()
-    follow_steps(int(block))
+    follow_steps(options.block)
     if "waits" in parts:
         bare_waits()
     if "notes" in parts:

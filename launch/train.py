@@ -24,6 +24,7 @@ from parallel3d.config.derived import world_size
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import check_length_function
+from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.restart_policy import RestartPolicy
@@ -84,6 +85,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     if config.monitor.tensorboard:
         check_tensorboard()
     directory, restart = Path(str(config.run.directory)), config.restart
+    checkpoint_dir = CheckpointDirectory(Path(str(config.checkpoint.directory)))
 
     def open_folder(history_until_step: int) -> RunFolder:
         environment = describe_environment(sys.orig_argv)
@@ -98,7 +100,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         make_report=partial(
             RunReporter, title=title, charts=config.monitor.charts, tensorboard=config.monitor.tensorboard
         ),
-        checkpoint_dir=CheckpointDirectory(Path(str(config.checkpoint.directory))),
+        checkpoint_dir=checkpoint_dir,
         resume=config.run.resume,
         policy=RestartPolicy(
             max_restarts=restart.max_restarts, backoff_s=restart.backoff_s, max_backoff_s=restart.max_backoff_s
@@ -106,7 +108,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         skip_diverging_data=restart.skip_diverging_data,
         launcher=LauncherInfo(by_launcher=True, run_id=env.run_id, attempt=env.attempt) if env else LauncherInfo(),
     )
-    return run_workers(
+    code = run_workers(
         partial(run_worker_process, config),
         world_size=world_size(config),
         logs=directory / LOGS,
@@ -118,6 +120,9 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         timeouts=LaunchTimeouts.from_config(config),
         elastic=ElasticSettings.from_config(config, build_grid(config)),
     )
+    if code > EXIT_BY_SIGNAL and env is None and (steps := checkpoint_dir.steps()):
+        print(f"to continue after step {steps[-1]}, run the same command with run.resume=auto", file=sys.stderr)
+    return code
 
 
 def prepare_initial(config: Config, is_resuming: bool) -> list[str]:

@@ -80,6 +80,7 @@ def test_a_stop_saves_and_the_run_goes_on(config_file, tmp_path, undisturbed, nu
     assert ended == code and "saved step" in out, out + err
     (step,) = CheckpointDirectory(run / "checkpoints").steps()
     assert step == json.loads((run / "summary.json").read_text())["steps"]
+    assert f"to continue after step {step}, run the same command with run.resume=auto" in err
     ended, out, err = finish(start("--config", config_file, *RESUME, SHORT))
     assert ended == 0 and f"after step {step}" in out, out + err
     assert losses(run) == undisturbed(config_file, SHORT)
