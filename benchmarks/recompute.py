@@ -23,6 +23,7 @@ from models.decoder import DecoderStage
 from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.live_bytes import LiveBytes
+from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
@@ -66,7 +67,9 @@ def build(options: argparse.Namespace, recompute: Recompute, *, compiles: bool) 
         hidden_dropout=options.hidden_dropout,
     )
     device, policy = torch.device(options.device), POLICIES[options.policy]
-    context = LayerContext(tp=solo_region(), policy=policy, device=device, compiles=compiles)
+    context = LayerContext(
+        tp=solo_region(), policy=policy, device=device, kernels=layer_kernels("torch", compiles=compiles)
+    )
     layers, num_positions = range(config.num_hidden_layers), options.sequence_length
     stage = make_decoder(config, layers, num_positions=num_positions, context=context, recompute=recompute)
     for parameter in parameters_of(stage):

@@ -34,7 +34,7 @@ class BlockBuilder:
         self.family = family_of(config)
 
     def norm(self, name: str) -> nn.Module:
-        """A norm: (tokens_local, hidden) -> the same."""
+        """A norm: x and delta (tokens_local, hidden), or x alone -> the sum, and its norm."""
         return _NORMS[self.family.norm.name](self, name)
 
     def mlp(self, name: str, output_init_std: float) -> nn.Module:

@@ -50,8 +50,10 @@ class DecoderLayer(nn.Module):
         self.mlp = build.mlp(f"{name}.mlp", output_init_std)
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        x = x + self._dropout(self.attention(self.attention_norm(x), micro_batch), micro_batch, "attention")
-        return x + self._dropout(self.mlp(self.mlp_norm(x), micro_batch), micro_batch, "mlp")
+        x, normed = self.attention_norm(x)
+        delta = self._dropout(self.attention(normed, micro_batch), micro_batch, "attention")
+        x, normed = self.mlp_norm(x, delta)
+        return x + self._dropout(self.mlp(normed, micro_batch), micro_batch, "mlp")
 
     def _dropout(self, x: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
         return dropout(x, self.drop, micro_batch=micro_batch, layer=self.index, site=site, tp=self.tp)
@@ -86,7 +88,8 @@ class DecoderStage(nn.Module):
         if self.head is None or self.final_norm is None:
             return x
         assert targets is not None
-        return self.head(self.final_norm(x), targets, micro_batch.loss_factor)
+        _, normed = self.final_norm(x)
+        return self.head(normed, targets, micro_batch.loss_factor)
 
     @torch.no_grad()
     def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -95,7 +98,8 @@ class DecoderStage(nn.Module):
         The weights must be complete: finish an optimizer's gather first (`finish_gather`).
         """
         assert self.head is not None and self.final_norm is not None, "logits come from the last stage"
-        return self.head.logits(self.final_norm(self._run_layers(x, micro_batch)))
+        _, normed = self.final_norm(self._run_layers(x, micro_batch))
+        return self.head.logits(normed)
 
     def _run_layers(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         if self.embedding is not None:

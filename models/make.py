@@ -9,6 +9,8 @@ from models.decoder import DecoderStage
 from parallel3d.backends import choose_backend
 from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import Config, ModelConfig, PrecisionConfig
+from parallel3d.kernels.choice import choose_kernels
+from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers import apex_norm
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.parameter import parameters_of
@@ -26,11 +28,13 @@ def make_stage(
     """Builds layers `layers` of the configuration's model, for the trainer; `gemm` computes their products."""
     module, name = apex_norm.SYMBOL
     asked = config.model.norm_backend
+    # on meta a stage has shapes only; a rehearsal makes its own context, whose kernels count
+    form = "torch" if device.type == "meta" else choose_kernels(config.run.kernels, device)
     context = LayerContext(
         tp=tp,
         policy=policy_of(config.precision),
         device=device,
-        compiles=config.run.compile == "elementwise",
+        kernels=layer_kernels(form, compiles=config.run.compile == "elementwise"),
         norm_backend=choose_backend("model.norm_backend", asked, module=module, name=name, device_type=device.type),
         gemm=gemm or Gemm(),
     )

@@ -3,7 +3,7 @@ with sublinear memory cost"; Korthikanti et al. 2022, "Reducing activation recom
 
 Kept of a layer between its forward and its backward pass, for hidden size h and a gated MLP of width f::
 
-    none        everything that a backward pass reads           8 h + 3 f   numbers a token
+    none        everything that a backward pass reads           8 h + 2 f   numbers a token
     selective   the layer's input, the results of its products
                 and of attention                                6 h + 2 f
     full        the layer's input                               h

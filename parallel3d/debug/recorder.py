@@ -96,7 +96,13 @@ class Recorder:
         self._seen.add(key)
         module = named.module
         is_row, is_column = isinstance(module, RowParallelLinear), isinstance(module, ColumnParallelLinear)
-        self._record(named, "input", inputs[0], self._feature_runs(module, dim=1) if is_row else None)
+        value = inputs[0]
+        if isinstance(output, tuple):  # a norm's input is the sum that it returns, whose gradient is a summand's
+            value, output = output
+        elif isinstance(module, RowParallelLinear):
+            value = module.activation.forward(value)
+        columns = self._feature_runs(module, dim=1) if is_row else None
+        self._record(named, "input", value, columns, grad_of=inputs[0])
         if isinstance(module, LinearCrossEntropy):
             self._record_head(named, module, inputs[0], output)
         else:
@@ -117,20 +123,27 @@ class Recorder:
             runs = (IndexRun(global_start=head.first, local_start=0, length=head.num_valid),)
             self._record(named, "logits", logits, (runs, head.weight.sharding.shape[0]))
 
-    def _record(self, named: NamedModule, which: str, value: object, columns: Columns | None) -> None:
-        """Records a tensor now, and its gradient in the backward pass."""
+    def _record(
+        self, named: NamedModule, which: str, value: object, columns: Columns | None, *, grad_of: object = None
+    ) -> None:
+        """Records a tensor now, and its gradient, which is that of `grad_of`, in the backward pass.
+
+        The input of a product behind an activation has no gradient that could be recorded.
+        """
+        grad_of = value if grad_of is None else grad_of
         if not isinstance(value, Tensor):
             return
         name = f"{named.name}.{which}"
         slab = self._slab(name, named.depth, value, columns)
         if self.wants(name):
             self._store(slab, value)
-        if value.requires_grad and self.wants(f"{name}.grad"):
+        assert isinstance(grad_of, Tensor)
+        if grad_of.requires_grad and grad_of.shape == value.shape and self.wants(f"{name}.grad"):
             is_partial_sum = any(
                 run.copies > 1 for run in slab.columns
             )  # key-value heads that neighbouring ranks share
             of_grad = replace(slab, name=f"{name}.grad", is_partial_sum=is_partial_sum)
-            value.register_hook(lambda grad: self._store(of_grad, grad))
+            grad_of.register_hook(lambda grad: self._store(of_grad, grad))
 
     def _slab(self, name: str, depth: int, value: Tensor, columns: Columns | None) -> Slab:
         """The slab of activations (rows, ...): all tokens of the micro-batch, or this rank's share of them."""

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.accelerator import is_accelerator
+from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
-from parallel3d.layers.rotary import HeadLayout, RotaryTable, rotated_heads, split_and_rotate, split_heads
+from parallel3d.layers.rotary import RotaryTable, split_and_rotate
 from parallel3d.parallel.sharding import FusedBlock
 from parallel3d.parallel.staged_group import to_device
 
@@ -67,7 +68,7 @@ class CausalSelfAttention(nn.Module):
             num_kv_heads=max(1, num_kv_heads // context.tp.group.size),
             head_size=head_size,
         )
-        self.rotate = context.kernel(rotated_heads) if context.compiles else split_and_rotate
+        self.rotary_kernels = context.kernels.rotary
         fused_blocks = (
             FusedBlock(name="q", size=hidden_size),
             FusedBlock(name="k", size=kv_size, max_parts=num_kv_heads),
@@ -86,14 +87,18 @@ class CausalSelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        qkv, batch_size = self.qkv(x, micro_batch), micro_batch.batch_size
+        qkv, recompute_context = self.qkv(x, micro_batch), self.qkv.tp.recompute_context
+        by_sequence = qkv.view(micro_batch.batch_size, -1, qkv.shape[-1])
         if self.table is None:
-            q, k, v = split_heads(qkv.view(batch_size, -1, qkv.shape[-1]), self.heads)
+            q, k, v = split_heads(by_sequence, self.heads)
         else:
-            q, k, v = self.rotate(qkv, self.table, self.heads, batch_size)
+            may_overwrite = not recompute_context.keeps_products
+            q, k, v = split_and_rotate(
+                by_sequence, self.table, self.heads, kernels=self.rotary_kernels, may_overwrite=may_overwrite
+            )
         if q.dtype is torch.float16 and not is_accelerator(q.device):  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
-        with self.qkv.tp.recompute_context.attention():
+        with recompute_context.attention():
             documents = micro_batch.documents
             if documents is None:
                 mixed = attend(q, k, v, self.window)

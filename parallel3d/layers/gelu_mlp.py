@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
+from parallel3d.kernels.layer_kernels import GeluForm
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import FusedBlock
 
-APPROXIMATION = {"gelu_new": "tanh", "gelu": "none"}
+APPROXIMATION: dict[str, GeluForm] = {"gelu_new": "tanh", "gelu": "none"}
 """torch's name for each activation function."""
 
 
@@ -33,7 +33,6 @@ class GeluMlp(nn.Module):
     ):
         super().__init__()
         fused_blocks = (FusedBlock(name="up", size=intermediate_size),)
-        self.approximation = APPROXIMATION[activation_function]
         self.up = ColumnParallelLinear(
             f"{name}.up", hidden_size, fused_blocks, init_std=init_std, bias=True, context=context
         )
@@ -43,8 +42,9 @@ class GeluMlp(nn.Module):
             hidden_size,
             init_std=output_init_std,
             bias=True,
+            activation=context.kernels.gelu[APPROXIMATION[activation_function]],
             context=context,
         )
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        return self.down(gelu(self.up(x, micro_batch), approximate=self.approximation), micro_batch)
+        return self.down(self.up(x, micro_batch), micro_batch)

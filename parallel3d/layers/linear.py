@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel3d.kernels.layer_kernels import IDENTITY, Activation
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.output_rounding import MatmulFn, matmul_for
 from parallel3d.layers.parameter import ShardedParameter
@@ -59,21 +60,29 @@ class _ColumnParallel(Function):
 
 
 class _RowParallel(Function):
-    """GEMM, all-reduce (or reduce-scatter) forward; nothing (or all-gather), GEMM backward."""
+    """Activation, GEMM, all-reduce (or reduce-scatter) forward; nothing (or all-gather), GEMM, activation backward.
+
+    Of the activation only the input is kept, if its backward pass computes the GEMM's input again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, tp: TensorParallel, multiply: MatmulFn) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.tp = weight, tp
-        return tp.recompute_context.run(lambda: tp.sum(multiply(x, weight)))
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, activation: Activation, tp: TensorParallel, multiply: MatmulFn
+    ) -> Tensor:
+        kept = activation.forward(x) if activation.keeps_result else None
+        ctx.save_for_backward(x, kept)
+        ctx.weight, ctx.activation, ctx.tp = weight, activation, tp
+        return tp.recompute_context.run(
+            lambda: tp.sum(multiply(activation.forward(x) if kept is None else kept, weight))
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, kept = ctx.saved_tensors
         grad = ctx.tp.gather(grad)
-        input_grad = ctx.weight.gemm.input_grad(grad, ctx.weight)
-        ctx.weight.sink.add_product(grad, x)
-        return input_grad, None, None, None
+        input_grad, activated = ctx.activation.backward(ctx.weight.gemm.input_grad(grad, ctx.weight), x, kept)
+        ctx.weight.sink.add_product(grad, activated)
+        return input_grad, None, None, None, None
 
 
 class _AddBias(Function):
@@ -124,7 +133,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """(tokens, in_local) -> (tokens, out), summed over the group; with sharded tokens each rank keeps its own."""
+    """(tokens, in_local) -> (tokens, out), summed over the group; with sharded tokens each rank keeps its own.
+
+    `activation` is applied to the input in front of the product, and may change its width to in_local.
+    """
 
     def __init__(
         self,
@@ -134,10 +146,11 @@ class RowParallelLinear(nn.Module):
         *,
         init_std: float,
         bias: bool = False,
+        activation: Activation = IDENTITY,
         context: LayerContext,
     ):
         super().__init__()
-        self.tp, self.policy = context.tp, context.policy
+        self.tp, self.policy, self.activation = context.tp, context.policy, activation
         weight = ParamSharding(name=f"{name}.weight", shape=(out_features, in_features), dim=1, init_std=init_std)
         self.weight = context.parameter(weight)
         self.bias: ShardedParameter | None = None
@@ -148,7 +161,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
-        product = _RowParallel.apply(x, self.weight, self.tp, multiply)
+        product = _RowParallel.apply(x, self.weight, self.activation, self.tp, multiply)
         return product if self.bias is None else _AddBias.apply(product, self.bias)
 
 

@@ -1,149 +1,108 @@
-"""Norms, computed in the policy's `keep_fp32` format; their weights' gradients are partial where tokens are sharded.
+"""RMSNorm and LayerNorm with the residual connection in front of them (`kernels/torch_norms.py` defines them).
 
-RMSNorm (Zhang and Sennrich 2019): y = w * x / sqrt(mean(x^2) + eps).
-LayerNorm (Ba et al. 2016): y = w * (x - mean(x)) / sqrt(var(x) + eps) + b.
+A layer's residual stream x goes through its norms: each adds what the block before it computed, and hands on the sum
+beside its norm. So the sum and the norm are one pass over memory, and so are, backward, the gradients of both. The
+parameters' gradients are partial where tokens are sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel3d.kernels.layer_kernels import NormKernels
 from parallel3d.layers import apex_norm
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import ParamSharding
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, keep_fp32_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """y in x's format, and 1/rms (tokens, 1)."""
-    wide = x.to(keep_fp32_dtype)
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * scale).mul_(weight).to(x.dtype), scale
-
-
-def rms_norm_grads(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx = scale * (g - n * mean(g * n)) with n = x * scale, g = grad * w; dw = sum over tokens of grad * n."""
-    normed = x.to(scale.dtype) * scale
-    wide_grad = grad.to(scale.dtype)
-    product = wide_grad * normed
-    weight_grad = product.sum(0)
-    inner = (product @ weight.to(scale.dtype).unsqueeze(1)).div_(-x.shape[-1])
-    input_grad = torch.mul(wide_grad, weight, out=product)
-    return input_grad.addcmul_(normed, inner).mul_(scale).to(x.dtype), weight_grad
-
-
-@dataclass(frozen=True)
-class _RmsKernels:
-    """The two functions above, compiled or not."""
-
-    forward: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class _RmsNorm(Function):
-    """Saves x and 1/rms (tokens, 1); the weight's gradient is added to its main gradient."""
+class _Norm(Function):
+    """Saves the sum and the norm's statistics, (tokens, 1) each; the parameters' gradients are added to their main
+    gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, eps: float, keep_fp32_dtype: torch.dtype, kernels: _RmsKernels
-    ) -> Tensor:
-        y, scale = kernels.forward(x, weight.detach(), eps, keep_fp32_dtype)
-        ctx.save_for_backward(x, scale)
-        ctx.weight, ctx.kernels = weight, kernels
-        return y
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        eps: float,
+        keep_fp32_dtype: torch.dtype,
+        kernels: NormKernels,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # a sum that is not used has no gradient
+        ctx.parameters = (weight,) if bias is None else (weight, bias)
+        ctx.has_delta, ctx.kernels = delta is not None, kernels
+        total, y, statistics = kernels.forward(x, delta, _values(ctx.parameters), eps, keep_fp32_dtype)
+        ctx.save_for_backward(total, *statistics)
+        return total, y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, scale = ctx.saved_tensors
-        input_grad, weight_grad = ctx.kernels.backward(grad, x, scale, ctx.weight.detach())
-        ctx.weight.sink.add(weight_grad)
-        return input_grad, None, None, None, None
+    def backward(ctx: Any, total_grad: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total, *statistics = ctx.saved_tensors
+        found = ctx.kernels.backward(grad, total, tuple(statistics), _values(ctx.parameters), total_grad)
+        for parameter, parameter_grad in zip(ctx.parameters, found.parameters):
+            parameter.sink.add(parameter_grad)
+        return found.total, found.total if ctx.has_delta else None, None, None, None, None, None
 
 
-class _LayerNorm(Function):
-    """Saves x, mean and 1/std (tokens, 1); gradients of weight and bias are added to their main gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter, eps: float, keep_fp32_dtype: torch.dtype
-    ) -> Tensor:
-        wide_weight, wide_bias = weight.detach().to(keep_fp32_dtype), bias.detach().to(keep_fp32_dtype)
-        y, mean, scale = torch.native_layer_norm(x.to(keep_fp32_dtype), x.shape[-1:], wide_weight, wide_bias, eps)
-        ctx.save_for_backward(x, mean, scale)
-        ctx.weight, ctx.bias = weight, bias
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, mean, scale = ctx.saved_tensors
-        weight, bias = (parameter.detach().to(scale.dtype) for parameter in (ctx.weight, ctx.bias))
-        input_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(
-            grad.to(scale.dtype), x.to(scale.dtype), x.shape[-1:], mean, scale, weight, bias, [True, True, True]
-        )
-        ctx.weight.sink.add(weight_grad)
-        ctx.bias.sink.add(bias_grad)
-        return input_grad.to(x.dtype), None, None, None, None
+def _values(parameters: tuple[ShardedParameter, ...]) -> tuple[Tensor, ...]:
+    return tuple(parameter.detach() for parameter in parameters)
 
 
 class RMSNorm(nn.Module):
-    """(tokens_local, hidden) -> the same. Every tensor-parallel rank holds the whole weight."""
+    """x and delta (tokens_local, hidden) -> x + delta and its norm; without delta x and its norm.
 
-    def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        *,
-        eps: float,
-        context: LayerContext,
-    ):
-        super().__init__()
-        self.eps = eps
-        self.keep_fp32_dtype = context.policy.keep_fp32_dtype
-        self.kernels = _RmsKernels(context.kernel(rms_norm), context.kernel(rms_norm_grads))
-        self.backend = context.norm_backend
-        sharding = ParamSharding(
-            name=name,
-            shape=(hidden_size,),
-            partial_grad=context.tp.is_token_sharded,
-            init_std=None,
-            is_norm_or_bias=True,
-        )
-        self.weight = context.parameter(sharding)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.backend == "apex":
-            return apex_norm.rms_norm(x, self.weight, self.eps)
-        return _RmsNorm.apply(x, self.weight, self.eps, self.keep_fp32_dtype, self.kernels)
-
-
-class LayerNorm(nn.Module):
-    """(tokens_local, hidden) -> the same. Every tensor-parallel rank holds all of weight and bias."""
+    Every tensor-parallel rank holds the whole weight.
+    """
 
     def __init__(self, name: str, hidden_size: int, *, eps: float, context: LayerContext):
         super().__init__()
         self.eps = eps
         self.keep_fp32_dtype = context.policy.keep_fp32_dtype
+        self.kernels = context.kernels.rms_norm
         self.backend = context.norm_backend
-        weight, bias = (
-            ParamSharding(
-                name=f"{name}.{part}",
-                shape=(hidden_size,),
-                partial_grad=context.tp.is_token_sharded,
-                init_std=init_std,
-                is_norm_or_bias=True,
-            )
-            for part, init_std in (("weight", None), ("bias", 0.0))
-        )
-        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+        self.weight = context.parameter(_sharding(name, hidden_size, None, context))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self.backend == "apex":
-            return apex_norm.layer_norm(x, self.weight, self.bias, self.eps)
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.keep_fp32_dtype)
+            total = x if delta is None else x + delta
+            return total, apex_norm.rms_norm(total, self.weight, self.eps)
+        return _Norm.apply(x, delta, self.weight, None, self.eps, self.keep_fp32_dtype, self.kernels)
+
+
+class LayerNorm(nn.Module):
+    """x and delta (tokens_local, hidden) -> x + delta and its norm; without delta x and its norm.
+
+    Every tensor-parallel rank holds all of weight and bias.
+    """
+
+    def __init__(self, name: str, hidden_size: int, *, eps: float, context: LayerContext):
+        super().__init__()
+        self.eps = eps
+        self.keep_fp32_dtype = context.policy.keep_fp32_dtype
+        self.kernels = context.kernels.layer_norm
+        self.backend = context.norm_backend
+        self.weight = context.parameter(_sharding(f"{name}.weight", hidden_size, None, context))
+        self.bias = context.parameter(_sharding(f"{name}.bias", hidden_size, 0.0, context))
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.backend == "apex":
+            total = x if delta is None else x + delta
+            return total, apex_norm.layer_norm(total, self.weight, self.bias, self.eps)
+        return _Norm.apply(x, delta, self.weight, self.bias, self.eps, self.keep_fp32_dtype, self.kernels)
+
+
+def _sharding(name: str, hidden_size: int, init_std: float | None, context: LayerContext) -> ParamSharding:
+    return ParamSharding(
+        name=name,
+        shape=(hidden_size,),
+        partial_grad=context.tp.is_token_sharded,
+        init_std=init_std,
+        is_norm_or_bias=True,
+    )

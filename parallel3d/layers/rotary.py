@@ -1,7 +1,6 @@
-"""Rotary position embedding (Su et al., RoFormer) in the half-split form of the Llama family.
+"""Rotary position embedding (Su et al., RoFormer) of a fused projection (`kernels/torch_rotary.py` defines it).
 
-One table serves all layers. The split of the fused projection into q, k, v and the rotation are one autograd function:
-its backward writes the gradients of all three into the one buffer that the projection's GEMM reads.
+One table serves all layers.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+from parallel3d.kernels.layer_kernels import RotaryKernels
+from parallel3d.kernels.torch_rotary import HeadLayout
 
 
 @dataclass(frozen=True)
@@ -28,86 +30,26 @@ class RotaryTable:
         return RotaryTable(angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadLayout:
-    """The rows of this rank's fused projection: query heads, then key heads, then value heads."""
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_size: int
-
-    @property
-    def query_size(self) -> int:
-        return self.num_query_heads * self.head_size
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_size
-
-
-def split_heads(qkv: Tensor, heads: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, seq, q + k + v) -> views q (batch, seq, query heads, size), k and v (.., kv heads, size)."""
-    q, k, v = qkv.split([heads.query_size, heads.kv_size, heads.kv_size], dim=-1)
-    return (
-        q.unflatten(-1, (heads.num_query_heads, heads.head_size)),
-        k.unflatten(-1, (heads.num_kv_heads, heads.head_size)),
-        v.unflatten(-1, (heads.num_kv_heads, heads.head_size)),
-    )
-
-
 class _SplitRotate(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, table: RotaryTable, heads: HeadLayout, batch_size: int
+        ctx: Any, qkv: Tensor, table: RotaryTable, heads: HeadLayout, kernels: RotaryKernels, may_overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.heads, ctx.shape = heads, qkv.shape
-        seq = qkv.shape[0] // batch_size
-        cos, sin = table.cos[:seq, None], table.sin[:seq, None]  # (seq, 1, head size / 2)
-        ctx.save_for_backward(cos, sin)
-        q, k, v = split_heads(qkv.view(batch_size, seq, -1), heads)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v.clone()
+        cos, sin = table.cos[: qkv.shape[1]], table.sin[: qkv.shape[1]]
+        ctx.heads, ctx.kernels, ctx.cos, ctx.sin = heads, kernels, cos, sin
+        # detached: the results are values of their own for autograd, wherever they lie
+        return kernels.forward(qkv.detach(), cos, sin, heads, may_overwrite=may_overwrite)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        grad = dq.new_empty((dq.shape[0], dq.shape[1], ctx.shape[-1]))
-        gq, gk, gv = split_heads(grad, ctx.heads)
-        _rotate(dq, cos, -sin, out=gq)
-        _rotate(dk, cos, -sin, out=gk)
-        gv.copy_(dv)
-        return grad.view(ctx.shape), None, None, None
-
-
-def rotated_heads(qkv: Tensor, table: RotaryTable, heads: HeadLayout, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`split_and_rotate` as a formula for a compiler, which differentiates it and makes one kernel of it."""
-    seq = qkv.shape[0] // batch_size
-    cos, sin = table.cos[:seq, None], table.sin[:seq, None]
-
-    def rotate(x: Tensor) -> Tensor:
-        a, b = x.to(cos.dtype).chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-    q, k, v = split_heads(qkv.view(batch_size, seq, -1), heads)
-    return rotate(q), rotate(k), v.clone()
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.kernels.backward(dq, dk, dv, ctx.cos, ctx.sin, ctx.heads), None, None, None, None
 
 
 def split_and_rotate(
-    qkv: Tensor, table: RotaryTable, heads: HeadLayout, batch_size: int
+    qkv: Tensor, table: RotaryTable, heads: HeadLayout, *, kernels: RotaryKernels, may_overwrite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch * seq, q + k + v) -> rotated q (batch, seq, query heads, size), rotated k and v (.., kv heads, size)."""
-    return _SplitRotate.apply(qkv, table, heads, batch_size)
+    """qkv (batch, seq, q + k + v) -> rotated q (batch, seq, query heads, size), rotated k and v (.., kv heads, size).
 
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin), a and b being the halves of the last dimension."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    a, b = x.chunk(2, -1)
-    out_a, out_b = out.chunk(2, -1)
-    if x.dtype == cos.dtype:
-        torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=out_b).addcmul_(a, sin)
-    else:
-        a, b = a.to(cos.dtype), b.to(cos.dtype)
-        out_a.copy_(a * cos - b * sin)
-        out_b.copy_(b * cos + a * sin)
-    return out
+    They may lie in qkv's memory, if that `may_overwrite`.
+    """
+    return _SplitRotate.apply(qkv, table, heads, kernels, may_overwrite)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 ProductFn = Callable[[], Tensor]
-"""A product and its collectives. Its result must not be written to."""
+"""A product and its collectives. Its result must not be written to while `keeps_products`."""
 
 ContextPair = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """Contexts for a layer's first run and for its second."""
@@ -34,6 +34,11 @@ class SavedProducts:
         self._results: deque[Tensor | None] = deque()
         self._last: Tensor | None = None
         self._is_whole = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the results are kept for the second run."""
+        return self._keeps
 
     def run(self, product: ProductFn) -> Tensor:
         """Returns the product, or its saved result."""
@@ -64,6 +69,11 @@ class RecomputeContext:
 
     def run(self, product: ProductFn) -> Tensor:
         return product() if self._saved is None else self._saved.run(product)
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether results of products are kept for a second run; if not, who called `run` may overwrite its own."""
+        return self._saved is not None and self._saved.keeps
 
     def attention(self) -> AbstractContextManager[object]:
         """Returns the context in which attention runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel3d.config.derived import head_size, key_value_size, num_mlp_matrices
+from parallel3d.config.derived import family_of, head_size, key_value_size, num_mlp_matrices
 from parallel3d.config.schema import Config
 from parallel3d.pipeline.check import MessageSizes
 from parallel3d.precision.policy import POLICIES
@@ -25,8 +25,10 @@ def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> Mess
     attention += 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
     mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
     mlp_input = model.intermediate_size // parallel.tp_size
+    everything = 4 * hidden + attention + mlp
+    recomputed = mlp_input if family_of(model).mlp.num_matrices > 2 else 0  # see kernels/torch_activations.py
     kept = {
-        "none": 4 * hidden + attention + mlp,
+        "none": everything - recomputed,
         "selective": 2 * hidden + attention + mlp - mlp_input,
         "full": hidden,
     }
@@ -35,5 +37,5 @@ def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> Mess
         activation_bytes=token_bytes * hidden,
         targets_bytes=num_tokens * 8,
         stash_bytes=tuple(token_bytes * kept[parallel.recompute] * len(layers) for layers in partition),
-        deferred_bytes=tuple(token_bytes * kept["none"] * len(layers) for layers in partition),
+        deferred_bytes=tuple(token_bytes * everything * len(layers) for layers in partition),
     )

@@ -141,7 +141,7 @@ def numbers_a_token(mode, tp, *, hidden_size=64, intermediate_size=160, seq=32):
 def test_saved_memory_is_what_the_formulas_say():
     h, f, heads = 64, 160, 4
     none, selective, full = (numbers_a_token(mode, solo_region()) for mode in MODES)
-    assert none == pytest.approx(8 * h + 3 * f + heads + 2, rel=0.01)  # log-sum-exp by head, a scale for each norm
+    assert none == pytest.approx(8 * h + 2 * f + heads + 2, rel=0.01)  # log-sum-exp by head, a scale for each norm
     assert selective == pytest.approx(6 * h + 2 * f + heads, rel=0.01)
     assert full == pytest.approx(h, rel=0.02)
 
@@ -155,7 +155,7 @@ def test_saved_memory_is_ordered_on_several_ranks(size, sequence_parallel):
         return [numbers_a_token(mode, region(world, rank, size, sequence_parallel)) for mode in MODES]
 
     for none, selective, full in run_threads(size, body):
-        assert none > 1.2 * selective > 1.2 * 4 * full
+        assert none > 1.15 * selective > 1.15 * 4 * full
         if sequence_parallel:
             assert size * selective == pytest.approx(6 * 64 + 2 * 160 + 4, rel=0.01)
             assert size * full == pytest.approx(64, rel=0.02)
@@ -192,7 +192,7 @@ class PostNorm(nn.Module):
         self.norm = RMSNorm("norm.weight", 8, eps=1e-5, context=context)
 
     def forward(self, x):
-        return self.norm(self.product(x, micro_batch()))
+        return self.norm(self.product(x, micro_batch()))[1]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -26,6 +26,7 @@ class KernelCase:
     signature: dict[str, str]
     """Argument -> type in Triton's words: "*bf16", "fp32", "i64"; constants are added as "constexpr"."""
     constants: dict[str, object] = field(default_factory=dict)
+    """Numbers; a text is the name of a format in triton.language, as "float32"."""
     aligned: tuple[str, ...] = ()
     """Arguments that are divisible by 16, as torch's pointers are."""
     options: dict[str, object] = field(default_factory=dict)
@@ -64,16 +65,20 @@ def compile_kernels(cases: list[KernelCase]) -> list[CompiledKernel]:
 def compile_one(case: KernelCase, architecture: int) -> CompiledKernel:
     """Compiles in this process."""
     import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     function = getattr(import_module(case.module), case.kernel)
     signature = case.signature | {name: "constexpr" for name in case.constants}
+    constants = {
+        name: getattr(tl, value) if isinstance(value, str) else value for name, value in case.constants.items()
+    }
     order = {name: (number,) for number, name in enumerate(function.arg_names)}
     source = ASTSource(
         fn=function,
         signature={name: signature[name] for name in function.arg_names},
-        constexprs={order[name]: value for name, value in case.constants.items()},
+        constexprs={order[name]: value for name, value in constants.items()},
         attrs={order[name]: [["tt.divisibility", 16]] for name in case.aligned},
     )
     built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))

@@ -9,6 +9,7 @@ import torch
 from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
+from parallel3d.kernels.layer_kernels import TORCH_KERNELS
 from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore, run_deferred
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
@@ -34,8 +35,8 @@ def model_config(**changes):
     return ModelConfig(**{**sizes, **changes})
 
 
-def build(config, tp, policy="fp64", recompute="none", device="cpu", compiles=False):
-    context = LayerContext(tp=tp, policy=POLICIES[policy], device=device, compiles=compiles)
+def build(config, tp, policy="fp64", recompute="none", device="cpu", kernels=TORCH_KERNELS):
+    context = LayerContext(tp=tp, policy=POLICIES[policy], device=device, kernels=kernels)
     stage = make_decoder(
         config, range(config.num_hidden_layers), num_positions=SEQ, context=context, recompute=recompute
     )
@@ -123,15 +124,15 @@ def assert_equals_plain_loss(config, plain_loss):
     return list(weights)
 
 
-def backward_twice(config, tp, split, policy="fp32", recompute="none"):
+def backward_twice(config, tp, split, policy="fp32", recompute="none", **options):
     """Main gradients after two micro-batches, and after each half how often every parameter said it had one."""
-    stage = build(config, tp, policy, recompute)
+    stage = build(config, tp, policy, recompute, **options)
     parameters = parameters_of(stage)
     counts, after, weight_grads = Counter(), [], WeightGradStore()
     for p in parameters:
         on_added = partial(counts.update, [p.sharding.name])
         p.attach(GradientSink.with_own_buffer(p, weight_grads=weight_grads, on_added=on_added))
-    inputs, targets = tokens(config.vocab_size)
+    inputs, targets = (ids.to(parameters[0].device) for ids in tokens(config.vocab_size))
     for slots in ((4, 9), (2, 3)):
         loss = stage(inputs, micro_batch(slots=slots), targets)
         if split:

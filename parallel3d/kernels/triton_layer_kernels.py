@@ -1,0 +1,35 @@
+"""The Triton forms of `layer_kernels.py`, with the function that starts them."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from functools import partial
+from typing import get_args
+
+from parallel3d.kernels import triton_activations, triton_norms, triton_rotary
+from parallel3d.kernels.launch_kernel import Launch, launch_triton
+from parallel3d.kernels.layer_kernels import Activation, GeluForm, LayerKernels, NormKernels, RotaryKernels
+
+
+def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
+    """The table whose kernels are started by `launch`."""
+
+    def bind(function):
+        return partial(function, launch)
+
+    return LayerKernels(
+        rms_norm=NormKernels(forward=bind(triton_norms.rms_norm), backward=bind(triton_norms.rms_norm_grads)),
+        layer_norm=NormKernels(forward=bind(triton_norms.layer_norm), backward=bind(triton_norms.layer_norm_grads)),
+        rotary=RotaryKernels(forward=bind(triton_rotary.split_and_rotate), backward=bind(triton_rotary.packed_grads)),
+        silu_times=Activation(
+            forward=bind(triton_activations.silu_times), backward=bind(triton_activations.silu_times_grads)
+        ),
+        gelu={
+            form: Activation(
+                forward=partial(bind(triton_activations.gelu), approximate=form),
+                backward=partial(bind(triton_activations.gelu_grads), approximate=form),
+            )
+            for form in get_args(GeluForm)
+        },
+    )

@@ -1,0 +1,109 @@
+"""The layers' kernels at the widths of real models: no register is spilled, and memory is read in vectors."""
+
+import pytest
+
+from tests.support.kernel_compiler import KernelCase, compile_kernels
+
+pytest.importorskip("triton")
+NORMS, ACTIVATIONS, ROTARY = (f"parallel3d.kernels.triton_{name}" for name in ("norms", "activations", "rotary"))
+POINTERS = "*bf16"
+
+
+def norm_cases(width, has_mean, has_residual):
+    """As in parallel3d/kernels/triton_norms.py, in bf16."""
+    from parallel3d.kernels.triton_math import row_block, warps_for
+
+    block = row_block(width)
+    common = dict(WIDTH=width, HAS_MEAN=has_mean, BLOCK=block, WIDE="float32")
+    options = dict(num_warps=warps_for(block))
+    optional = {} if has_residual else {"delta": None}
+    names = ["x", *(["delta"] if has_residual else []), "weight", "bias", "total", "y"]
+    yield KernelCase(
+        module=NORMS,
+        kernel="_norm",
+        signature={name: POINTERS for name in names} | dict(mean="*fp32", scale="*fp32"),
+        constants=common | optional | dict(EPS=1e-5, HAS_DELTA=has_residual),
+        aligned=(*names, "mean", "scale"),
+        options=options,
+    )
+    names = ["grad", "total", "weight", *(["residual_grad"] if has_residual else []), "result"]
+    optional = {} if has_residual else {"residual_grad": None}
+    yield KernelCase(
+        module=NORMS,
+        kernel="_norm_grads",
+        signature={name: POINTERS for name in names} | dict(mean="*fp32", scale="*fp32", parts="*fp32", num_rows="i32"),
+        constants=common | optional | dict(HAS_RESIDUAL=has_residual, BLOCK_ROWS=32),
+        aligned=(*names, "mean", "scale", "parts"),
+        options=options,
+    )
+
+
+def sum_cases(width, num_tiles):
+    yield KernelCase(
+        module=NORMS,
+        kernel="_sum_parts",
+        signature=dict(parts="*fp32", sums="*fp32", num_parts="i32"),
+        constants=dict(WIDTH=width, NUM_TILES=num_tiles, ROWS=64, COLUMNS=32),
+        aligned=("parts", "sums"),
+    )
+
+
+def activation_cases(width):
+    for kernel, names in (("_silu_times", ["gate_up", "y"]), ("_silu_times_grads", ["grad", "gate_up", "result", "y"])):
+        yield elementwise(ACTIVATIONS, kernel, names, dict(WIDTH=width))
+    for is_exact in (False, True):
+        for has_grad in (False, True):
+            names = [*(["grad", "result"] if has_grad else []), "x", "y"]
+            optional = {} if has_grad else dict(grad=None, result=None)
+            constants = optional | dict(HAS_GRAD=has_grad, IS_EXACT=is_exact)
+            yield elementwise(ACTIVATIONS, "_gelu", names, constants, num_elements="i32")
+
+
+def rotary_cases(heads, kv_heads, size):
+    rows = heads + 2 * kv_heads
+    rotated = (heads + kv_heads) * size
+    constants = dict(STRIDE=rows * size, ROTATED_STRIDE=rows * size, NUM_PAIRS=rotated // 2, HALF=size // 2)
+    yield elementwise(ROTARY, "_rotate", ["x", "result"], constants, cos="*fp32", sin="*fp32", seq="i32")
+    strides = {f"d{name}_{part}": "i32" for name in "qkv" for part in ("batch", "token", "head")}
+    constants = dict(NUM_QUERY_HEADS=heads, NUM_KV_HEADS=kv_heads, HALF=size // 2)
+    names = ["dq", "dk", "dv", "grad"]
+    yield elementwise(ROTARY, "_packed_grads", names, constants, cos="*fp32", sin="*fp32", seq="i32", **strides)
+
+
+def elementwise(module, kernel, names, constants, **others):
+    """A kernel in bf16 whose programs have 1,024 elements; all pointers and numbers are divisible by 16."""
+    return KernelCase(
+        module=module,
+        kernel=kernel,
+        signature={name: POINTERS for name in names} | others,
+        constants=constants | dict(BLOCK=1024, WIDE="float32"),
+        aligned=(*names, *others),
+        options=dict(num_warps=4),
+    )
+
+
+CASES = [
+    *(
+        case
+        for width in (768, 2048, 4096, 8192)
+        for has_mean in (False, True)
+        for has_residual in (False, True)
+        for case in norm_cases(width, has_mean, has_residual)
+    ),
+    *sum_cases(4096, 8),
+    *activation_cases(11008),
+    *rotary_cases(32, 32, 128),
+    *rotary_cases(32, 8, 64),
+]
+
+
+@pytest.mark.full
+def test_nothing_is_spilled_and_loads_are_vectors():
+    found = compile_kernels(CASES)
+    assert len(found) == 3 * len(CASES)
+    spilled = [(each.kernel, each.architecture) for each in found if each.spilled_bytes or each.local_bytes]
+    assert spilled == []
+    # 8 numbers of bf16 in an access, and 4 of fp32: whatever is narrower is a number for each row
+    for each in found:
+        assert max(each.accesses("ld")) == 128, each.kernel
+        assert max(each.accesses("st")) == (32 if each.kernel == "_sum_parts" else 128), each.kernel
