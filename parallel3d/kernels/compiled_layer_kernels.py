@@ -46,13 +46,13 @@ def silu_times_grads_formula(grad: Tensor, gate_up: Tensor, _kept: Tensor | None
 def split_and_rotate_formula(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: HeadLayout, *, may_overwrite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`split_and_rotate` likewise."""
+    """`split_and_rotate` without views that are written to."""
     q, k, v = split_heads(qkv, heads)
     return _rotated(q, cos, sin), _rotated(k, cos, sin), v.clone()
 
 
 def packed_grads_formula(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, heads: HeadLayout) -> Tensor:
-    """`packed_grads` likewise."""
+    """`packed_grads` without views that are written to."""
     parts = (_rotated(dq, cos, -sin), _rotated(dk, cos, -sin), dv)
     return torch.cat([part.flatten(2) for part in parts], -1)
 

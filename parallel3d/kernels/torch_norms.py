@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Normed(NamedTuple):
-    """What a norm's forward pass computes."""
+    """Results of a norm's forward pass."""
 
     total: Tensor
-    """(tokens, hidden): x + delta, or x itself where there is no delta."""
+    """(tokens, hidden): x + delta, or x itself without a delta."""
     y: Tensor
     """(tokens, hidden) in x's format: the norm of the total."""
     statistics: tuple[Tensor, ...]
@@ -26,7 +26,7 @@ class Normed(NamedTuple):
 
 
 class NormGrads(NamedTuple):
-    """What a norm's backward pass computes."""
+    """Results of a norm's backward pass."""
 
     total: Tensor
     """(tokens, hidden) in x's format: of x, and of delta."""
