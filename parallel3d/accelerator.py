@@ -8,6 +8,7 @@ argument, so that a test can pass a stand-in over CPU tensors that shows their o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -127,18 +128,24 @@ class CudaAccelerator(Accelerator):
 
 
 class MetaAccelerator(Accelerator):
-    """Tensors without data: all work is done at once, what is read is zero, and the host's waits are counted."""
+    """Tensors without data: all work is done at once, what is read is zero, and a rehearsal may listen."""
 
     def __init__(self) -> None:
         self.device = torch.device("meta")
-        self.num_waits = 0
-        """Waits of the host so far."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Ends a rehearsal."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called when the host waits."""
+        self.on_kernel: Callable[[str, Sequence[Tensor], Sequence[Tensor]], None] = lambda name, reads, writes: None
+        """Called with the name of a kernel that is not torch's, and the tensors that it reads and writes."""
 
     def use(self) -> None:
         pass
 
     def synchronize(self) -> None:
-        self.num_waits += 1
+        self.on_wait()
 
     def current_stream(self) -> DeviceStream:
         return _MetaStream(self)

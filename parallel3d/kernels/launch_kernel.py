@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from parallel3d.accelerator import MetaAccelerator, accelerator_of
+
 
 class Launch(Protocol):
     """Starts one kernel, or on meta tensors counts that it would be started."""
@@ -35,6 +37,11 @@ def launch_triton(
     writes: Sequence[Tensor],
     **options: object,
 ) -> None:
-    """A `Launch` that runs the kernel on the current device, or in Triton's interpreter."""
-    del reads, writes
+    """A `Launch` that runs the kernel on the current device, or in Triton's interpreter; of meta tensors it reports the
+    start to the rehearsal."""
+    if writes[0].is_meta:
+        meta = accelerator_of(writes[0].device)
+        assert isinstance(meta, MetaAccelerator)
+        meta.on_kernel(kernel.fn.__name__, reads, writes)
+        return
     kernel[grid](*arguments, **options)

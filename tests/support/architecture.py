@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests.support.host_reads import check_host_reads
 from tests.support.imports import folder_of, imports, is_in, module_of, project_imports, type_checking_lines
 from tests.support.waits import check_waits
 
@@ -54,8 +55,10 @@ FLOORS: dict[str, int] = {
     "parallel3d.elastic": 8,
     "parallel3d.trainer": 9,
     "parallel3d.comparison": 10,
+    "parallel3d.rehearsal": 10,
     "parallel3d.worker": 10,
     "parallel3d.inprocess": 11,
+    "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
     "models.hf_export": 11,
     "models.hf_import": 11,
     "models.initial_weights": 11,
@@ -95,6 +98,8 @@ PURE: tuple[str, ...] = (
         for name in ("membership", "survivability", "failover", "state_machine", "restart_policy")
     ),
     "parallel3d.elastic.hang_report",
+    *(f"parallel3d.rehearsal.{name}" for name in ("kernel_counts", "device_rows", "roofline")),
+    *(f"parallel3d.rehearsal.{name}" for name in ("ideal_counts", "estimate_table")),
     *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),
     *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm")),
     *(
@@ -197,6 +202,7 @@ CHECKERS: tuple[Checker, ...] = (
     check_globals,
     check_environment,
     check_waits,
+    check_host_reads,
     check_docstring,
     check_length,
 )

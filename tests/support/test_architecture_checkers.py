@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.support import english
 from tests.support.architecture import (
     MAX_LINES,
+    ROOT,
     Checker,
     check_docstring,
     check_environment,
@@ -15,7 +18,8 @@ from tests.support.architecture import (
     check_kinds,
     check_length,
 )
-from tests.support.waits import check_waits
+from tests.support.host_reads import HOST_READS, check_host_reads, reads_device
+from tests.support.waits import calls_with_function, check_waits
 
 GRID = "parallel3d/parallel/grid.py"
 LION = "parallel3d/optim/update_rules/lion.py"
@@ -68,6 +72,10 @@ GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
         (check_waits, GUARDIAN, "from torch import distributed\ndef f(work):\n    work.wait()"),
         (check_waits, GUARDIAN, "import threading\ndef f(process):\n    process.communicate()"),
         (check_waits, GUARDIAN, "import threading\nthread.join()"),
+        (check_host_reads, LION, "def f(loss):\n    return loss.item()"),
+        (check_host_reads, LION, "def f(losses):\n    return losses.sum().tolist()"),
+        (check_host_reads, LION, "def f(x):\n    return bool(x.isnan().any())"),
+        (check_host_reads, LION, "def f(x):\n    torch.cuda.synchronize()\n    return x.cpu()"),
         (check_docstring, GRID, "x = 1"),
         (check_length, GRID, "x = 1\n" * (MAX_LINES + 1)),
     ],
@@ -95,6 +103,8 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
         (check_kinds, LION, "if TYPE_CHECKING:\n    from torch import Tensor"),
         (check_environment, "launch/train.py", "import os\nx = os.environ"),
         (check_environment, "parallel3d/elastic/guardian/launcher_env.py", "import os\nx = os.environ"),
+        (check_host_reads, LION, "def f(copy):\n    return HostCopy(copy).read().tolist(), bool(copy.names)"),
+        (check_host_reads, "parallel3d/monitor/memory.py", "def f(x):\n    return x.item()"),
         (check_waits, "launch/train.py", "import threading\ndef f(event):\n    event.wait()"),
         (check_waits, "parallel3d/optim/distributed_optimizer.py", "import torch\ndef f(work):\n    work.wait()"),
         (check_waits, GUARDIAN, "import fcntl\ndef f(file):\n    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
@@ -130,6 +140,12 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
 )
 def test_a_checker_lets_pass(checker: Checker, path: str, source: str):
     assert list(checker(path, source)) == []
+
+
+@pytest.mark.parametrize(("path", "function"), HOST_READS)
+def test_each_read_that_is_allowed_exists(path: str, function: str):
+    calls = calls_with_function(ast.parse((ROOT / path).read_text()))
+    assert any(reads_device(call) for call, around in calls if getattr(around, "name", "") == function)
 
 
 def test_wording():

@@ -1,0 +1,62 @@
+"""From counts to seconds, and the table of devices."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.rehearsal import roofline
+from parallel3d.rehearsal.device_rows import DEVICE_ROWS, find_rows
+from parallel3d.rehearsal.kernel_counts import KernelCounts, KernelWork
+from parallel3d.rehearsal.roofline import estimate_phase, estimate_step, kernel_s
+
+H200 = next(row for row in DEVICE_ROWS if row.name == "H200")
+TERA = 10**12
+
+
+def product(**changes):
+    fields = dict(name="mm", kind="product", num_bytes=0, flops=TERA, narrowest=4096)
+    return KernelWork(**{**fields, **changes})
+
+
+def test_what_limits_a_kernel():
+    assert kernel_s(product(), H200) == pytest.approx(1 / (0.70 * 989.4))
+    assert kernel_s(product(narrowest=768), H200) == pytest.approx(1 / (0.565 * 989.4))
+    assert kernel_s(product(is_aligned=False), H200) == pytest.approx(3.3 * kernel_s(product(), H200))
+    assert kernel_s(product(itemsize=4), H200) == pytest.approx(1 / (0.70 * 66.9))
+    assert kernel_s(product(num_bytes=48 * 10**9), H200) == pytest.approx(0.01 / 0.79)
+    add = KernelWork(name="add", kind="elementwise", num_bytes=48 * 10**8)
+    assert kernel_s(add, H200) == pytest.approx(1e-3 / 0.79)
+    assert kernel_s(KernelWork(name="add", kind="elementwise", num_bytes=6), H200) == roofline.SMALLEST_KERNEL_S
+    gather = KernelWork(name="all_gather", kind="collective", num_bytes=45 * 10**7)
+    assert kernel_s(gather, H200) == pytest.approx(1e-3 / 0.75)
+
+
+def test_many_small_kernels_take_as_long_as_their_starts():
+    small = KernelWork(name="add", kind="elementwise", num_bytes=6)
+    phase = estimate_phase(KernelCounts(works=Counter({small: 1000}), num_waits=2), H200)
+    assert phase.total_s == pytest.approx(1000 * roofline.LAUNCH_S + 2 * roofline.WAIT_S)
+    large = KernelWork(name="add", kind="elementwise", num_bytes=48 * 10**8)
+    assert estimate_phase(KernelCounts(works=Counter({large: 10})), H200).idle_s == 0
+
+
+def test_a_step_has_a_speed_a_share_of_the_peak_and_a_size():
+    counts = KernelCounts(works=Counter({product(): 10}))
+    step = estimate_step({"layers": counts}, H200, num_tokens=1000, model_flops=5 * TERA, peak_bytes=100 * 2**30)
+    assert step.step_s == pytest.approx(roofline.STEP_IDLE_S + 10 / (0.70 * 989.4))
+    assert step.tokens_per_s == pytest.approx(1000 / step.step_s)
+    assert step.mfu == pytest.approx(5 / 989.4 / step.step_s)
+    assert step.peak_gib == 100 + roofline.RESERVED_GIB and step.fits
+
+
+def test_own_rows(tmp_path):
+    row = {"name": "MINE", "memory_gib": 8, "bandwidth": 1e12, "link_bandwidth": 1e9}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**row, "bf16_tflops": 100, "fp32_tflops": 10}]))
+    assert [each.name for each in find_rows("MINE,H100", path)] == ["MINE", "H100"]
+    with pytest.raises(UserError, match="unknown device OTHER: there are H100, H200"):
+        find_rows("OTHER", None)
+    path.write_text(json.dumps([row]))
+    with pytest.raises(UserError, match="no list of devices"):
+        find_rows("MINE", path)
