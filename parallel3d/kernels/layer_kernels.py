@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from parallel3d.kernels import torch_activations, torch_norms, torch_rotary
+from parallel3d.kernels import torch_activations, torch_cross_entropy, torch_norms, torch_rotary
 from parallel3d.kernels.choice import KernelForm
 from parallel3d.kernels.torch_norms import Normed, NormGrads
 from parallel3d.kernels.torch_rotary import HeadLayout
+from parallel3d.parallel.group import Group
 
 GeluForm = Literal["none", "tanh"]
 """torch's names: exact, and by a hyperbolic tangent."""
@@ -81,6 +82,14 @@ class RotaryKernels:
     """(dq, dk, dv, cos, sin, heads) -> the gradient of qkv."""
 
 
+class CrossEntropyFn(Protocol):
+    """Token losses, and with a `grad_factor` their sum's gradient, of logits over the group's vocabulary."""
+
+    def __call__(
+        self, logits: Tensor, local_targets: Tensor, group: Group, grad_factor: float | None, wide_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKernels:
     """One form of every operation."""
@@ -90,6 +99,7 @@ class LayerKernels:
     rotary: RotaryKernels
     silu_times: Activation
     gelu: Mapping[GeluForm, Activation]
+    cross_entropy: CrossEntropyFn
 
 
 def _torch_gelu(form: GeluForm) -> Activation:
@@ -106,6 +116,7 @@ TORCH_KERNELS = LayerKernels(
     rotary=RotaryKernels(forward=torch_rotary.split_and_rotate, backward=torch_rotary.packed_grads),
     silu_times=Activation(forward=torch_activations.silu_times, backward=torch_activations.silu_times_grads),
     gelu={form: _torch_gelu(form) for form in get_args(GeluForm)},
+    cross_entropy=torch_cross_entropy.cross_entropy,
 )
 
 

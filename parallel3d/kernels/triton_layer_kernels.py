@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import get_args
 
-from parallel3d.kernels import triton_activations, triton_norms, triton_rotary
+from parallel3d.kernels import triton_activations, triton_cross_entropy, triton_norms, triton_rotary
 from parallel3d.kernels.launch_kernel import Launch, launch_triton
 from parallel3d.kernels.layer_kernels import Activation, GeluForm, LayerKernels, NormKernels, RotaryKernels
 
@@ -32,4 +32,5 @@ def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
             )
             for form in get_args(GeluForm)
         },
+        cross_entropy=bind(triton_cross_entropy.cross_entropy),
     )

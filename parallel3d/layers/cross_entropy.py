@@ -1,9 +1,8 @@
 """The output projection and the cross-entropy in one step, block by block of tokens, with a sharded vocabulary.
 
 The logits of a token block exist only while their loss and gradients are computed, in the forward pass. The whole
-(tokens, vocab) matrix never exists, and the backward pass keeps only d loss / d hidden. The softmax needs two
-reductions over the tensor-parallel group for each block (Megatron-LM, section 3): the largest logit, and the sum of
-exponentials together with the target's logit.
+(tokens, vocab) matrix never exists, and the backward pass keeps only d loss / d hidden. Each block
+needs two reductions over the tensor-parallel group (`kernels/torch_cross_entropy.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel3d.accelerator import is_accelerator
+from parallel3d.kernels.layer_kernels import CrossEntropyFn
 from parallel3d.layers.embedding import VocabParallel
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
@@ -22,6 +22,7 @@ from parallel3d.parallel.tensor_parallel import TensorParallel
 
 TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format: small enough for a CPU's last-level cache
 DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU: products large enough to fill it
+ALIGNMENT = 64  # logits at whose multiples rows begin there
 
 
 class _LinearCrossEntropy(Function):
@@ -38,6 +39,7 @@ class _LinearCrossEntropy(Function):
         num_valid: int,
         keep_fp32_dtype: torch.dtype,
         grad_factor: float | None,
+        cross_entropy: CrossEntropyFn,
     ) -> Tensor:
         whole, gemm = tp.gather(hidden), weight.gemm
         valid = weight.detach()[:num_valid]
@@ -45,14 +47,15 @@ class _LinearCrossEntropy(Function):
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         rows = block_rows(num_valid, keep_fp32_dtype, hidden.device)
+        buffer = _logits_buffer(min(rows, whole.shape[0]), num_valid, whole)
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]
-            logits = gemm.forward(x, valid).to(keep_fp32_dtype)
-            loss += _loss_and_grad(logits, targets[part] - first, tp).sum(dtype=torch.float64)
-            if grad_factor and hidden_grad is not None and grad_buffer is not None:
-                logits_grad = (logits if grad_factor == 1.0 else logits.mul_(grad_factor)).to(x.dtype)
-                hidden_grad[part] = gemm.input_grad(logits_grad, valid)
+            logits = gemm.forward(x, valid, out=None if buffer is None else buffer[: len(x)])
+            losses, logits_grad = cross_entropy(logits, targets[part] - first, tp.group, grad_factor, keep_fp32_dtype)
+            loss += losses.sum(dtype=torch.float64)
+            if logits_grad is not None and hidden_grad is not None and grad_buffer is not None:
+                gemm.input_grad(logits_grad, valid, out=hidden_grad[part])
                 gemm.add_weight_grad(grad_buffer, logits_grad, x, wide=weight.sink.accumulate_in_grad_dtype)
         ctx.weight = weight
         if hidden_grad is not None:
@@ -63,7 +66,15 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
         ctx.weight.sink.on_added()
-        return hidden_grad, None, None, None, None, None, None, None
+        return hidden_grad, None, None, None, None, None, None, None, None
+
+
+def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor | None:
+    """Memory for (num_rows, num_valid) logits on an accelerator: its products are slow with rows that don't begin at
+    multiples of 16 bytes, as those of 50257 tokens would."""
+    if not is_accelerator(like.device):
+        return None
+    return like.new_empty((num_rows, -(-num_valid // ALIGNMENT) * ALIGNMENT))[:, :num_valid]
 
 
 def block_rows(num_valid: int, keep_fp32_dtype: torch.dtype, device: torch.device | str) -> int:
@@ -90,6 +101,7 @@ class LinearCrossEntropy(VocabParallel):
     ):
         super().__init__(name, vocab_size, hidden_size, init_std=init_std, context=context, tied=tied)
         self.keep_fp32_dtype = context.policy.keep_fp32_dtype
+        self.cross_entropy = context.kernels.cross_entropy
 
     def forward(self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0) -> Tensor:
         return _LinearCrossEntropy.apply(
@@ -101,6 +113,7 @@ class LinearCrossEntropy(VocabParallel):
             self.num_valid,
             self.keep_fp32_dtype,
             loss_factor if torch.is_grad_enabled() else None,
+            self.cross_entropy,
         )
 
     @torch.no_grad()
@@ -110,24 +123,3 @@ class LinearCrossEntropy(VocabParallel):
         parts = local.new_empty((self.tp.group.size, *local.shape))
         self.tp.group.all_gather(parts.flatten(0, 1), local)
         return parts.transpose(0, 1).flatten(1)[:, : self.weight.sharding.shape[0]]
-
-
-def _loss_and_grad(logits: Tensor, local_targets: Tensor, tp: TensorParallel) -> Tensor:
-    """Token losses (rows,); `logits` (rows, vocab_local) becomes softmax - one_hot, the gradient of their sum."""
-    num_rows, num_local = logits.shape
-    largest = logits.amax(1, keepdim=True) if num_local else logits.new_full((num_rows, 1), float("-inf"))
-    tp.group.all_reduce_max(largest)
-    logits -= largest
-    elsewhere = (local_targets < 0) | (local_targets >= num_local)
-    index = local_targets.masked_fill(elsewhere, 0)
-    stats = logits.new_zeros((2, num_rows))
-    if num_local:
-        stats[0] = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
-        logits.exp_()
-        torch.sum(logits, 1, out=stats[1])
-    tp.group.all_reduce(stats)
-    target_logit, total = stats[0], stats[1]
-    logits /= total.unsqueeze(1)
-    if num_local:
-        logits[torch.arange(num_rows, device=logits.device), index] -= (~elsewhere).to(logits.dtype)
-    return total.log() - target_logit

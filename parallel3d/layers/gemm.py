@@ -45,13 +45,13 @@ class Gemm:
     choices: Mapping[ProductKey, Library] = field(default_factory=dict)
     """Measured ones, where they differ from the default."""
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (tokens, in), weight (out, in) -> (tokens, out)."""
-        return matmul(x, weight.t(), self._library("forward", weight))
+    def forward(self, x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """x (tokens, in), weight (out, in) -> (tokens, out), in `out` if it is given."""
+        return matmul(x, weight.t(), self._library("forward", weight), out=out)
 
-    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad (tokens, out), weight (out, in) -> (tokens, in)."""
-        return matmul(grad, weight, self._library("input_grad", weight))
+    def input_grad(self, grad: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """grad (tokens, out), weight (out, in) -> (tokens, in), in `out` if it is given."""
+        return matmul(grad, weight, self._library("input_grad", weight), out=out)
 
     def add_weight_grad(
         self, total: Tensor, grad: Tensor, x: Tensor, *, wide: bool = False, overwrite: bool = False
@@ -79,13 +79,15 @@ class Gemm:
         return self.choices.get(ProductKey(role, weight.shape[0], weight.shape[1]), self.default)
 
 
-def matmul(a: Tensor, b: Tensor, library: Library = "onednn") -> Tensor:
-    """a (m, k) @ b (k, n), each possibly a transposed view; no autograd."""
+def matmul(a: Tensor, b: Tensor, library: Library = "onednn", *, out: Tensor | None = None) -> Tensor:
+    """a (m, k) @ b (k, n), each possibly a transposed view, in `out` if it is given; no autograd."""
     if a.dtype is torch.float16 and a.device.type == "cpu":
-        return matmul(a.float(), b.float(), library).to(a.dtype)
-    if _fits_onednn(a, b, library):
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return a @ b
+        result = matmul(a.float(), b.float(), library).to(a.dtype)
+    elif _fits_onednn(a, b, library):
+        result = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    else:
+        return torch.mm(a, b, out=out)
+    return result if out is None else out.copy_(result)
 
 
 def add_matmul(

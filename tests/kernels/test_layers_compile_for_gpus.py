@@ -5,7 +5,9 @@ import pytest
 from tests.support.kernel_compiler import KernelCase, compile_kernels
 
 pytest.importorskip("triton")
-NORMS, ACTIVATIONS, ROTARY = (f"parallel3d.kernels.triton_{name}" for name in ("norms", "activations", "rotary"))
+NORMS, ACTIVATIONS, ROTARY, LOSS = (
+    f"parallel3d.kernels.triton_{name}" for name in ("norms", "activations", "rotary", "cross_entropy")
+)
 POINTERS = "*bf16"
 
 
@@ -70,15 +72,22 @@ def rotary_cases(heads, kv_heads, size):
     yield elementwise(ROTARY, "_packed_grads", names, constants, cos="*fp32", sin="*fp32", seq="i32", **strides)
 
 
-def elementwise(module, kernel, names, constants, **others):
-    """A kernel in bf16 whose programs have 1,024 elements; all pointers and numbers are divisible by 16."""
+def cross_entropy_cases(num_logits):
+    others = dict(targets="*i64", largest="*fp32", stats="*fp32", num_rows="i32", stride="i32")
+    constants = dict(NUM_LOGITS=num_logits, LENGTH=-(-num_logits // 64) * 64)
+    yield elementwise(LOSS, "_statistics", ["logits"], constants, block=4096, **others)
+    yield elementwise(LOSS, "_gradient", ["logits"], constants, **others, factor="fp32")
+
+
+def elementwise(module, kernel, names, constants, block=1024, **others):
+    """A kernel in bf16 with 8 elements for a thread; all pointers and integers are divisible by 16."""
     return KernelCase(
         module=module,
         kernel=kernel,
         signature={name: POINTERS for name in names} | others,
-        constants=constants | dict(BLOCK=1024, WIDE="float32"),
-        aligned=(*names, *others),
-        options=dict(num_warps=4),
+        constants=constants | dict(BLOCK=block, WIDE="float32"),
+        aligned=(*names, *(name for name, kind in others.items() if kind != "fp32")),
+        options=dict(num_warps=block // 256),
     )
 
 
@@ -94,6 +103,8 @@ CASES = [
     *activation_cases(11008),
     *rotary_cases(32, 32, 128),
     *rotary_cases(32, 8, 64),
+    *cross_entropy_cases(32000),
+    *cross_entropy_cases(50257),
 ]
 
 
@@ -106,4 +117,4 @@ def test_nothing_is_spilled_and_loads_are_vectors():
     # 8 numbers of bf16 in an access, and 4 of fp32: whatever is narrower is a number for each row
     for each in found:
         assert max(each.accesses("ld")) == 128, each.kernel
-        assert max(each.accesses("st")) == (32 if each.kernel == "_sum_parts" else 128), each.kernel
+        assert max(each.accesses("st")) == (32 if each.kernel in ("_sum_parts", "_statistics") else 128), each.kernel

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers import cross_entropy as module
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
@@ -87,6 +88,19 @@ def assert_like_reference(results, sequence_parallel=False, tolerance=1e-12, **s
 def test_50257_tokens_over_4_ranks(token_block_bytes, sequence_parallel, monkeypatch):
     monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", token_block_bytes)
     assert_like_reference(run(4, sequence_parallel), sequence_parallel)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_rows_of_logits_begin_at_aligned_addresses_on_a_device(monkeypatch, dtype, tolerance):
+    """The CPU takes a device's branches here, which lay the logits out in a part of a wider matrix."""
+    monkeypatch.setattr(module, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(module, "DEVICE_TOKEN_BLOCK_BYTES", 10 * 4 * VOCAB)
+    shapes, forward = [], Gemm.forward
+    monkeypatch.setattr(
+        Gemm, "forward", lambda *args, out: shapes.append((out.shape, out.stride())) or forward(*args, out=out)
+    )
+    assert_like_reference(run(1, dtype=dtype), tolerance=tolerance)
+    assert shapes[0] == ((10 if dtype is torch.float32 else 5, VOCAB), (50304, 1))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
