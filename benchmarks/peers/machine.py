@@ -1,10 +1,11 @@
 """Measures the machine's limit: the model's matrix products and attention alone, back to back.
 
 A step here is the compute of one training step of this process: each product of the model forward, for its input's and
-its weight's gradient, as often as a step needs it, at the shapes of one micro-batch, plus SDPA forward and backward.
-Each kernel is run in every available way (torch.mm, parallel3d's matmul; the head's product also some tokens at a
-time), and the fastest counts. So no training code on these kernels can be faster. With tp_size 2 the shapes are those
-of a tensor-parallel half. Two processes run the same kernel at the same time.
+its weight's gradient, as often as a step needs it, at the shapes of one micro-batch, plus attention forward and
+backward. Each kernel is run in every available way (torch.mm, parallel3d's matmul; the head's product also some tokens
+at a time; attention as torch's SDPA and as products over blocks of queries), and the fastest counts. So no training
+code on these kernels can be faster. With tp_size 2 the shapes are those of a tensor-parallel half. Two processes run
+the same kernel at the same time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
+from parallel3d.layers.block_attention import attend_in_blocks
 from parallel3d.layers.gemm import matmul
 
 CUT_TOKENS = 256  # rows of logits that fit a last-level cache
@@ -113,18 +115,20 @@ def cut_matmul(a: Tensor, b: Tensor, tokens: int) -> None:
 
 
 def attention_kernel(workload: Workload, num_heads: int, count: int, dtype: torch.dtype) -> Kernel:
-    """Causal SDPA forward and backward; the masked half is not counted, the backward's recomputation is."""
+    """Causal attention forward and backward; the masked half is not counted, the backward's recomputation is."""
     batch, seq = workload.micro_batch_size, workload.sequence_length
     head_size = workload.hidden_size // workload.num_attention_heads
     q, k, v = (torch.randn(batch, seq, num_heads, head_size, dtype=dtype).requires_grad_() for _ in range(3))
     grad = torch.randn(batch, num_heads, seq, head_size, dtype=dtype)
 
-    def run() -> None:
-        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
-        torch.autograd.grad(mixed, (q, k, v), grad)
+    def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        torch.autograd.grad(attend(*(part.transpose(1, 2) for part in (q, k, v))), (q, k, v), grad)
 
+    ways = {"torch": partial(F.scaled_dot_product_attention, is_causal=True), "ours": attend_in_blocks}
     flops = 3.5 * 2.0 * batch * num_heads * seq**2 * head_size
-    return Kernel(name="attention", count=count, flops=flops, ways={"torch": run})
+    return Kernel(
+        name="attention", count=count, flops=flops, ways={way: partial(run, attend) for way, attend in ways.items()}
+    )
 
 
 if __name__ == "__main__":

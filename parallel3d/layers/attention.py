@@ -1,6 +1,7 @@
 """Causal self-attention over fused QKV: column-parallel projection, whole heads on each rank, row-parallel output.
 
-The masked half is not computed and no mask tensor exists: torch's SDPA with is_causal. With fewer key/value heads than
+The masked half is not computed and no mask tensor exists: torch's SDPA with is_causal, or on CPUs products over blocks
+of queries where a run has measured that they are faster (layers/block_attention.py). With fewer key/value heads than
 query heads (GQA, Ainslie et al. 2023) each rank holds whole groups; with fewer key/value heads than ranks, a copy of
 the one head that its query heads share (HLAT-70B: 8 key-value heads on 32 ranks).
 
@@ -28,6 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
+from parallel3d.layers.block_attention import attend_in_blocks
+from parallel3d.layers.gemm import AttentionForm
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
@@ -61,6 +64,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.table = table
         self.window = window
+        self.form = context.gemm.attention
         head_size = hidden_size // num_heads
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
@@ -101,17 +105,21 @@ class CausalSelfAttention(nn.Module):
         with recompute_context.attention():
             documents = micro_batch.documents
             if documents is None:
-                mixed = attend(q, k, v, self.window)
+                mixed = attend(q, k, v, self.window, form=self.form)
             else:
                 mixed = attend_per_document(documents, q, k, v, self.window)
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q."""
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, *, form: AttentionForm = "sdpa") -> Tensor:
+    """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q.
+
+    `form` is for CPUs; a window that hides something always takes SDPA.
+    """
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     if window is None or window >= q.shape[2]:
-        return _attention(q, k, v).transpose(1, 2)
+        whole = attend_in_blocks if form == "blocks" else _attention
+        return whole(q, k, v).transpose(1, 2)
     # splits once and concatenates once: the gradient of each slice would have the size of the whole tensor
     blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
     mixed = [_attention(*blocks[0])]

@@ -1,4 +1,5 @@
-"""The products of linear layers, each on the library that is fastest for its shape on this machine.
+"""The products of linear layers, each on the library that is fastest for its shape on this machine, and the choice of
+attention's form.
 
 On CPUs torch sends fp32 products to MKL. On AMD's processors MKL runs its AVX2 kernels, half of what the machine can
 do; oneDNN, which torch uses for bf16, generates AVX-512 code on both vendors'. On Intel's it is the slower one, most of
@@ -27,6 +28,8 @@ _WIDENING = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 Role = Literal["forward", "input_grad", "weight_grad"]
 Library = Literal["mkl", "onednn"]
 """mkl: what torch's own product uses, which is MKL on x86."""
+AttentionForm = Literal["sdpa", "blocks"]
+"""Attention on CPUs. sdpa: torch's own; blocks: products over blocks of queries (layers/block_attention.py)."""
 
 
 class ProductKey(NamedTuple):
@@ -39,11 +42,12 @@ class ProductKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Gemm:
-    """The three products of a linear layer y = x W^T, on plain tensors, without autograd."""
+    """The three products of a linear layer y = x W^T, on plain tensors, without autograd; and what attention uses."""
 
     default: Library = "onednn"
     choices: Mapping[ProductKey, Library] = field(default_factory=dict)
     """Measured ones, where they differ from the default."""
+    attention: AttentionForm = "sdpa"
 
     def forward(self, x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         """x (tokens, in), weight (out, in) -> (tokens, out), in `out` if it is given."""
@@ -60,20 +64,26 @@ class Gemm:
         add_matmul(total, grad.t(), x, self._library("weight_grad", total), wide=wide, overwrite=overwrite)
 
     def to_json(self) -> dict[str, str]:
-        """The choices, by "role OUTxIN"."""
-        return {f"{key.role} {key.out_features}x{key.in_features}": library for key, library in self.choices.items()}
+        """The choices, by "role OUTxIN" and "attention"; what is not the default."""
+        products = {f"{key.role} {key.out_features}x{key.in_features}": name for key, name in self.choices.items()}
+        return products if self.attention == "sdpa" else {**products, "attention": self.attention}
 
     @staticmethod
     def from_json(choices: Mapping[str, str]) -> Gemm:
         """The inverse of `to_json`; raises ValueError for anything else."""
         found: dict[ProductKey, Library] = {}
+        attention = choices.get("attention", "sdpa")
+        if attention not in get_args(AttentionForm):
+            raise ValueError(f"unknown form of attention: {attention}")
         for text, library in choices.items():
+            if text == "attention":
+                continue
             role, _, size = text.partition(" ")
             if role not in get_args(Role) or library not in get_args(Library):
                 raise ValueError(f"unknown product {text}: {library}")
             out_features, in_features = map(int, size.split("x"))
             found[ProductKey(cast(Role, role), out_features, in_features)] = cast(Library, library)
-        return Gemm(choices=found)
+        return Gemm(choices=found, attention=cast(AttentionForm, attention))
 
     def _library(self, role: Role, weight: Tensor) -> Library:
         return self.choices.get(ProductKey(role, weight.shape[0], weight.shape[1]), self.default)

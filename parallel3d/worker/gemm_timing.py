@@ -2,7 +2,8 @@
 
 Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
 products up to twice as fast as MKL, on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
-oneDNN (docs/experiments.md). One rank measures and all take over its choices, because last bits depend on them.
+oneDNN (docs/experiments.md). One rank measures and all take over its choices, because last bits depend on them; with
+them goes the form of attention (`worker/attention_timing.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +33,14 @@ from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import policy_of
 from parallel3d.trainer.build import MakeStage
+from parallel3d.worker.attention_timing import (
+    AttentionShape,
+    attention_shape,
+    choose_form,
+    describe_form,
+    is_attention_measured,
+    time_attention,
+)
 
 MIN_GAIN = 1.1
 """The default stays unless the other library is this many times as fast: timings scatter."""
@@ -138,36 +147,50 @@ def agree_on_gemm(
     *,
     is_leader: bool,
 ) -> Gemm:
-    """Returns what computes the products of all ranks: as configured, as in the checkpoint that the run resumes from,
-    or as the leader has measured."""
-    if config.run.cpu_gemm != "auto":
-        return Gemm(default=config.run.cpu_gemm)
-    if not is_choice_measured(config, device):
-        return Gemm()
+    """Returns what computes the products and attention of all ranks: as configured, as in the checkpoint that the run
+    resumes from, or as the leader has measured."""
+    configured = _configured(config, device)
+    if not is_choice_measured(config, device) and not is_attention_measured(config, device):
+        return configured
     if start.checkpoint is not None:
-        return Gemm.from_json(read_index(Path(start.checkpoint)).facts.cpu_gemm)
-    key = f"cpu_gemm/{start.attempt}"
-    if not is_leader:
-        return Gemm.from_json(json.loads(context.control.get(key, context.control.token)))
-    gemm, text = known_or_measured(_shapes_of_the_run(config, make_stage), Path(str(config.data.cache_directory)))
-    context.control.set(key, json.dumps(gemm.to_json()).encode())
-    context.control.publish({"kind": "notice", "text": text})
-    context.control.publish({"kind": "environment", "cpu_gemm": gemm.to_json()})
-    return gemm
+        measured = Gemm.from_json(read_index(Path(start.checkpoint)).facts.cpu_gemm)
+    elif is_leader:
+        shapes, attention = _shapes_of_the_run(config, make_stage, device)
+        measured, text = known_or_measured(shapes, Path(str(config.data.cache_directory)), attention)
+        context.control.set(f"cpu_gemm/{start.attempt}", json.dumps(measured.to_json()).encode())
+        context.control.publish({"kind": "notice", "text": text})
+        context.control.publish({"kind": "environment", "cpu_gemm": measured.to_json()})
+    else:
+        published = context.control.get(f"cpu_gemm/{start.attempt}", context.control.token)
+        measured = Gemm.from_json(json.loads(published))
+    return Gemm(
+        default=configured.default,
+        choices=measured.choices if is_choice_measured(config, device) else {},
+        attention=measured.attention if is_attention_measured(config, device) else configured.attention,
+    )
 
 
-def known_or_measured(shapes: Iterable[LinearShape], cache: Path) -> tuple[Gemm, str]:
-    """Returns the choices for this machine and a line for the log. A file in the folder `cache` keeps them, so that a
+def _configured(config: Config, device: torch.device) -> Gemm:
+    """What the configuration names; the defaults where it does not."""
+    library, form = config.run.cpu_gemm, config.run.cpu_attention
+    return Gemm(
+        default="onednn" if library == "auto" else library,
+        attention="sdpa" if form == "auto" or device.type != "cpu" else form,
+    )
+
+
+def known_or_measured(
+    shapes: Iterable[LinearShape], cache: Path, attention: AttentionShape | None = None
+) -> tuple[Gemm, str]:
+    """Returns the choices for this machine and text for the log. A file in the folder `cache` keeps them, so that a
     run that is repeated gives the same bits."""
     shapes = sorted(shapes)
-    facts = (describe_cpu(), torch.__version__, torch.get_num_threads(), shapes)
+    facts = (describe_cpu(), torch.__version__, torch.get_num_threads(), shapes, attention)
     file = cache / f"cpu_gemm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(file.read_text())
         return Gemm.from_json(known["choices"]), known["text"]
-    timings = time_products(shapes)
-    gemm = choose_libraries(timings)
-    text = describe_choices(gemm, timings)
+    gemm, text = _measured(shapes, attention)
     with contextlib.suppress(OSError):  # without a cache the next run measures again
         cache.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
@@ -176,8 +199,28 @@ def known_or_measured(shapes: Iterable[LinearShape], cache: Path) -> tuple[Gemm,
     return gemm, text
 
 
-def _shapes_of_the_run(config: Config, make_stage: MakeStage) -> set[LinearShape]:
+def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None) -> tuple[Gemm, str]:
+    gemm, lines = Gemm(), []
+    if shapes:
+        timings = time_products(shapes)
+        gemm = choose_libraries(timings)
+        lines.append(describe_choices(gemm, timings))
+    if attention is not None:
+        seconds = time_attention(attention)
+        gemm = replace(gemm, attention=choose_form(seconds))
+        lines.append(describe_form(seconds))
+    return gemm, "; ".join(lines)
+
+
+def _shapes_of_the_run(
+    config: Config, make_stage: MakeStage, device: torch.device
+) -> tuple[set[LinearShape], AttentionShape | None]:
+    """The shapes of all products and of attention, as far as measurements decide."""
     assert config.batch.micro_batch_size is not None, "needs a resolved configuration"
     tp = TensorParallel(group=AbsentGroup(name="none", rank=0, ranks=tuple(range(config.parallel.tp_size))))
     stage = make_stage(config, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
-    return linear_shapes(stage, config.batch.micro_batch_size * config.batch.sequence_length)
+    num_tokens = config.batch.micro_batch_size * config.batch.sequence_length
+    return (
+        linear_shapes(stage, num_tokens) if is_choice_measured(config, device) else set(),
+        attention_shape(config, stage) if is_attention_measured(config, device) else None,
+    )

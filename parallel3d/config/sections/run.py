@@ -73,6 +73,10 @@ class RunConfig(Section):
     starts (up to 0.3 s for a small model), and all ranks use the faster one for each; environment.json and checkpoints
     record the choices, and a run that resumes keeps them. With precision.sums exact auto means onednn, so that a
     measurement decides no bit."""
+    cpu_attention: Literal["auto", "sdpa", "blocks"] = "auto"
+    """Attention of a run on CPUs. sdpa: torch's own kernel. blocks: matrix products over blocks of queries, as exact;
+    not for documents kept apart or for a sliding window, which take sdpa. auto: the faster one at the run's shape,
+    measured, recorded and kept as with cpu_gemm; with precision.sums exact, or in fp64, sdpa."""
     deterministic: bool = False
     """Use kernels that give the same bits each time they run on the same GPU. With precision.sums exact, a run with
     losses, or a resumed one, is then bitwise the undisturbed one on a GPU too. Costs speed, mostly in attention's

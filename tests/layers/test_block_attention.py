@@ -1,0 +1,75 @@
+"""Attention over blocks of queries equals torch's SDPA, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.make import make_decoder
+from parallel3d.layers.attention import attend
+from parallel3d.layers.gemm import Gemm
+from parallel3d.layers.init import initial_value
+from parallel3d.layers.parameter import parameters_of
+from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.tensor_parallel import solo_region
+from parallel3d.precision.policy import POLICIES
+from tests.support.tiny_stages import SEQ, micro_batch, model_config, relative, tokens
+
+
+def results(q, k, v, grad, form):
+    q, k, v = (each.detach().requires_grad_() for each in (q, k, v))
+    mixed = attend(q, k, v, form=form)
+    return mixed.detach(), *torch.autograd.grad(mixed, (q, k, v), grad)
+
+
+def inputs(length, num_heads, num_kv_heads, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    q, k, v, grad = (torch.randn(2, length, n, 16, dtype=torch.float64, generator=generator) for n in heads)
+    return [each.to(dtype) for each in (2 * q, k, v, grad)]  # some probabilities are near 1
+
+
+def distance(found, expected):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected)]
+
+
+@pytest.mark.parametrize("length", [2, 63, 64, 130, 200])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (4, 2), (6, 1)])
+def test_it_is_sdpa(length, num_heads, num_kv_heads):
+    tensors = inputs(length, num_heads, num_kv_heads, torch.float64)
+    assert max(distance(results(*tensors, "blocks"), results(*tensors, "sdpa"))) < 1e-14 * length**0.5 + 1e-15
+
+
+def test_heads_in_parts_are_the_same(monkeypatch):
+    tensors = inputs(130, 4, 2, torch.float64)
+    whole = results(*tensors, "blocks")
+    monkeypatch.setattr("parallel3d.layers.block_attention.SCORES_AT_ONCE", 1)
+    assert max(distance(results(*tensors, "blocks"), whole)) < 1e-14
+
+
+@pytest.mark.parametrize("dtype, factor", [(torch.float32, 1.3), (torch.bfloat16, 1.6), (torch.float16, 1.6)])
+def test_it_is_as_exact_as_sdpa(dtype, factor):
+    """Against fp64 of the same rounded inputs; SDPA may divide by the sum after its product, blocks before it."""
+    tensors = inputs(200, 4, 4, dtype)
+    exact = results(*(each.double() for each in tensors), "sdpa")
+    ours, theirs = (distance(results(*tensors, form), exact) for form in ("blocks", "sdpa"))
+    assert all(a <= factor * b for a, b in zip(ours, theirs)), (ours, theirs)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_models_gradients_are_those_of_sdpa(recompute):
+    """Through the layers, and recomputed in the backward pass; in fp64, where only the order of sums differs."""
+    found = {}
+    for form in ("sdpa", "blocks"):
+        context = LayerContext(tp=solo_region(), policy=POLICIES["fp64"], gemm=Gemm(attention=form))
+        config = model_config(num_key_value_heads=2)
+        stage = make_decoder(config, range(2), num_positions=SEQ, context=context, recompute=recompute)
+        parameters = parameters_of(stage)
+        for p in parameters:
+            p.data.copy_(initial_value(p.sharding, seed=7, tp=solo_region().shard))
+        inputs, targets = tokens(config.vocab_size)
+        stage(inputs, micro_batch(), targets).backward()
+        found[form] = {p.sharding.name: p.main_grad for p in parameters}
+    for name, expected in found["sdpa"].items():
+        assert relative(found["blocks"][name], expected) < 1e-12, name
+    assert not all(torch.equal(found["blocks"][name], found["sdpa"][name]) for name in found["sdpa"]), "blocks are used"

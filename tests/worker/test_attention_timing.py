@@ -1,0 +1,105 @@
+"""Which form of attention a run on CPUs uses: by timings, the same for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models.make import make_stage
+from parallel3d.elastic.protocol.restart_policy import StartInstruction
+from parallel3d.layers.gemm import Gemm
+from parallel3d.worker import gemm_timing
+from parallel3d.worker.attention_timing import (
+    AttentionShape,
+    attention_shape,
+    choose_form,
+    describe_form,
+    is_attention_measured,
+    time_attention,
+)
+from parallel3d.worker.gemm_timing import agree_on_gemm
+from tests.support.tiny_runs import make_config
+from tests.support.tiny_stages import solo_region
+from tests.worker.test_gemm_timing import Store
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+BF16 = dict(policy="bf16")
+
+
+def shape_of(**changes):
+    config = make_config(**changes)
+    return attention_shape(config, make_stage(config, range(1), solo_region(), META))
+
+
+def test_the_shape_is_that_of_a_micro_batch():
+    model = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    batch = dict(micro_batch_size=2, sequence_length=16)
+    expected = AttentionShape(
+        num_sequences=2, length=16, num_query_heads=4, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
+    )
+    assert shape_of(model=model, batch=batch, precision=BF16) == expected
+    fp16 = dict(policy="fp16")
+    assert shape_of(model=model, batch=batch, precision=fp16) == replace(expected, dtype=torch.float32)
+    model |= dict(architecture="mistral")
+    assert shape_of(model=dict(model, sliding_window=16), batch=batch, precision=BF16) == expected, "hides nothing"
+    assert shape_of(model=dict(model, sliding_window=4), batch=batch, precision=BF16) is None
+
+
+@pytest.mark.parametrize("sdpa, blocks, expected", [(1.0, 0.5, "blocks"), (1.0, 0.95, "sdpa"), (1.0, 2.0, "sdpa")])
+def test_the_faster_one_if_it_gains_enough(sdpa, blocks, expected):
+    timings = {"sdpa": sdpa, "blocks": blocks}
+    assert choose_form(timings) == expected
+    assert f"attention: {expected}; " in describe_form(timings) and f"{sdpa / blocks:.1f} times" in describe_form(
+        timings
+    )
+
+
+def test_both_forms_are_timed_and_the_budget_ends_it():
+    shape = AttentionShape(
+        num_sequences=2, length=8, num_query_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32
+    )
+    timings = time_attention(shape)
+    assert set(timings) == {"sdpa", "blocks"} and 0 < max(timings.values()) < 60
+    ticks = iter(range(1000))
+    time_attention(shape, clock=lambda: next(ticks))  # a second at each look: one round that counts
+    assert next(ticks) == 1 + 2 + 4 + 1
+
+
+@pytest.mark.parametrize(
+    "changes, device, expected",
+    [
+        (dict(precision=BF16), "cpu", True),
+        (dict(precision=dict(policy="fp32")), "cpu", True),
+        (dict(precision=BF16), "meta", False),
+        (dict(precision=dict(policy="fp64")), "cpu", False),
+        (dict(precision=dict(policy="bf16", sums="exact")), "cpu", False),
+        (dict(precision=BF16, run=dict(cpu_attention="blocks")), "cpu", False),
+        (dict(precision=BF16, data=dict(document_mask=True)), "cpu", False),
+        (dict(precision=BF16, parallel=dict(recompute="selective")), "cpu", False),
+    ],
+)
+def test_when_a_measurement_decides(changes, device, expected):
+    assert is_attention_measured(make_config(**changes), torch.device(device)) == expected
+
+
+def test_all_ranks_take_over_the_leaders_choice(tmp_path, monkeypatch):
+    """In bf16 products have no choice, so attention alone is measured."""
+    config = make_config(precision=BF16, data=dict(cache_directory=str(tmp_path)))
+    context = SimpleNamespace(control=Store())
+    monkeypatch.setattr(gemm_timing, "time_attention", lambda shape: {"sdpa": 2.0, "blocks": 1.0})
+    begin = StartInstruction(attempt=0, checkpoint=None, data=None)
+    chosen = [agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=leads) for leads in (True, False)]
+    assert chosen[0] == chosen[1] == Gemm(attention="blocks")
+    assert {"kind": "environment", "cpu_gemm": {"attention": "blocks"}} in context.control.records
+
+
+@pytest.mark.parametrize("device, expected", [("cpu", "blocks"), ("meta", "sdpa")])
+def test_the_configured_form_is_for_cpus(device, expected):
+    run = dict(cpu_attention="blocks", cpu_gemm="mkl")
+    config = make_config(precision=BF16, run=run)
+    begin = StartInstruction(attempt=0, checkpoint=None, data=None)
+    chosen = agree_on_gemm(config, SimpleNamespace(), torch.device(device), begin, make_stage, is_leader=True)
+    assert chosen == Gemm(default="mkl", attention=expected)
