@@ -65,8 +65,10 @@ class Gemm:
 
     def to_json(self) -> dict[str, str]:
         """The choices, by "role OUTxIN" and "attention"; what is not the default."""
-        products = {f"{key.role} {key.out_features}x{key.in_features}": name for key, name in self.choices.items()}
-        return products if self.attention == "sdpa" else {**products, "attention": self.attention}
+        found: dict[str, str] = {
+            f"{key.role} {key.out_features}x{key.in_features}": library for key, library in self.choices.items()
+        }
+        return found if self.attention == "sdpa" else {**found, "attention": self.attention}
 
     @staticmethod
     def from_json(choices: Mapping[str, str]) -> Gemm:

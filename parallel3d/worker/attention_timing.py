@@ -27,7 +27,7 @@ TIMED_SCORES = 1 << 21
 ROUNDS = 4
 """Of each form; the first one, in which kernels are prepared, does not count."""
 BUDGET_S = 0.1
-"""After that there are no further rounds."""
+"""After that no round begins."""
 
 AttentionTimings = Mapping[AttentionForm, float]
 """Seconds of a forward and a backward pass in each form."""

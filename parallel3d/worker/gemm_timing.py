@@ -171,7 +171,7 @@ def agree_on_gemm(
 
 
 def _configured(config: Config, device: torch.device) -> Gemm:
-    """What the configuration names; the defaults where it does not."""
+    """The configured libraries and form, or the defaults."""
     library, form = config.run.cpu_gemm, config.run.cpu_attention
     return Gemm(
         default="onednn" if library == "auto" else library,
