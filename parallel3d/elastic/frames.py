@@ -1,7 +1,7 @@
 """The control channel's wire format, used at both ends: frames over TCP, no torch.
 
 torch's TCPStore is not an option: it ignores its timeouts when its host hangs, dies with the rank that hosts it, and
-cannot push news. One frame:
+cannot push news. A connection begins with a handshake (parallel3d/handshake.py); then come frames:
 
     header length (4 bytes) | payload length (4 bytes) | header: a JSON object | payload: bytes
 
@@ -23,11 +23,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.errors import LaunchError, ProtocolError
+from parallel3d.handshake import connect_handshake
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
@@ -62,7 +63,7 @@ class FrameReader:
                 return
             try:
                 header = json.loads(self._bytes[_LENGTHS.size : start])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"not a control frame: {error}") from None
             if not isinstance(header, dict):
                 raise ProtocolError(f"not a control frame: header {header!r}")
@@ -71,16 +72,15 @@ class FrameReader:
             yield header, payload
 
 
-def open_connection(address: Address, hello: dict[str, Any], *, timeout_s: float) -> socket.socket:
-    """Connects to the coordinator and sends `hello`; retries until `timeout_s`, then raises LaunchError."""
+def open_connection(
+    address: Address, hello: dict[str, Any], *, get_secret: Callable[[], bytes], timeout_s: float
+) -> socket.socket:
+    """Connects to the coordinator, exchanges proofs of the run's secret and sends `hello`; retries until `timeout_s`,
+    then raises LaunchError."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            connection = socket.create_connection(address, timeout=max(RETRY_S, deadline - time.monotonic()))
-            set_socket_options(connection)
-            connection.sendall(encode_frame(hello))
-            connection.settimeout(None)
-            return connection
+            return _connect(address, hello, get_secret(), timeout_s=max(RETRY_S, deadline - time.monotonic()))
         except OSError as error:
             if time.monotonic() + RETRY_S > deadline:
                 host, port = address
@@ -88,6 +88,19 @@ def open_connection(address: Address, hello: dict[str, Any], *, timeout_s: float
                     f"could not reach the run's coordinator at {host}:{port} within {timeout_s:g} s ({error})"
                 ) from None
             time.sleep(RETRY_S)
+
+
+def _connect(address: Address, hello: dict[str, Any], secret: bytes, *, timeout_s: float) -> socket.socket:
+    connection = socket.create_connection(address, timeout=timeout_s)
+    try:
+        set_socket_options(connection)
+        connect_handshake(connection, secret)
+        connection.sendall(encode_frame(hello))
+        connection.settimeout(None)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
 
 
 def set_socket_options(connection: socket.socket) -> None:

@@ -29,6 +29,7 @@ from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.guardian import Guardian
 from parallel3d.elastic.guardian.heartbeat import HeartbeatMonitor, HeartbeatPage
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
+from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.guardian.spawn import fork_worker
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
@@ -77,11 +78,14 @@ def run_workers(
 
     open_report: called in the coordinator's process alone, before anything starts.
     reopen_report: called by a failover coordinator; default `open_report`.
-    preload: modules that this process imports once for all its workers, if it forks several (under torchrun a guardian
-        stays light).
+    preload: modules that this process imports once for all its workers, if it forks several (a lone guardian is light).
     elastic: without it the first loss ends the start.
     host: this host's name, if not the system's.
     """
+    restart_handler = restart_handler or NoRestarts()
+    is_coordinator = env is None or env.rank == 0
+    listener = _open_listener(env) if is_coordinator else None  # others may connect while a checkpoint is being read
+    report = open_report() if is_coordinator else None
     launch = _Launch(
         worker_main=worker_main,
         world_size=world_size,
@@ -93,11 +97,8 @@ def run_workers(
         host=host or socket.gethostname(),
         parent=os.getppid() if env else None,
         witness=Witness(elastic.witness if elastic else None),
+        run_secret=RunSecret(env, logs.parent),
     )
-    restart_handler = restart_handler or NoRestarts()
-    is_coordinator = env is None or env.rank == 0
-    listener = _open_listener(env) if is_coordinator else None  # others may connect while a checkpoint is being read
-    report = open_report() if is_coordinator else None
     with Signals() as signals:
         for module in preload if env is None else ():
             importlib.import_module(module)
@@ -143,6 +144,7 @@ class _Launch:
     parent: int | None
     """The process ends with this parent."""
     witness: Witness
+    run_secret: RunSecret
 
     def run(
         self,
@@ -152,7 +154,9 @@ class _Launch:
         signals: Signals,
     ) -> tuple[RunOutcome, RunReporter | None]:
         """Runs one start: forks the workers and guards them until they end; also returns the report if it has one."""
-        discovery = CoordinatorDiscovery(env=self.env, listener=listener, timeout_s=self.timeouts.start_s)
+        discovery = CoordinatorDiscovery(
+            env=self.env, listener=listener, run_secret=self.run_secret, timeout_s=self.timeouts.start_s
+        )
         specs = _worker_specs(self.world_size, self.logs, self.env, self.host)
         page = HeartbeatPage(len(specs))
         children, slots = {}, {}
@@ -202,6 +206,7 @@ class _LocalCoordinator:
         self.report = report
         self._coordinator = Coordinator(
             self._listener,
+            secret=self._launch.run_secret.read(),
             world_size=self._launch.world_size,
             emit=report.publish,
             timeouts=self._launch.timeouts,
@@ -216,6 +221,7 @@ class _LocalCoordinator:
         assert self._launch.elastic is not None
         self._coordinator = FailoverCoordinator(
             self._listener,
+            secret=self._launch.run_secret.read(),
             failover_plan=failover_plan,
             witness=self._launch.witness,
             open_report=self._reopen_report,

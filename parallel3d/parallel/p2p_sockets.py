@@ -1,7 +1,9 @@
 """Links over plain TCP sockets: one connection for each ordered pair of ranks that talk.
 
 Per connection one thread writes from the sender's slots, another reads into the receiver's. Both release Python's lock
-while bytes move, and both end when the abort token closes their socket, even in the middle of a message.
+while bytes move, and both end when the abort token closes their socket, even in the middle of a message. A connection
+begins with the proof that both ends belong to the run (parallel3d/handshake.py); one that fails it is closed and
+breaks nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from parallel3d.accelerator import Accelerator
 from parallel3d.errors import GenerationEnded, ProtocolError
+from parallel3d.handshake import HANDSHAKE_S, NotOfThisRunError, accept_handshake, connect_handshake
 from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
 from parallel3d.parallel.staged_group import HostCopy
@@ -43,6 +46,7 @@ class SocketLinks(Links):
         *,
         rank: int,
         generation: int,
+        secret: bytes,
         listener: socket.socket,
         address_of: Callable[[int], Address],
         slots: int,
@@ -53,6 +57,7 @@ class SocketLinks(Links):
         self._rank = rank
         self._accelerator = accelerator
         self._generation = generation
+        self._secret = secret
         self._listener = listener
         self._address_of = address_of
         self._slots = slots
@@ -121,6 +126,9 @@ class SocketLinks(Links):
         try:
             connection = socket.create_connection(self._address_of(destination), timeout=self._timeout_s)
             self._keep(connection)
+            connection.settimeout(self._timeout_s)
+            connect_handshake(connection, self._secret)
+            connection.settimeout(None)
             connection.sendall(_HELLO.pack(self._generation, self._rank))
             while True:
                 with self._changed:
@@ -143,13 +151,16 @@ class SocketLinks(Links):
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()  # bounded: an abort closes it
-                self._keep(connection)
                 self._start(self._read_from, connection)
 
     def _read_from(self, connection: socket.socket) -> None:
         """Runs on a reader's thread: fills the peer's inbox, at most `slots` messages ahead of the receiver."""
         source = -1
         try:
+            self._keep(connection)
+            connection.settimeout(HANDSHAKE_S)
+            accept_handshake(connection, self._secret)
+            connection.settimeout(None)
             generation, source = _HELLO.unpack(_read(connection, _HELLO.size))
             if generation != self._generation:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -167,6 +178,8 @@ class SocketLinks(Links):
                     queue.append((header, tensor))
                     self._changed.notify_all()
                 del tensor
+        except NotOfThisRunError:
+            self._forget(connection)
         except (OSError, EOFError, ProtocolError) as error:
             self._break(source, error)
 
@@ -190,13 +203,19 @@ class SocketLinks(Links):
         return thread
 
     def _keep(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
+        """Lets the end of the generation close a new connection."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
             self._sockets.append(connection)
             ended = self._token.aborted
         if ended:
             self._end()
+
+    def _forget(self, stranger: socket.socket) -> None:
+        with self._changed:
+            if stranger in self._sockets:
+                self._sockets.remove(stranger)
+        stranger.close()
 
     def _break(self, peer: int, error: Exception) -> None:
         with self._changed:

@@ -47,6 +47,7 @@ class SocketNetwork(Network):
         links = SocketLinks(
             rank=self._context.rank,
             generation=record.generation,
+            secret=self._context.secret,
             listener=listener,
             address_of=lambda rank: record.addresses[rank],
             slots=self._config.parallel.p2p_slots,

@@ -10,6 +10,7 @@ from parallel3d.elastic.frames import open_connection
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.parallel.grid import Grid
+from tests.support.run_secrets import SECRET, get_secret
 
 
 @pytest.fixture
@@ -40,13 +41,19 @@ def world(elastic):
     records: list[dict] = []
     listener = open_listener("127.0.0.1", 0)
     address = ("127.0.0.1", listener.getsockname()[1])
-    coordinator = Coordinator(listener, world_size=2, emit=records.append, timeouts=LaunchTimeouts(), elastic=elastic)
+    coordinator = Coordinator(
+        listener, secret=SECRET, world_size=2, emit=records.append, timeouts=LaunchTimeouts(), elastic=elastic
+    )
     coordinator.start()
-    guardian = open_connection(address, {"op": "hello", "role": "guardian", "ranks": [0, 1]}, timeout_s=5)
+    guardian = open_connection(
+        address, {"op": "hello", "role": "guardian", "ranks": [0, 1]}, get_secret=get_secret, timeout_s=5
+    )
 
     def connect(rank: int) -> ControlChannel:
         hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}
-        controls.append(ControlChannel(open_connection(address, hello, timeout_s=5), rank=rank, world_size=2))
+        controls.append(
+            ControlChannel(open_connection(address, hello, get_secret=get_secret, timeout_s=5), rank=rank, world_size=2)
+        )
         return controls[-1]
 
     controls: list[ControlChannel] = []

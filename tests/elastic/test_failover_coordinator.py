@@ -15,6 +15,7 @@ from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.parallel.grid import Grid
+from tests.support.run_secrets import SECRET, get_secret
 
 GRID = Grid.uniform(tp_size=1, pp_size=1, dp_size=4)
 HOSTS = {rank: host for rank, host in enumerate("abcd")}
@@ -55,6 +56,7 @@ class World:
         guardians = tuple(GuardianInfo(ranks=(rank,), host=host, address=self.address) for rank, host in HOSTS.items())
         self.coordinator = FailoverCoordinator(
             listener,
+            secret=SECRET,
             failover_plan=FailoverPlan(coordinator=guardians[0], guardians=guardians, hosts=tuple("abcd")),
             witness=Witness(None),
             open_report=self._open,
@@ -70,7 +72,7 @@ class World:
         return self.report
 
     def connect(self, **hello: Any) -> socket.socket:
-        connection = open_connection(self.address, {"op": "hello", **hello}, timeout_s=5)
+        connection = open_connection(self.address, {"op": "hello", **hello}, get_secret=get_secret, timeout_s=5)
         connection.settimeout(5)
         self.readers[connection] = FrameReader()
         return connection

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env
+from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.errors import LaunchError
 
 DEEPSPEED = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -155,7 +158,9 @@ def test_on_one_host_the_coordinator_is_at_the_loopback_address():
     """Where it listens, whatever name MASTER_ADDR has for this host."""
     env = {**OPEN_MPI, "MASTER_ADDR": "node01", "MASTER_PORT": "4242"}
     for variables, address in ((env, "127.0.0.1"), ({**env, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "node01")):
-        discovery = CoordinatorDiscovery(env=read_launcher_env(variables), listener=None, timeout_s=1.0)
+        env_read = read_launcher_env(variables)
+        run_secret = RunSecret(env_read, Path())
+        discovery = CoordinatorDiscovery(env=env_read, listener=None, run_secret=run_secret, timeout_s=1.0)
         assert discovery.find() == (address, 4242)
         discovery.close_worker_ends()
         discovery.close()

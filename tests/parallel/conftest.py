@@ -7,6 +7,7 @@ import pytest
 from parallel3d.parallel import p2p_sockets as module
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
+from tests.support.run_secrets import SECRET
 from tests.support.socket_links import open_sockets, threads_of_links, until
 
 
@@ -26,6 +27,7 @@ def connect(monkeypatch):
             links.append(
                 SocketLinks(
                     rank=rank,
+                    secret=SECRET,
                     generation=generations[rank] if generations else 0,
                     listener=listener,
                     address_of=addresses.__getitem__,

@@ -8,6 +8,7 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.staged_group import HostCopy, to_device
 from tests.support.lazy_accelerator import LazyAccelerator
+from tests.support.run_secrets import SECRET
 from tests.support.socket_links import message
 
 
@@ -65,7 +66,9 @@ def test_links_send_from_a_stream_for_copies(shape):
     devices = [LazyAccelerator(), LazyAccelerator()]
     listeners = [open_listener("127.0.0.1") for _ in range(2)]
     addresses = [listener.getsockname() for listener in listeners]
-    make = dict(generation=0, address_of=addresses.__getitem__, slots=2, token=AbortToken(), timeout_s=10.0)
+    make = dict(
+        secret=SECRET, generation=0, address_of=addresses.__getitem__, slots=2, token=AbortToken(), timeout_s=10.0
+    )
     links = [SocketLinks(rank=n, listener=listeners[n], accelerator=devices[n], **make) for n in range(2)]
     header, tensor = message(tensor=torch.randn(shape).bfloat16())
     links[0].send(1, header, tensor)

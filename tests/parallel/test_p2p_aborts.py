@@ -11,6 +11,7 @@ from parallel3d.errors import GenerationEnded
 from parallel3d.parallel import p2p_sockets as module
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
+from tests.support.run_secrets import SECRET, enter
 from tests.support.socket_links import MIB, in_thread, message, threads_of_links, until
 
 
@@ -30,7 +31,7 @@ def test_an_abort_in_the_middle_of_a_big_message_wakes_the_receiver(connect):
     """Its peer has sent half of a message and falls silent."""
     _, two = connect(2, timeout_s=60.0)
     header, big = message(0, torch.zeros(MIB))
-    with socket.create_connection(connect.addresses[1]) as peer:
+    with enter(connect.addresses[1]) as peer:
         peer.sendall(module._HELLO.pack(0, 0) + header.pack() + bytes(header.num_bytes // 2))
         thread, result = in_thread(two.receive, 0, header)
         time.sleep(0.3)
@@ -69,7 +70,14 @@ def test_an_abort_while_the_address_is_not_known_yet(connect):
 
     listener = open_listener("127.0.0.1")
     links = SocketLinks(
-        rank=0, generation=0, listener=listener, address_of=address_of, slots=1, token=token, timeout_s=60.0
+        rank=0,
+        secret=SECRET,
+        generation=0,
+        listener=listener,
+        address_of=address_of,
+        slots=1,
+        token=token,
+        timeout_s=60.0,
     )
     links.send(1, *message())
     threading.Timer(0.1, token.abort, ["over"]).start()

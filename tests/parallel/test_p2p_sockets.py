@@ -14,6 +14,7 @@ from parallel3d.parallel import p2p_sockets as module
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.p2p_messages import Kind
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
+from tests.support.run_secrets import SECRET, enter
 from tests.support.socket_links import MIB, in_thread, message, until
 
 
@@ -152,7 +153,7 @@ def test_a_late_connection_of_the_previous_generation_is_ignored(connect):
     """A peer that does not know of the change yet connects to the new address; then the same rank, renewed."""
     one, two = connect(2, generations=(5, 5))
     late, tensor = message(generation=4)
-    with socket.create_connection(connect.addresses[1]) as peer:
+    with enter(connect.addresses[1]) as peer:
         peer.sendall(module._HELLO.pack(4, 0) + late.pack() + bytes(late.num_bytes))
         header, tensor = message(3, generation=5)
         one.send(1, header, tensor)
@@ -171,7 +172,7 @@ def test_a_stranger_harms_nobody(connect):
 
 def test_rubbish_from_a_peer_is_told(connect):
     _, two = connect(2)
-    with socket.create_connection(connect.addresses[1]) as peer:
+    with enter(connect.addresses[1]) as peer:
         peer.sendall(module._HELLO.pack(0, 0) + b"x" * 200)
         with pytest.raises(GenerationEnded, match="link with rank 0 broke: a message begins with b'xxxx'"):
             two.receive(0, message()[0])
@@ -250,7 +251,7 @@ def test_the_address_is_asked_once_and_only_when_needed(connect):
         asked.append(rank)
         return listeners[rank].getsockname()
 
-    make = dict(generation=0, address_of=address_of, slots=3, timeout_s=5.0)
+    make = dict(secret=SECRET, generation=0, address_of=address_of, slots=3, timeout_s=5.0)
     one, two = (SocketLinks(rank=r, listener=listeners[r], token=AbortToken(), **make) for r in (0, 1))
     try:
         assert asked == []
@@ -281,6 +282,7 @@ def test_each_thread_of_the_links_takes_the_device_first():
     links = [
         SocketLinks(
             rank=rank,
+            secret=SECRET,
             generation=0,
             listener=listeners[rank],
             address_of=addresses.__getitem__,

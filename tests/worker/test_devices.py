@@ -165,7 +165,7 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
     monkeypatch.setattr(network_module, "NcclGroup", partial(make, "nccl"))
     links = []
     monkeypatch.setattr(network_module, "SocketLinks", lambda **settings: links.append(settings))
-    context = SimpleNamespace(rank=1, address="127.0.0.1", control=None)
+    context = SimpleNamespace(rank=1, address="127.0.0.1", secret=b"", control=None)
     network = SocketNetwork(config(wanted), context, torch.device(device))
     network._listener = SimpleNamespace()
     grid = Grid.uniform(tp_size=2, pp_size=1, dp_size=2)
@@ -178,4 +178,5 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
     assert all(settings["rank"] == 1 and settings["ranks"] == (0, 1) for _, settings in made)
     assert all(settings["device"] == torch.device(device) for kind, settings in made if kind == "nccl")
     assert isinstance(transports.make_group("generation0/tp/stage0/replica1", (1,)), SoloGroup) and len(made) == 3
-    assert links[0]["device"] == torch.device(device)
+    accelerator = links[0]["accelerator"]
+    assert (torch.device("cpu") if accelerator is None else accelerator.device) == torch.device(device)

@@ -1,15 +1,24 @@
-"""The coordinator's connections to workers and guardians. One thread, one selector, no blocking sends."""
+"""The coordinator's connections to workers and guardians. One thread, one selector, no blocking sends.
+
+A connection that has not proven the run's secret (parallel3d/handshake.py) is a stranger: no frame of it is parsed.
+"""
 
 from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame, set_socket_options
 from parallel3d.errors import ProtocolError
+from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunError
+
+MAX_STRANGERS = 1024
+"""Connections in their handshake; of more the oldest is dropped, and retries if it is one of ours."""
+REPORT_EVERY_S = 60.0
 
 
 @dataclass(eq=False)
@@ -17,12 +26,43 @@ class Connection:
     """One connection; after its hello a worker's (`rank`) or a guardian's (`guarded_ranks`)."""
 
     socket: socket.socket
+    handshake: AcceptedHandshake
+    address: str
+    """Of the other end."""
+    since_s: float
+    """When it was accepted."""
     reader: FrameReader = field(default_factory=FrameReader)
     outbox: bytearray = field(default_factory=bytearray)
     rank: int | None = None
     guarded_ranks: tuple[int, ...] = ()
     hello: dict[str, Any] = field(default_factory=dict)
     """The header of its hello."""
+
+
+@dataclass
+class Rejections:
+    """Connections that did not prove that they belong to the run, since the last report."""
+
+    number: int = 0
+    address: str = ""
+    """Of the newest."""
+    _reported_s: float = -REPORT_EVERY_S
+
+    def add(self, address: str) -> None:
+        self.number += 1
+        self.address = address
+
+    def report(self, now_s: float) -> str:
+        """Returns a notice, at most one a minute; "" if there is nothing to say."""
+        if not self.number or now_s - self._reported_s < REPORT_EVERY_S:
+            return ""
+        plural = "" if self.number == 1 else "s"
+        text = (
+            f"rejected {self.number} connection{plural} to the coordinator that did not prove the run's secret, "
+            f"the last from {self.address}"
+        )
+        self.number, self._reported_s = 0, now_s
+        return text
 
 
 OnMessage = Callable[[Connection, dict[str, Any], bytes], None]
@@ -32,7 +72,18 @@ OnMessage = Callable[[Connection, dict[str, Any], bytes], None]
 class ConnectionServer:
     """Accepts connections, passes frames to `on_message` and lost connections to `on_lost`."""
 
-    def __init__(self, listener: socket.socket, *, on_message: OnMessage, on_lost: Callable[[Connection], None]):
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        secret: bytes,
+        on_message: OnMessage,
+        on_lost: Callable[[Connection], None],
+    ):
+        self._secret = secret
+        self._strangers: dict[socket.socket, Connection] = {}
+        """Connections that have not proven yet that they know the secret, oldest first."""
+        self.rejections = Rejections()
         self.connections: set[Connection] = set()
         self._listener = listener
         self._on_message = on_message
@@ -47,10 +98,14 @@ class ConnectionServer:
             if key.data is None:
                 self._accept()
                 continue
+            if key.data.socket in self._strangers:
+                self._greet(key.data)
+                continue
             if events & selectors.EVENT_WRITE:
                 self._flush(key.data)
             if events & selectors.EVENT_READ and key.data in self.connections:
                 self._read(key.data)
+        self._drop_slow_strangers()
 
     def workers(self) -> dict[int, Connection]:
         return {connection.rank: connection for connection in self.connections if connection.rank is not None}
@@ -93,7 +148,7 @@ class ConnectionServer:
 
     def close(self) -> None:
         self._listener.close()
-        for connection in self.connections:
+        for connection in (*self.connections, *self._strangers.values()):
             connection.socket.close()
 
     def _send_encoded(self, connection: Connection, frame: bytes) -> None:
@@ -101,12 +156,53 @@ class ConnectionServer:
         self._flush(connection)
 
     def _accept(self) -> None:
-        accepted_socket, _ = self._listener.accept()  # bounded: the selector reports a waiting connection
+        try:
+            accepted_socket, address = self._listener.accept()  # bounded: the selector reports a waiting connection
+        except OSError:  # it has gone again, or no descriptor is left
+            self._drop_oldest_stranger()
+            return
         accepted_socket.setblocking(False)
         set_socket_options(accepted_socket)
-        connection = Connection(accepted_socket)
-        self.connections.add(connection)
+        connection = Connection(
+            accepted_socket, AcceptedHandshake(self._secret), address=str(address[0]), since_s=time.monotonic()
+        )
+        self._strangers[accepted_socket] = connection
         self._selector.register(accepted_socket, selectors.EVENT_READ, connection)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._drop_oldest_stranger()
+
+    def _greet(self, connection: Connection) -> None:
+        """Takes the next bytes of a handshake. What follows it stays in the socket, for `_read`."""
+        handshake = connection.handshake
+        try:
+            data = connection.socket.recv(handshake.num_missing)  # bounded: does not block
+            if not data:
+                raise NotOfThisRunError("closed")
+            if reply := handshake.feed(data):
+                connection.socket.send(reply)  # 48 bytes fit into the empty buffer of a new connection
+        except BlockingIOError:
+            return
+        except OSError:
+            self._reject(connection)
+            return
+        if handshake.is_proven:
+            del self._strangers[connection.socket]
+            self.connections.add(connection)
+
+    def _drop_slow_strangers(self) -> None:
+        oldest_s = time.monotonic() - HANDSHAKE_S
+        while self._strangers and next(iter(self._strangers.values())).since_s < oldest_s:
+            self._drop_oldest_stranger()
+
+    def _drop_oldest_stranger(self) -> None:
+        if self._strangers:
+            self._reject(next(iter(self._strangers.values())))
+
+    def _reject(self, connection: Connection) -> None:
+        del self._strangers[connection.socket]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self.rejections.add(connection.address)
 
     def _read(self, connection: Connection) -> None:
         try:

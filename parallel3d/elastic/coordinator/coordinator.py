@@ -53,6 +53,7 @@ class Coordinator:
         self,
         listener: socket.socket,
         *,
+        secret: bytes,
         world_size: int,
         emit: Callable[[dict[str, Any]], None],
         timeouts: LaunchTimeouts,
@@ -60,7 +61,9 @@ class Coordinator:
         own_info: GuardianInfo | None = None,
         values: Mapping[str, bytes] | None = None,
     ):
-        self._server = ConnectionServer(listener, on_message=self._on_message, on_lost=self._on_disconnect)
+        self._server = ConnectionServer(
+            listener, secret=secret, on_message=self._on_message, on_lost=self._on_disconnect
+        )
         self._kv_store = KeyValueStore(values or {}, send=self._server.send)
         self._emit_record = emit
         self._timeouts = timeouts
@@ -124,6 +127,8 @@ class Coordinator:
                 self._check_start_deadline()
                 self._process_drains()
                 self._check_slow_step()
+                if rejected := self._server.rejections.report(time.monotonic()):
+                    self._emit_notice(rejected)
             if self._membership:
                 self._membership.close()
             self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})

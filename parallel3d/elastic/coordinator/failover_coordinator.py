@@ -52,6 +52,7 @@ class FailoverCoordinator(Coordinator):
         self,
         listener: socket.socket,
         *,
+        secret: bytes,
         failover_plan: FailoverPlan,
         witness: Witness,
         open_report: Callable[[], RunReporter],
@@ -62,6 +63,7 @@ class FailoverCoordinator(Coordinator):
     ):
         super().__init__(
             listener,
+            secret=secret,
             world_size=world_size,
             emit=lambda record: None,
             timeouts=timeouts,

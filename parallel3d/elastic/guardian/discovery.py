@@ -1,8 +1,9 @@
 """Coordinator discovery: how workers and guardians find the coordinator, and its successor.
 
 coordinator in this process   its own listener's port
-torchrun                      rank 0 puts the address into torchrun's TCPStore, under `parallel3d/coordinator`. Only
-                              workers import torch, so each sends the address to its guardian through a pipe
+torchrun                      rank 0 puts the address and the run's secret into torchrun's TCPStore, under
+                              `parallel3d/coordinator`. Only workers import torch, so each sends both to its guardian
+                              through a pipe
 a launcher without a store    the coordinator listens at the master's address
 failover                      guardians find the successor, and each sends its address to its worker through a second
                               pipe
@@ -16,6 +17,7 @@ import socket
 from datetime import timedelta
 
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
+from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.errors import LaunchError
 
@@ -25,7 +27,10 @@ STORE_KEY = "parallel3d/coordinator"
 class CoordinatorDiscovery:
     """Created before the forks. A worker calls `find`, `report` and `await_new_address`, its guardian the rest."""
 
-    def __init__(self, *, env: LauncherEnv | None, listener: socket.socket | None, timeout_s: float):
+    def __init__(
+        self, *, env: LauncherEnv | None, listener: socket.socket | None, run_secret: RunSecret, timeout_s: float
+    ):
+        self.run_secret = run_secret
         self._env = env
         self._listener = listener
         self._timeout_s = timeout_s
@@ -57,8 +62,11 @@ class CoordinatorDiscovery:
         return self._env is not None and self._env.local_world_size == self._env.world_size
 
     def report(self, address: Address) -> None:
-        """Sends the guardian the address at which its worker has reached the coordinator."""
-        os.write(self._address_writer, "{} {}\n".format(*address).encode())
+        """Sends the guardian the address at which its worker has reached the coordinator, and the secret that it proved
+        there."""
+        secret = self.run_secret.read()
+        self.run_secret.set(secret)
+        os.write(self._address_writer, "{} {} {}\n".format(*address, secret.hex()).encode())
 
     def await_new_address(self) -> Address | None:
         """Waits for the guardian to send the successor's address; returns None without a successor."""
@@ -85,7 +93,11 @@ class CoordinatorDiscovery:
 
     def read_address(self) -> Address | None:
         """Returns the address that a worker has reported; None if all have ended without a report."""
-        return _address_of(os.read(self.pipe, 4096))
+        message, _, secret = os.read(self.pipe, 4096).decode().partition("\n")[0].rpartition(" ")
+        if not message:
+            return None
+        self.run_secret.set(bytes.fromhex(secret))
+        return _address_of(message.encode())
 
     def _look_up(self, env: LauncherEnv) -> Address:
         from torch.distributed import TCPStore  # only in workers
@@ -95,14 +107,16 @@ class CoordinatorDiscovery:
             store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
             key = f"{STORE_KEY}/{env.attempt}"
             if self.own_address:
-                store.set(key, f"{_reachable_host(env)} {self.own_address[1]}")
+                own_port, secret = self.own_address[1], self.run_secret.read()
+                store.set(key, f"{_reachable_host(env)} {own_port} {secret.hex()}")
                 return self.own_address
-            host, _, port = store.get(key).decode().rpartition(" ")
+            host, port, secret_hex = store.get(key).decode().rsplit(" ", 2)
         except RuntimeError as error:
             raise LaunchError(
                 f"could not get the coordinator's address from the launcher's store at "
                 f"{env.master_addr}:{env.master_port} ({str(error).splitlines()[0]})"
             ) from None
+        self.run_secret.set(bytes.fromhex(secret_hex))
         return host, int(port)
 
 

@@ -123,7 +123,7 @@ class Guardian:
 
     def _connect(self, address: Address, *, timeout_s: float) -> None:
         hello = {"op": "hello", "role": "guardian", **self._own_info.to_json()}
-        self._link = open_connection(address, hello, timeout_s=timeout_s)
+        self._link = open_connection(address, hello, get_secret=self._discovery.run_secret.read, timeout_s=timeout_s)
         self._reader = FrameReader()
         self._selector.register(self._link, selectors.EVENT_READ, self._receive)
         if self._ends:

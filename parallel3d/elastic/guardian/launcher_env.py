@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from parallel3d.elastic.guardian.slurm import expand_counts, expand_hosts, first_of, is_task
 from parallel3d.errors import LaunchError
 
+SECRET_VARIABLE = "PARALLEL3D_SECRET"
+"""The run's secret, if the user gives it (run_secret.py)."""
 DEFAULT_PORT = 29500
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 """Below the usual range of ephemeral ports."""
@@ -46,6 +48,8 @@ class LauncherEnv:
     """The launcher hosts a TCPStore at the master's address; otherwise that port is free for rank 0."""
     attempt: int = 0
     """How often the launcher has restarted the world; keeps a restart from finding the last attempt's addresses."""
+    secret: str = ""
+    """The words from which the run's secret is made, if the user gives any."""
     run_id: str = ""
     """The launcher's name of the run, the same after a restart."""
 
@@ -137,6 +141,7 @@ def read_launcher_env(variables: Variables, *, local_rank: int | None = None) ->
         master_addr=_master_addr(variables, launcher, is_one_host=local_world_size == world_size),
         master_port=_master_port(variables, launcher),
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        secret=variables.get(SECRET_VARIABLE, ""),
         run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
         attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in variables else 0,
     )

@@ -55,6 +55,8 @@ class WorkerContext:
     """The host's name."""
     address: str
     """The host's address as the other workers reach it."""
+    secret: bytes
+    """The run's, which links between workers prove."""
     control: ControlChannel
     heartbeat: Heartbeat
     worker_status: WorkerStatusTracker
@@ -84,6 +86,7 @@ def run_worker_process(
         local_world_size=spec.local_world_size,
         host=spec.host,
         address=discovery.host_address(),
+        secret=discovery.run_secret.read(),
         control=control,
         heartbeat=heartbeat,
         worker_status=observe_waits(control, heartbeat),
@@ -104,7 +107,7 @@ def connect_to_coordinator(
     """Opens the control channel, which reconnects to a failover coordinator; raises UserError."""
     hello = {"op": "hello", "role": "worker", "ranks": [spec.rank], "host": spec.host, "log": str(spec.log)}
     address = discovery.find()
-    connection = open_connection(address, hello, timeout_s=timeouts.connect_s)
+    connection = open_connection(address, hello, get_secret=discovery.run_secret.read, timeout_s=timeouts.connect_s)
     discovery.report(address)
 
     def reconnect(membership_state: dict[str, Any]) -> socket.socket | None:
@@ -113,7 +116,10 @@ def connect_to_coordinator(
             return None
         try:
             return open_connection(
-                new_address, {**hello, "membership_state": membership_state}, timeout_s=timeouts.connect_s
+                new_address,
+                {**hello, "membership_state": membership_state},
+                get_secret=discovery.run_secret.read,
+                timeout_s=timeouts.connect_s,
             )
         except LaunchError:
             return None
