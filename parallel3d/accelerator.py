@@ -26,6 +26,11 @@ def is_accelerator(device: torch.device | str) -> bool:
     return torch.device(device).type != "cpu"
 
 
+def host_of(device: torch.device) -> torch.device:
+    """The device of host copies: meta tensors have no data there either."""
+    return device if device.type == "meta" else torch.device("cpu")
+
+
 class DeviceEvent(Protocol):
     """A point in a stream's work."""
 

@@ -54,3 +54,23 @@ def load_workload(name: str, overrides: Sequence[str] = ()) -> Config:
     file, own = WORKLOADS[name]
     path = ROOT / file
     return resolve(load_config(path, (*own, *overrides)), config_path=path)
+
+
+_TINY = (
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "batch.sequence_length=32",
+    "batch.micro_batch_size=2",
+    "batch.global_batch_size=2",
+)
+
+SMOKE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "hlat_7b": (*_TINY, "model.vocab_size=64", "model.num_key_value_heads=2"),
+        "llama_1.26b": (*_TINY, "model.vocab_size=64", "model.num_key_value_heads=2"),
+        "gpt2_124m": (*_TINY, "model.vocab_size=65", "model.max_position_embeddings=32"),
+    }
+)
+"""Overrides that make a workload tiny, by name."""

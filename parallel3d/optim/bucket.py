@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import host_of
 from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore
 from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
@@ -88,7 +89,7 @@ class Bucket:
         theirs, else on the host: a device may have no room for both at the start."""
         values = self._weights
         if self._policy.has_master:
-            values = torch.zeros(len(self._weights), dtype=self._policy.state)
+            values = torch.zeros(len(self._weights), dtype=self._policy.state, device=host_of(self._weights.device))
         for parameter, view in zip(self.parameters, self._views(values)):
             view.copy_(initial(parameter.sharding, tp=tp))
         if values is not self._weights:

@@ -131,7 +131,7 @@ def _work_of(name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]
 
 
 def _product_of(name: str, args: Any, output: Tensor) -> KernelWork:
-    a, b = args[-2:] if name in ("mm", "bmm") else args[1:3]
+    a, b = args[:2] if name in ("mm", "bmm") else args[1:3]
     *batch, m, k = a.shape
     sizes = (m, k, b.shape[-1])
     return KernelWork(

@@ -57,6 +57,16 @@ def test_products():
     assert work.flops == 2 * 8 * 16 * 8 and work.num_bytes == 2 * (64 + 128 + 128 + 64)
 
 
+def test_products_of_16_bits_into_32():
+    def add(a, b):
+        total = torch.empty(8, 8, device="meta")
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.mm(a, b, out_dtype=torch.float32)
+
+    counts = count(add, (8, 16), (16, 8))
+    assert counts.flops("product") == 2 * 2 * 8 * 16 * 8 and {work.itemsize for work in counts.works} == {2}
+
+
 def test_attention_is_cudas_and_causal():
     def attend(q, k, v):
         for each in (q, k, v):
