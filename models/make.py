@@ -28,13 +28,11 @@ def make_stage(
     """Builds layers `layers` of the configuration's model, for the trainer; `gemm` computes their products."""
     module, name = apex_norm.SYMBOL
     asked = config.model.norm_backend
-    # on meta a stage has shapes only; a rehearsal makes its own context, whose kernels count
-    form = "torch" if device.type == "meta" else choose_kernels(config.run.kernels, device)
     context = LayerContext(
         tp=tp,
         policy=policy_of(config.precision),
         device=device,
-        kernels=layer_kernels(form, compiles=config.run.compile == "elementwise"),
+        kernels=layer_kernels(choose_kernels(config.run.kernels, device), compiles=config.run.compile == "elementwise"),
         norm_backend=choose_backend("model.norm_backend", asked, module=module, name=name, device_type=device.type),
         gemm=gemm or Gemm(),
     )
