@@ -85,8 +85,8 @@ def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
     return {
         "fp32, fused": lambda: ADAMW.update(*wide, STEP, weight_decay=0.1),
         "bf16 with fp32 master weights, fused": update_mixed,
-        "bf16_pure": lambda: ADAMW.update_bf16(*near, STEP, weight_decay=0.1, noise=None),
-        "bf16_sr": lambda: ADAMW.update_bf16(*stochastic, STEP, weight_decay=0.1, noise=noise),
+        "bf16_pure": lambda: ADAMW.update(*near, STEP, weight_decay=0.1, noise=None),
+        "bf16_sr": lambda: ADAMW.update(*stochastic, STEP, weight_decay=0.1, noise=noise),
         "fp32, lion": lambda: LION.update(lion_weights, lion_states[:1], lion_grads, STEP, weight_decay=0.1),
     }
 

@@ -31,6 +31,16 @@ def host_of(device: torch.device) -> torch.device:
     return device if device.type == "meta" else torch.device("cpu")
 
 
+DEVICE_BLOCK = 1 << 24
+"""Elements that code for devices handles at once: starting a kernel on a small block takes longer than the kernel."""
+
+
+def blocks_of(flat: Tensor, cpu_block: int) -> list[range]:
+    """The elements of `flat` (n,) in blocks, on a CPU of `cpu_block` elements, which stay in its caches."""
+    size = DEVICE_BLOCK if is_accelerator(flat.device) else cpu_block
+    return [range(start, min(start + size, len(flat))) for start in range(0, len(flat), size)]
+
+
 class DeviceEvent(Protocol):
     """A point in a stream's work."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -28,6 +29,9 @@ class Launch(Protocol):
         ...
 
 
+_ONE_AT_A_TIME = Lock()  # the interpreter's state is the process's; on a GPU it costs nothing beside a launch
+
+
 def launch_triton(
     kernel: Any,
     grid: tuple[int, ...],
@@ -44,4 +48,5 @@ def launch_triton(
         assert isinstance(meta, MetaAccelerator)
         meta.on_kernel(kernel.fn.__name__, reads, writes)
         return
-    kernel[grid](*arguments, **options)
+    with _ONE_AT_A_TIME:
+        kernel[grid](*arguments, **options)

@@ -30,3 +30,19 @@ def round_stochastically(value, words, part: tl.constexpr):
     noise = ((words >> (16 * part)) & 0xFFFF).to(tl.uint32)
     upper = (value.to(tl.uint32, bitcast=True) + noise) >> 16
     return tl.where(value != value, 0x7FC0, upper).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def round_to_nearest(value):
+    """`value` (fp32) rounded to the nearest bf16, ties to the even one; NaN becomes the quiet NaN."""
+    pattern = value.to(tl.uint32, bitcast=True)
+    upper = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
+    return tl.where(value != value, 0x7FC0, upper).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def widen(value):
+    """`value` in fp32. bf16 by its bits: Triton's interpreter converts subnormal numbers wrongly."""
+    if value.dtype == tl.bfloat16:
+        return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from parallel3d.accelerator import is_accelerator
+from parallel3d.accelerator import blocks_of
 from parallel3d.layers.global_index import global_index
 from parallel3d.parallel.sharding import ParamSharding, TpShard
 from parallel3d.random_keys import key_of, normal
@@ -24,8 +24,7 @@ class InitMethod(Protocol):
 
 
 DepthScaling = Literal["none", "layer_index", "num_layers"]
-_BLOCK_ELEMENTS = 1 << 20
-_DEVICE_BLOCK_ELEMENTS = 1 << 24
+_BLOCK = 1 << 20
 
 
 def depth_scale(scaling: DepthScaling, *, layer: int, num_layers: int) -> float:
@@ -43,9 +42,7 @@ def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard, device: to
     if sharding.init_std == 0:
         return value
     key, flat = key_of("init", seed, sharding.name), value.view(-1)
-    size = _DEVICE_BLOCK_ELEMENTS if is_accelerator(value.device) else _BLOCK_ELEMENTS
-    for start in range(0, len(flat), size):
-        span = range(start, min(start + size, len(flat)))
+    for span in blocks_of(flat, _BLOCK):
         index = global_index(sharding, span, tp=tp, device=device)
         flat[span.start : span.stop] = normal(key, index).masked_fill_(index < 0, 0.0)
     return value.mul_(sharding.init_std)

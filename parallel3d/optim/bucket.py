@@ -16,18 +16,15 @@ from parallel3d.layers.init import InitMethod
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.optim.bucket_plan import BucketPlan
-from parallel3d.optim.matrices import gather_matrices, make_directions
-from parallel3d.optim.measure import measure_state
+from parallel3d.optim.matrices import gather_matrices
 from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.parameter_noise import ParameterNoise
-from parallel3d.optim.state_norms import StateNorms
+from parallel3d.optim.range_update import RangeUpdate
 from parallel3d.optim.state_shard import Shard
-from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MatrixRule, UpdateRule, UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateRule, UpdateStep
 from parallel3d.parallel.group import Group, Work, WorkThen
 from parallel3d.parallel.sharding import TpShard
-from parallel3d.parallel.staged_group import HostCopy
-from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write_floats
-from parallel3d.precision.fixed_point import ExactSum
+from parallel3d.precision.exact_sums import add_and_clear, write_floats
 from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
 
 
@@ -58,9 +55,11 @@ class Bucket:
         self.fixed = settings.fixed
         """The format of exact sums; None adds gradients as floats."""
         self._policy = settings.policy
-        self._updater = settings.updaters.of(plan.key.is_matrix_wise)
-        self._weight_decay = settings.updaters.weight_decay if plan.key.decay else 0.0
+        self.updated_norms: Tensor | None = None
+        """What the last update measured of the state that the owned range now has; None: nothing."""
         self._noise = ParameterNoise(seed=settings.seed, tp=tp)
+        self._update = RangeUpdate.build(plan, self.parameters, settings, self._noise)
+        self._measures_updates = settings.measures_norms and settings.fixed is None
         self._unscale = 1.0
         self._num_ranges = 1
         capacity = plan.capacity(max_ranges)
@@ -98,7 +97,7 @@ class Bucket:
 
     @property
     def rule(self) -> UpdateRule:
-        return self._updater.rule
+        return self._update.updater.rule
 
     @property
     def has_master(self) -> bool:
@@ -177,38 +176,7 @@ class Bucket:
             if len(shard.grads):
                 shard.gathered = gather_matrices(shard.grads, shard.states, tp)
 
-    def _directions(self, shard: Shard, step: UpdateStep) -> Tensor | None:
-        """The step's direction for each element under a matrix-wise rule; None under others."""
-        if not isinstance(self.rule, MatrixRule) or not len(shard.grads):
-            return None
-        assert shard.gathered is not None, "matrices are gathered before the update"
-        gathered, shard.gathered = shard.gathered, None
-        parameters = [(parameter.sharding, slot) for parameter, slot in zip(self.parameters, self.plan.param_slots)]
-        span = range(shard.span.start, shard.span.stop)
-        return make_directions(
-            self.rule, gathered, parameters, span, grad_scale=step.grad_scale, tp_rank=self._noise.tp.rank
-        )
-
-    def squared_norm(self, tp_rank: int) -> ExactSum:
-        """The squared norm of those of the owned gradients that rank `tp_rank` counts."""
-        parts = self._counted(tp_rank)
-        if self.fixed is not None:
-            return sum((sum_of_squares(self.owned.sums[part], self.fixed) for part in parts), start=ExactSum())
-        wide = torch.promote_types(self._policy.grad, torch.float32)
-        norms = [torch.linalg.vector_norm(self.owned.grads[part], dtype=wide).double() for part in parts]
-        return ExactSum.of(HostCopy(torch.stack(norms).square()).read().tolist()) if norms else ExactSum()
-
-    def state_norms(self, tp_rank: int) -> StateNorms:
-        """Norms of those of the owned weights, and of exp_avg_sq if the rule has it, that rank `tp_rank` counts."""
-        master, states, exact = self.owned.master, self.rule.states, self.fixed is not None
-        exp_avg_sq = self.owned.states[states.index(EXP_AVG_SQ)] if EXP_AVG_SQ in states else None
-        parts = (part for part in self._counted(tp_rank) if part.stop > part.start)
-        return sum(
-            (measure_state(master[p], None if exp_avg_sq is None else exp_avg_sq[p], exact=exact) for p in parts),
-            start=StateNorms(),
-        )
-
-    def _counted(self, tp_rank: int) -> list[slice]:
+    def counted(self, tp_rank: int) -> list[slice]:
         """The parts of the owned range that rank `tp_rank` counts in sums over the model."""
         span = range(self.owned.span.start, self.owned.span.stop)
         counted = self.plan.counted(span, tp_rank)
@@ -230,17 +198,11 @@ class Bucket:
 
     def update(self, step: UpdateStep, iteration: int) -> None:
         """Makes one step on every range that this rank holds; `iteration` keys the rounding noise."""
+        self.updated_norms = None
         for shard in self.shards:
-            tensors, directions = (shard.master, shard.states, shard.grads), self._directions(shard, step)
-            decay = self._weight_decay
-            if self._policy.update_rounding == "none":
-                self._updater.update(*tensors, step, weight_decay=decay, directions=directions)
-                continue
-            noise = None
-            if self._policy.update_rounding == "stochastic":
-                noise = self._noise.of_range(self.plan, self.parameters, shard.span.start, "update", iteration)
-            self._updater.update_bf16(*tensors, step, weight_decay=decay, noise=noise, directions=directions)
-        self.copy_master_to_weights()
+            measures, weights = shard is self.owned and self._measures_updates, self.weights[shard.span]
+            measured = self._update.update(shard, weights, step, iteration, measures=measures)
+            self.updated_norms = measured if shard is self.owned else self.updated_norms
 
     def copy_master_to_weights(self) -> None:
         """Copies the master weights of this rank's ranges to the weights, if they are copies."""
@@ -311,7 +273,9 @@ class Bucket:
         self.shards = shards
         self._initial = None
         self._num_ranges = num_ranges
+        self.updated_norms = None
         for shard in shards:
+            shard.pieces = self._update.pieces(range(shard.span.start, shard.span.stop))
             self._allocate_grads(shard)
         self._bind_buffers()
         self.copy_master_to_weights()

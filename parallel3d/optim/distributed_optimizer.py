@@ -47,6 +47,7 @@ from parallel3d.layers.init import InitMethod, initial_value
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.bucket import Bucket
+from parallel3d.optim.bucket_norms import squared_norm, state_norms
 from parallel3d.optim.bucket_plan import BucketPlan, plan_buckets
 from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.reshard import ReshardPlan, move_bucket
@@ -56,6 +57,7 @@ from parallel3d.optim.state_shard import Shard
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.parallel.group import AbsentGroup, Group, Work
 from parallel3d.parallel.groups import Groups
+from parallel3d.parallel.host_numbers import HostNumbers
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.precision.fixed_point import ExactSum
@@ -92,6 +94,7 @@ class ShardedOptimizer:
         self._overlap_reduce = settings.overlap_reduce and not settings.sums_terms
         self._overlap_gather = settings.overlap_gather
         self._phase_hook = phase_hook
+        self._kernels = settings.updaters.kernels
         initial = initial or partial(initial_value, seed=settings.seed, device=device)
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
         self.buckets = [
@@ -168,16 +171,22 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             bucket.gather_matrices(self._groups.tp)
 
-    def squared_norm(self) -> ExactSum:
-        """This rank's part of the squared gradient norm: each element of the model counts on one rank only."""
-        total = sum((bucket.squared_norm(self._groups.tp.rank) for bucket in self._counted), start=ExactSum())
-        if self._is_sharded:
-            self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
-        return total
+    def squared_norm(self, numbers: HostNumbers) -> Callable[[], ExactSum]:
+        """This rank's part of the squared gradient norm, once `numbers` are read: each element of the model counts on
+        one rank only."""
+        norm = squared_norm(self._counted, self._groups.tp.rank, self._kernels, numbers)
 
-    def state_norms(self) -> StateNorms:
+        def read() -> ExactSum:
+            total = norm()
+            if self._is_sharded:
+                self._stale = set()  # the device has given numbers that come after all gathers of the last iteration
+            return total
+
+        return read
+
+    def state_norms(self, numbers: HostNumbers) -> Callable[[], StateNorms]:
         """This rank's part of the norms of weights and second moments before the update, counted the same way."""
-        return sum((bucket.state_norms(self._groups.tp.rank) for bucket in self._counted), start=StateNorms())
+        return state_norms(self._counted, self._groups.tp.rank, self._kernels, numbers)
 
     @property
     def _counted(self) -> list[Bucket]:

@@ -14,38 +14,47 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from parallel3d.accelerator import is_accelerator
+from parallel3d.accelerator import blocks_of
 from parallel3d.optim.state_norms import StateNorms
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum
 
 _BLOCK = 1 << 16
-_DEVICE_BLOCK = 1 << 24
 _COARSE_LOG2, _FINE_LOG2 = 20, 60
 """Two digits of an element: whole multiples of 2**-20, and what is left in multiples of 2**-60."""
 
 
-def measure_state(weights: Tensor, exp_avg_sq: Tensor | None, *, exact: bool) -> StateNorms:
-    """Norms of `weights` (n,) and v (n,), n > 0, in any float formats. Sums are in fp32 or wider, over blocks in fp64.
-
-    Without v, measures only the weights.
-    """
-    # exact digits of more than _BLOCK would overflow
-    size = _DEVICE_BLOCK if is_accelerator(weights.device) and not exact else _BLOCK
-    roots = [] if exp_avg_sq is None else _roots(exp_avg_sq, size)
-    largest = weights.new_zeros((), dtype=torch.float32) if exp_avg_sq is None else torch.sqrt(_wide(exp_avg_sq.max()))
-    if exact:
-        squares = (block.double().square() for block in weights.split(size))
-        return StateNorms(
-            squared_weights=_exact_sum(squares),
-            variance=_exact_sum(roots),
-            variance_max=HostCopy(largest).read().item(),
-        )
+def measure_state(weights: Tensor, exp_avg_sq: Tensor | None) -> Tensor:
+    """Norms of `weights` (n,) and v (n,), n > 0, in any float formats: (3,) float64 on their device, in the order of
+    StateNorms. Sums are in fp32 or wider, over blocks in fp64. Without v, measures only the weights."""
+    size = max(map(len, blocks_of(weights, _BLOCK)))
     norms = torch.stack([torch.linalg.vector_norm(_wide(block)) for block in weights.split(size)]).double()
-    sums = [block.sum().double() for block in roots]
-    variance = torch.stack(sums).sum() if sums else torch.zeros_like(norms[0])
-    squared, total, maximum = HostCopy(torch.stack([norms.square().sum(), variance, largest.double()])).read().tolist()
-    return StateNorms(squared_weights=ExactSum.of([squared]), variance=ExactSum.of([total]), variance_max=maximum)
+    if exp_avg_sq is None:
+        return torch.stack([norms.square().sum(), *torch.zeros_like(norms[:1]).expand(2)])
+    variance = torch.stack([block.sum().double() for block in _roots(exp_avg_sq, size)]).sum()
+    return torch.stack([norms.square().sum(), variance, _largest_root(exp_avg_sq).double()])
+
+
+def measure_state_exactly(weights: Tensor, exp_avg_sq: Tensor | None) -> StateNorms:
+    """The same with exact sums; waits for a device."""
+    squares = (block.double().square() for block in weights.split(_BLOCK))  # digits of more elements would overflow
+    if exp_avg_sq is None:
+        return StateNorms(squared_weights=_exact_sum(squares))
+    return StateNorms(
+        squared_weights=_exact_sum(squares),
+        variance=_exact_sum(_roots(exp_avg_sq, _BLOCK)),
+        variance_max=HostCopy(_largest_root(exp_avg_sq)).read().item(),
+    )
+
+
+def norms_of(numbers: list[float]) -> StateNorms:
+    """The norms that `measure_state` has computed."""
+    squared, total, largest = numbers
+    return StateNorms(squared_weights=ExactSum.of([squared]), variance=ExactSum.of([total]), variance_max=largest)
+
+
+def _largest_root(exp_avg_sq: Tensor) -> Tensor:
+    return torch.sqrt(_wide(exp_avg_sq.max()))
 
 
 def _roots(exp_avg_sq: Tensor, size: int) -> Iterator[Tensor]:

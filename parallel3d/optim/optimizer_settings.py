@@ -30,6 +30,9 @@ class OptimizerSettings:
     overlap_gather: bool
     """Whether updated weights are gathered under the next forward pass."""
 
+    measures_norms: bool = False
+    """Whether kernels of updates measure weights and second moments as they write them."""
+
     @property
     def bucket_elements(self) -> int:
         return max(1, self.bucket_bytes // self.policy.grad.itemsize)

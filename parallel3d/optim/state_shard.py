@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel3d.kernels.update_table import Piece
+
 
 class Shard:
     """Master weights, the update rule's states and reduced gradients of one range."""
@@ -20,6 +22,8 @@ class Shard:
         bucket installs the shard: with one range, the bucket's own buffer serves."""
         self.sums = self.grads
         """What the reduction writes: the gradients, or the integers that they are made of."""
+        self.pieces: tuple[Piece, ...] = ()
+        """Of which the table is made, where one kernel updates the range."""
         self.gathered: Tensor | None = None
         """For a matrix-wise rule, between the reduction and the update: the gradients and states of all tensor-parallel
         ranks; else None."""

@@ -1,19 +1,25 @@
 """Applies update rules to flat ranges of weights, states and gradients.
 
-Ranges in fp32 or wider are updated by a fused kernel where the rule has one, else by the rule's formula block by block.
-Narrow ranges (bf16) are widened to fp32 block by block, updated there, and each result is rounded, with noise of its
-own or to the nearest.
+On a GPU, one kernel updates a range where the rule has a formula for it (`kernels/triton_update.py`). Else ranges in
+fp32 or wider are updated by a fused kernel where the rule has one, or by the rule's formula block by block. Narrow
+ranges (bf16) are widened to fp32 block by block, updated there, and each result is rounded, with noise of its own or to
+the nearest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from parallel3d.accelerator import is_accelerator
+from parallel3d.accelerator import blocks_of
 from parallel3d.backends import Backend
 from parallel3d.config.sections.optimizer import OptimizerConfig
+from parallel3d.kernels.launch_kernel import Launch
+from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, RangeKernels, triton_range_kernels
 from parallel3d.optim.kernels import KERNELS, Kernel
 from parallel3d.optim.update_rules import rules_of
 from parallel3d.optim.update_rules.update_rule import Block, MatrixRule, UpdateRule, UpdateStep
@@ -21,8 +27,6 @@ from parallel3d.precision.stochastic_rounding import Noise, noise_of, round_to_b
 
 _BLOCK = 1 << 15
 """Elements: what a block needs stays in a core's cache."""
-_DEVICE_BLOCK = 1 << 24
-"""On a device, where starting a kernel takes longer than running it on a small block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,8 @@ class Updater:
     rule: UpdateRule
     kernel: Kernel | None = None
     """Updates ranges in fp32 or wider; None: the rule's formula does."""
+    triton_formula: Any | None = None
+    """The rule's formula for the kernel that updates a whole range; None: `update` does."""
 
     def update(
         self,
@@ -41,54 +47,40 @@ class Updater:
         step: UpdateStep,
         *,
         weight_decay: float,
+        noise: Noise | None = None,
         directions: Tensor | None = None,
+        block_size: int = _BLOCK,
     ) -> None:
         """Updates `weights` (n,) and `states` (num_states, n), of one format, with `grads` (n,) of any, which are still
-        to be multiplied by the step's `grad_scale`."""
-        if self.kernel is not None:
-            scaled = grads.to(weights.dtype) * step.grad_scale
-            self.kernel(self.rule, weights, states, scaled, step, weight_decay=weight_decay)
-            return
-        for part in _blocks(weights):
-            block = Block(
-                weight=weights[part],
-                states=states[:, part].unbind(),
-                grad=grads[part].to(weights.dtype) * step.grad_scale,
-                direction=None if directions is None else directions[part],
-            )
-            self.rule.update_block(block, step, weight_decay=weight_decay)
+        to be multiplied by the step's `grad_scale`.
 
-    def update_bf16(
-        self,
-        weights: Tensor,
-        states: Tensor,
-        grads: Tensor,
-        step: UpdateStep,
-        *,
-        weight_decay: float,
-        noise: Noise | None,
-        directions: Tensor | None = None,
-        block_size: int | None = None,
-    ) -> None:
-        """Updates bf16 `weights` (n,) and `states` (num_states, n) with `grads` (n,) of any format, which are still to
-        be multiplied by the step's `grad_scale`.
-
-        The weights are updated with the states as they are before these are rounded. With `noise` results are rounded
+        bf16 weights are updated with the states as they are before these are rounded. With `noise` results are rounded
         stochastically, the weight by the lowest 16 bits, the states by the next; without to the nearest.
         """
-        for part in _blocks(weights, block_size):
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        if self.kernel is not None and weights.dtype == wide:
+            scaled = grads.to(wide) * step.grad_scale
+            self.kernel(self.rule, weights, states, scaled, step, weight_decay=weight_decay)
+            return
+        for span in blocks_of(weights, block_size):
+            part = slice(span.start, span.stop)
             stored = (weights[part], *states[:, part].unbind())
-            weight, *wide_states = (each.float() for each in stored)
+            weight, *wide_states = (each.to(wide) for each in stored)  # wide ones are updated in place
             block = Block(
                 weight=weight,
                 states=tuple(wide_states),
-                grad=grads[part].float() * step.grad_scale,
+                grad=grads[part].to(wide) * step.grad_scale,
                 direction=None if directions is None else directions[part],
             )
             self.rule.update_block(block, step, weight_decay=weight_decay)
-            words = noise(range(part.start, part.stop)) if noise is not None else None
-            for number, (narrow, value) in enumerate(zip(stored, (block.weight, *block.states))):
-                narrow.copy_(value if words is None else round_to_bf16(value, noise_of(words, number)))
+            if weights.dtype != wide:
+                _round(stored, (weight, *wide_states), None if noise is None else noise(span))
+
+
+def _round(stored: tuple[Tensor, ...], values: tuple[Tensor, ...], words: Tensor | None) -> None:
+    """Writes `values`, each (n,) float32, to `stored` bf16: rounded by the random `words`, or to the nearest."""
+    for number, (narrow, value) in enumerate(zip(stored, values)):
+        narrow.copy_(value if words is None else round_to_bf16(value, noise_of(words, number)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +93,7 @@ class Updaters:
     """For the matrices of the layers; None: the rule does not need them whole."""
     weight_decay: float
     decay_norms_and_biases: bool
+    kernels: RangeKernels = TORCH_RANGE_KERNELS
 
     def of(self, is_matrix_wise: bool) -> Updater:
         """The one for the layers' matrices, or for all other parameters."""
@@ -110,24 +103,26 @@ class Updaters:
         return self.matrix
 
     @staticmethod
-    def build(optimizer: OptimizerConfig, backend: Backend = "torch") -> Updaters:
-        """Returns the updaters of the rule that the configuration names, with its settings."""
-        built = [build_updater(rule, optimizer.settings, backend=backend) for rule in rules_of(optimizer.kind)]
+    def build(optimizer: OptimizerConfig, backend: Backend = "torch", launch: Launch | None = None) -> Updaters:
+        """Returns the updaters of the rule that the configuration names, with its settings; with `launch` in their
+        Triton form."""
+        kinds, settings = rules_of(optimizer.kind), optimizer.settings
+        built = [build_updater(rule, settings, backend=backend, is_triton=launch is not None) for rule in kinds]
         return Updaters(
             element=built[-1],
             matrix=built[0] if isinstance(built[0].rule, MatrixRule) else None,
             weight_decay=optimizer.weight_decay,
             decay_norms_and_biases=optimizer.decay_norms_and_biases,
+            kernels=TORCH_RANGE_KERNELS if launch is None else triton_range_kernels(launch),
         )
 
 
-def build_updater(rule: type[UpdateRule], settings: dict[str, float], *, backend: Backend = "torch") -> Updater:
+def build_updater(
+    rule: type[UpdateRule], settings: dict[str, float], *, backend: Backend = "torch", is_triton: bool = False
+) -> Updater:
     """Returns the updater of `rule` with its own of the `settings`."""
     own = {name: settings[name] for name in rule.model_fields}
-    return Updater(rule=rule(**own), kernel=KERNELS.get((rule.name, backend)))
-
-
-def _blocks(flat: Tensor, size: int | None = None) -> list[slice]:
-    """`flat` (n,) in blocks that fit into a core's cache; on a device in large ones, as each launch costs time."""
-    size = size or (_DEVICE_BLOCK if is_accelerator(flat.device) else _BLOCK)
-    return [slice(start, min(start + size, len(flat))) for start in range(0, len(flat), size)]
+    formula = None
+    if is_triton and backend == "torch" and rule.has_triton_formula:
+        formula = import_module(f"parallel3d.optim.update_rules.triton_{rule.name}").update_values
+    return Updater(rule=rule(**own), kernel=KERNELS.get((rule.name, backend)), triton_formula=formula)

@@ -25,7 +25,7 @@ from parallel3d.layers.micro_batch import BatchPlan, GradPass, MicroBatch
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
-from parallel3d.parallel.staged_group import HostCopy, to_device
+from parallel3d.parallel.staged_group import to_device
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.instructions import Instruction, Op, ReplicaId
@@ -64,8 +64,8 @@ VirtualMicroBatch = tuple[int, int]
 class StageResult:
     """One replica's part of the loss, the passes that it ran, and their times."""
 
-    losses: dict[int, float] = field(default_factory=dict)
-    """Sum of the token losses, in nats, of each micro-batch that ended here."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Sum of the token losses, in nats, of each micro-batch that ended here: numbers on the device."""
     num_target_tokens: int = 0
     forwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
     backwarded: Counter[VirtualMicroBatch] = field(default_factory=Counter)
@@ -104,7 +104,8 @@ class Executor:
     """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
 
     def run(self, instructions: Sequence[Instruction], batch: BatchPlan, load: Loader) -> StageResult:
-        """Runs the list. Each use of a parameter adds one gradient to its sink per backward pass of a micro-batch.
+        """Runs the list; a device may still be at it afterwards. Each use of a parameter adds one gradient to its sink
+        per backward pass of a micro-batch.
 
         Raises GenerationEnded, which names the current instruction, when a peer is lost.
         """
@@ -118,11 +119,6 @@ class Executor:
                     _ACTIONS[instruction.op](self, scratch, instruction)
             except GenerationEnded as error:
                 raise GenerationEnded(f"{error} (at: {instruction})") from None
-        if scratch.losses:
-            copy = HostCopy(torch.stack(list(scratch.losses.values())))
-            with self.token.waiting():  # the one wait for a device, which may itself wait for peers
-                losses = copy.read()
-            scratch.result.losses = dict(zip(scratch.losses, losses.tolist()))
         self.token.check()
         scratch.result.run_s = time.perf_counter() - started
         return scratch.result
@@ -146,7 +142,7 @@ class Executor:
         targets = scratch.targets.pop(step.micro_batch) if is_last else None
         output = self.chunks[step.chunk](inputs, micro_batch, targets)
         if is_last:
-            scratch.losses[step.micro_batch] = output.detach()
+            scratch.result.losses[step.micro_batch] = output.detach()
             scratch.result.num_target_tokens += micro_batch.num_tokens
         else:
             scratch.outgoing[key] = output.detach()
@@ -279,7 +275,7 @@ class Executor:
 
 @dataclass
 class _Scratch:
-    """State between the instructions of a list, by virtual micro-batch; targets, documents, losses by micro-batch."""
+    """State between the instructions of a list, by virtual micro-batch; targets, documents by micro-batch."""
 
     batch: BatchPlan
     load: Loader
@@ -290,7 +286,6 @@ class _Scratch:
     outgoing: dict[VirtualMicroBatch, Tensor] = field(default_factory=dict)
     gradients: dict[VirtualMicroBatch, Tensor] = field(default_factory=dict)
     weight_work: dict[VirtualMicroBatch, deque[WeightGradTask]] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
     result: StageResult = field(default_factory=StageResult)
 
 

@@ -23,12 +23,11 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from parallel3d.accelerator import is_accelerator
+from parallel3d.accelerator import blocks_of
 from parallel3d.errors import UserError
 from parallel3d.precision.fixed_point import UNIT_LOG2, ExactSum, FixedPoint
 
 _BLOCK = 1 << 16
-_DEVICE_BLOCK = 1 << 24  # a device waits for the host after each block
 _DIGIT_BITS = 21  # three digits make an int64; the products of two digits of a block add up to 2**58 at most
 _LOW = 2**_DIGIT_BITS - 1
 
@@ -39,22 +38,20 @@ def add_and_clear(total: Tensor, scratch: Tensor, fixed: FixedPoint) -> bool:
     Infinities and NaNs count as zero, so that the total does not depend on which rank had them. Raises UserError for
     an element beyond `fixed.largest`.
     """
-    size = _block_size(total)
-    blocks = zip(total.split(size), scratch.split(size))
+    blocks = zip(_blocks(total), _blocks(scratch))
     return all([_add_block(sums, terms, fixed) for sums, terms in blocks])  # a list: every block must be added
 
 
 def write_floats(out: Tensor, total: Tensor, fixed: FixedPoint) -> None:
     """Converts the sums in `total` (n,) int64 to floats, in `out` (n,) of any float format."""
-    size = _block_size(total)
-    for values, sums in zip(out.split(size), total.split(size)):
+    for values, sums in zip(_blocks(out), _blocks(total)):
         values.copy_(sums.to(torch.float64).mul_(2.0**-fixed.shift))
 
 
 def sum_of_squares(total: Tensor, fixed: FixedPoint) -> ExactSum:
     """The sum of the squares of all elements of `total` (n,) int64, without any rounding."""
     square_units = 0
-    for block in total.split(_block_size(total)):
+    for block in _blocks(total):
         digits = (block & _LOW, (block >> _DIGIT_BITS) & _LOW, block >> (2 * _DIGIT_BITS))
         pairs = list(combinations_with_replacement(enumerate(digits), 2))
         sums = torch.stack([_partial_sums(a * b) for (_, a), (_, b) in pairs]).tolist()
@@ -64,8 +61,9 @@ def sum_of_squares(total: Tensor, fixed: FixedPoint) -> ExactSum:
     return ExactSum(units=square_units << (-UNIT_LOG2 - 2 * fixed.shift))
 
 
-def _block_size(values: Tensor) -> int:
-    return _DEVICE_BLOCK if is_accelerator(values.device) else _BLOCK
+def _blocks(flat: Tensor) -> list[Tensor]:
+    """`flat` (n,) in blocks; a device waits for the host after each."""
+    return [flat[span.start : span.stop] for span in blocks_of(flat, _BLOCK)]
 
 
 def _partial_sums(products: Tensor) -> Tensor:

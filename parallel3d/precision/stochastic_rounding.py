@@ -21,13 +21,13 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from parallel3d.accelerator import is_accelerator
+from parallel3d.accelerator import blocks_of, is_accelerator
 
 Noise = Callable[[range], Tensor]
 """Returns 64 random bits, int64 (elements,), for each element of a range of a flat tensor."""
 
 NOISE_BITS = 16
-_BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 24
+_BLOCK = 1 << 16
 _NAN = 0x7FC0
 
 
@@ -52,19 +52,14 @@ def noise_of(words: Tensor, part: int) -> Tensor:
 
 def add_rounded(total: Tensor, term: Tensor, noise: Noise) -> None:
     """Adds `term` (n,) float32 to `total` (n,) bf16, rounded, and zeroes it."""
-    for span, part in _blocks(total):
+    for span in blocks_of(total, _BLOCK):
+        part = slice(span.start, span.stop)
         total[part] = round_to_bf16(total[part].float() + term[part], noise_of(noise(span), 0))
     term.zero_()
 
 
 def round_in_place(term: Tensor, noise: Noise) -> None:
     """Rounds each element of `term` (n,) float32 to one of its bf16 neighbours, in place."""
-    for span, part in _blocks(term):
+    for span in blocks_of(term, _BLOCK):
+        part = slice(span.start, span.stop)
         term[part] = round_to_bf16(term[part], noise_of(noise(span), 0)).float()
-
-
-def _blocks(flat: Tensor) -> list[tuple[range, slice]]:
-    """Blocks that fit into a CPU's caches; on a GPU large ones, as each launch costs time."""
-    size = _DEVICE_BLOCK if is_accelerator(flat.device) else _BLOCK
-    starts = range(0, len(flat), size)
-    return [(range(start, min(start + size, len(flat))), slice(start, start + size)) for start in starts]

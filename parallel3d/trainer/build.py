@@ -16,6 +16,8 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
+from parallel3d.kernels.choice import choose_kernels
+from parallel3d.kernels.launch_kernel import launch_triton
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod
@@ -51,6 +53,8 @@ class MakeStage(Protocol):
     def __call__(
         self, config: Config, layers: range, tp: TensorParallel, device: torch.device, *, gemm: Gemm | None
     ) -> nn.Module: ...
+
+
 """The model's constructor: configuration, layers of this stage, tensor-parallel region, device."""
 
 
@@ -153,15 +157,17 @@ def build_optimizer_settings(config: Config, tp_size: int, device: torch.device)
     """The settings of the run's optimizer; ConfigError where its backend can't be had on `device`."""
     parallel, policy = config.parallel, policy_of(config.precision)
     backend = choose_update_backend(config.optimizer, policy.state, device.type)
+    launch = launch_triton if choose_kernels(config.run.kernels, device) == "triton" else None
     return OptimizerSettings(
         seed=config.run.seed,
         is_sharded=parallel.zero_stage == 1,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         policy=policy,
-        updaters=Updaters.build(config.optimizer, backend),
+        updaters=Updaters.build(config.optimizer, backend, launch),
         fixed=exact_format(config, plan_batch(config, 0), tp_size),
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
+        measures_norms=config.monitor.norms_every is not None,
     )
 
 

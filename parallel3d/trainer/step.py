@@ -14,6 +14,7 @@ from parallel3d.accelerator import is_accelerator
 from parallel3d.config.schema import Config
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
+from parallel3d.parallel.host_numbers import HostNumbers
 from parallel3d.pipeline.executor import StageResult
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.batching import next_batch, plan_batch
@@ -97,23 +98,28 @@ def build_contribution(
     rank: RankContext, result: StageResult, *, stop: bool, leave: bool, evaluate: bool, save_status: SaveStatus
 ) -> Contribution:
     """This rank's part of the entry; tensor-parallel rank 0 contributes what the whole replica knows."""
-    optimizer = rank.optimizer
+    optimizer, numbers, norms = rank.optimizer, HostNumbers(), None
+    losses = numbers.add_all(result.losses.values())
     with (
         rank.token.waiting() if is_accelerator(rank.device) else nullcontext()
     ):  # on the device, NCCL may be waiting for peers
-        squared_norm = optimizer.squared_norm()
+        squared_norm = optimizer.squared_norm(numbers)
+        if measures_norms(rank.config, rank.state.iteration + 1):
+            norms = optimizer.state_norms(numbers)
+        numbers.read()  # the one wait for a device
+    rank.token.check()
     part = Contribution(
-        squared_norm=squared_norm,
+        squared_norm=squared_norm(),
         is_finite=optimizer.is_finite,
         stop=stop,
         leave=leave,
         evaluate=evaluate,
         save_status=save_status,
-        norms=optimizer.state_norms() if measures_norms(rank.config, rank.state.iteration + 1) else None,
+        norms=None if norms is None else norms(),
         rank=rank.rank,
     )
     if rank.coordinates.tp == 0:
-        part.loss_sum = ExactSum.of(result.losses.values())
+        part.loss_sum = ExactSum.of(losses())
         part.num_target_tokens = result.num_target_tokens
         part.cursors = rank.train_loader.next_cursors
         virtual_stages = rank.chunk_layout.virtual_stages[rank.coordinates.pp]
@@ -185,9 +191,13 @@ def _evaluation_loss(rank: RankContext) -> float | None:
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin(((),) * batch.num_slots, 0)
     steps = rank.plans.evaluate.lists.get(rank.coordinates.replica, ())
-    result = rank.executor.run(steps, batch, rank.evaluate_loader.load)
+    result, numbers = rank.executor.run(steps, batch, rank.evaluate_loader.load), HostNumbers()
+    losses = numbers.add_all(result.losses.values())
+    with rank.token.waiting():
+        numbers.read()
+    rank.token.check()
     counts = rank.coordinates.tp == 0  # the other tensor-parallel ranks hold the same losses
-    loss_sum = ExactSum.of(result.losses.values() if counts else ())
+    loss_sum = ExactSum.of(losses() if counts else ())
     num_tokens = result.num_target_tokens if counts else 0
     sums = torch.tensor([*loss_sum.to_floats(), num_tokens], dtype=torch.float64)
     rank.hooks.phase_hook("evaluate")

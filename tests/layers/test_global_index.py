@@ -81,7 +81,7 @@ def test_initial_values_are_made_on_their_device_in_blocks_of_any_size(monkeypat
     """On a meta device any mixture with host tensors would fail."""
     sharding, tp = ParamSharding(name="a", shape=(8, 30), dim=0, init_std=init_std), TpShard(rank=1, size=2)
     value = initial_value(sharding, seed=3, tp=tp)
-    monkeypatch.setattr(init, "_BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(init, "_BLOCK", 7)
     assert torch.equal(initial_value(sharding, seed=3, tp=tp), value)
     there = initial_value(sharding, seed=3, tp=tp, device="meta")
     assert there.device.type == "meta" and there.shape == value.shape

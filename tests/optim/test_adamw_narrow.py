@@ -29,7 +29,9 @@ def noise(span):
 
 def update(block=None, noise=noise, dtype=torch.bfloat16):
     weights, moments, grads = tensors(dtype=dtype)
-    ADAMW.update_bf16(weights, moments, grads, STEP, weight_decay=0.1, noise=noise, block_size=block)
+    ADAMW.update(
+        weights, moments, grads, STEP, weight_decay=0.1, noise=noise, **({"block_size": block} if block else {})
+    )
     return torch.cat([weights[None], moments])
 
 
@@ -74,7 +76,7 @@ def test_updates_far_below_a_step_of_the_weights_arrive_on_average():
             draw = lambda span, n=number: bits(key_of("update", 1, n, "w"), torch.arange(span.start, span.stop))  # noqa: E731
             step = UpdateStep(number=number, learning_rate=1e-4, peak_learning_rate=1e-4, grad_scale=1.0)
             grads = torch.ones(4096, dtype=torch.bfloat16)
-            ADAMW.update_bf16(weights, moments, grads, step, weight_decay=0.0, noise=draw if words else None)
+            ADAMW.update(weights, moments, grads, step, weight_decay=0.0, noise=draw if words else None)
         ends[name] = weights.float().mean().item()
     assert ends["nearest"] == 1.0
     # sqrt(100 x 1e-4 x 3.9e-3 / 4096) = 1e-4 is one standard error; rounded moments change the updates' size a little.

@@ -34,7 +34,7 @@ def train(tp_size, dp_size, zero_stage, **settings):
         history, norms = [], []
         for step in range(NUM_STEPS):
             rank.reduce(step)
-            norms.append(rank.optimizer.squared_norm().value)
+            norms.append(rank.squared_norm())
             rank.optimizer.update(step + 1, update_step(step))
             history.append(rank.weights())
         rank.optimizer.finish_gather()
@@ -157,7 +157,7 @@ def test_reductions_start_during_the_last_backward_pass_and_only_then():
             parameter.sink.add(gradient(parameter.sharding, 1, number))
             started.append(len(rank.optimizer._reducing))
         rank.optimizer.finish_reduction()
-        return started, len(rank.buckets), rank.optimizer.squared_norm().value
+        return started, len(rank.buckets), rank.squared_norm()
 
     results = run_threads(2, body)
     (started, num_buckets, _), (other, _, _) = results

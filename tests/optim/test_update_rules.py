@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from parallel3d.optim.kernels import KERNELS
 from parallel3d.optim.update_rules import UPDATE_RULES, default_settings
 from parallel3d.optim.update_rules.lion import Lion
 from parallel3d.optim.update_rules.muon import Muon, orthogonalize
-from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.update_rules.update_rule import UpdateStep, take_root
 from parallel3d.optim.updater import Updater, build_updater
 from parallel3d.parallel.sharding import ParamSharding
 from tests.support import tiny_runs
@@ -246,3 +247,14 @@ def test_every_rule_has_its_fields_and_its_kernels(name: str) -> None:
         assert f"{name} ({field.default:g} by default): {field.description}" in (fields[setting].description or "")
     for backend in rule.backends:
         assert backend == "torch" or (name, backend) in KERNELS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_roots_are_rounded_right(dtype: torch.dtype) -> None:
+    """Every square of a number of few bits has an exact root, and that of an fp32 number is that of fp64, rounded."""
+    numbers = torch.Generator().manual_seed(5)
+    exact = torch.randint(1, 2**12, (1000,), generator=numbers).to(dtype)
+    assert torch.equal(take_root(exact.square()), exact)
+    values = torch.rand(10_000, generator=numbers)
+    wide = torch.tensor([math.sqrt(value) for value in values.tolist()], dtype=torch.float64)
+    assert torch.equal(take_root(values.to(dtype)), wide.to(dtype))

@@ -153,7 +153,7 @@ def test_blocks_of_a_device_give_the_same(monkeypatch):
     expected = torch.empty(len(small), dtype=torch.float64)
     write_floats(expected, small, FIXED)
     squares = sum_of_squares(small, FIXED)
-    monkeypatch.setattr(exact_sums, "_block_size", lambda values: 1 << 24)
+    monkeypatch.setattr(exact_sums, "_blocks", lambda flat: flat.split(1 << 24))
     large, floats = total_of(terms), torch.empty(len(small), dtype=torch.float64)
     write_floats(floats, large, FIXED)
     assert torch.equal(large, small) and torch.equal(floats, expected)

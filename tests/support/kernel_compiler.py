@@ -26,7 +26,7 @@ class KernelCase:
     signature: dict[str, str]
     """Argument -> type in Triton's words: "*bf16", "fp32", "i64"; constants are added as "constexpr"."""
     constants: dict[str, object] = field(default_factory=dict)
-    """Numbers; a text is the name of a format in triton.language, as "float32"."""
+    """A text may be the name of a format in triton.language, as "float32", or that of a function, "module:name"."""
     aligned: tuple[str, ...] = ()
     """Arguments that are divisible by 16, as torch's pointers are."""
     options: dict[str, object] = field(default_factory=dict)
@@ -65,20 +65,16 @@ def compile_kernels(cases: list[KernelCase]) -> list[CompiledKernel]:
 def compile_one(case: KernelCase, architecture: int) -> CompiledKernel:
     """Compiles in this process."""
     import triton
-    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     function = getattr(import_module(case.module), case.kernel)
     signature = case.signature | {name: "constexpr" for name in case.constants}
-    constants = {
-        name: getattr(tl, value) if isinstance(value, str) else value for name, value in case.constants.items()
-    }
     order = {name: (number,) for number, name in enumerate(function.arg_names)}
     source = ASTSource(
         fn=function,
         signature={name: signature[name] for name in function.arg_names},
-        constexprs={order[name]: value for name, value in constants.items()},
+        constexprs={order[name]: _constant(value) for name, value in case.constants.items()},
         attrs={order[name]: [["tt.divisibility", 16]] for name in case.aligned},
     )
     built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))
@@ -91,6 +87,17 @@ def compile_one(case: KernelCase, architecture: int) -> CompiledKernel:
         local_bytes=usage["LOCAL"],
         ptx=built.asm["ptx"],
     )
+
+
+def _constant(value: object) -> object:
+    import triton.language as tl
+
+    if not isinstance(value, str):
+        return value
+    if ":" in value:
+        module, name = value.split(":")
+        return getattr(import_module(module), name)
+    return getattr(tl, value, value)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -12,16 +12,19 @@ from torch import Tensor, nn
 
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.kernels.launch_kernel import Launch
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
 from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
+from parallel3d.optim.state_norms import StateNorms
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.optim.updater import Updaters
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.groups import build_groups
+from parallel3d.parallel.host_numbers import HostNumbers
 from parallel3d.parallel.sharding import UNSHARDED, FusedBlock, ParamSharding, TpShard
 from parallel3d.precision.policy import POLICIES, Policy
 
@@ -118,6 +121,7 @@ class Rank:
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
         phase_hook: PhaseHook = lambda phase: None,
+        launch: Launch | None = None,
     ):
         self.rank, self.world = rank, world
         self.tp_size, self.dp_size = tp_size, dp_size
@@ -131,7 +135,8 @@ class Rank:
             is_sharded=zero_stage == 1,
             bucket_bytes=bucket_bytes,
             policy=POLICIES[policy],
-            updaters=Updaters.build(OptimizerConfig(learning_rate=1.0, kind=kind)),
+            updaters=Updaters.build(OptimizerConfig(learning_rate=1.0, kind=kind), launch=launch),
+            measures_norms=True,
             overlap_reduce=overlap_reduce,
             overlap_gather=overlap_gather,
         )
@@ -197,6 +202,20 @@ class Rank:
         for part in mine:
             backward(self.stage, part, step, self.tp_shard)
         self.optimizer.finish_reduction()
+
+    def squared_norm(self) -> float:
+        """This rank's part of the squared norm of the reduced gradients."""
+        numbers = HostNumbers()
+        norm = self.optimizer.squared_norm(numbers)
+        numbers.read()
+        return norm().value
+
+    def state_norms(self) -> StateNorms:
+        """This rank's part of the norms of the state as it is."""
+        numbers = HostNumbers()
+        norms = self.optimizer.state_norms(numbers)
+        numbers.read()
+        return norms()
 
     def step(self, step: int) -> None:
         self.reduce(step)

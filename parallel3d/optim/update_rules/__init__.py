@@ -1,7 +1,8 @@
 """The update rules, one file each: every module in this folder that defines a RULE adds it.
 
 A rule's file has no torch in it at run time, so that the configuration, the planner and the optimizer read the same
-class. docs/extending.md shows how to add one.
+class. docs/extending.md shows how to add one. Its formula for Triton, if it has one, is in `triton_<name>.py`, which is
+imported only where it runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pkgutil import iter_modules
 
 from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MAX_STATES, MatrixRule, UpdateRule
 
-_modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+_names = [module.name for module in iter_modules(__path__) if not module.name.startswith("triton_")]
+_modules = [import_module(f"{__name__}.{name}") for name in _names]
 _found: list[type[UpdateRule]] = [module.RULE for module in _modules if hasattr(module, "RULE")]
 
 UPDATE_RULES: dict[str, type[UpdateRule]] = {

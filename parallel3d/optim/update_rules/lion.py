@@ -15,17 +15,23 @@ class Lion(UpdateRule):
 
     name = "lion"
     states = (EXP_AVG,)
+    has_triton_formula = True
 
     beta1: Fraction = 0.9
     """The momentum's share of a step."""
     beta2: Fraction = 0.99
     """Decay of the momentum per update."""
 
+    def scalars(self, step: UpdateStep, *, weight_decay: float) -> tuple[float, ...]:
+        decay = 1.0 - step.learning_rate * weight_decay
+        return self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, step.learning_rate, decay
+
     def update_block(self, block: Block, step: UpdateStep, *, weight_decay: float) -> None:
+        beta1, rest1, beta2, rest2, rate, decay = self.scalars(step, weight_decay=weight_decay)
         (momentum,) = block.states
-        change = (momentum * self.beta1).add_(block.grad * (1.0 - self.beta1)).sign_().mul_(step.learning_rate)
-        momentum.mul_(self.beta2).add_(block.grad.mul_(1.0 - self.beta2))
-        block.weight.mul_(1.0 - step.learning_rate * weight_decay).sub_(change)
+        change = (momentum * beta1).add_(block.grad * rest1).sign_().mul_(rate)
+        momentum.mul_(beta2).add_(block.grad.mul_(rest2))
+        block.weight.mul_(decay).sub_(change)
 
 
 RULE = Lion

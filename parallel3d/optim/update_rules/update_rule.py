@@ -6,8 +6,8 @@ recovery, rounding noise, monitors, validation and the configuration's reference
 applies it (`optim/updater.py`).
 
 Formulas are written with methods of tensors, so that this package is below the configuration and imports no torch. They
-go by single additions, multiplications, divisions and roots, which IEEE 754 defines to the last bit: a result depends
-neither on the block's size nor on an element's position.
+go by single additions, multiplications, divisions and roots (`take_root`), which IEEE 754 defines to the last bit: a
+result depends neither on the block's size nor on an element's position nor on the device.
 """
 
 from __future__ import annotations
@@ -69,6 +69,20 @@ class Block:
     """From a rule that needs whole matrices; None for others."""
 
 
+def take_root(values: Tensor) -> Tensor:
+    """The square root of each of `values`, in place, rounded as IEEE 754 says.
+
+    torch's own on a CPU is MKL's, which on an AMD is wrong in the last bit of 17 % of all fp32 numbers.
+    """
+    if values.device.type != "cpu":
+        return values.sqrt_()
+    from numpy import sqrt
+
+    array = values.numpy()
+    sqrt(array, out=array)
+    return values
+
+
 class UpdateRule(Section, ABC):
     """One update rule. Class attributes are its row, fields are its settings with their defaults and docstrings."""
 
@@ -78,6 +92,9 @@ class UpdateRule(Section, ABC):
     states: ClassVar[tuple[StateSpec, ...]]
     backends: ClassVar[tuple[str, ...]] = ("torch",)
     """Values of `optimizer.backend` that it supports; `optim/kernels.py` has the kernels of others than torch."""
+    has_triton_formula: ClassVar[bool] = False
+    """Whether `triton_<name>.py` beside the rule's file defines its formula for Triton, `update_values`, which gets the
+    rule's `scalars`. Without it GPUs run `update_block`."""
     fallback: ClassVar[str | None] = None
     """For a rule on matrices: the rule that updates all other parameters."""
 
@@ -85,6 +102,10 @@ class UpdateRule(Section, ABC):
     def state_kinds(cls) -> tuple[str, ...]:
         """The names of its states in the keys of a checkpoint."""
         return tuple(state.kind for state in cls.states)
+
+    def scalars(self, step: UpdateStep, *, weight_decay: float) -> tuple[float, ...]:
+        """The numbers in the formula of one update, at most eight."""
+        raise NotImplementedError
 
     @abstractmethod
     def update_block(self, block: Block, step: UpdateStep, *, weight_decay: float) -> None:

@@ -1,0 +1,264 @@
+"""The kernel of the update has the bits of the torch form: rules, formats, edge values, sizes, shares, ranges."""
+
+import pytest
+import torch
+
+from parallel3d.inprocess.world import run_threads
+from parallel3d.kernels.launch_kernel import launch_triton
+from parallel3d.kernels.update_table import Piece, UpdateTable
+from parallel3d.layers.global_index import global_index
+from parallel3d.optim.bucket_plan import ParamSlot
+from parallel3d.optim.update_pieces import pieces_of
+from parallel3d.optim.update_rules import UPDATE_RULES, default_settings
+from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.updater import build_updater
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
+from parallel3d.random_keys import bits, key_of
+from tests.support.kernel_compiler import KernelCase, compile_kernels
+from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, update_step
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
+RULES = [name for name, rule in UPDATE_RULES.items() if rule.has_triton_formula]
+STEP = UpdateStep(number=3, learning_rate=1e-2, peak_learning_rate=1e-2, grad_scale=0.3)
+KEY = key_of("update", 1, 2, "w")
+INFINITY, NAN = float("inf"), float("nan")
+EDGES = [0.0, -0.0, 1.0, -1.0, INFINITY, -INFINITY, NAN, 3.38e38, -3.38e38, 1e-38, 1e-40, -1e-45, 2.0**-126, 255.5]
+NARROW, WIDE = torch.bfloat16, torch.float32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def device_or_skip(name):
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(name)
+
+
+def range_of(rule, num_elements, dtype, grad_dtype=None, seed=4):
+    """Weights, states and gradients: all pairs of edge values in weights and gradients, then numbers of many sizes."""
+    numbers = torch.Generator().manual_seed(seed)
+
+    def draw():
+        magnitude = torch.rand(num_elements, generator=numbers).mul(60).sub(40).exp2()
+        return torch.randn(num_elements, generator=numbers) * magnitude
+
+    weights, grads, states = draw(), draw(), torch.stack([draw() for _ in UPDATE_RULES[rule].states])
+    states[-1].abs_()
+    edges = torch.tensor(EDGES)[:num_elements]
+    for place, values in enumerate([edges.repeat_interleave(len(edges)), edges.repeat(len(edges))]):
+        count = min(len(values), num_elements)
+        (weights, grads)[place][:count] = values[:count]
+        states[-1, count // 2 : count] = values[: count - count // 2].abs()
+    return weights.to(dtype), states.to(dtype), grads.to(grad_dtype or dtype)
+
+
+def noise(span):
+    return bits(KEY, torch.arange(span.start, span.stop))
+
+
+def run_both(rule, tensors, *, rounding, table, device="cpu", copies=False, measures=False):
+    """Results of the torch form and of the kernel, each (1 + num_states, n), and what the kernel measured."""
+    from parallel3d.kernels.triton_update import update_range
+
+    updater = build_updater(UPDATE_RULES[rule], default_settings(rule), is_triton=True)
+    torchs, ours = ([each.clone() for each in tensors] for _ in range(2))
+    plain = build_updater(UPDATE_RULES[rule], default_settings(rule))
+    formula = type(plain)(rule=plain.rule)  # without torch's fused kernel
+    formula.update(*torchs, STEP, weight_decay=0.1, noise=noise if rounding == "stochastic" else None)
+    ours = [each.to(device) for each in ours]
+    copy = torch.empty(len(ours[0]), dtype=NARROW, device=device) if copies else None
+    measured = update_range(
+        launch_triton,
+        updater.triton_formula,
+        updater.rule.scalars(STEP, weight_decay=0.1),
+        tuple(ours),
+        table.to(torch.device(device)),
+        grad_scale=STEP.grad_scale,
+        rounding=rounding,
+        copy=copy,
+        variance=1 if rule == "adamw" else None,
+        measures=measures,
+    )
+    expected, found = (torch.cat([weights[None], states]).cpu() for weights, states, _ in (torchs, ours))
+    if copies:
+        assert_same_bits(copy.cpu(), expected[0].bfloat16())
+    return expected, found, measured
+
+
+def assert_same_bits(found, expected):
+    """Equal bits, but for the payload of a NaN that was not rounded stochastically."""
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    pattern = {2: torch.int16, 4: torch.int32}[found.dtype.itemsize]
+    differing = (found.view(pattern) != expected.view(pattern)) & ~found.isnan()
+    assert not differing.any(), differing.nonzero()[:5].tolist()
+
+
+def whole(num_elements, block=1 << 14):
+    piece = Piece(start=0, stop=num_elements, origin=0, width=num_elements, stride=num_elements, shift=0, name="w")
+    return UpdateTable.build([piece], [KEY], block)
+
+
+# --- a range with one key ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest", "none"])
+@pytest.mark.parametrize("rule", RULES)
+def test_all_pairs_of_edge_values(rule, rounding, device):
+    dtype = WIDE if rounding == "none" else NARROW
+    tensors = range_of(rule, 10_000, dtype, grad_dtype=WIDE)
+    expected, found, _ = run_both(
+        rule, tensors, rounding=rounding, table=whole(10_000), device=device_or_skip(device), copies=rounding == "none"
+    )
+    assert_same_bits(found, expected)
+    if rounding == "stochastic":
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("num_elements", [1, 15, 16, 1023, 1025, 4112])
+def test_sizes(num_elements):
+    tensors = range_of("adamw", num_elements, NARROW)
+    expected, found, _ = run_both("adamw", tensors, rounding="stochastic", table=whole(num_elements, block=1024))
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_million_elements(rule, device):
+    tensors = range_of(rule, 1_000_000, NARROW)
+    table = whole(1_000_000, block=1024 if device == "cuda" else 1 << 17)
+    expected, found, _ = run_both(rule, tensors, rounding="stochastic", table=table, device=device_or_skip(device))
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_it_measures_what_it_stores(rule):
+    """1e-6: sums in fp32 over blocks, in another order."""
+    from parallel3d.kernels.triton_sums import add_norms
+
+    weights, states, grads = (
+        torch.randn(*shape).bfloat16() for shape in ((9000,), (len(UPDATE_RULES[rule].states), 9000), (9000,))
+    )
+    states[-1].square_()
+    _, found, measured = run_both(
+        rule, (weights, states, grads), rounding="stochastic", table=whole(9000, block=1024), measures=True
+    )
+    squared, total, largest = add_norms(launch_triton, [measured]).tolist()
+    assert squared == pytest.approx(found[0].double().square().sum().item(), rel=1e-6)
+    roots = found[2].double().sqrt() if rule == "adamw" else torch.zeros(1)
+    assert total == pytest.approx(roots.sum().item(), rel=1e-6)
+    assert largest == pytest.approx(roots.max().item(), rel=1e-6)
+
+
+# --- shares of parameters ---------------------------------------------------------------------------------------------
+
+HEADS = tuple(FusedBlock(name=name, size=16) for name in "qkv")
+SHARES = [
+    *SHARDINGS,
+    ParamSharding(name="three", shape=(3, 8, 5), dim=1),
+    ParamSharding(name="last", shape=(3, 8), dim=1, padded=True),
+    ParamSharding(name="heads", shape=(48, 16), dim=0, fused_blocks=HEADS),
+]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("sharding", SHARES, ids=lambda sharding: sharding.name)
+def test_pieces_have_the_indices_of_the_share(sharding, tp_size):
+    """On every range that begins and ends in the parameter's middle; padding, whose index is negative, may be left out
+    or have any."""
+    for rank in range(tp_size):
+        tp = TpShard(rank=rank, size=tp_size)
+        slot = ParamSlot(name=sharding.name, offset=32, shape=sharding.local_shape(tp_size))
+        index = global_index(sharding, range(slot.length), tp=tp)
+        for span in (range(0, 1000), range(32, 32 + slot.length), range(40, 40 + slot.length // 2), range(500, 501)):
+            found = torch.full((len(span),), -1)
+            for piece in pieces_of(sharding, slot, span, tp):
+                element = torch.arange(piece.start, piece.stop) - piece.origin
+                assert (found[piece.start : piece.stop] == -1).all()
+                found[piece.start : piece.stop] = (
+                    element // piece.width * piece.stride + element % piece.width + piece.shift
+                )
+            expected = torch.full((1000,), -1)
+            expected[32 : 32 + slot.length] = index.clamp(min=-1)
+            expected = expected[span.start : span.stop]
+            assert torch.equal(torch.where(expected < 0, -1, found), expected)
+
+
+def trained(launch, **settings):
+    """For each rank, its weights, its states and the norms before each step."""
+
+    def body(number, world):
+        rank, norms = Rank(number, world, launch=launch, **settings), []
+        for step in range(NUM_STEPS):
+            rank.reduce(step)
+            norms.append((rank.squared_norm(), rank.state_norms()))
+            rank.optimizer.update(step + 1, None if step == 1 else update_step(step))
+        rank.optimizer.finish_gather()
+        return rank.weights(), rank.state(), norms
+
+    return run_threads(settings["tp_size"] * settings["dp_size"], body)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("policy", ["bf16_sr", "bf16_pure"])
+@pytest.mark.parametrize("tp_size, dp_size, backups", [(1, 1, 0), (2, 1, 0), (4, 1, 0), (2, 3, 1)])
+def test_buckets_of_many_parameters(tp_size, dp_size, backups, policy, kind):
+    """Padding, both dimensions, copied heads, ranges with borders inside parameters; a step that updates nothing."""
+    settings = dict(tp_size=tp_size, dp_size=dp_size, zero_backups=backups, policy=policy, kind=kind)
+    for mine, theirs in zip(trained(launch_triton, **settings), trained(None, **settings)):
+        assert all(torch.equal(mine[0][name], theirs[0][name]) for name in theirs[0])
+        for ours, other in zip(mine[1], theirs[1]):
+            assert all(torch.equal(ours[span], other[span]) for span in other)
+        for (norm, state), (other_norm, other_state) in zip(mine[2], theirs[2]):
+            assert norm == pytest.approx(other_norm, rel=1e-6)
+            assert state.squared_weights.value == pytest.approx(other_state.squared_weights.value, rel=1e-6)
+            assert state.variance.value == pytest.approx(other_state.variance.value, rel=1e-6)
+            assert state.variance_max == pytest.approx(other_state.variance_max, rel=1e-6)
+
+
+# --- the compiled kernel ----------------------------------------------------------------------------------------------
+
+
+def compiled_case(rule, rounding, *, has_rows=False, num_rows=1):
+    narrow = "*fp32" if rounding == "none" else "*bf16"
+    tensors = dict(weights=narrow, states=narrow, grads="*bf16", copy="*bf16", partials="*fp32", table="*i64")
+    numbers = dict(grad_scale="fp32", **{f"n{number}": "fp32" for number in range(1, 9)})
+    return KernelCase(
+        module="parallel3d.kernels.triton_update",
+        kernel="_update_range",
+        signature=tensors | dict(row_length="i64") | numbers,
+        constants=dict(
+            FORMULA=f"parallel3d.optim.update_rules.triton_{rule}:update_values",
+            NUM_STATES=len(UPDATE_RULES[rule].states),
+            ROUNDING=rounding,
+            COPIES=rounding == "none",
+            MEASURES=True,
+            VARIANCE=1 if rule == "adamw" else -1,
+            NUM_ROWS=num_rows,
+            IS_ALIGNED=True,
+            HAS_ROWS=has_rows,
+            BLOCK=1024,
+        ),
+        aligned=(*tensors, "row_length"),
+        options=dict(num_warps=4, enable_fp_fusion=False),
+    )
+
+
+@pytest.mark.full
+def test_compiles_for_all_architectures():
+    """No spill, no local memory, no fused multiply-add; a thread moves eight elements of a tensor in 128 bits."""
+    cases = [
+        compiled_case("adamw", "stochastic"),
+        compiled_case("adamw", "stochastic", has_rows=True, num_rows=16),
+        compiled_case("adamw", "nearest"),
+        compiled_case("adamw", "none"),
+        compiled_case("lion", "stochastic"),
+    ]
+    for made in compile_kernels(cases):
+        assert made.spilled_bytes == made.local_bytes == 0
+        assert made.num_fused_multiply_adds == 0
+        tensors_moved = made.accesses("ld").count(128), made.accesses("st").count(128)
+        assert min(tensors_moved) >= 2 and 16 not in (*made.accesses("ld"), *made.accesses("st"))
