@@ -73,21 +73,21 @@ AT_MOST = {
     "kernels of a Llama layer, backward": (22, lambda: layer("backward", "kernels"), None),
     "bytes of a Llama layer, forward, of 12 u + 3 v": (1.1, lambda: layer("layers", "bytes"), None),
     "bytes of a Llama layer, backward, of 14 u + 6 v": (1.1, lambda: layer("backward", "bytes"), None),
-    "kernels of the update, a bucket": (1, lambda: update("hlat_7b", "launches a bucket"), "229"),
-    "bytes of the update, an element": (16, lambda: update("hlat_7b", "bytes"), "705"),
-    "bytes of the norms, an element": (4, lambda: norm_bytes("hlat_7b"), "34"),
+    "kernels of the update, a bucket": (1, lambda: update("hlat_7b", "launches a bucket"), None),
+    "bytes of the update, an element": (16, lambda: update("hlat_7b", "bytes"), None),
+    "bytes of the norms, an element": (4, lambda: norm_bytes("hlat_7b"), None),
     "bytes of the cross-entropy, a logit, Llama": (8, lambda: logit_bytes("hlat_7b"), None),
     "bytes of the cross-entropy, a logit, GPT-2": (8, lambda: logit_bytes("gpt2_124m"), None),
-    "waits of the host, 7B": (1, lambda: waits("hlat_7b"), "263"),
-    "waits of the host, GPT-2": (1, lambda: waits("gpt2_124m"), "29"),
+    "waits of the host, 7B": (1, lambda: waits("hlat_7b"), None),
+    "waits of the host, GPT-2": (1, lambda: waits("gpt2_124m"), None),
     "GiB, 7B": (112, lambda: peak_gib("hlat_7b"), None),
 }
 """Limit, figure, and where it is not reached yet the figure of today."""
 
 AT_LEAST = {
-    "hlat_7b": (13_500, "6,597"),
-    "llama_1.26b": (63_000, "43,981"),
-    "gpt2_124m": (520_000, "390,018"),
+    "hlat_7b": (13_500, None),
+    "llama_1.26b": (63_000, None),
+    "gpt2_124m": (520_000, "490,677"),
 }
 """Tokens/s on an H200, by workload."""
 

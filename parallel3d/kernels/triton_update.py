@@ -64,7 +64,7 @@ def update_range(
                 states.shape[1],
                 *numbers,
             ),
-            reads=(weights, states, grads, table.rows),
+            reads=(weights, states, grads, table.rows[: table.num_pieces]),
             writes=(weights, states, partials, *([] if copy is None else [copy])),
             FORMULA=formula,
             NUM_STATES=len(states),

@@ -58,6 +58,7 @@ class UpdateTable:
 
     rows: Tensor
     """(a power of two, COLUMNS) int64; rows that only fill up have no programs."""
+    num_pieces: int
     num_programs: int
     block: int
     """Elements of a program."""
@@ -78,6 +79,7 @@ class UpdateTable:
         rows += [(_NO_PROGRAM, *[0] * (COLUMNS - 1))] * (num_rows - len(rows))
         return UpdateTable(
             rows=torch.tensor(rows, dtype=torch.int64),
+            num_pieces=len(pieces),
             num_programs=first_program,
             block=block,
             is_aligned=all(piece.start % ALIGNMENT == piece.stop % ALIGNMENT == 0 for piece in pieces),

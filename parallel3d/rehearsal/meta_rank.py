@@ -57,7 +57,7 @@ class Rehearsal:
 
 
 def rehearse(config: Config, make_stage: MakeStage, *, rank: int = 0) -> Rehearsal:
-    """Rehearses the first step of `rank`; `config` is resolved.
+    """Rehearses the second step of `rank`; `config` is resolved.
 
     Raises UserError for other grids than one replica on one stage: ranks check what the others report of a step.
     """
@@ -80,8 +80,10 @@ def rehearse(config: Config, make_stage: MakeStage, *, rank: int = 0) -> Rehears
         start_rank(context, grid, _transports(rank, grid, counter))
         labels.watch(context.chunks)
         state_bytes, memory.peak = memory.live, memory.live
-        with counter.counting():
-            train_step(context)
+        for _ in range(2):  # the first step alone measures its state; later ones have the norms from updates
+            counter.counts, counter.label = {}, CLEAR
+            with counter.counting():
+                train_step(context)
     counts = {name: each for name, each in counter.counts.items() if each.num_kernels or each.num_waits}
     return Rehearsal(
         phases=counts,

@@ -46,7 +46,7 @@ def test_layers_that_are_alike_need_not_all_be_counted():
 
 
 def test_products_are_those_of_the_model():
-    """6 FLOPs for each weight of a product and each token, of the first step's two micro-batches."""
+    """6 FLOPs for each weight of a product and each token, of a step's two micro-batches."""
     total, tokens = rehearse(config(), make_stage).total, 4 * SEQ
     weights = 3 * (4 * 64 * 64 + 3 * 64 * 96) + 512 * 64
     by_norms = sum(n * work.flops for work, n in total.works.items() if work.narrowest == 1)
