@@ -76,6 +76,21 @@ def test_a_gpu_trains_like_a_cpu(config_file, tmp_path, device, sizes):
     assert losses[device] == pytest.approx(losses["cpu"], rel=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_ranks_that_share_a_gpu_survive_a_kill(config_file, tmp_path):
+    """Eight ranks: a tensor-parallel one dies, its replica goes, and the damaged pipeline continues."""
+    sizes = [f"parallel.{axis}_size=2" for axis in ("tp", "pp", "dp")]
+    process = start("--config", config_file, "run.device=cuda_shared", "run.num_steps=100000", *sizes)
+    wait_for_step(tmp_path / "run", 3, timeout=180)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+    wait_for_change(tmp_path / "run", 1)
+    wait_for_step(tmp_path / "run", metrics(tmp_path / "run")[-1]["step"] + 3)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process, timeout=60)
+    assert code == 130 and "Traceback" not in out + err
+
+
 @pytest.mark.full
 def test_the_same_file_under_torchrun(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "run.directory=" + str(tmp_path / "plain")))
