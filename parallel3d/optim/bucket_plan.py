@@ -77,8 +77,7 @@ class BucketPlan:
 
     def length(self, num_ranges: int) -> int:
         """Elements, with the padding that makes `num_ranges` equal, aligned ranges."""
-        unit = ALIGNMENT if self.key.is_matrix_wise else num_ranges * ALIGNMENT
-        return -(-self.num_elements // unit) * unit
+        return padded_length(self.num_elements, 1 if self.key.is_matrix_wise else num_ranges)
 
     def capacity(self, max_ranges: int) -> int:
         """The largest length for 1 to `max_ranges` ranges: at most max_ranges x 64 elements of padding."""
@@ -102,8 +101,7 @@ class BucketPlan:
         """The elements of range `number` of `num_ranges`; some ranges of a matrix-wise bucket may be empty."""
         if self.key.is_matrix_wise:
             return range(self._border(number, num_ranges), self._border(number + 1, num_ranges))
-        size = self.length(num_ranges) // num_ranges
-        return range(number * size, (number + 1) * size)
+        return equal_range(self.num_elements, number, num_ranges)
 
     def _border(self, number: int, num_ranges: int) -> int:
         """The first element of range `number`: the parameter border nearest to that of equal ranges."""
@@ -112,6 +110,18 @@ class BucketPlan:
             return length if number else 0
         borders = (*(param_slot.offset for param_slot in self.param_slots), length)
         return min(borders, key=lambda border: abs(border * num_ranges - number * length))
+
+
+def padded_length(num_elements: int, num_ranges: int) -> int:
+    """Elements of a bucket with the padding that makes `num_ranges` equal, aligned ranges."""
+    unit = num_ranges * ALIGNMENT
+    return -(-num_elements // unit) * unit
+
+
+def equal_range(num_elements: int, number: int, num_ranges: int) -> range:
+    """The elements of range `number` of `num_ranges` equal ones."""
+    size = padded_length(num_elements, num_ranges) // num_ranges
+    return range(number * size, (number + 1) * size)
 
 
 def plan_buckets(

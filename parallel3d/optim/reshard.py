@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from parallel3d.optim.bucket import Bucket
+from parallel3d.optim.bucket_plan import equal_range
 from parallel3d.optim.shard_map import Move, ShardMap, ShardMaps, plan_moves
 from parallel3d.optim.state_shard import Shard
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
@@ -42,7 +44,7 @@ def move_bucket(
     # rest as it arrives. The old states stay as they are until `commit`, so a death in between costs only the new ones.
     assert change.old is not None, "nothing moves at the start of a run"
     old, new = (maps.of(bucket.plan.key) for maps in (change.old, change.new))
-    moves = _plan(bucket, old, new, set(change.live))
+    moves = _plan(bucket, old, new, frozenset(change.live))
     with_master = bucket.has_master or not change.weights_gathered
 
     def header(num_elements: int) -> Header:
@@ -75,10 +77,27 @@ def move_bucket(
     return shards, num_bytes
 
 
-def _plan(bucket: Bucket, old: ShardMap, new: ShardMap, live: Collection[int]) -> Sequence[Move]:
-    held = {rank: _ranges(bucket, old, rank) for ranks in old.holders for rank in ranks if rank in live}
-    wanted = {rank: _ranges(bucket, new, rank) for ranks in new.holders for rank in ranks}
-    return plan_moves(held, wanted, bucket.plan.num_elements)
+def _plan(bucket: Bucket, old: ShardMap, new: ShardMap, live: frozenset[int]) -> Sequence[Move]:
+    if not bucket.plan.key.is_matrix_wise:
+        return plan_equal_ranges(old, new, live, bucket.plan.num_elements)
+    return _plan_moves(old, new, live, bucket.plan.num_elements, bucket.plan.range_of)
+
+
+@lru_cache(maxsize=64)
+def plan_equal_ranges(old: ShardMap, new: ShardMap, live: frozenset[int], num_elements: int) -> Sequence[Move]:
+    """The moves of a bucket of equal ranges; most buckets of a model have the same length, and so the same moves."""
+    return _plan_moves(old, new, live, num_elements, partial(equal_range, num_elements))
+
+
+def _plan_moves(
+    old: ShardMap, new: ShardMap, live: frozenset[int], num_elements: int, range_of: Callable[[int, int], range]
+) -> Sequence[Move]:
+    def ranges(shard_map: ShardMap, rank: int) -> list[range]:
+        return [range_of(number, shard_map.num_ranges) for number in shard_map.ranges_of(rank)]
+
+    held = {rank: ranges(old, rank) for ranks in old.holders for rank in ranks if rank in live}
+    wanted = {rank: ranges(new, rank) for ranks in new.holders for rank in ranks}
+    return plan_moves(held, wanted, num_elements)
 
 
 def _ranges(bucket: Bucket, shard_map: ShardMap, rank: int) -> list[range]:

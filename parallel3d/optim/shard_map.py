@@ -22,8 +22,11 @@ loss fatal::
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from parallel3d.optim.bucket_plan import BucketKey
 from parallel3d.parallel.grid import Grid
@@ -41,8 +44,16 @@ class ShardMap:
 
     def ranges_of(self, rank: int) -> tuple[int, ...]:
         """The ranges that a rank holds, its own first."""
-        mine = [number for number, ranks in enumerate(self.holders) if rank in ranks]
-        return tuple(sorted(mine, key=lambda number: (self.holders[number].index(rank), number)))
+        return self._by_rank.get(rank, ())
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[int, ...]]:
+        """The ranges of each holder, its own first."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for number, ranks in enumerate(self.holders):
+            for place, rank in enumerate(ranks):
+                places.setdefault(rank, []).append((place, number))
+        return {rank: tuple(number for _, number in sorted(mine)) for rank, mine in places.items()}
 
     def backup_of(self, rank: int) -> int | None:
         """The rank to which `rank` sends the reduced gradients of its own range; None without backups.
@@ -51,7 +62,8 @@ class ShardMap:
         """
         if self.num_ranges == 1:
             return None
-        return next((ranks[1] for ranks in self.holders if ranks[0] == rank and len(ranks) > 1), None)
+        mine = [self.holders[number] for number in self.ranges_of(rank)]
+        return next((ranks[1] for ranks in mine if ranks[0] == rank and len(ranks) > 1), None)
 
     def lost_ranges(self, dead: Collection[int]) -> tuple[int, ...]:
         """Ranges whose holders are all dead."""
@@ -88,13 +100,20 @@ def plan_shard_map(
 
     `zero_backups` is 0 or 1; a stage with one replica has none in either case.
     """
-    ranks = grid.dp_ranks(stage, tp)
+    return plan_stage(grid, stage, (tp,), zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)[0]
+
+
+def plan_stage(
+    grid: Grid, stage: int, positions: Iterable[int], *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]
+) -> list[ShardMap]:
+    """The shard maps of some tensor-parallel ranks of a stage, as `plan_shard_map`'s."""
+    rows = [grid.dp_ranks(stage, tp) for tp in positions]
     if zero_stage == 0:
-        return ShardMap(holders=(ranks,))
-    if zero_backups == 0 or len(ranks) == 1:
-        return ShardMap(holders=tuple((rank,) for rank in ranks))
-    positions = [grid.dp_ranks(stage, position) for position in range(grid.tp_size)]
-    return ShardMap(holders=tuple(zip(ranks, _rotate(ranks, _backup_shift(positions, hosts)))))
+        return [ShardMap(holders=(ranks,)) for ranks in rows]
+    if zero_backups == 0 or len(grid.stages[stage]) == 1:
+        return [ShardMap(holders=tuple((rank,) for rank in ranks)) for ranks in rows]
+    shift = _backup_shift([grid.dp_ranks(stage, tp) for tp in range(grid.tp_size)], hosts)
+    return [ShardMap(holders=tuple(zip(ranks, _rotate(ranks, shift)))) for ranks in rows]
 
 
 def plan_shard_maps(
@@ -165,11 +184,23 @@ def _backup_shift(positions: Sequence[Sequence[int]], hosts: Mapping[int, str]) 
     ranks of a replica hold the same ranges: a matrix-wise update rule joins these to whole matrices.
     """
 
-    def pairs_on_two_hosts(shift: int) -> int:
-        pairs = (pair for ranks in positions for pair in zip(ranks, _rotate(ranks, shift)))
-        return sum(hosts.get(owner) != hosts.get(backup) for owner, backup in pairs)
+    numbers: dict[str | None, int] = {}
+    table = np.array([[numbers.setdefault(hosts.get(rank), len(numbers)) for rank in ranks] for ranks in positions])
+    most = sum(_most_pairs(row) for row in table)
+    best, best_pairs = 1, -1
+    for shift in range(1, table.shape[1]):
+        if best_pairs == most:
+            break
+        pairs = int((table[:, shift:] != table[:, :-shift]).sum() + (table[:, :shift] != table[:, -shift:]).sum())
+        if pairs > best_pairs:
+            best, best_pairs = shift, pairs
+    return best
 
-    return max(range(1, len(positions[0])), key=lambda shift: (pairs_on_two_hosts(shift), -shift))
+
+def _most_pairs(hosts: np.ndarray) -> int:
+    """A bound of the replicas, by their hosts' numbers (replicas,), whose backup is on another host."""
+    largest = int(np.bincount(hosts).max())
+    return min(len(hosts), 2 * (len(hosts) - largest))
 
 
 def _rotate(ranks: Sequence[int], shift: int) -> tuple[int, ...]:

@@ -126,13 +126,17 @@ class Grid:
 
         A stage may be left without replicas, see `stages_lost`.
         """
-        gone = set(lost)
+        gone = {rank for rank in lost if self.holds(rank)}
+        broken = {self.coordinates(rank).replica for rank in gone}
+        damaged_stages = {stage for stage, _ in broken}
         stages = tuple(
-            MappingProxyType({d: ranks for d, ranks in stage.items() if gone.isdisjoint(ranks)})
-            for stage in self.stages
+            MappingProxyType({d: ranks for d, ranks in stage.items() if (p, d) not in broken})
+            if p in damaged_stages
+            else stage
+            for p, stage in enumerate(self.stages)
         )
-        kept = {rank for stage in stages for ranks in stage.values() for rank in ranks}
-        return Grid(stages), tuple(rank for rank in self.ranks if rank not in kept and rank not in gone)
+        spares = {rank for replica in broken for rank in self.tp_ranks(replica)} - gone
+        return Grid(stages), tuple(sorted(spares))
 
     def stages_lost(self) -> tuple[int, ...]:
         """Stages that have no replica left."""

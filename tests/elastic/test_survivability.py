@@ -110,3 +110,32 @@ def test_a_tied_embedding_makes_no_loss_fatal(data: st.DataObject):
 
 def test_list_words():
     assert [list_words(range(count)) for count in (1, 2, 3)] == ["0", "0 and 1", "0, 1 and 2"]
+
+
+@given(
+    num_replicas=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    tp_size=st.integers(1, 2),
+    settings=st.fixed_dictionaries({"zero_stage": st.integers(0, 1), "zero_backups": st.integers(0, 1)}),
+    data=st.data(),
+)
+def test_only_the_ranges_of_the_dead_are_looked_at(
+    num_replicas: list[int], tp_size: int, settings: dict[str, int], data: st.DataObject
+):
+    """The decision and its words are those of a search of every range of every stage."""
+    grid = Grid.of_replicas(num_replicas, tp_size=tp_size)
+    dead = data.draw(st.sets(st.sampled_from((*grid.ranks, 999))))
+    hosts = {rank: str(data.draw(st.integers(0, 2))) for rank in grid.ranks}
+    lost = [
+        (stage, tp, number)
+        for stage in range(grid.pp_size)
+        for tp in range(tp_size)
+        for number in plan_shard_map(grid, stage, tp, hosts=hosts, **settings).lost_ranges(dead)
+    ]
+    decision = decide(grid, dead, hosts=hosts, **settings)
+    is_stage_lost = grid.without(dead)[0].stages_lost() != ()
+    assert decision.can_continue is not (bool(lost) or is_stage_lost)
+    if lost and not is_stage_lost:
+        found = [part.split(" of the optimizer state of stage ") for part in decision.reason.split("; ")]
+        assert [
+            (int(rest[0]), int(rest.split("tp ")[1].split()[0]), int(part.split()[1])) for part, rest in found
+        ] == lost

@@ -194,3 +194,23 @@ def test_a_large_stage_is_planned_at_once():
     moves = plan_moves(held, wanted, 64 * 63 * 1000)
     assert time.process_time() - start < 0.25  # 0.001 s measured
     assert {move.target for move in moves} == set(range(63))
+
+
+@given(hosts=st.text("abcd", min_size=2, max_size=12), tp_size=st.integers(1, 2), data=st.data())
+def test_the_shift_is_the_smallest_with_the_most_pairs_on_two_hosts(hosts: str, tp_size: int, data: st.DataObject):
+    """By trying all; some ranks' hosts may be unknown."""
+    num_replicas = len(hosts)
+    grid = Grid.uniform(tp_size=tp_size, pp_size=1, dp_size=num_replicas)
+    known = data.draw(st.sets(st.sampled_from(grid.ranks)))
+    table = {rank: hosts[grid.coordinates(rank).dp] for rank in known}
+    shard_map = plan_shard_map(grid, 0, 0, zero_stage=1, zero_backups=1, hosts=table)
+
+    def pairs(shift: int) -> int:
+        rows = [grid.dp_ranks(0, tp) for tp in range(tp_size)]
+        return sum(
+            table.get(r[n]) != table.get(r[(n + shift) % num_replicas]) for r in rows for n in range(num_replicas)
+        )
+
+    best = max(range(1, num_replicas), key=lambda shift: (pairs(shift), -shift))
+    ranks = grid.dp_ranks(0, 0)
+    assert shard_map.holders == tuple((ranks[n], ranks[(n + best) % num_replicas]) for n in range(num_replicas))

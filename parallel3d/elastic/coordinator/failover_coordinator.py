@@ -37,7 +37,7 @@ class ResumedProtocol(MembershipProtocol):
         self.last_reported_step = committed.last_reported_step
         self._grid = committed.grid
         self._generation = max(newest_generation, committed.generation)
-        self._hosts = committed.hosts
+        self._hosts = dict(committed.hosts)
         self._newest = committed.position
 
     def begin(self, reason: str) -> list[Action]:

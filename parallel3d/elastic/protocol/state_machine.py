@@ -17,7 +17,7 @@ tests/support/protocol_model.py shows by exhaustive exploration that this is rig
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, LostWorker, StateReport
@@ -89,7 +89,8 @@ Action = AbortGeneration | Propose | Commit | DrainRequest | DrainRefused | Stop
 
 
 class MembershipProtocol:
-    """The coordinator's decisions. Attributes are replaced, never changed in place: copy.copy is a snapshot."""
+    """The coordinator's decisions. copy.copy is a snapshot: tables are copied, all other attributes are replaced and
+    never changed in place."""
 
     def __init__(self, grid: Grid, *, zero_stage: int, zero_backups: int, enabled: bool = True):
         self.live: frozenset[int] = frozenset(grid.ranks)
@@ -112,15 +113,21 @@ class MembershipProtocol:
         """The newest number, committed or pending."""
         self._reasons: tuple[str, ...] = ()
         """Why the membership has changed since the last committed generation."""
-        self._hosts: Mapping[int, str] = {}
-        self._reports: Mapping[int, StateReport] = {}
+        self._hosts: dict[int, str] = {}
+        self._reports: dict[int, StateReport] = {}
         self._record: GenerationRecord | None = None
         """Proposed, not yet confirmed by all."""
-        self._digests: Mapping[int, str] = {}
+        self._digests: dict[int, str] = {}
         self._draining: frozenset[int] = frozenset()
         self._finished: frozenset[int] = frozenset()
         self._newest = LogPosition()
         self._num_changes_without_step = 0
+
+    def __copy__(self) -> MembershipProtocol:
+        copied = self.__class__.__new__(self.__class__)
+        tables = {name: dict(getattr(self, name)) for name in ("_hosts", "_reports", "_digests")}
+        copied.__dict__.update(self.__dict__, **tables)
+        return copied
 
     @property
     def pending(self) -> int | None:
@@ -135,9 +142,9 @@ class MembershipProtocol:
             return []
         if self.pending is None or report.rank in self._reports:
             raise ProtocolError(f"rank {report.rank} reported twice to generation {report.generation}")
-        self._reports = {**self._reports, report.rank: report}
-        self._hosts = {**self._hosts, report.rank: report.host}
-        return self._decide() if self._reports.keys() == self.live else []
+        self._reports[report.rank] = report
+        self._hosts[report.rank] = report.host
+        return self._decide() if len(self._reports) == len(self.live) else []
 
     def confirm(self, rank: int, generation: int, digest: str) -> list[Action]:
         """Handles a member's confirmation that it holds its new state; the last one's commits the generation."""
@@ -145,8 +152,8 @@ class MembershipProtocol:
             return []
         if self._record is None or rank in self._digests:
             raise ProtocolError(f"rank {rank} confirmed generation {generation}, which it was not asked to")
-        self._digests = {**self._digests, rank: digest}
-        if self._digests.keys() != set(self._record.members):
+        self._digests[rank] = digest
+        if len(self._digests) < len(self._record.members):
             return []
         first, *others = self._record.grid.ranks
         for other in others:
@@ -242,7 +249,7 @@ class MembershipProtocol:
                 and self._reports[rank].position.iteration == lead.position.iteration
                 for rank in grid.ranks
             ),
-            hosts=self._hosts,
+            hosts=dict(self._hosts),
             addresses={rank: self._reports[rank].address for rank in sorted(self._reports)},
             last_reported_step=self.last_reported_step,
             reason="; ".join(self._reasons),

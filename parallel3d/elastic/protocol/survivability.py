@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from parallel3d.optim.shard_map import plan_shard_map
+from parallel3d.optim.shard_map import plan_stage
 from parallel3d.parallel.grid import Grid
 
 
@@ -63,9 +63,12 @@ def _lost_coordinates(grid: Grid, stage: int, gone: Collection[int]) -> str:
 def _lost_ranges(
     grid: Grid, dead: set[int], *, zero_stage: int, zero_backups: int, hosts: Mapping[int, str]
 ) -> Iterator[str]:
-    for stage in range(grid.pp_size):
-        for tp in range(grid.tp_size):
-            shard_map = plan_shard_map(grid, stage, tp, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+    """The ranges without a live holder, which are among those of the dead: nothing else is looked at."""
+    lost = [grid.coordinates(rank) for rank in dead if grid.holds(rank)]
+    for stage in sorted({each.pp for each in lost}):
+        positions = sorted({each.tp for each in lost if each.pp == stage})
+        maps = plan_stage(grid, stage, positions, zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts)
+        for tp, shard_map in zip(positions, maps):
             for number in shard_map.lost_ranges(dead):
                 ranks = shard_map.holders[number]
                 who = f"rank {ranks[0]}, its only holder," if len(ranks) == 1 else f"ranks {list_words(ranks)}"
