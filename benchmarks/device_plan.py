@@ -21,14 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.device.workloads import WORKLOADS, load_workload
 from models.make import make_stage
-from parallel3d.config.derived import flops_per_token, tokens_per_step
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.rehearsal.device_rows import DeviceRow, find_rows
-from parallel3d.rehearsal.estimate_table import describe_estimates
-from parallel3d.rehearsal.ideal_counts import ideal_phases
-from parallel3d.rehearsal.meta_rank import LayeredRehearsal, Rehearsal
-from parallel3d.rehearsal.roofline import StepEstimate, estimate_step
+from parallel3d.rehearsal.config_estimate import describe_on_devices
+from parallel3d.rehearsal.device_rows import find_rows
+from parallel3d.rehearsal.meta_rank import LayeredRehearsal
+from parallel3d.rehearsal.roofline import StepEstimate
 
 
 def main(arguments: list[str]) -> int:
@@ -39,10 +36,9 @@ def main(arguments: list[str]) -> int:
         for name, kernels, recompute, tp in variants(options):
             config = load_workload(name, settings_of(kernels, recompute, tp))
             rehearsal = LayeredRehearsal.of(config, make_stage).whole
-            estimates = [estimate_on(config, rehearsal, row) for row in rows]
+            estimates, lines = describe_on_devices(config, rehearsal, rows)
             print(f"\n{name}, {kernels} kernels, recompute {recompute}, tp {tp}")
-            ideal = ideal_phases(config, num_elements=rehearsal.num_elements, num_buckets=rehearsal.num_buckets)
-            print("\n".join(describe_estimates(estimates, ideal)), flush=True)
+            print("\n".join(lines), flush=True)
             found += [record(name, kernels, recompute, tp, estimate) for estimate in estimates]
         if options.out is not None:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -82,15 +78,6 @@ def settings_of(kernels: str, recompute: str, tp: int) -> list[str]:
         f"parallel.tp_size={tp}",
         f"parallel.sequence_parallel={'true' if tp > 1 else 'false'}",
     ]
-
-
-def estimate_on(config: Config, rehearsal: Rehearsal, row: DeviceRow) -> StepEstimate:
-    """The estimate for one rank; with tensor parallelism, each does a part of the FLOPs for all of the tokens."""
-    num_tokens = tokens_per_step(config)
-    flops = num_tokens * flops_per_token(config.model, config.batch.sequence_length) / config.parallel.tp_size
-    return estimate_step(
-        rehearsal.phases, row, num_tokens=num_tokens, model_flops=flops, peak_bytes=rehearsal.peak_bytes
-    )
 
 
 def record(name: str, kernels: str, recompute: str, tp: int, estimate: StepEstimate) -> dict[str, object]:

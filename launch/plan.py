@@ -3,7 +3,8 @@
 Prints the grid, the layers and costs of each stage, the routes that leave their home replica, the bubble, the memory of
 the pipeline, and the timeline of the instruction lists that training executes, which the checker has proven. `--lost
 3,5` shows the iteration after the loss of these ranks. Where stages differ in their numbers of replicas, it prints all
-candidates. Exit codes: 0 done, 2 invalid input.
+candidates. `--device H200` also predicts speed and memory on such a GPU (parallel3d/rehearsal), for models on one
+stage. Exit codes: 0 done, 2 invalid input.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from models.make import make_stage
 from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
@@ -26,6 +28,8 @@ from parallel3d.pipeline.check import CheckReport, check_plan
 from parallel3d.pipeline.partition import stage_costs
 from parallel3d.pipeline.planner import Plan, complete_candidates
 from parallel3d.pipeline.timeline import draw_png, draw_text
+from parallel3d.rehearsal.config_estimate import describe_config
+from parallel3d.rehearsal.device_rows import find_rows
 from parallel3d.trainer.message_sizes import estimate_message_sizes
 from parallel3d.trainer.plans import build_grid, costs_of, plan_schedule, split_layers
 
@@ -37,6 +41,8 @@ def main(arguments: list[str]) -> int:
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         print("\n".join(describe(config, parse_ranks(options.lost), options.png)))
+        if options.device is not None:
+            print("\n".join(describe_speed(config, options.device, options.rows)))
         return 0
     except UserError as error:
         print(error, file=sys.stderr)
@@ -47,6 +53,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = config_parser("Show the pipeline schedule that one JSON file asks for.")
     parser.add_argument("--lost", default="", metavar="RANKS", help="show the plan after these ranks died: 3,5")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
+    parser.add_argument("--device", metavar="NAMES", help="predict a replica's speed and memory on a GPU: H100,H200")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="a JSON list of further devices")
     return parse_config(parser, arguments)
 
 
@@ -82,6 +90,13 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
         gone = [replica for stage in range(whole.pp_size) for replica in lost_replicas(whole, grid, stage)]
         write_png(plan, png, gone)
         yield f"wrote {png}"
+
+
+def describe_speed(config: Config, names: str, rows: Path | None) -> Iterator[str]:
+    """Yields the prediction for each named device: a step of one replica, rehearsed on meta tensors."""
+    yield ""
+    yield "one replica on a GPU, as if it kept all of its optimizer state:"
+    yield from describe_config(config, make_stage, find_rows(names, rows))
 
 
 def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:

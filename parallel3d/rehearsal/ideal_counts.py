@@ -49,10 +49,11 @@ _PRE_NORM_GELU = _LayerIdeal(forward_kernels=10, forward_bytes=(12, 2), backward
 Backward: the norms (8 u), dq, dk, dv into one (6 u), the sums of four biases (5 u + v), GELU (4 v)."""
 
 
-def ideal_layer(model: ModelConfig, num_tokens: int, tp_size: int) -> tuple[IdealWork, IdealWork]:
-    """A layer's forward and backward pass."""
+def ideal_layer(model: ModelConfig, num_tokens: int, tp_size: int, num_local: int) -> tuple[IdealWork, IdealWork]:
+    """A layer's forward and backward pass; `num_local` tokens are this rank's outside of the products."""
     ideal = _PRE_NORM_SWIGLU if family_of(model).norm is RMS_NORM else _PRE_NORM_GELU
-    u, v = 2 * num_tokens * model.hidden_size, 2 * num_tokens * model.intermediate_size // tp_size
+    u = 2 * num_local * model.hidden_size
+    v = 2 * num_tokens * model.intermediate_size // tp_size
     passes = (ideal.forward_kernels, ideal.forward_bytes), (ideal.backward_kernels, ideal.backward_bytes)
     forward, backward = (
         IdealWork(num_kernels=kernels, num_bytes=of_u * u + of_v * v) for kernels, (of_u, of_v) in passes
@@ -66,8 +67,9 @@ def ideal_phases(config: Config, *, num_elements: int, num_buckets: int) -> Mapp
     count, size = batch.num_micro_batches, batch.micro_batch_size
     assert count is not None and size is not None, "needs a resolved configuration"
     num_tokens = size * batch.sequence_length
-    forward, backward = ideal_layer(model, num_tokens, tp)
-    layers, u = model.num_hidden_layers, 2 * num_tokens * model.hidden_size
+    num_local = num_tokens // tp if config.parallel.sequence_parallel else num_tokens
+    forward, backward = ideal_layer(model, num_tokens, tp, num_local)
+    layers, u = model.num_hidden_layers, 2 * num_local * model.hidden_size
     vocab = ceil(model.vocab_size / tp)
     blocks = ceil(4 * num_tokens * vocab / HEAD_BLOCK_BYTES)
     micro_batch = {

@@ -2,7 +2,7 @@
 
     product       FLOPs / (share x peak), the share by its smallest size; 3.3 times as long if its rows are misaligned
     attention     FLOPs / (0.50 x peak) forward, / (0.43 x peak) backward
-    elementwise   bytes / (0.79 x bandwidth)
+    elementwise   bytes / (0.79 x bandwidth), the update / (0.58 x bandwidth)
     collective    bytes / (0.75 x bandwidth of the links)
 
 and none takes less than the 4 us that a GPU needs between two small kernels. The shares were measured on one H200 with
@@ -34,6 +34,9 @@ SHARES: Mapping[WorkKind, float] = {
     "elementwise": 0.79,
     "collective": 0.75,
 }
+SLOW_KERNELS: Mapping[str, float] = {"_update_range": 0.58}
+"""Share of the bandwidth for kernels that compute much: the update's random bits and roundings are some 120
+instructions an element, 27 ms at 7B where its bytes take 24, and the two overlap in part."""
 RESERVED_GIB = 2.5
 """Memory beyond the tensors: the CUDA context, workspaces of cuBLAS and cuDNN, what the allocator can't use."""
 
@@ -49,7 +52,8 @@ def kernel_s(work: KernelWork, device: DeviceRow) -> float:
     elif work.kind == "collective":
         limit_s = work.num_bytes / (SHARES["collective"] * device.link_bandwidth)
     elif work.kind == "elementwise":
-        limit_s = memory_s
+        share = SLOW_KERNELS.get(work.name, SHARES["elementwise"])
+        limit_s = work.num_bytes / (share * device.bandwidth)
     else:
         limit_s = work.flops / (SHARES[work.kind] * peak)
     return max(SMALLEST_KERNEL_S, limit_s)
