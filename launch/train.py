@@ -26,6 +26,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import check_length_function
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_env
+from parallel3d.elastic.guardian.open_files import raise_open_files
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.protocol.restart_policy import RestartPolicy
 from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
@@ -84,6 +85,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers, guarded by this process; returns the run's exit code."""
     if config.monitor.tensorboard:
         check_tensorboard()
+    raise_open_files(world_size(config))
     directory, restart = Path(str(config.run.directory)), config.restart
     checkpoint_dir = CheckpointDirectory(Path(str(config.checkpoint.directory)))
 

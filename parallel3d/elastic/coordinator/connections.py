@@ -125,14 +125,16 @@ class ConnectionServer:
                 self._send_encoded(workers[rank], frame)
 
     def send_to_guardians(self, header: dict[str, Any]) -> None:
+        frame = encode_frame(header)
         for connection in self.guardians():
-            self.send(connection, header)
+            self._send_encoded(connection, frame)
 
     def broadcast(self, header: dict[str, Any]) -> None:
         """Sends a frame to all workers and guardians."""
+        frame = encode_frame(header)
         for connection in list(self.connections):
             if connection.guarded_ranks or connection.rank is not None:
-                self.send(connection, header)
+                self._send_encoded(connection, frame)
 
     def dispatch(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         """Passes a frame on. A frame that the protocol doesn't allow closes the connection; other errors are ours."""
