@@ -32,6 +32,7 @@ class DecoderLayer(nn.Module):
         scale = depth_scale(config.initializer_depth_scaling, layer=index, num_layers=config.num_hidden_layers)
         output_init_std = config.initializer_range * scale
         self.index, self.tp, self.drop = index, context.tp, config.hidden_dropout
+        self.dropout_kernels = context.kernels.dropout
         self.attention_norm = build.norm(f"{name}.attention_norm")
         self.attention = CausalSelfAttention(
             f"{name}.attention",
@@ -56,7 +57,15 @@ class DecoderLayer(nn.Module):
         return x + self._dropout(self.mlp(normed, micro_batch), micro_batch, "mlp")
 
     def _dropout(self, x: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
-        return dropout(x, self.drop, micro_batch=micro_batch, layer=self.index, site=site, tp=self.tp)
+        return dropout(
+            x,
+            self.drop,
+            micro_batch=micro_batch,
+            layer=self.index,
+            site=site,
+            tp=self.tp,
+            kernels=self.dropout_kernels,
+        )
 
 
 class DecoderStage(nn.Module):
@@ -70,6 +79,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         config, context = build.config, build.context
         self.tp, self.drop, self.recompute = context.tp, config.hidden_dropout, recompute
+        self.dropout_kernels = context.kernels.dropout
         sizes, std, tied = (config.vocab_size, config.hidden_size), config.initializer_range, config.tie_word_embeddings
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         name, head_name = "embedding.weight", "embedding.weight" if tied else "head.weight"
@@ -105,7 +115,15 @@ class DecoderStage(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
             x = x if self.positions is None else self.positions(x, micro_batch)
-            x = dropout(x, self.drop, micro_batch=micro_batch, layer=-1, site="embedding", tp=self.tp)
+            x = dropout(
+                x,
+                self.drop,
+                micro_batch=micro_batch,
+                layer=-1,
+                site="embedding",
+                tp=self.tp,
+                kernels=self.dropout_kernels,
+            )
         for layer in self.layers:
             x = run_layer(layer, x, micro_batch, recompute=self.recompute, recompute_context=self.tp.recompute_context)
         return x

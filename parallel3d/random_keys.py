@@ -64,8 +64,12 @@ def normal(key: Key, index: Tensor) -> Tensor:
 
 def keep_mask(key: Key, index: Tensor, drop_probability: float) -> Tensor:
     """True where an element is kept (bool): each is dropped with `drop_probability`, rounded to 2**-32."""
-    threshold = round(drop_probability * 2**32)
-    return (bits(key, index) & 0xFFFFFFFF) >= threshold
+    return (bits(key, index) & 0xFFFFFFFF) >= drop_threshold(drop_probability)
+
+
+def drop_threshold(drop_probability: float) -> int:
+    """The lowest 32 bits of a word below which an element is dropped."""
+    return round(drop_probability * 2**32)
 
 
 @cache

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from parallel3d.kernels import torch_activations, torch_cross_entropy, torch_norms, torch_rotary
+from parallel3d.kernels import (
+    torch_activations,
+    torch_cross_entropy,
+    torch_dropout,
+    torch_embedding,
+    torch_norms,
+    torch_rotary,
+)
 from parallel3d.kernels.choice import KernelForm
+from parallel3d.kernels.torch_dropout import DropoutMask
 from parallel3d.kernels.torch_norms import Normed, NormGrads
 from parallel3d.kernels.torch_rotary import HeadLayout
 from parallel3d.parallel.group import Group
@@ -91,6 +99,19 @@ class CrossEntropyFn(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DropoutKernels:
+    """Dropout of (tokens_local, hidden)."""
+
+    forward: Callable[[Tensor, DropoutMask], tuple[Tensor, Tensor]]
+    """The result, and a tensor that the backward pass needs."""
+    backward: Callable[[Tensor, DropoutMask, Tensor], Tensor]
+
+
+AddRowsFn = Callable[[Tensor, Tensor, Tensor], None]
+"""buffer[index[i]] += rows[i] where index[i] is a row of the buffer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKernels:
     """One form of every operation."""
 
@@ -100,6 +121,8 @@ class LayerKernels:
     silu_times: Activation
     gelu: Mapping[GeluForm, Activation]
     cross_entropy: CrossEntropyFn
+    dropout: DropoutKernels
+    add_rows: AddRowsFn
 
 
 def _torch_gelu(form: GeluForm) -> Activation:
@@ -117,6 +140,8 @@ TORCH_KERNELS = LayerKernels(
     silu_times=Activation(forward=torch_activations.silu_times, backward=torch_activations.silu_times_grads),
     gelu={form: _torch_gelu(form) for form in get_args(GeluForm)},
     cross_entropy=torch_cross_entropy.cross_entropy,
+    dropout=DropoutKernels(forward=torch_dropout.drop, backward=torch_dropout.drop_grad),
+    add_rows=torch_embedding.add_rows,
 )
 
 

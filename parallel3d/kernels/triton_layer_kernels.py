@@ -7,9 +7,23 @@ from __future__ import annotations
 from functools import partial
 from typing import get_args
 
-from parallel3d.kernels import triton_activations, triton_cross_entropy, triton_norms, triton_rotary
+from parallel3d.kernels import (
+    triton_activations,
+    triton_cross_entropy,
+    triton_dropout,
+    triton_embedding,
+    triton_norms,
+    triton_rotary,
+)
 from parallel3d.kernels.launch_kernel import Launch, launch_triton
-from parallel3d.kernels.layer_kernels import Activation, GeluForm, LayerKernels, NormKernels, RotaryKernels
+from parallel3d.kernels.layer_kernels import (
+    Activation,
+    DropoutKernels,
+    GeluForm,
+    LayerKernels,
+    NormKernels,
+    RotaryKernels,
+)
 
 
 def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
@@ -33,4 +47,6 @@ def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
             for form in get_args(GeluForm)
         },
         cross_entropy=bind(triton_cross_entropy.cross_entropy),
+        dropout=DropoutKernels(forward=bind(triton_dropout.drop), backward=bind(triton_dropout.drop_grad)),
+        add_rows=bind(triton_embedding.add_rows),
     )

@@ -8,45 +8,48 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from parallel3d.kernels.layer_kernels import DropoutKernels
+from parallel3d.kernels.torch_dropout import DropoutMask
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.parallel.tensor_parallel import TensorParallel
-from parallel3d.random_keys import keep_mask, key_of
+from parallel3d.random_keys import key_of
 
 
 class _Masked(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(keep)
-        ctx.scale = scale
-        return (x * keep).mul_(scale)
+    def forward(ctx: Any, x: Tensor, mask: DropoutMask, kernels: DropoutKernels) -> Tensor:
+        y, kept = kernels.forward(x, mask)
+        ctx.save_for_backward(kept)
+        ctx.mask, ctx.kernels = mask, kernels
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (keep,) = ctx.saved_tensors
-        return (grad * keep).mul_(ctx.scale), None, None
+        (kept,) = ctx.saved_tensors
+        return ctx.kernels.backward(grad, ctx.mask, kept), None, None
 
 
 def dropout(
-    x: Tensor, probability: float, *, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel
+    x: Tensor,
+    probability: float,
+    *,
+    micro_batch: MicroBatch,
+    layer: int,
+    site: str,
+    tp: TensorParallel,
+    kernels: DropoutKernels,
 ) -> Tensor:
     """(tokens_local, hidden) -> the same, kept elements scaled by 1 / (1 - probability)."""
     if probability == 0.0 or not micro_batch.training:
         return x
-    keep = _mask(x, probability, micro_batch, layer, site, tp)
-    return _Masked.apply(x, keep, 1.0 / (1.0 - probability))
-
-
-def _mask(x: Tensor, probability: float, micro_batch: MicroBatch, layer: int, site: str, tp: TensorParallel) -> Tensor:
-    """The mask of this rank's tokens: row r of a sequence uses the counters r * hidden .. (r + 1) * hidden - 1."""
-    num_local, hidden = x.shape
-    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    columns = torch.arange(hidden, device=x.device)
-    for token_span in micro_batch.token_spans(tp.first_local_token(num_local), num_local):
-        rows = torch.arange(token_span.positions.start, token_span.positions.stop, device=x.device)
-        key = key_of("dropout", micro_batch.seed, micro_batch.iteration, token_span.slot, layer, site)
-        keep[token_span.rows] = keep_mask(key, rows[:, None] * hidden + columns, probability)
-    return keep
+    when = (micro_batch.seed, micro_batch.iteration)
+    mask = DropoutMask(
+        keys=tuple(key_of("dropout", *when, slot, layer, site) for slot in micro_batch.slots),
+        sequence_length=micro_batch.sequence_length,
+        first_token=tp.first_local_token(x.shape[0]),
+        probability=probability,
+    )
+    return _Masked.apply(x, mask, kernels)

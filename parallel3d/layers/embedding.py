@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.accelerator import is_accelerator
+from parallel3d.kernels.layer_kernels import AddRowsFn
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import ParamSharding
@@ -23,36 +22,22 @@ class _LookUp(Function):
     """The rows of this rank's tokens, zeros for those of other ranks; backward adds to the main gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: ShardedParameter, tokens: Tensor, first: int, num_valid: int) -> Tensor:
+    def forward(
+        ctx: Any, weight: ShardedParameter, tokens: Tensor, first: int, num_valid: int, add_rows: AddRowsFn
+    ) -> Tensor:
         local = tokens - first
+        ctx.weight, ctx.num_valid, ctx.add_rows = weight, num_valid, add_rows
+        ctx.save_for_backward(local)
         elsewhere = (local < 0) | (local >= num_valid)
-        local = local.masked_fill(elsewhere, 0)
-        ctx.weight = weight
-        ctx.save_for_backward(local, elsewhere)
-        return weight.detach()[local].masked_fill_(elsewhere.unsqueeze(1), 0)
+        return weight.detach()[local.masked_fill(elsewhere, 0)].masked_fill_(elsewhere.unsqueeze(1), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        local, elsewhere = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        (local,) = ctx.saved_tensors
         sink = ctx.weight.sink
-        buffer = sink.buffer
-        if is_accelerator(buffer.device):
-            add_rows_on_device(buffer, local, grad.masked_fill(elsewhere.unsqueeze(1), 0))
-        else:
-            buffer.index_add_(0, local, grad.to(buffer.dtype).masked_fill(elsewhere.unsqueeze(1), 0))
+        ctx.add_rows(sink.buffer[: ctx.num_valid], local, grad)
         sink.on_added()
-        return None, None, None, None
-
-
-def add_rows_on_device(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """buffer[index[i]] += rows[i]: buffer (vocab, hidden), index (tokens,), rows (tokens, hidden) of any float format.
-
-    The rows of a token are sorted and added up in fp32, and reach the buffer in one addition: the same bits each time,
-    where index_add_ adds atomically, and none lost, where index_put_ into bf16 rounds after each row, so that the
-    gradient of a frequent token would stop growing after some 256 equal ones.
-    """
-    wide = torch.promote_types(torch.float32, rows.dtype)
-    buffer.add_(torch.ops.aten.embedding_dense_backward(rows.to(wide), index, buffer.shape[0], -1, False))
+        return None, None, None, None, None
 
 
 class VocabParallel(nn.Module):
@@ -79,13 +64,15 @@ class VocabParallel(nn.Module):
         )
         self.weight = context.parameter(sharding)
         self.first, self.num_valid = vocab_range(sharding, context.tp)
+        self.add_rows = context.kernels.add_rows
 
 
 class VocabParallelEmbedding(VocabParallel):
     """Token ids (tokens,) int64 -> (tokens_local, hidden)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return reduce_from_tp_region(_LookUp.apply(self.weight, tokens, self.first, self.num_valid), self.tp)
+        found = _LookUp.apply(self.weight, tokens, self.first, self.num_valid, self.add_rows)
+        return reduce_from_tp_region(found, self.tp)
 
 
 def vocab_range(sharding: ParamSharding, tp: TensorParallel) -> tuple[int, int]:

@@ -5,8 +5,9 @@ import pytest
 from tests.support.kernel_compiler import KernelCase, compile_kernels
 
 pytest.importorskip("triton")
-NORMS, ACTIVATIONS, ROTARY, LOSS = (
-    f"parallel3d.kernels.triton_{name}" for name in ("norms", "activations", "rotary", "cross_entropy")
+NORMS, ACTIVATIONS, ROTARY, LOSS, DROPOUT, EMBEDDING = (
+    f"parallel3d.kernels.triton_{name}"
+    for name in ("norms", "activations", "rotary", "cross_entropy", "dropout", "embedding")
 )
 POINTERS = "*bf16"
 
@@ -79,7 +80,20 @@ def cross_entropy_cases(num_logits):
     yield elementwise(LOSS, "_gradient", ["logits"], constants, **others, factor="fp32")
 
 
-def elementwise(module, kernel, names, constants, block=1024, **others):
+def dropout_cases(width):
+    others = dict(keys="*i64", first_token="i32", sequence_length="i32")
+    constants = dict(THRESHOLD=429496730, SCALE=1 / 0.9, WIDTH=width)
+    yield elementwise(DROPOUT, "_drop", ["x", "result"], constants, **others)
+
+
+def embedding_cases(width):
+    others = dict(order="*i64", bounds="*i64")
+    yield elementwise(
+        EMBEDDING, "_add_rows", ["buffer", "rows"], dict(WIDTH=width, ROWS=8), block=256, warps=4, **others
+    )
+
+
+def elementwise(module, kernel, names, constants, block=1024, warps=None, **others):
     """A kernel in bf16 with 8 elements for a thread; all pointers and integers are divisible by 16."""
     return KernelCase(
         module=module,
@@ -87,7 +101,7 @@ def elementwise(module, kernel, names, constants, block=1024, **others):
         signature={name: POINTERS for name in names} | others,
         constants=constants | dict(BLOCK=block, WIDE="float32"),
         aligned=(*names, *(name for name, kind in others.items() if kind != "fp32")),
-        options=dict(num_warps=block // 256),
+        options=dict(num_warps=warps or block // 256),
     )
 
 
@@ -104,6 +118,8 @@ CASES = [
     *rotary_cases(32, 32, 128),
     *rotary_cases(32, 8, 64),
     *cross_entropy_cases(32000),
+    *dropout_cases(768),
+    *embedding_cases(4096),
     *cross_entropy_cases(50257),
 ]
 
@@ -117,4 +133,6 @@ def test_nothing_is_spilled_and_loads_are_vectors():
     # 8 numbers of bf16 in an access, and 4 of fp32: whatever is narrower is a number for each row
     for each in found:
         assert max(each.accesses("ld")) == 128, each.kernel
-        assert max(each.accesses("st")) == (32 if each.kernel in ("_sum_parts", "_statistics") else 128), each.kernel
+        assert max(each.accesses("st")) == (32 if each.kernel in ("_sum_parts", "_statistics", "_add_rows") else 128), (
+            each.kernel
+        )

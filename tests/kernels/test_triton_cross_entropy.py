@@ -12,6 +12,7 @@ from parallel3d.parallel.group import SoloGroup
 from tests.support.kernel_forms import DEVICE, DTYPES, assert_near, draw
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
 
 
 def problem(dtype, num_rows, vocab, padding):
