@@ -16,6 +16,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from parallel3d.compiled_loops import run_loop
+
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
@@ -40,6 +42,15 @@ def key_of(*parts: int | str) -> Key:
 
 def bits(key: Key, index: Tensor) -> Tensor:
     """64 random bits for each element of `index` (int64, any shape): int64 of the same shape."""
+    if index.device.type == "cpu":
+        words, index = torch.empty(index.shape, dtype=torch.int64), index.contiguous()
+        if run_loop("random_words", words, index, index.numel(), key.first, key.second):
+            return words
+    return bits_by_operators(key, index)
+
+
+def bits_by_operators(key: Key, index: Tensor) -> Tensor:
+    """The same by torch's operators: the definition, and the way on devices."""
     x = index * _signed(GAMMA)
     x += key.first
     x ^= (x >> 30) & ((1 << 34) - 1)

@@ -19,7 +19,7 @@ from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.parallel.sharding import IndexRun
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import Policy
-from parallel3d.precision.stochastic_rounding import noise_of, round_to_bf16
+from parallel3d.precision.stochastic_rounding import round_by_words
 from parallel3d.random_keys import bits, key_of
 
 MatmulFn = Callable[[Tensor, Tensor], Tensor]
@@ -46,5 +46,5 @@ def _round(wide: Tensor, weight: ShardedParameter, runs: tuple[IndexRun, ...], m
         key = key_of("output", *when, weight.sharding.name, first_input)
         rows = torch.arange(token_span.positions.start, token_span.positions.stop, device=wide.device)
         words = bits(key, rows.unsqueeze(1) * num_outputs + columns)
-        result[token_span.rows] = round_to_bf16(wide[token_span.rows], noise_of(words, 0))
+        result[token_span.rows] = round_by_words(wide[token_span.rows], words, 0)
     return result

@@ -23,7 +23,7 @@ from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, RangeKernels, 
 from parallel3d.optim.kernels import KERNELS, Kernel
 from parallel3d.optim.update_rules import rules_of
 from parallel3d.optim.update_rules.update_rule import Block, MatrixRule, UpdateRule, UpdateStep
-from parallel3d.precision.stochastic_rounding import Noise, noise_of, round_to_bf16
+from parallel3d.precision.stochastic_rounding import Noise, round_by_words
 
 _BLOCK = 1 << 15
 """Elements: what a block needs stays in a core's cache."""
@@ -80,7 +80,10 @@ class Updater:
 def _round(stored: tuple[Tensor, ...], values: tuple[Tensor, ...], words: Tensor | None) -> None:
     """Writes `values`, each (n,) float32, to `stored` bf16: rounded by the random `words`, or to the nearest."""
     for number, (narrow, value) in enumerate(zip(stored, values)):
-        narrow.copy_(value if words is None else round_to_bf16(value, noise_of(words, number)))
+        if words is None:
+            narrow.copy_(value)
+        else:
+            round_by_words(value, words, number, out=narrow)
 
 
 @dataclass(frozen=True, kw_only=True)

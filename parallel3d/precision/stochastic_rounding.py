@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.accelerator import blocks_of, is_accelerator
+from parallel3d.compiled_loops import run_loop
 
 Noise = Callable[[range], Tensor]
 """Returns 64 random bits, int64 (elements,), for each element of a range of a flat tensor."""
@@ -32,11 +33,23 @@ _NAN = 0x7FC0
 
 
 def round_to_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """`x` float32 rounded to bf16 with `noise`, int32 in 0..65535 of the same shape: 0 truncates."""
+    """`x` float32 rounded to bf16 with `noise`, int32 in 0..65535 of the same shape: 0 truncates. The definition."""
     upper = x.view(torch.int32).add(noise).bitwise_right_shift_(NOISE_BITS)
     if _may_have_nan(x):
         upper.masked_fill_(x.isnan(), _NAN)
     return upper.to(torch.int16).view(torch.bfloat16)
+
+
+def round_by_words(x: Tensor, words: Tensor, part: int, out: Tensor | None = None) -> Tensor:
+    """`x` float32 rounded to bf16, in `out` if it is given, with 16 bits (part 0 to 3) of each of the random `words`
+    int64 of the same shape."""
+    if x.device.type == "cpu":
+        result = torch.empty(x.shape, dtype=torch.bfloat16) if out is None else out
+        tensors = (result, x.contiguous(), words.contiguous())
+        if result.is_contiguous() and run_loop("round_to_bf16", *tensors, x.numel(), NOISE_BITS * part):
+            return result
+    rounded = round_to_bf16(x, noise_of(words, part))
+    return rounded if out is None else out.copy_(rounded)
 
 
 def _may_have_nan(x: Tensor) -> bool:
@@ -54,7 +67,7 @@ def add_rounded(total: Tensor, term: Tensor, noise: Noise) -> None:
     """Adds `term` (n,) float32 to `total` (n,) bf16, rounded, and zeroes it."""
     for span in blocks_of(total, _BLOCK):
         part = slice(span.start, span.stop)
-        total[part] = round_to_bf16(total[part].float() + term[part], noise_of(noise(span), 0))
+        total[part] = round_by_words(total[part].float() + term[part], noise(span), 0)
     term.zero_()
 
 
@@ -62,4 +75,4 @@ def round_in_place(term: Tensor, noise: Noise) -> None:
     """Rounds each element of `term` (n,) float32 to one of its bf16 neighbours, in place."""
     for span in blocks_of(term, _BLOCK):
         part = slice(span.start, span.stop)
-        term[part] = round_to_bf16(term[part], noise_of(noise(span), 0)).float()
+        term[part] = round_by_words(term[part], noise(span), 0).float()

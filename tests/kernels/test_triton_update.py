@@ -1,5 +1,7 @@
 """The kernel of the update has the bits of the torch form: rules, formats, edge values, sizes, shares, ranges."""
 
+import math
+
 import pytest
 import torch
 
@@ -217,6 +219,54 @@ def test_buckets_of_many_parameters(tp_size, dp_size, backups, policy, kind):
             assert state.squared_weights.value == pytest.approx(other_state.squared_weights.value, rel=1e-6)
             assert state.variance.value == pytest.approx(other_state.variance.value, rel=1e-6)
             assert state.variance_max == pytest.approx(other_state.variance_max, rel=1e-6)
+
+
+def test_norms_from_an_update_are_those_of_the_ranges_that_it_updated():
+    """Until new ranges are installed; then the state is measured in a pass of its own."""
+
+    def body(number, world):
+        rank = Rank(number, world, tp_size=1, dp_size=2, policy="bf16_sr", launch=launch_triton)
+        assert all(bucket.updated_norms is None for bucket in rank.buckets)
+        rank.step(0)
+        assert all(bucket.updated_norms is not None for bucket in rank.buckets)
+        from_update = rank.state_norms()
+        for bucket in rank.buckets:
+            bucket.install_shards(bucket.shards, 2)
+            assert bucket.updated_norms is None
+        return from_update, rank.state_norms()
+
+    for ours, other in run_threads(2, body):
+        assert ours.squared_weights.value == pytest.approx(other.squared_weights.value, rel=1e-6)
+        assert (ours.variance.value, ours.variance_max) == pytest.approx(
+            (other.variance.value, other.variance_max), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITY])
+def test_what_is_no_number_shows_in_norms(bad):
+    from parallel3d.kernels.range_kernels import triton_range_kernels
+    from parallel3d.optim.bucket_norms import _norms_of_updates
+
+    kernels = triton_range_kernels(launch_triton)
+    values = torch.ones(5000).bfloat16()
+    values[4321] = bad
+    assert not kernels.squared_norms([torch.ones(3).bfloat16(), values]).isfinite().any()
+    partials = torch.ones(3, 5000)
+    partials[1:, 4321] = bad
+    norms = _norms_of_updates(kernels.add_norms([partials, torch.ones(3, 7)]).tolist)
+    assert norms.squared_weights.value == 5007
+    assert not math.isfinite(norms.variance.value) and not math.isfinite(norms.variance_max)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_squared_norms(dtype):
+    """1e-6: sums in fp32 over blocks of 4096."""
+    from parallel3d.kernels.range_kernels import triton_range_kernels
+
+    parts = [torch.randn(size).to(dtype) for size in (1, 4096, 0, 9001)]
+    found = triton_range_kernels(launch_triton).squared_norms(parts)
+    assert found.sum().item() == pytest.approx(sum(part.double().square().sum().item() for part in parts), rel=1e-6)
+    assert triton_range_kernels(launch_triton).squared_norms([]).sum() == 0
 
 
 # --- the compiled kernel ----------------------------------------------------------------------------------------------
