@@ -21,8 +21,6 @@ from parallel3d.kernels.launch_kernel import Launch
 from parallel3d.kernels.triton_random import random_words, round_stochastically, round_to_nearest, widen
 from parallel3d.kernels.update_table import UpdateTable
 
-NUM_NUMBERS = 8
-"""Scalars that a formula takes; those that it does not need are 0."""
 _ALIGNMENT = tl.constexpr(update_table.ALIGNMENT)
 _COLUMNS = tl.constexpr(update_table.COLUMNS)
 
@@ -49,21 +47,12 @@ def update_range(
     """
     weights, states, grads = tensors
     partials = torch.empty((3, table.num_programs if measures else 0), dtype=torch.float32, device=weights.device)
-    numbers = [grad_scale, *numbers, *[0.0] * (NUM_NUMBERS - len(numbers))]
+    copy_to = weights if copy is None else copy
     if table.num_programs:
         launch(
             _update_range,
             (table.num_programs,),
-            (
-                weights,
-                states,
-                grads,
-                weights if copy is None else copy,
-                partials,
-                table.rows,
-                states.shape[1],
-                *numbers,
-            ),
+            (weights, states, grads, copy_to, partials, table.rows, states.shape[1], grad_scale, tuple(numbers)),
             reads=(weights, states, grads, table.rows[: table.num_pieces]),
             writes=(weights, states, partials, *([] if copy is None else [copy])),
             FORMULA=formula,
@@ -122,7 +111,7 @@ def _measure(weight, root, counted, output):
 # fmt: off
 @triton.jit
 def _update_range(
-    weights, states, grads, copy, partials, table, row_length, grad_scale, n1, n2, n3, n4, n5, n6, n7, n8,
+    weights, states, grads, copy, partials, table, row_length, grad_scale, numbers,
     FORMULA: tl.constexpr, NUM_STATES: tl.constexpr, ROUNDING: tl.constexpr, COPIES: tl.constexpr,
     MEASURES: tl.constexpr, VARIANCE: tl.constexpr, NUM_ROWS: tl.constexpr, IS_ALIGNED: tl.constexpr,
     HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -143,23 +132,19 @@ def _update_range(
         words = random_words(_global_index(piece, tile, HAS_ROWS, BLOCK), tl.load(piece + 8), tl.load(piece + 9))
     weight = widen(tl.load(weights + at, mask=mask, other=0.0))
     grad = widen(tl.load(grads + at, mask=mask, other=0.0)) * grad_scale
-    s0, s1, s2 = grad, grad, grad
-    s0 = widen(tl.load(states + at, mask=mask, other=0.0))
-    if NUM_STATES > 1:
-        s1 = widen(tl.load(states + row_length + at, mask=mask, other=0.0))
-    if NUM_STATES > 2:
-        s2 = widen(tl.load(states + 2 * row_length + at, mask=mask, other=0.0))
-    weight, s0, s1, s2 = FORMULA(weight, s0, s1, s2, grad, n1, n2, n3, n4, n5, n6, n7, n8)
+    values, place = (), at
+    for _ in tl.static_range(NUM_STATES):
+        values = values + (widen(tl.load(states + place, mask=mask, other=0.0)),)
+        place += row_length
+    weight, values = FORMULA(weight, values, grad, numbers)
     weight = _store(weights + at, weight, words, 0, mask, ROUNDING)
-    s0 = _store(states + at, s0, words, 1, mask, ROUNDING)
-    if NUM_STATES > 1:
-        s1 = _store(states + row_length + at, s1, words, 2, mask, ROUNDING)
-    if NUM_STATES > 2:
-        s2 = _store(states + 2 * row_length + at, s2, words, 3, mask, ROUNDING)
+    root, place = tl.zeros((BLOCK,), tl.float32), at
+    for number in tl.static_range(NUM_STATES):
+        stored = _store(states + place, values[number], words, number + 1, mask, ROUNDING)
+        place += row_length
+        if number == VARIANCE:
+            root = tl.sqrt(stored)
     if COPIES:
         tl.store(copy + at, round_to_nearest(weight), mask=mask)
     if MEASURES:
-        root = tl.zeros((BLOCK,), tl.float32)
-        if VARIANCE >= 0:
-            root = tl.sqrt(s0 if VARIANCE == 0 else s1 if VARIANCE == 1 else s2)
         _measure(weight, root, mask & (tl.load(piece + 7) != 0), partials + program)

@@ -12,7 +12,7 @@ from parallel3d.layers.global_index import global_index
 from parallel3d.optim.bucket_plan import ParamSlot
 from parallel3d.optim.update_pieces import pieces_of
 from parallel3d.optim.update_rules import UPDATE_RULES, default_settings
-from parallel3d.optim.update_rules.update_rule import UpdateStep
+from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, UpdateStep
 from parallel3d.optim.updater import build_updater
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
 from parallel3d.random_keys import bits, key_of
@@ -28,6 +28,11 @@ INFINITY, NAN = float("inf"), float("nan")
 EDGES = [0.0, -0.0, 1.0, -1.0, INFINITY, -INFINITY, NAN, 3.38e38, -3.38e38, 1e-38, 1e-40, -1e-45, 2.0**-126, 255.5]
 NARROW, WIDE = torch.bfloat16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def variance_of(rule):
+    states = UPDATE_RULES[rule].states
+    return states.index(EXP_AVG_SQ) if EXP_AVG_SQ in states else None
 
 
 def device_or_skip(name):
@@ -78,7 +83,7 @@ def run_both(rule, tensors, *, rounding, table, device="cpu", copies=False, meas
         grad_scale=STEP.grad_scale,
         rounding=rounding,
         copy=copy,
-        variance=1 if rule == "adamw" else None,
+        variance=variance_of(rule),
         measures=measures,
     )
     expected, found = (torch.cat([weights[None], states]).cpu() for weights, states, _ in (torchs, ours))
@@ -149,7 +154,8 @@ def test_it_measures_what_it_stores(rule):
     )
     squared, total, largest = add_norms(launch_triton, [measured]).tolist()
     assert squared == pytest.approx(found[0].double().square().sum().item(), rel=1e-6)
-    roots = found[2].double().sqrt() if rule == "adamw" else torch.zeros(1)
+    variance = variance_of(rule)
+    roots = torch.zeros(1) if variance is None else found[1 + variance].double().sqrt()
     assert total == pytest.approx(roots.sum().item(), rel=1e-6)
     assert largest == pytest.approx(roots.max().item(), rel=1e-6)
 
@@ -275,18 +281,19 @@ def test_squared_norms(dtype):
 def compiled_case(rule, rounding, *, has_rows=False, num_rows=1):
     narrow = "*fp32" if rounding == "none" else "*bf16"
     tensors = dict(weights=narrow, states=narrow, grads="*bf16", copy="*bf16", partials="*fp32", table="*i64")
-    numbers = dict(grad_scale="fp32", **{f"n{number}": "fp32" for number in range(1, 9)})
+    rule_class = UPDATE_RULES[rule]
+    numbers = rule_class(**default_settings(rule)).scalars(STEP, weight_decay=0.1)
     return KernelCase(
         module="parallel3d.kernels.triton_update",
         kernel="_update_range",
-        signature=tensors | dict(row_length="i64") | numbers,
+        signature=tensors | dict(row_length="i64", grad_scale="fp32", numbers=["fp32"] * len(numbers)),
         constants=dict(
             FORMULA=f"parallel3d.optim.update_rules.triton_{rule}:update_values",
-            NUM_STATES=len(UPDATE_RULES[rule].states),
+            NUM_STATES=len(rule_class.states),
             ROUNDING=rounding,
             COPIES=rounding == "none",
             MEASURES=True,
-            VARIANCE=1 if rule == "adamw" else -1,
+            VARIANCE=-1 if variance_of(rule) is None else variance_of(rule),
             NUM_ROWS=num_rows,
             IS_ALIGNED=True,
             HAS_ROWS=has_rows,

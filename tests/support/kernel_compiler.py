@@ -23,8 +23,9 @@ class KernelCase:
 
     module: str
     kernel: str
-    signature: dict[str, str]
-    """Argument -> type in Triton's words: "*bf16", "fp32", "i64"; constants are added as "constexpr"."""
+    signature: dict[str, str | list[str]]
+    """Argument -> type in Triton's words: "*bf16", "fp32", "i64", a list for a tuple; constants are added as
+    "constexpr"."""
     constants: dict[str, object] = field(default_factory=dict)
     """A text may be the name of a format in triton.language, as "float32", or that of a function, "module:name"."""
     aligned: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ def compile_one(case: KernelCase, architecture: int) -> CompiledKernel:
     order = {name: (number,) for number, name in enumerate(function.arg_names)}
     source = ASTSource(
         fn=function,
-        signature={name: signature[name] for name in function.arg_names},
+        signature={name: _type(signature[name]) for name in function.arg_names},
         constexprs={order[name]: _constant(value) for name, value in case.constants.items()},
         attrs={order[name]: [["tt.divisibility", 16]] for name in case.aligned},
     )
@@ -87,6 +88,10 @@ def compile_one(case: KernelCase, architecture: int) -> CompiledKernel:
         local_bytes=usage["LOCAL"],
         ptx=built.asm["ptx"],
     )
+
+
+def _type(words: str | list[str]) -> str | tuple[str, ...]:
+    return words if isinstance(words, str) else tuple(words)
 
 
 def _constant(value: object) -> object:

@@ -9,10 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
-def update_values(weight, m, v, s2, grad, beta1, rest1, beta2, rest2, correction, eps, rate, decay):
-    """The arguments behind `grad` are `AdamW.scalars`."""
+def update_values(weight, states, grad, scalars):
+    """`scalars` are those of `AdamW.scalars`."""
+    beta1, rest1, beta2, rest2, correction, eps, rate, decay = scalars
+    m, v = states
     m = m * beta1 + grad * rest1
     v = v * beta2 + (grad * grad) * rest2
     root = tl.sqrt_rn(v) * correction + eps
     change = tl.div_rn(m, root) * rate
-    return weight * decay - change, m, v, s2
+    return weight * decay - change, (m, v)

@@ -104,7 +104,7 @@ class UpdateRule(Section, ABC):
         return tuple(state.kind for state in cls.states)
 
     def scalars(self, step: UpdateStep, *, weight_decay: float) -> tuple[float, ...]:
-        """The numbers in the formula of one update, at most eight."""
+        """The numbers in the formula of one update."""
         raise NotImplementedError
 
     @abstractmethod
