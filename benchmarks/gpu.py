@@ -44,6 +44,7 @@ PARTS: Mapping[str, tuple[str, float]] = MappingProxyType(
         "memory": ("memory_parts:measure_memory", 70),
         "deterministic": ("memory_parts:compare_runs", 45),
         "lengths": ("memory_parts:change_lengths", 45),
+        "gpt2_163m": ("speed_parts:ours", 40),
     }
 )
 """Module and function in benchmarks/device, and seconds at most, by part. The later ones may find no time left."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from parallel3d.accelerator import use_device
+from parallel3d.worker.device import init_device
 
 VISIT = "visit.jsonl"
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda:0" if options.device == "cuda" else "cpu")
-    use_device(device)
+    init_device(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
     part = Part(name=options.name, device=device, folder=options.out, is_smoke=options.smoke)

@@ -1,4 +1,7 @@
-"""The three models whose speed on one GPU is predicted and measured, as configurations with overrides."""
+"""The models whose speed on one GPU is predicted and measured, as configurations with overrides.
+
+GPT-2 with 163M parameters is that of configs/gpt2_163m.json: an untied head, and dropout of 0.1.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,16 @@ WORKLOADS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
                 "batch.global_batch_size=64",
             ),
         ),
+        "gpt2_163m": (
+            "configs/gpt2_163m.json",
+            (
+                *_ONE_GPU,
+                "precision.policy=bf16_sr",
+                "optimizer.max_grad_norm=1.0",
+                "batch.micro_batch_size=64",
+                "batch.global_batch_size=64",
+            ),
+        ),
     }
 )
 """File and overrides by name: one GPU, one micro-batch a step, nothing recomputed."""
@@ -71,6 +84,7 @@ SMOKE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hlat_7b": (*_TINY, "model.vocab_size=64", "model.num_key_value_heads=2"),
         "llama_1.26b": (*_TINY, "model.vocab_size=64", "model.num_key_value_heads=2"),
         "gpt2_124m": (*_TINY, "model.vocab_size=65", "model.max_position_embeddings=32"),
+        "gpt2_163m": (*_TINY, "model.vocab_size=65", "model.max_position_embeddings=32"),
     }
 )
 """Overrides that make a workload tiny, by name."""
