@@ -20,8 +20,8 @@ from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.tensor_parallel import TensorParallel
 
-TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format: small enough for a CPU's last-level cache
-DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU: products large enough to fill it
+TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format, small enough for a CPU's last-level cache
+DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU, products large enough to fill it
 ALIGNMENT = 64  # logits at whose multiples rows begin there
 
 
@@ -46,13 +46,15 @@ class _LinearCrossEntropy(Function):
         grad_buffer = weight.sink.buffer[:num_valid] if grad_factor else None
         hidden_grad = torch.empty_like(whole) if grad_factor else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        rows = block_rows(num_valid, keep_fp32_dtype, hidden.device)
+        # on an accelerator the logits' gradient takes the place of the logits, in their format
+        widest = whole.dtype if is_accelerator(whole.device) else keep_fp32_dtype
+        rows, local_targets = block_rows(num_valid, widest, whole.device), targets - first
         buffer = _logits_buffer(min(rows, whole.shape[0]), num_valid, whole)
         for start in range(0, whole.shape[0], rows):
             part = slice(start, start + rows)
             x = whole[part]
             logits = gemm.forward(x, valid, out=None if buffer is None else buffer[: len(x)])
-            losses, logits_grad = cross_entropy(logits, targets[part] - first, tp.group, grad_factor, keep_fp32_dtype)
+            losses, logits_grad = cross_entropy(logits, local_targets[part], tp.group, grad_factor, keep_fp32_dtype)
             loss += losses.sum(dtype=torch.float64)
             if logits_grad is not None and hidden_grad is not None and grad_buffer is not None:
                 gemm.input_grad(logits_grad, valid, out=hidden_grad[part])
@@ -77,10 +79,10 @@ def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor | None
     return like.new_empty((num_rows, -(-num_valid // ALIGNMENT) * ALIGNMENT))[:, :num_valid]
 
 
-def block_rows(num_valid: int, keep_fp32_dtype: torch.dtype, device: torch.device | str) -> int:
-    """Tokens whose logits, for a vocabulary of `num_valid`, exist at the same time."""
+def block_rows(num_valid: int, dtype: torch.dtype, device: torch.device | str) -> int:
+    """Tokens whose logits, for a vocabulary of `num_valid`, exist at the same time in `dtype`."""
     num_bytes = DEVICE_TOKEN_BLOCK_BYTES if is_accelerator(device) else TOKEN_BLOCK_BYTES
-    return max(1, num_bytes // (max(1, num_valid) * keep_fp32_dtype.itemsize))
+    return max(1, num_bytes // (max(1, num_valid) * dtype.itemsize))
 
 
 class LinearCrossEntropy(VocabParallel):

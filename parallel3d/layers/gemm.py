@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
+
 _SMALL = 1 << 18  # multiplications under which the operator's own overhead (some 10 us) shows
 
 _WIDENING = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
@@ -49,9 +51,15 @@ class Gemm:
     """Measured ones, where they differ from the default."""
     attention: AttentionForm = "sdpa"
 
-    def forward(self, x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """x (tokens, in), weight (out, in) -> (tokens, out), in `out` if it is given."""
-        return matmul(x, weight.t(), self._library("forward", weight), out=out)
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """x (tokens, in), weight (out, in), bias (out,) -> (tokens, out), in `out` if it is given.
+
+        An accelerator adds the bias within the product.
+        """
+        if bias is not None and is_accelerator(x.device):
+            return torch.addmm(bias, x, weight.t(), out=out)
+        product = matmul(x, weight.t(), self._library("forward", weight), out=out)
+        return product if bias is None else product.add_(bias)
 
     def input_grad(self, grad: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         """grad (tokens, out), weight (out, in) -> (tokens, in), in `out` if it is given."""

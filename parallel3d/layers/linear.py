@@ -39,12 +39,7 @@ class _ColumnParallel(Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-
-        def product() -> Tensor:
-            result = multiply(tp.gather(x), weight)
-            return result if bias is None else result.add_(bias)
-
-        return tp.recompute_context.run(product)
+        return tp.recompute_context.run(lambda: multiply(tp.gather(x), weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -67,36 +62,36 @@ class _RowParallel(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, activation: Activation, tp: TensorParallel, multiply: MatmulFn
+        ctx: Any,
+        x: Tensor,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        activation: Activation,
+        tp: TensorParallel,
+        multiply: MatmulFn,
     ) -> Tensor:
         kept = activation.forward(x) if activation.keeps_result else None
         ctx.save_for_backward(x, kept)
-        ctx.weight, ctx.activation, ctx.tp = weight, activation, tp
-        return tp.recompute_context.run(
-            lambda: tp.sum(multiply(activation.forward(x) if kept is None else kept, weight))
-        )
+        ctx.weight, ctx.bias, ctx.activation, ctx.tp = weight, bias, activation, tp
+
+        def product() -> Tensor:
+            activated = activation.forward(x) if kept is None else kept
+            if tp.group.size == 1:  # a GPU then adds the bias within the product
+                return multiply(activated, weight, bias)
+            result = tp.sum(multiply(activated, weight, None))
+            return result if bias is None else result.add_(bias)
+
+        return tp.recompute_context.run(product)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, kept = ctx.saved_tensors
+        if ctx.bias is not None:
+            add_bias_grad(ctx.bias, grad)
         grad = ctx.tp.gather(grad)
         input_grad, activated = ctx.activation.backward(ctx.weight.gemm.input_grad(grad, ctx.weight), x, kept)
         ctx.weight.sink.add_product(grad, activated)
-        return input_grad, None, None, None, None
-
-
-class _AddBias(Function):
-    """x + bias; the gradient of the bias is that of this rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: ShardedParameter) -> Tensor:
-        ctx.bias = bias
-        return x + bias.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        add_bias_grad(ctx.bias, grad)
-        return grad, None
+        return input_grad, None, None, None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -161,8 +156,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
-        product = _RowParallel.apply(x, self.weight, self.activation, self.tp, multiply)
-        return product if self.bias is None else _AddBias.apply(product, self.bias)
+        return _RowParallel.apply(x, self.weight, self.bias, self.activation, self.tp, multiply)
 
 
 def bias_sharding(

@@ -22,8 +22,8 @@ from parallel3d.precision.policy import Policy
 from parallel3d.precision.stochastic_rounding import round_by_words
 from parallel3d.random_keys import bits, key_of
 
-MatmulFn = Callable[[Tensor, Tensor], Tensor]
-"""x (tokens, in), weight (out, in) -> x W^T (tokens, out)."""
+MatmulFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x (tokens, in), weight (out, in), bias (out,) or None -> x W^T + bias (tokens, out)."""
 
 
 def matmul_for(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorParallel, policy: Policy) -> MatmulFn:
@@ -31,7 +31,12 @@ def matmul_for(weight: ShardedParameter, micro_batch: MicroBatch, *, tp: TensorP
     if not (policy.rounds_outputs and micro_batch.training):
         return weight.gemm.forward
     runs = weight.sharding.runs(tp.shard)
-    return lambda x, local: _round(weight.gemm.forward(x.float(), local.float()), weight, runs, micro_batch)
+
+    def rounded(x: Tensor, local: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = _round(weight.gemm.forward(x.float(), local.float()), weight, runs, micro_batch)
+        return product if bias is None else product.add_(bias)
+
+    return rounded
 
 
 def _round(wide: Tensor, weight: ShardedParameter, runs: tuple[IndexRun, ...], micro_batch: MicroBatch) -> Tensor:

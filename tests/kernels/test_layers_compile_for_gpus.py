@@ -74,10 +74,12 @@ def rotary_cases(heads, kv_heads, size):
 
 
 def cross_entropy_cases(num_logits):
-    others = dict(targets="*i64", largest="*fp32", stats="*fp32", num_rows="i32", stride="i32")
+    others = dict(targets="*i64", numbers="*fp32", num_rows="i32", stride="i32")
     constants = dict(NUM_LOGITS=num_logits, LENGTH=-(-num_logits // 64) * 64)
     yield elementwise(LOSS, "_statistics", ["logits"], constants, block=4096, **others)
-    yield elementwise(LOSS, "_gradient", ["logits"], constants, **others, factor="fp32")
+    yield elementwise(
+        LOSS, "_gradient", ["logits"], constants | dict(HAS_GRADIENT=True), losses="*fp32", factor="fp32", **others
+    )
 
 
 def dropout_cases(width):

@@ -143,3 +143,15 @@ def test_on_a_device_products_of_narrow_factors_are_added_without_a_temporary(ov
     with LiveBytes() as created:
         add_matmul(total, a, b, overwrite=overwrite)
     assert created.peak == 0
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_the_bias_is_added_to_the_product(monkeypatch, is_device):
+    """Within it, on a device."""
+    a, b = factors(SMALL, False, True, torch.float64)
+    bias = torch.arange(b.shape[1], dtype=torch.float64)
+    monkeypatch.setattr(gemm, "is_accelerator", lambda device: is_device)
+    torch.testing.assert_close(gemm.Gemm().forward(a, b.t(), bias), a @ b + bias, rtol=1e-13, atol=1e-13)
+    out = torch.full((a.shape[0], b.shape[1]), float("nan"), dtype=torch.float64)
+    assert gemm.Gemm().forward(a, b.t(), bias, out=out).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, a @ b + bias, rtol=1e-13, atol=1e-13)
