@@ -111,6 +111,10 @@ AddRowsFn = Callable[[Tensor, Tensor, Tensor], None]
 """buffer[index[i]] += rows[i] where index[i] is a row of the buffer."""
 
 
+SumRowsFn = Callable[[Tensor, torch.dtype], Tensor]
+"""The sum over the rows of a gradient (tokens, features), for a main gradient of a format: in that one or a wider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKernels:
     """One form of every operation."""
@@ -123,6 +127,7 @@ class LayerKernels:
     cross_entropy: CrossEntropyFn
     dropout: DropoutKernels
     add_rows: AddRowsFn
+    sum_rows: SumRowsFn
 
 
 def _torch_gelu(form: GeluForm) -> Activation:
@@ -142,6 +147,7 @@ TORCH_KERNELS = LayerKernels(
     cross_entropy=torch_cross_entropy.cross_entropy,
     dropout=DropoutKernels(forward=torch_dropout.drop, backward=torch_dropout.drop_grad),
     add_rows=torch_embedding.add_rows,
+    sum_rows=lambda grad, dtype: grad.sum(0, dtype=dtype),
 )
 
 

@@ -14,6 +14,7 @@ from parallel3d.kernels import (
     triton_embedding,
     triton_norms,
     triton_rotary,
+    triton_row_sums,
 )
 from parallel3d.kernels.launch_kernel import Launch, launch_triton
 from parallel3d.kernels.layer_kernels import (
@@ -49,4 +50,5 @@ def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
         cross_entropy=bind(triton_cross_entropy.cross_entropy),
         dropout=DropoutKernels(forward=bind(triton_dropout.drop), backward=bind(triton_dropout.drop_grad)),
         add_rows=bind(triton_embedding.add_rows),
+        sum_rows=bind(triton_row_sums.sum_rows),
     )

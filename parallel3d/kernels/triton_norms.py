@@ -15,12 +15,11 @@ import triton.language as tl
 
 from parallel3d.kernels.torch_norms import Normed, NormGrads
 from parallel3d.kernels.triton_math import WIDE, row_block, warps_for, wide_dtype
+from parallel3d.kernels.triton_row_sums import add_parts
 
 BLOCK_ROWS = 32
 """Rows of a partial sum. More would leave multiprocessors idle at 4,096 tokens; these parts are 3 % of the bytes that
 move at 4,096 features."""
-SUM_ROWS, SUM_COLUMNS = 64, 32
-"""Tile of the kernel that adds parts up."""
 
 
 def rms_norm(launch, x, delta, parameters, eps, wide):
@@ -70,7 +69,6 @@ def _backward(launch, grad, total, statistics, parameters, residual_grad, *, has
     wide, num_blocks = statistics[0].dtype, triton.cdiv(num_rows, BLOCK_ROWS)
     result = torch.empty_like(total)
     parts = torch.empty((num_blocks, len(parameters), width), dtype=wide, device=total.device)
-    sums = torch.empty((len(parameters), width), dtype=wide, device=total.device)
     block = row_block(width)
     launch(
         _norm_grads,
@@ -86,19 +84,7 @@ def _backward(launch, grad, total, statistics, parameters, residual_grad, *, has
         WIDE=WIDE[wide],
         num_warps=warps_for(block),
     )
-    launch(
-        _sum_parts,
-        (triton.cdiv(sums.numel(), SUM_COLUMNS),),
-        [parts, sums, num_blocks],
-        reads=[parts],
-        writes=[sums],
-        WIDTH=sums.numel(),
-        NUM_TILES=triton.next_power_of_2(triton.cdiv(num_blocks, SUM_ROWS)),
-        ROWS=SUM_ROWS,
-        COLUMNS=SUM_COLUMNS,
-        num_warps=4,
-    )
-    return NormGrads(result, tuple(sums.unbind(0)))
+    return NormGrads(result, tuple(add_parts(launch, parts).unbind(0)))
 
 
 @triton.jit
@@ -190,23 +176,3 @@ def _norm_grads(
         tl.store(parts + (2 * block + 1) * WIDTH + column, bias_grad, mask=in_row)
     else:
         tl.store(parts + block * WIDTH + column, weight_grad, mask=in_row)
-
-
-@triton.jit
-def _sum_parts(
-    parts,
-    sums,
-    num_parts,
-    WIDTH: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """COLUMNS columns of sums (WIDTH,) = the sum over parts (num_parts, WIDTH)."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], dtype=sums.dtype.element_ty)
-    for tile in range(NUM_TILES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        mask = (row < num_parts)[:, None] & (column < WIDTH)[None, :]
-        total += tl.load(parts + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-    tl.store(sums + column, tl.sum(total, 0), mask=column < WIDTH)

@@ -105,6 +105,11 @@ class GradientSink:
             self._buffer.zero_()
         return self._buffer
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The main gradient's format."""
+        return self._buffer.dtype
+
     def rebind(self, buffer: Tensor) -> None:
         """Moves to another buffer, which has the same content, or zeros."""
         self._buffer = buffer

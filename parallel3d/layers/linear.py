@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from parallel3d.kernels.layer_kernels import IDENTITY, Activation
+from parallel3d.kernels.layer_kernels import IDENTITY, Activation, SumRowsFn
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.output_rounding import MatmulFn, matmul_for
 from parallel3d.layers.parameter import ShardedParameter
@@ -36,22 +36,23 @@ class _ColumnParallel(Function):
         bias: ShardedParameter | None,
         tp: TensorParallel,
         multiply: MatmulFn,
+        sum_rows: SumRowsFn,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        ctx.weight, ctx.bias, ctx.tp, ctx.sum_rows = weight, bias, tp, sum_rows
         return tp.recompute_context.run(lambda: multiply(tp.gather(x), weight, bias))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (x,) = ctx.saved_tensors
         whole, gathering = ctx.tp.gather_async(x)
         input_grad, summing = ctx.tp.sum_async(ctx.weight.gemm.input_grad(grad, ctx.weight))
         if ctx.bias is not None:
-            add_bias_grad(ctx.bias, grad)
+            add_bias_grad(ctx.bias, grad, ctx.sum_rows)
         gathering.wait()
         ctx.weight.sink.add_product(grad, whole)
         summing.wait()
-        return input_grad, None, None, None, None
+        return input_grad, None, None, None, None, None
 
 
 class _RowParallel(Function):
@@ -69,10 +70,11 @@ class _RowParallel(Function):
         activation: Activation,
         tp: TensorParallel,
         multiply: MatmulFn,
+        sum_rows: SumRowsFn,
     ) -> Tensor:
         kept = activation.forward(x) if activation.keeps_result else None
         ctx.save_for_backward(x, kept)
-        ctx.weight, ctx.bias, ctx.activation, ctx.tp = weight, bias, activation, tp
+        ctx.weight, ctx.bias, ctx.activation, ctx.tp, ctx.sum_rows = weight, bias, activation, tp, sum_rows
 
         def product() -> Tensor:
             activated = activation.forward(x) if kept is None else kept
@@ -84,14 +86,14 @@ class _RowParallel(Function):
         return tp.recompute_context.run(product)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, kept = ctx.saved_tensors
         if ctx.bias is not None:
-            add_bias_grad(ctx.bias, grad)
+            add_bias_grad(ctx.bias, grad, ctx.sum_rows)
         grad = ctx.tp.gather(grad)
         input_grad, activated = ctx.activation.backward(ctx.weight.gemm.input_grad(grad, ctx.weight), x, kept)
         ctx.weight.sink.add_product(grad, activated)
-        return input_grad, None, None, None, None, None
+        return input_grad, None, None, None, None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -108,7 +110,7 @@ class ColumnParallelLinear(nn.Module):
         context: LayerContext,
     ):
         super().__init__()
-        self.tp, self.policy = context.tp, context.policy
+        self.tp, self.policy, self.sum_rows = context.tp, context.policy, context.kernels.sum_rows
         out_features = sum(block.size for block in fused_blocks)
         weight = ParamSharding(
             name=f"{name}.weight",
@@ -124,7 +126,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.tp, multiply)
+        return _ColumnParallel.apply(x, self.weight, self.bias, self.tp, multiply, self.sum_rows)
 
 
 class RowParallelLinear(nn.Module):
@@ -146,6 +148,7 @@ class RowParallelLinear(nn.Module):
     ):
         super().__init__()
         self.tp, self.policy, self.activation = context.tp, context.policy, activation
+        self.sum_rows = context.kernels.sum_rows
         weight = ParamSharding(name=f"{name}.weight", shape=(out_features, in_features), dim=1, init_std=init_std)
         self.weight = context.parameter(weight)
         self.bias: ShardedParameter | None = None
@@ -156,7 +159,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
-        return _RowParallel.apply(x, self.weight, self.bias, self.activation, self.tp, multiply)
+        return _RowParallel.apply(x, self.weight, self.bias, self.activation, self.tp, multiply, self.sum_rows)
 
 
 def bias_sharding(
@@ -179,6 +182,6 @@ def bias_sharding(
     )
 
 
-def add_bias_grad(bias: ShardedParameter, grad: Tensor) -> None:
+def add_bias_grad(bias: ShardedParameter, grad: Tensor, sum_rows: SumRowsFn) -> None:
     """Adds the sum over tokens of grad (tokens, out) to the bias' main gradient."""
-    bias.sink.add(grad.sum(0, dtype=bias.sink.buffer.dtype))
+    bias.sink.add(sum_rows(grad, bias.sink.dtype))

@@ -5,11 +5,13 @@ import pytest
 from tests.support.kernel_compiler import KernelCase, compile_kernels
 
 pytest.importorskip("triton")
-NORMS, ACTIVATIONS, ROTARY, LOSS, DROPOUT, EMBEDDING = (
+NORMS, ACTIVATIONS, ROTARY, LOSS, DROPOUT, EMBEDDING, SUMS = (
     f"parallel3d.kernels.triton_{name}"
-    for name in ("norms", "activations", "rotary", "cross_entropy", "dropout", "embedding")
+    for name in ("norms", "activations", "rotary", "cross_entropy", "dropout", "embedding", "row_sums")
 )
 POINTERS = "*bf16"
+SUMS_OF_ROWS = ("_sum_part", "_sum_parts", "_statistics", "_add_rows")
+"""Kernels that write less than they read."""
 
 
 def norm_cases(width, has_mean, has_residual):
@@ -42,8 +44,16 @@ def norm_cases(width, has_mean, has_residual):
 
 
 def sum_cases(width, num_tiles):
+    constants = dict(WIDTH=width, PART_ROWS=256, ROWS=16, COLUMNS=128, WIDE="float32")
     yield KernelCase(
-        module=NORMS,
+        module=SUMS,
+        kernel="_sum_part",
+        signature=dict(x=POINTERS, parts="*fp32", num_rows="i32"),
+        constants=constants,
+        aligned=("x", "parts"),
+    )
+    yield KernelCase(
+        module=SUMS,
         kernel="_sum_parts",
         signature=dict(parts="*fp32", sums="*fp32", num_parts="i32"),
         constants=dict(WIDTH=width, NUM_TILES=num_tiles, ROWS=64, COLUMNS=32),
@@ -135,6 +145,4 @@ def test_nothing_is_spilled_and_loads_are_vectors():
     # 8 numbers of bf16 in an access, and 4 of fp32: whatever is narrower is a number for each row
     for each in found:
         assert max(each.accesses("ld")) == 128, each.kernel
-        assert max(each.accesses("st")) == (32 if each.kernel in ("_sum_parts", "_statistics", "_add_rows") else 128), (
-            each.kernel
-        )
+        assert max(each.accesses("st")) == (32 if each.kernel in SUMS_OF_ROWS else 128), each.kernel
