@@ -10,8 +10,8 @@ Operations (`op` of the header), by sender:
     worker        hello, publish, error, finish, announce_drain, worker_status
                   set, get, get_all, check, add                     the key-value store
                   report, confirm, suspect, finish_generation       the membership protocol
-    guardian      hello, ended, stop, announce_drain, request_status
-    coordinator   to both: stop, abort, request_status
+    guardian      hello, ended, stop, announce_drain, request_status, ping
+    coordinator   to both: stop, abort, request_status, ping
                   to workers: response, finish_ack, drain_request, abort_generation, record, commit, finish_run
                   to guardians: welcome, failover_plan, monitor, over
 """
@@ -35,6 +35,9 @@ MAX_PAYLOAD_BYTES = 2**30
 CHUNK_BYTES = 2**16
 RETRY_S = 0.1
 KEEPALIVE_S = 8
+PING_S = 1.0
+"""Between two pings. Silence is counted in periods in which the listening process itself ran: a process that was
+stopped and continued, or a whole machine that was, blames no other one."""
 
 _LENGTHS = struct.Struct(">II")
 

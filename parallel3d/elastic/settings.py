@@ -20,6 +20,8 @@ class LaunchTimeouts:
     """From the coordinator's start until every worker has connected; also the longest look-up of its address."""
     connect_s: float = 60.0
     """Until the coordinator accepts a connection."""
+    control_s: float = 30.0
+    """Longest silence of the coordinator, or of a guardian, before it counts as lost."""
     failover_s: float = 5.0
     """From the loss of the coordinator until every survivor must have reached its successor."""
     abort_grace_s: float = 3.0
@@ -31,7 +33,9 @@ class LaunchTimeouts:
     def from_config(config: Config) -> LaunchTimeouts:
         saves = config.checkpoint.save_at_end or save_intervals(config.checkpoint)
         return LaunchTimeouts(
-            start_s=config.run.timeout_s, stop_grace_s=STOP_AND_SAVE_S if saves else LaunchTimeouts.stop_grace_s
+            start_s=config.run.timeout_s,
+            control_s=config.elastic.control_timeout_s,
+            stop_grace_s=STOP_AND_SAVE_S if saves else LaunchTimeouts.stop_grace_s,
         )
 
 

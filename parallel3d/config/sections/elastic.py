@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import WORLD_SIZE, Rule, rule, too_large
 from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, num_ranks
@@ -112,6 +112,9 @@ class ElasticConfig(Section):
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()
     """How long a worker that waits for no other may send heartbeats without making progress before its guardian kills
     it."""
+    control_timeout_s: Annotated[float, Field(ge=3.0)] = 30.0
+    """Longest silence, in seconds, of the coordinator or of a worker's guardian before it counts as lost: a stopped
+    process, or a host that is cut off."""
     witness: str | None = None
     """A file in a folder that all hosts share. If the hosts split into two groups that can't reach each other, the
     group that locks this file continues. Null: a group that has lost the coordinator's host stops."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame, set_socket_options
+from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame, set_socket_options
 from parallel3d.errors import ProtocolError
 from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunError
 
@@ -37,6 +37,8 @@ class Connection:
     guarded_ranks: tuple[int, ...] = ()
     hello: dict[str, Any] = field(default_factory=dict)
     """The header of its hello."""
+    silent_pings: int = 0
+    """Pings sent since its last frame."""
 
 
 @dataclass
@@ -77,10 +79,13 @@ class ConnectionServer:
         listener: socket.socket,
         *,
         secret: bytes,
+        control_s: float,
         on_message: OnMessage,
         on_lost: Callable[[Connection], None],
     ):
         self._secret = secret
+        self._max_silent_pings = max(1, round(control_s / PING_S))
+        self._next_ping_s = time.monotonic() + PING_S
         self._strangers: dict[socket.socket, Connection] = {}
         """Connections that have not proven yet that they know the secret, oldest first."""
         self.rejections = Rejections()
@@ -106,6 +111,7 @@ class ConnectionServer:
             if events & selectors.EVENT_READ and key.data in self.connections:
                 self._read(key.data)
         self._drop_slow_strangers()
+        self._ping()
 
     def workers(self) -> dict[int, Connection]:
         return {connection.rank: connection for connection in self.connections if connection.rank is not None}
@@ -146,6 +152,18 @@ class ConnectionServer:
             except (KeyError, TypeError, ValueError):
                 if connection.hello:
                     raise
+                self._drop(connection)
+
+    def _ping(self) -> None:
+        """Shows all that this process runs, and drops guardians that have long shown nothing."""
+        now_s = time.monotonic()
+        if now_s < self._next_ping_s:
+            return
+        self._next_ping_s = now_s + PING_S
+        self.broadcast({"op": "ping"})
+        for connection in self.guardians():
+            connection.silent_pings += 1
+            if connection.silent_pings > self._max_silent_pings:
                 self._drop(connection)
 
     def close(self) -> None:
@@ -209,8 +227,10 @@ class ConnectionServer:
     def _read(self, connection: Connection) -> None:
         try:
             data = connection.socket.recv(CHUNK_BYTES)  # bounded: does not block
+            connection.silent_pings = 0
             for header, payload in connection.reader.feed(data):
-                self.dispatch(connection, header, payload)
+                if header.get("op") != "ping":
+                    self.dispatch(connection, header, payload)
         except BlockingIOError:
             return
         except (OSError, ProtocolError):

@@ -62,7 +62,11 @@ class Coordinator:
         values: Mapping[str, bytes] | None = None,
     ):
         self._server = ConnectionServer(
-            listener, secret=secret, on_message=self._on_message, on_lost=self._on_disconnect
+            listener,
+            secret=secret,
+            control_s=timeouts.control_s,
+            on_message=self._on_message,
+            on_lost=self._on_disconnect,
         )
         self._kv_store = KeyValueStore(values or {}, send=self._server.send)
         self._emit_record = emit
@@ -294,6 +298,14 @@ class Coordinator:
             for lost_worker in lost_workers:
                 self._status.record_fatal_loss(lost_worker)
         self._shutdown.abort_after_failure()
+        if not self._shutdown.aborting:
+            self._end_evicted([lost_worker.rank for lost_worker in lost_workers])
+
+    def _end_evicted(self, ranks: Iterable[int]) -> None:
+        """Ends workers that run on although they are no longer part of the run: their guardian is stopped, not dead."""
+        for rank in ranks:
+            reason = f"{self._status.name(rank)} is no longer part of the run: its guardian is gone"
+            self._server.send_to_workers([rank], {"op": "abort", "reason": reason, "grace_s": 0.0})
 
     @property
     def _elastic_membership(self) -> MembershipManager | None:

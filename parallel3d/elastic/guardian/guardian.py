@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
-from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame, open_connection
+from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame, open_connection
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
@@ -73,6 +73,9 @@ class Guardian:
         self._enforced: set[int] = set()
         self._link: socket.socket | None = None
         self._reader = FrameReader()
+        self._next_ping_s = 0.0
+        self._silent_pings = 0
+        """Pings sent since the coordinator's last frame."""
         self._exit_code: int | None = None
         """The run's, once the coordinator has sent it or is lost."""
         self._ends: list[dict[str, Any]] = []
@@ -100,6 +103,7 @@ class Guardian:
                     self._kill_all(enforced=False)
                 for key, _ in self._selector.select(CHECK_INTERVAL_S if self._monitor.active else TICK_S):
                     key.data()
+                self._ping()
             return self._exit_code
         finally:
             self._kill_all(enforced=False)
@@ -124,7 +128,7 @@ class Guardian:
     def _connect(self, address: Address, *, timeout_s: float) -> None:
         hello = {"op": "hello", "role": "guardian", **self._own_info.to_json()}
         self._link = open_connection(address, hello, get_secret=self._discovery.run_secret.read, timeout_s=timeout_s)
-        self._reader = FrameReader()
+        self._reader, self._silent_pings = FrameReader(), 0
         self._selector.register(self._link, selectors.EVENT_READ, self._receive)
         if self._ends:
             self._send({"op": "ended", "ends": self._ends})
@@ -135,6 +139,7 @@ class Guardian:
         assert self._link is not None
         try:
             data = self._link.recv(CHUNK_BYTES)  # bounded: the selector reports data
+            self._silent_pings = 0
             for header, _ in self._reader.feed(data):
                 self._handle(header)
         except (OSError, ProtocolError):
@@ -143,6 +148,20 @@ class Guardian:
             self._disconnect()
             if self._exit_code is None:
                 self._lose_coordinator()
+
+    def _ping(self) -> None:
+        """Shows the coordinator that this process runs; one that has long shown nothing counts as lost."""
+        now_s = time.monotonic()
+        if self._link is None or now_s < self._next_ping_s:
+            return
+        self._next_ping_s = now_s + PING_S
+        self._silent_pings += 1
+        if self._silent_pings <= max(1, round(self._timeouts.control_s / PING_S)):
+            self._send({"op": "ping"})
+            return
+        self._disconnect()
+        if self._exit_code is None:
+            self._lose_coordinator()
 
     def _disconnect(self) -> None:
         if self._link is not None:

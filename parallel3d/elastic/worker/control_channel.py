@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame
+from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame
+from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.abort import POLL_S, AbortToken
@@ -44,6 +46,7 @@ class ControlChannel:
         *,
         rank: int,
         world_size: int,
+        control_s: float = LaunchTimeouts.control_s,
         reconnect: Reconnect = lambda membership_state: None,
     ):
         self.rank = rank
@@ -54,12 +57,15 @@ class ControlChannel:
         self.worker_status: Callable[[], dict[str, Any]] = lambda: {}
         """Returns this worker's status; called on the channel's thread."""
         self._connection = connection
+        self._control_s = control_s
         self._reconnect = reconnect
         self._replaced = threading.Condition()
         """Guards `_connection`; notified when it is replaced or closed."""
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._finish_acked = threading.Event()
+        self.lost_coordinator = False
+        """Whether the coordinator is gone without having ended the run, and has no successor."""
         self._is_finishing = self._closed = False
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._responses: dict[int, _Response] = {}
@@ -160,13 +166,24 @@ class ControlChannel:
         while not self._closed:
             reason = self._read(self._connection)
             if not self._reconnect_to_new_coordinator(reason):
+                self.lost_coordinator = not (self._is_finishing or self.token.aborted)
                 self._close(reason)
 
     def _read(self, connection: socket.socket) -> str:
         """Handles the frames of a connection until it ends; returns why it did."""
-        reader = FrameReader()
+        reader, silent_s, poll = FrameReader(), 0.0, select.poll()
+        poll.register(connection, select.POLLIN)
         try:
-            while data := connection.recv(CHUNK_BYTES):  # bounded: ends when the connection does
+            while True:
+                if not poll.poll(PING_S * 1000):
+                    silent_s += PING_S
+                    if silent_s >= self._control_s:
+                        _shut(connection)
+                        return f"the coordinator has been silent for {silent_s:.0f} s"
+                    continue
+                silent_s = 0.0
+                if not (data := connection.recv(CHUNK_BYTES)):  # bounded: there is data, or the end
+                    break
                 for header, payload in reader.feed(data):
                     self._handle(header, payload)
         except (OSError, ProtocolError) as error:
@@ -193,6 +210,8 @@ class ControlChannel:
                 if response := self._responses.get(header["id"]):
                     response.header, response.payload = header, payload
                     response.arrived.set()
+            case "ping":
+                pass
             case "stop":
                 self._stop.set()
             case "drain_request":

@@ -27,7 +27,7 @@ from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
-from parallel3d.errors import LaunchError, UserError
+from parallel3d.errors import EXIT_COORDINATOR_LOST, LaunchError, UserError
 from parallel3d.parallel.abort import Wait
 
 
@@ -124,7 +124,13 @@ def connect_to_coordinator(
         except LaunchError:
             return None
 
-    return ControlChannel(connection, rank=spec.rank, world_size=spec.world_size, reconnect=reconnect)
+    return ControlChannel(
+        connection,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        control_s=timeouts.control_s,
+        reconnect=reconnect,
+    )
 
 
 def observe_waits(control: ControlChannel, heartbeat: Heartbeat) -> WorkerStatusTracker:
@@ -148,6 +154,9 @@ def run_main(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
+        if context.control.lost_coordinator:
+            print(f"rank {context.rank} ends: {context.control.token.reason}", flush=True)
+            return EXIT_COORDINATOR_LOST
         traceback.print_exc()
         context.control.report_error(describe_error(error, context.heartbeat.step))
         return getattr(error, "exit_code", 1)
