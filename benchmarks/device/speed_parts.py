@@ -8,9 +8,13 @@ from functools import partial
 from benchmarks.device import peer_loops
 from benchmarks.device.our_steps import StepTimes, build_rank, peak_gib, reset_peak, time_steps
 from benchmarks.device.part_process import Part
+from benchmarks.device.profile_parts import row_of
 from benchmarks.device.workloads import SMOKE, load_workload
+from models.make import make_stage
 from parallel3d.config.derived import tokens_per_step
 from parallel3d.config.schema import Config
+from parallel3d.rehearsal.config_estimate import estimate_on
+from parallel3d.rehearsal.meta_rank import LayeredRehearsal
 from parallel3d.trainer.step import train_step
 
 PEERS_SUFFIX = "_peers"
@@ -28,7 +32,18 @@ def ours(part: Part) -> None:
         except RuntimeError as error:  # also torch's out of memory
             part.write(contestant="parallel3d", overrides=overrides, error=str(error)[:300])
             continue
-        part.write(contestant="parallel3d", overrides=overrides, peak_gib=peak, **times.to_json())
+        found = {**times.to_json(), "peak_gib": peak, **predicted(part, config, times)}
+        part.write(contestant="parallel3d", overrides=overrides, **found)
+
+
+def predicted(part: Part, config: Config, times: StepTimes) -> dict[str, object]:
+    """The rehearsal's figures for the device, and the measured speed as a share of its."""
+    estimate = estimate_on(config, LayeredRehearsal.of(config, make_stage).whole, row_of(part.device))
+    return {
+        "predicted_tokens_per_s": round(estimate.tokens_per_s, 1),
+        "predicted_gib": round(estimate.peak_gib, 2),
+        "measured_of_predicted": round(times.tokens_per_s / estimate.tokens_per_s, 3),
+    }
 
 
 def time_ours(part: Part, config: Config) -> tuple[StepTimes, float | None]:
