@@ -70,7 +70,7 @@ class Mailboxes:
                 self._read_unused[reader].remove(message)
                 return
             while self._unread[reader][source][0] != message:
-                self._read_early(reader, source)
+                self.read_early(reader, source)
             self._unread[reader][source].popleft()
         self._free_slot(source, reader)
 
@@ -82,9 +82,10 @@ class Mailboxes:
         """
         queues, arrivals = self._unread[reader], self._arrivals[reader]
         while full := [s for s, queue in queues.items() if queue and self.num_taken(s, reader) >= self._early_read_at]:
-            self._read_early(reader, min(full, key=lambda source: arrivals[queues[source][0]]))
+            self.read_early(reader, min(full, key=lambda source: arrivals[queues[source][0]]))
 
-    def _read_early(self, reader: int, source: int) -> None:
+    def read_early(self, reader: int, source: int) -> None:
+        """Reads the oldest message of a pair and keeps it."""
         message = self._unread[reader][source].popleft()
         self._read_unused[reader].add(message)
         self._record(reader, *message)

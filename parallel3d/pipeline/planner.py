@@ -25,8 +25,8 @@ from typing import NamedTuple
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
 from parallel3d.pipeline.routes import RouteComponent, home_replicas, plan_routes, split_components
-from parallel3d.pipeline.schedules.schedule import VirtualMicroBatch
-from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, least_makespan, simulate
+from parallel3d.pipeline.simulator import SimulatedRun, least_makespan
+from parallel3d.pipeline.wide_simulator import simulate_component
 
 
 class Event(NamedTuple):
@@ -260,7 +260,7 @@ def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None = Non
     runs: dict[Routes, SimulatedRun] = {}
     for component in routed.components:
         if component.shape not in runs:
-            run = simulate(request, component.shape, limit)
+            run = simulate_component(request, component.shape, limit)
             if isinstance(run, int):
                 return run
             runs[component.shape] = run
@@ -291,9 +291,9 @@ class _InstructionLists(Mapping[ReplicaId, tuple[Instruction, ...]]):
         self._live = [(stage, replica) for stage, ids in enumerate(request.replicas) for replica in sorted(ids)]
         self._request = request
         self._steps = {
-            replica_id: (component, run.virtual_micro_batches, steps)
+            replica_id: (component, run, position)
             for component, run in runs
-            for replica_id, steps in zip(component.replicas, run.steps)
+            for position, replica_id in enumerate(component.replicas)
         }
 
     def __getitem__(self, replica_id: ReplicaId) -> tuple[Instruction, ...]:
@@ -315,17 +315,17 @@ def _with_messages(
     request: PlanRequest,
     stage: int,
     component: RouteComponent,
-    virtual_micro_batches: list[VirtualMicroBatch],
-    steps: list[SimulatedStep],
+    run: SimulatedRun,
+    replica: int,
 ) -> Iterator[Instruction]:
     """One replica's list: each compute between the receives that it needs and the send of its result."""
     read_early: set[tuple[Op, int]] = set()
     made: dict[int, tuple[Instruction, ...]] = {}
-    for op, number, _ in steps:
-        position, chunk = virtual_micro_batches[number]
+    for op, number, _ in run.steps[replica]:
+        position, chunk = run.virtual_micro_batches[number]
         if number not in made:
             made[number] = instructions_for(
-                tuple([component.replicas[replica][1] for replica in component.shape[position]]),
+                tuple([component.replicas[each][1] for each in component.shape[position]]),
                 component.micro_batches[position],
                 stage,
                 chunk,

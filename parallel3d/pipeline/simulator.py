@@ -32,7 +32,7 @@ backwards of all stages before it, take too long.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class SimulatedRun(NamedTuple):
 
     virtual_micro_batches: list[VirtualMicroBatch]
     """By number."""
-    steps: list[list[SimulatedStep]]
+    steps: Sequence[list[SimulatedStep]]
     """The steps of each replica, in order."""
     makespan: int
 
@@ -75,16 +75,16 @@ def simulate(request: PlanRequest, shape: Routes, limit: int | None = None) -> S
 def least_makespan(request: PlanRequest, loads: Iterable[tuple[int, int]]) -> int:
     """A lower bound for runs with these (stage, micro-batches of one of its replicas)."""
     time_before = list(accumulate(request.costs.forward, initial=0))
-    min_time_after, compute_time = _min_time_after(request), request.compute_time
+    time_after, compute_time = min_time_after(request), request.compute_time
     return max(
         time_before[request.layout.virtual_stages[stage][0]]
         + num_micro_batches * compute_time[stage]
-        + min_time_after[stage]
+        + time_after[stage]
         for stage, num_micro_batches in loads
     )
 
 
-def _min_time_after(request: PlanRequest) -> list[int]:
+def min_time_after(request: PlanRequest) -> list[int]:
     """By stage, the least time after the end of its own work: the first chunk's backward comes last."""
     costs, virtual_stages = request.costs, request.layout.virtual_stages
     if not request.has_backward:
@@ -178,8 +178,8 @@ class _Simulation:
         self.backward_costs = costs.backward_input if self.splits else costs.backward
         counts = Counter(replica for route in shape for replica in route)
         self.forwards_left = [counts[replica] * request.virtual_stages for replica in range(len(stage_of))]
-        min_time_after, compute_time = _min_time_after(request), request.compute_time
-        self.time_left = [counts[r] * compute_time[stage] + min_time_after[stage] for r, stage in enumerate(stage_of)]
+        time_after, compute_time = min_time_after(request), request.compute_time
+        self.time_left = [counts[r] * compute_time[stage] + time_after[stage] for r, stage in enumerate(stage_of)]
         """The least time until the end of the run, from the start of a replica's next compute."""
         self.end = 0  # before which the run can't end
 
