@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
-from tests.support.kernel_forms import DTYPES, assert_near, draw
+from tests.support.kernel_forms import DEVICE, DTYPES, assert_near, draw
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
+pytestmark = [*([pytest.mark.gpu] if DEVICE == "cuda" else []), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 EDGES = [0.0, -0.0, 1e-30, 30.0, -30.0, 200.0, -200.0]
 
 

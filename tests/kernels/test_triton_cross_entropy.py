@@ -12,7 +12,7 @@ from parallel3d.parallel.group import SoloGroup
 from tests.support.kernel_forms import DEVICE, DTYPES, assert_near, draw
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
+pytestmark = [*([pytest.mark.gpu] if DEVICE == "cuda" else []), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def problem(dtype, num_rows, vocab, padding):

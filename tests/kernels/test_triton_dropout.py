@@ -9,7 +9,7 @@ from parallel3d.random_keys import key_of
 from tests.support.kernel_forms import DEVICE, DTYPES, draw
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
+pytestmark = [*([pytest.mark.gpu] if DEVICE == "cuda" else []), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 EDGES = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-7, -1e4]
 SEQ, BATCH = 7, 3
 

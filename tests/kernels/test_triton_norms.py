@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
-from tests.support.kernel_forms import DTYPES, assert_near, doubles, draw
+from tests.support.kernel_forms import DEVICE, DTYPES, assert_near, doubles, draw
 
 pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 EPS = 1e-5
 
 

@@ -9,6 +9,7 @@ from parallel3d.layers.rotary import RotaryTable
 from tests.support.kernel_forms import DEVICE, DTYPES, assert_near, doubles, draw
 
 pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 BATCH, SEQ = 2, 5
 LAYOUTS = [
     HeadLayout(num_query_heads=4, num_kv_heads=4, head_size=8),

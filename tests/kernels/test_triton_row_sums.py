@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from parallel3d.kernels.layer_kernels import layer_kernels
-from tests.support.kernel_forms import DTYPES, assert_near, draw
+from tests.support.kernel_forms import DEVICE, DTYPES, assert_near, draw
 
 pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 @pytest.mark.each_value

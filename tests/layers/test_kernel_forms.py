@@ -14,6 +14,7 @@ from tests.support.kernel_forms import DEVICE
 from tests.support.tiny_stages import SEQ, backward_twice, build, micro_batch, model_config, relative, tokens
 
 pytest.importorskip("triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 FAMILIES = {"llama": {}, "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ)}
 # fp64: operations in another order. bf16: torch's operators round after each, a kernel once; 8 bits.
 TOLERANCE = {"fp64": 1e-11, "fp32": 1e-4, "bf16": 5e-2}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Triton's kernels run on a GPU, or on the CPU in its interpreter."""
+"""Triton's kernels run on a GPU, where these tests are marked `gpu`, or on the CPU in its interpreter."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
