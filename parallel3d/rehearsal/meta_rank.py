@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from parallel3d.config.derived import stage_replicas
 from parallel3d.config.schema import Config
+from parallel3d.config.sections.curriculum import CurriculumLearning
+from parallel3d.config.sections.warmup import WarmupConfig
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.errors import ProtocolError, UserError
 from parallel3d.inprocess.live_bytes import LiveBytes
@@ -57,12 +59,13 @@ class Rehearsal:
 
 
 def rehearse(config: Config, make_stage: MakeStage, *, rank: int = 0) -> Rehearsal:
-    """Rehearses the second step of `rank`; `config` is resolved.
+    """Rehearses the second step of `rank`, with sequences and a batch of full size; `config` is resolved.
 
     Raises UserError for other grids than one replica on one stage: ranks check what the others report of a step.
     """
     if config.parallel.pp_size != 1 or stage_replicas(config) != (1,):
         raise UserError("only one replica, on one stage, can be rehearsed: set parallel.pp_size and dp_size to 1")
+    config = config.model_copy(update={"warmup": WarmupConfig(), "curriculum_learning": CurriculumLearning()})
     counter, grid = KernelCounter(), build_grid(config)
     labels = _Labels(counter)
     hooks = RankHooks(on_instruction=labels.on_instruction, phase_hook=labels.on_phase)

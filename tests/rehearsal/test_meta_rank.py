@@ -11,7 +11,7 @@ from parallel3d.rehearsal.meta_rank import LayeredRehearsal, rehearse
 SEQ = 256
 
 
-def config(layers=3, **parallel):
+def config(layers=3, warmup=None, model=None, **parallel):
     return resolve(
         Config.model_validate(
             {
@@ -21,7 +21,9 @@ def config(layers=3, **parallel):
                     "intermediate_size": 96,
                     "num_hidden_layers": layers,
                     "num_attention_heads": 4,
+                    **(model or {}),
                 },
+                "warmup": warmup or {},
                 "parallel": {"dp_size": 1, "bucket_mib": 0.01, **parallel},
                 "batch": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": SEQ},
                 "precision": {"policy": "bf16_sr"},
@@ -61,6 +63,20 @@ def test_tensor_parallel_ranks_share_the_products_and_meet_in_collectives():
     collectives = {work.name for work in shared.works if work.kind == "collective"}
     assert collectives == {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max"}
     assert not any(work.kind == "collective" for work in solo.works)
+
+
+def test_a_warmup_does_not_shorten_the_rehearsed_sequences():
+    warmup = {"sequence_length": {"kind": "linear", "start": 16, "duration": 100}}
+    short = rehearse(config(1, warmup=warmup), make_stage).total
+    assert short.flops("product") == rehearse(config(1), make_stage).total.flops("product")
+
+
+def test_a_window_needs_masks():
+    whole, window = (
+        rehearse(config(1, model={"architecture": "mistral", "sliding_window": size}), make_stage).total
+        for size in (None, SEQ // 4)
+    )
+    assert whole.flops("attention") > window.flops("attention") > 0
 
 
 def test_only_a_replica_on_one_stage_is_rehearsed():
