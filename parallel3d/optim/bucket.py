@@ -198,7 +198,6 @@ class Bucket:
 
     def update(self, step: UpdateStep, iteration: int) -> None:
         """Makes one step on every range that this rank holds; `iteration` keys the rounding noise."""
-        self.updated_norms = None
         for shard in self.shards:
             measures, weights = shard is self.owned and self._measures_updates, self.weights[shard.span]
             measured = self._update.update(shard, weights, step, iteration, measures=measures)
