@@ -73,6 +73,7 @@ def test_each_term_that_is_added_has_noise_of_its_own():
     def rounded(grad_pass="backward", iteration=3, slot=2):
         batch = MicroBatch(seed=config.run.seed, iteration=iteration, slots=(slot,), sequence_length=16)
         bucket.clear()
+        bucket.zero_unwritten_grads()  # as if layers had added to all of them
         bucket.totals.fill_(1.0)
         for value in (0.001, 0.0):  # the second time there is nothing to add
             bucket.grads[::2] = value
