@@ -230,3 +230,14 @@ def test_frames_that_arrive_before_the_worker_reads_the_last_ones():
     assert membership.membership_state()["committed"]["generation"] == 1 and pending.token.aborted
     with pytest.raises(GenerationEnded, match="rank 2 was lost"):
         membership.finish()
+
+
+@pytest.mark.parametrize("request_", [{"op": "stop", "signal": 2, "at_once": False}, {"op": "announce_drain"}], ids=str)
+def test_a_run_that_waits_for_workers_stops_at_once(world, request_):
+    """Its Ctrl-C would else be heard after the first step, which never comes."""
+    _, connect, guardian, _ = world
+    control = connect(0)
+    assert not control.check(["x"], AbortToken())
+    send(guardian, **request_)
+    with pytest.raises(GenerationEnded, match="stopped at once"):
+        control.token.sleep(10)

@@ -129,6 +129,7 @@ class Coordinator:
             while not self._status.over:
                 self._server.poll(max(0.0, min(TICK_S, self._drains.deadline_s - time.monotonic())))
                 self._check_start_deadline()
+                self._stop_before_start()
                 self._process_drains()
                 self._check_slow_step()
                 if rejected := self._server.rejections.report(time.monotonic()):
@@ -147,17 +148,22 @@ class Coordinator:
 
     def _check_start_deadline(self) -> None:
         if time.monotonic() > self._start_deadline:
-            missing = [rank for rank, worker in self._status.workers.items() if not (worker.host or worker.ended)]
-            self._status.record_never_connected(missing, timeout_s=self._timeouts.start_s)
+            self._status.record_never_connected(self._status.missing, timeout_s=self._timeouts.start_s)
             self._start_deadline = float("inf")
             self._shutdown.abort_after_failure()
+
+    def _stop_before_start(self) -> None:
+        """Ends a run that is asked to stop while it waits for workers: the first step can't begin without them."""
+        if self._status.stop_signal is not None and (missing := self._status.missing):
+            self._status.mark_gone(missing)
+            self._shutdown.stop(self._status.stop_signal, at_once=True)
 
     def _process_drains(self) -> None:
         """Begins the announced drains; stops the run if no worker would remain."""
         ranks = self._drains.take(self._live, time.monotonic())
         if not ranks:
             return
-        if self._membership is None or ranks >= self._live:
+        if self._membership is None or ranks >= self._live or self._status.missing:
             self._shutdown.stop(signal.SIGTERM)
             return
         for rank in sorted(ranks):

@@ -87,6 +87,11 @@ class RunStatus:
         self._failed: set[int | None] = set()
 
     @property
+    def missing(self) -> list[int]:
+        """Workers that have not connected yet."""
+        return [rank for rank, worker in self.workers.items() if not (worker.host or worker.ended)]
+
+    @property
     def over(self) -> bool:
         return all(worker.ended for worker in self.workers.values())
 
