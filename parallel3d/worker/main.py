@@ -112,7 +112,7 @@ def set_up_device(config: Config, context: WorkerContext) -> torch.device:
     print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     has_own_device = are_own_devices(exchange_device_ids(context), context.local_world_size)
     device = choose_device(config, context.local_rank, context.local_world_size, has_own_device=has_own_device)
-    init_device(device, deterministic=config.run.deterministic)
+    init_device(device, deterministic=config.run.deterministic, cache=config.data.cache_directory)
     print(f"computing on {device}; GPUs found: {torch.cuda.device_count()}", flush=True)
     torch.set_num_threads(choose_num_threads(config, context.local_world_size))
     torch.set_flush_denormal(True)

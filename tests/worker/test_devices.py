@@ -128,6 +128,14 @@ def test_a_deterministic_device(cuda_calls):
     assert device_module.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+def test_compiled_kernels_are_kept_beside_the_data(cuda_calls):
+    environment = device_module.os.environ
+    init_device(torch.device("cpu"), cache="/cache")
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/inductor"
+    init_device(torch.device("cpu"), cache="/other")
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/inductor", "as the user has set it"
+
+
 def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
     taken, environment = [], {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
