@@ -63,7 +63,8 @@ class RunConfig(Section):
     compile: Literal["never", "elementwise"] = "never"
     """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
     The first step takes some 20 s longer in the first run, and 2 s a process in later ones, which find the kernels in
-    data.cache_directory. Needs a C++ compiler on CPUs, and changes last bits. No effect on gpt2."""
+    data.cache_directory. Needs a C++ compiler on CPUs, and changes last bits. No effect on gpt2, and where run.kernels
+    is triton."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Form of all computations but matrix products and attention. torch: operators of torch, the definition. triton:
     fused kernels for GPUs; the update, its rounding and dropout give the same bits as torch, the others are as exact.
