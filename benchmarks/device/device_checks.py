@@ -49,8 +49,9 @@ def run_pytest(part: Part, arguments: Sequence[str]) -> None:
 
 
 def gpu_test_files() -> list[Path]:
-    """The files with such tests; whole runs of processes last."""
-    found = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    """The files with such tests, but for the kernels'; whole runs of processes last."""
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if "kernels" not in path.parts]
+    found = [path for path in paths if "mark.gpu" in path.read_text()]
     return sorted(found, key=lambda path: ("launch" in path.parts, path))
 
 
