@@ -40,6 +40,7 @@ def test_it_is_the_papers_algorithm() -> None:
     assert torch.allclose(states, torch.stack([m1, v, m2]), rtol=1e-12, atol=0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 def test_its_formula_in_triton_has_the_same_bits() -> None:
     pytest.importorskip("triton")
     from tests.extending.triton_ademamix import update_values

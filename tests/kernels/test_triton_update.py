@@ -17,28 +17,26 @@ from parallel3d.optim.updater import build_updater
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
 from parallel3d.random_keys import bits, key_of
 from tests.support.kernel_compiler import KernelCase, compile_kernels
+from tests.support.kernel_forms import DEVICE
 from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, update_step
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
+pytestmark = [  # the warnings are numpy's, of overflows in the interpreter
+    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+on_host = pytest.mark.skipif(DEVICE == "cuda", reason="ranks that are threads, on the CPU")
 RULES = [name for name, rule in UPDATE_RULES.items() if rule.has_triton_formula]
 STEP = UpdateStep(number=3, learning_rate=1e-2, peak_learning_rate=1e-2, grad_scale=0.3)
 KEY = key_of("update", 1, 2, "w")
 INFINITY, NAN = float("inf"), float("nan")
 EDGES = [0.0, -0.0, 1.0, -1.0, INFINITY, -INFINITY, NAN, 3.38e38, -3.38e38, 1e-38, 1e-40, -1e-45, 2.0**-126, 255.5]
 NARROW, WIDE = torch.bfloat16, torch.float32
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def variance_of(rule):
     states = UPDATE_RULES[rule].states
     return states.index(EXP_AVG_SQ) if EXP_AVG_SQ in states else None
-
-
-def device_or_skip(name):
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device(name)
 
 
 def range_of(rule, num_elements, dtype, grad_dtype=None, seed=4):
@@ -63,7 +61,7 @@ def noise(span):
     return bits(KEY, torch.arange(span.start, span.stop))
 
 
-def run_both(rule, tensors, *, rounding, table, device="cpu", copies=False, measures=False):
+def run_both(rule, tensors, *, rounding, table, copies=False, measures=False):
     """Results of the torch form and of the kernel, each (1 + num_states, n), and what the kernel measured."""
     from parallel3d.kernels.triton_update import update_range
 
@@ -72,14 +70,14 @@ def run_both(rule, tensors, *, rounding, table, device="cpu", copies=False, meas
     plain = build_updater(UPDATE_RULES[rule], default_settings(rule))
     formula = type(plain)(rule=plain.rule)  # without torch's fused kernel
     formula.update(*torchs, STEP, weight_decay=0.1, noise=noise if rounding == "stochastic" else None)
-    ours = [each.to(device) for each in ours]
-    copy = torch.empty(len(ours[0]), dtype=NARROW, device=device) if copies else None
+    ours = [each.to(DEVICE) for each in ours]
+    copy = torch.empty(len(ours[0]), dtype=NARROW, device=DEVICE) if copies else None
     measured = update_range(
         launch_triton,
         updater.triton_formula,
         updater.rule.scalars(STEP, weight_decay=0.1),
         tuple(ours),
-        table.to(torch.device(device)),
+        table.to(torch.device(DEVICE)),
         grad_scale=STEP.grad_scale,
         rounding=rounding,
         copy=copy,
@@ -109,15 +107,12 @@ def whole(num_elements, block=1 << 14):
 # --- a range with one key ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest", "none"])
 @pytest.mark.parametrize("rule", RULES)
-def test_all_pairs_of_edge_values(rule, rounding, device):
+def test_all_pairs_of_edge_values(rule, rounding):
     dtype = WIDE if rounding == "none" else NARROW
     tensors = range_of(rule, 10_000, dtype, grad_dtype=WIDE)
-    expected, found, _ = run_both(
-        rule, tensors, rounding=rounding, table=whole(10_000), device=device_or_skip(device), copies=rounding == "none"
-    )
+    expected, found, _ = run_both(rule, tensors, rounding=rounding, table=whole(10_000), copies=rounding == "none")
     assert_same_bits(found, expected)
     if rounding == "stochastic":
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
@@ -131,12 +126,11 @@ def test_sizes(num_elements):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_million_elements(rule, device):
+def test_a_million_elements(rule):
     tensors = range_of(rule, 1_000_000, NARROW)
-    table = whole(1_000_000, block=1024 if device == "cuda" else 1 << 17)
-    expected, found, _ = run_both(rule, tensors, rounding="stochastic", table=table, device=device_or_skip(device))
+    table = whole(1_000_000, block=1024 if DEVICE == "cuda" else 1 << 17)
+    expected, found, _ = run_both(rule, tensors, rounding="stochastic", table=table)
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
@@ -209,6 +203,7 @@ def trained(launch, **settings):
     return run_threads(settings["tp_size"] * settings["dp_size"], body)
 
 
+@on_host
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("policy", ["bf16_sr", "bf16_pure"])
@@ -227,6 +222,7 @@ def test_buckets_of_many_parameters(tp_size, dp_size, backups, policy, kind):
             assert state.variance_max == pytest.approx(other_state.variance_max, rel=1e-6)
 
 
+@on_host
 def test_norms_from_an_update_are_those_of_the_ranges_that_it_updated():
     """Until new ranges are installed; then the state is measured in a pass of its own."""
 
@@ -254,12 +250,12 @@ def test_what_is_no_number_shows_in_norms(bad):
     from parallel3d.optim.bucket_norms import _norms_of_updates
 
     kernels = triton_range_kernels(launch_triton)
-    values = torch.ones(5000).bfloat16()
+    values = torch.ones(5000, device=DEVICE).bfloat16()
     values[4321] = bad
-    assert not kernels.squared_norms([torch.ones(3).bfloat16(), values]).isfinite().any()
-    partials = torch.ones(3, 5000)
+    assert not kernels.squared_norms([torch.ones(3, device=DEVICE).bfloat16(), values]).isfinite().any()
+    partials = torch.ones(3, 5000, device=DEVICE)
     partials[1:, 4321] = bad
-    norms = _norms_of_updates(kernels.add_norms([partials, torch.ones(3, 7)]).tolist)
+    norms = _norms_of_updates(kernels.add_norms([partials, torch.ones(3, 7, device=DEVICE)]).tolist)
     assert norms.squared_weights.value == 5007
     assert not math.isfinite(norms.variance.value) and not math.isfinite(norms.variance_max)
 
@@ -269,7 +265,7 @@ def test_squared_norms(dtype):
     """1e-6: sums in fp32 over blocks of 4096."""
     from parallel3d.kernels.range_kernels import triton_range_kernels
 
-    parts = [torch.randn(size).to(dtype) for size in (1, 4096, 0, 9001)]
+    parts = [torch.randn(size, device=DEVICE).to(dtype) for size in (1, 4096, 0, 9001)]
     found = triton_range_kernels(launch_triton).squared_norms(parts)
     assert found.sum().item() == pytest.approx(sum(part.double().square().sum().item() for part in parts), rel=1e-6)
     assert triton_range_kernels(launch_triton).squared_norms([]).sum() == 0
@@ -319,3 +315,28 @@ def test_compiles_for_all_architectures():
         assert made.num_fused_multiply_adds == 0
         tensors_moved = made.accesses("ld").count(128), made.accesses("st").count(128)
         assert min(tensors_moved) >= 2 and 16 not in (*made.accesses("ld"), *made.accesses("st"))
+
+
+@pytest.mark.full
+def test_sums_compile_for_all_architectures():
+    """Nothing is spilled; bf16 gradients are read in 128 bits."""
+    module, options = "parallel3d.kernels.triton_sums", dict(num_warps=4)
+    squares = KernelCase(
+        module=module,
+        kernel="_square_sums_of_blocks",
+        signature=dict(values="*bf16", sums="*fp32", n="i32"),
+        constants=dict(BLOCK=4096),
+        aligned=("values", "sums", "n"),
+        options=options,
+    )
+    others = KernelCase(
+        module=module,
+        kernel="_reduce_blocks",
+        signature=dict(rows="*fp32", reduced="*fp64", n="i32"),
+        constants=dict(MAX_ROW=2, BLOCK=4096),
+        aligned=("rows", "reduced"),
+        options=options,
+    )
+    for made in compile_kernels([squares, others]):
+        assert made.spilled_bytes == made.local_bytes == 0
+        assert made.kernel == "_reduce_blocks" or set(made.accesses("ld")) == {128}
