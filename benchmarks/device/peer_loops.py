@@ -89,8 +89,9 @@ class Recomputed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, *args: Any) -> Any:
-        return checkpoint(self.block, *args, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        options: dict[str, Any] = dict(use_reentrant=False, context_fn=_contexts, preserve_rng_state=False)
+        return checkpoint(self.block, *args, **options, **kwargs)
 
 
 def _contexts() -> Any:

@@ -29,8 +29,10 @@ def ours(part: Part) -> None:
         config = load_workload(part.name, (*overrides, *(SMOKE[part.name] if part.is_smoke else ())))
         try:
             times, peak = time_ours(part, config)
-        except RuntimeError as error:  # also torch's out of memory
-            part.write(contestant="parallel3d", overrides=overrides, error=str(error)[:300])
+        except Exception as error:  # noqa: BLE001 - out of memory, or a kernel's compiler: the other form comes next
+            part.write(
+                contestant="parallel3d", overrides=overrides, error=f"{type(error).__name__}: {str(error)[:300]}"
+            )
             continue
         found = {**times.to_json(), "peak_gib": peak, **predicted(part, config, times)}
         part.write(contestant="parallel3d", overrides=overrides, **found)
@@ -67,8 +69,8 @@ def peers(part: Part) -> None:
             size, step = contestant(config, part.device, part.is_smoke)
             num_tokens = size * config.batch.sequence_length
             times = time_steps(step, part.device, num_tokens=num_tokens, **counts(part))
-        except (ImportError, RuntimeError, TypeError, AttributeError) as error:  # a package of another version
-            part.write(contestant=contestant.__name__, error=f"{type(error).__name__}: {str(error)[:300]}")
+        except Exception as error:  # noqa: BLE001 - not there, of another version, out of memory: said, and gone on
+            part.write(contestant=contestant.__name__, error=describe(error))
             continue
         part.write(
             contestant=contestant.__name__, micro_batch_size=size, peak_gib=peak_gib(part.device), **times.to_json()
@@ -80,3 +82,7 @@ def peers(part: Part) -> None:
 def counts(part: Part) -> dict[str, int]:
     """Warmup includes what compiles."""
     return {"num_steps": 1, "num_warmup": 1} if part.is_smoke else {"num_steps": 8, "num_warmup": 4}
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
