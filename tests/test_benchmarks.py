@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubble, cpu, data_wait, restarts
+from benchmarks import bubble, cpu, data_wait, restarts, step_parts
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import load_config, resolve
@@ -201,3 +201,15 @@ def test_the_account_of_restarts():
     steps = [[{"loss": loss} for loss in losses] for losses in ([3.0, 2.0, 1.0], [3.0, 2.0, 1.5])]
     assert restarts.first_difference(*steps) == 2
     assert [fault["step"] for fault in restarts.plan_faults(24)] == [11, 17, 23]
+
+
+def test_the_parts_of_a_step():
+    """Nested instructions and other threads don't count, nor does the first step."""
+
+    def span(name, start, duration, tid=1):
+        return {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": duration, "tid": tid}
+
+    events = [span("step 1", 0, 900), span("forward 0", 0, 900), span("step 2", 1000, 10_000)]
+    events += [span("forward 0", 1000, 4000), span("part of it", 2000, 500), span("receive gradient 0", 6000, 3000)]
+    events += [span("gloo:all_reduce", 6000, 1000, tid=2), {"ph": "M", "name": "process_name"}]
+    assert step_parts.parts_of(events) == {"step": 10.0, "forward": 4.0, "receive": 3.0, "rest": 3.0}
