@@ -1,6 +1,6 @@
 """Did this tree become slower? Ratios of our speed to the plain loop's and to the machine's bound, beside a record.
 
-    make bench                                        # about two minutes, nothing else running
+    make bench                                        # two to three minutes, nothing else running
     python benchmarks/bench.py --rounds 3 --record    # writes this CPU's figures into benchmarks/records.json
 
 trains a model of the quickstart's size in every layout, in fp32 and bf16, in turn with a plain torch loop and with the
@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compares our speed with the last record on this kind of CPU.")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps a turn")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps a turn")
     parser.add_argument("--record", action="store_true", help="write the ratios as this CPU's record")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a layout became slower")
     parser.set_defaults(cores=2, timeout_s=120.0)
