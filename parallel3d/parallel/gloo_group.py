@@ -56,12 +56,17 @@ class GlooGroup(StoreGroup):
         return self._track(self._pg.allreduce([tensor]))
 
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
-        """gloo has no reduce-scatter: torch emulates it by an all-reduce of a copy, this one reduces in place."""
+        """gloo has no reduce-scatter, and torch emulates it by an all-reduce. This one moves half of those bytes: each
+        rank gets the others' versions of its part, and adds them up in rank order."""
+        versions = torch.empty_like(tensor).view(self.size, -1)
 
-        def take_own_part() -> None:
-            output.copy_(tensor.view(-1)[self.rank * output.numel() :][: output.numel()].view_as(output))
+        def add_up() -> None:
+            total = output.view(-1)
+            total.copy_(versions[0])
+            for version in versions[1:]:
+                total += version
 
-        return self._track(self._pg.allreduce([tensor]), then=take_own_part)
+        return self._track(self._pg.alltoall_base(versions.view(-1), tensor.view(-1), [], []), then=add_up)
 
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
         return self._track(self._pg._allgather_base(output, tensor))
