@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import os
+import random
 import socket
 import stat
 import struct
@@ -30,7 +30,8 @@ from tests.support.run_secrets import SECRET, enter, get_secret
 
 OPS = ("hello", "publish", "error", "finish", "announce_drain", "set", "report", "confirm", "suspect", "ended", "stop")
 FRAMES = [encode_frame({"op": op, "role": "guardian", "ranks": [0, 1], "signal": 15, "at_once": True}) for op in OPS]
-GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, struct.pack(">II", 2**32 - 1, 2**32 - 1), os.urandom(1000)]
+NOISE = random.Random(1).randbytes(1000)
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, struct.pack(">II", 2**32 - 1, 2**32 - 1), NOISE]
 
 
 @contextlib.contextmanager
