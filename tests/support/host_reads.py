@@ -20,7 +20,6 @@ HOST_READS: Mapping[tuple[str, str], str] = MappingProxyType(
         ("parallel3d/layers/document_marks.py", "document_lengths"): "numpy's, before the tokens go to the device",
         ("parallel3d/layers/document_marks.py", "split_document_marks"): "of a message, still on the host",
         ("parallel3d/pipeline/wide_simulator.py", "_listed"): "numpy's",
-        ("parallel3d/pipeline/executor.py", "run"): "of a HostCopy that was read the line before",
         ("parallel3d/optim/measure.py", "_exact_sum"): "exact sums, which are for tests",
     }
 )
