@@ -100,7 +100,8 @@ class Recorder:
         if isinstance(output, tuple):  # a norm's input is the sum that it returns, whose gradient is a summand's
             value, output = output
         elif isinstance(module, RowParallelLinear):
-            value = module.activation.forward(value)
+            with torch.no_grad():  # a graph here would save tensors that a recomputed layer does not
+                value = module.activation.forward(value)
         columns = self._feature_runs(module, dim=1) if is_row else None
         self._record(named, "input", value, columns, grad_of=inputs[0])
         if isinstance(module, LinearCrossEntropy):
