@@ -42,6 +42,11 @@ stopped and continued, or a whole machine that was, blames no other one."""
 _LENGTHS = struct.Struct(">II")
 
 
+def max_silent_pings(control_s: float) -> int:
+    """Pings that may be sent without a frame of the other end before it counts as lost."""
+    return max(1, round(control_s / PING_S))
+
+
 def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
     """Returns the bytes of one frame; raises TypeError if JSON can't carry the header."""
     text = json.dumps(header).encode()

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from parallel3d.parallel.group import Group
 
+LOGITS_ALIGNMENT = 64
+"""On an accelerator rows of logits begin at multiples of this many elements."""
+
 
 def cross_entropy(
     logits: Tensor, local_targets: Tensor, group: Group, grad_factor: float | None, wide_dtype: torch.dtype

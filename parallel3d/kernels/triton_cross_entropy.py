@@ -5,7 +5,7 @@ blocks of one size whatever the vocabulary. The last overwrites the logits by th
 numbers of each row.
 
 Masks that end at a multiple of 8 leave loads whole. So rows with memory behind them, as a layer pads them on a GPU, are
-read and written up to a multiple of ALIGNMENT.
+read and written up to a multiple of LOGITS_ALIGNMENT.
 """
 
 # mypy: ignore-errors
@@ -16,18 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel3d.kernels.torch_cross_entropy import LOGITS_ALIGNMENT
 from parallel3d.kernels.triton_math import WIDE, warps_for, wide_dtype
 
 ROW_BLOCK = 4096
 """Logits that a program of the first kernel reads at once, of one row after another block."""
 BLOCK = 1024
-ALIGNMENT = 64
 
 
 def cross_entropy(launch, logits, local_targets, group, grad_factor, wide):
     """See `torch_cross_entropy.py`. What lies between the rows of `logits` is overwritten."""
     (num_rows, num_local), stride = logits.shape, logits.stride(0)
-    padded = triton.cdiv(num_local, ALIGNMENT) * ALIGNMENT
+    padded = triton.cdiv(num_local, LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
     wide = wide_dtype(wide)
     # by row: the largest logit of all ranks, that of this rank, the target's logit, the sum of exponentials
     numbers = torch.empty((4, num_rows), dtype=wide, device=logits.device)

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.layer_kernels import CrossEntropyFn
+from parallel3d.kernels.torch_cross_entropy import LOGITS_ALIGNMENT
 from parallel3d.layers.embedding import VocabParallel
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
@@ -22,7 +23,6 @@ from parallel3d.parallel.tensor_parallel import TensorParallel
 
 TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format, small enough for a CPU's last-level cache
 DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU, products large enough to fill it
-ALIGNMENT = 64  # logits at whose multiples rows begin there
 
 
 class _LinearCrossEntropy(Function):
@@ -76,7 +76,7 @@ def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor | None
     multiples of 16 bytes, as those of 50257 tokens would."""
     if not is_accelerator(like.device):
         return None
-    return like.new_empty((num_rows, -(-num_valid // ALIGNMENT) * ALIGNMENT))[:, :num_valid]
+    return like.new_empty((num_rows, -(-num_valid // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT))[:, :num_valid]
 
 
 def block_rows(num_valid: int, dtype: torch.dtype, device: torch.device | str) -> int:

@@ -13,7 +13,7 @@ from parallel3d.trainer.step import train_step
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = torch.device("cuda:0")
 CPU = torch.device("cpu")
-SEQ, VOCAB = 32, 57  # rows of 57 logits begin at no aligned address, and 57 is no multiple of anything
+SEQ, VOCAB = 32, 57  # 57 is a multiple of nothing, so that rows of logits begin at unaligned addresses
 FAMILIES = {
     "llama": {"num_key_value_heads": 2},
     "gpt2": {"architecture": "gpt2", "max_position_embeddings": SEQ, "tie_word_embeddings": True},

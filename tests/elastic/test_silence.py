@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from parallel3d.elastic import frames
 from parallel3d.elastic.coordinator import connections
 from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
 from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
@@ -24,8 +25,8 @@ PING_S = 0.02
 
 @pytest.fixture
 def fast_pings(monkeypatch):
-    monkeypatch.setattr(connections, "PING_S", PING_S)
-    monkeypatch.setattr(control_channel, "PING_S", PING_S)
+    for module in (frames, connections, control_channel):
+        monkeypatch.setattr(module, "PING_S", PING_S)
 
 
 def test_a_silent_coordinator_ends_the_worker(fast_pings):

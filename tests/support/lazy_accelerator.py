@@ -1,7 +1,7 @@
 """A device made of CPU tensors whose copies happen as late as they may: when someone waits for them.
 
 Computation on the CPU happens at once, so it stands for a device's computing stream. A copy is only written down; it is
-done when the host waits for an event behind it, or when the computing stream is told to. Memory that waits for a copy
+done when the host waits for a later event, or the computing stream waits for one. Memory that waits for a copy
 holds NaN (the largest integer), so what is read before its event is seen in the numbers.
 """
 

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame, set_socket_options
+from parallel3d.elastic.frames import (
+    CHUNK_BYTES,
+    PING_S,
+    FrameReader,
+    encode_frame,
+    max_silent_pings,
+    set_socket_options,
+)
 from parallel3d.errors import ProtocolError
 from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunError
 
@@ -84,7 +91,7 @@ class ConnectionServer:
         on_lost: Callable[[Connection], None],
     ):
         self._secret = secret
-        self._max_silent_pings = max(1, round(control_s / PING_S))
+        self._max_silent_pings = max_silent_pings(control_s)
         self._next_ping_s = time.monotonic() + PING_S
         self._strangers: dict[socket.socket, Connection] = {}
         """Connections that have not proven yet that they know the secret, oldest first."""

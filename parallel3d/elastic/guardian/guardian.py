@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
-from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame, open_connection
+from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame, max_silent_pings, open_connection
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
@@ -156,7 +156,7 @@ class Guardian:
             return
         self._next_ping_s = now_s + PING_S
         self._silent_pings += 1
-        if self._silent_pings <= max(1, round(self._timeouts.control_s / PING_S)):
+        if self._silent_pings <= max_silent_pings(self._timeouts.control_s):
             self._send({"op": "ping"})
             return
         self._disconnect()

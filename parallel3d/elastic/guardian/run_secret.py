@@ -1,6 +1,6 @@
 """The secret that all processes of a run share, and how it reaches them.
 
-given               PARALLEL3D_SECRET, any words, in the environment of every process
+given               PARALLEL3D_SECRET, any words, in the environment of every process that a launcher starts
 without a launcher  made by the process that forks all workers
 torchrun            made by rank 0, put into torchrun's store next to the coordinator's address
 other launchers     made by rank 0, in the file .secret (mode 600) of the run's directory, which all hosts share
