@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,8 +16,11 @@ from torch import Tensor
 from parallel3d.inprocess.scheduler import RankDied, ThreadScheduler
 from parallel3d.inprocess.thread_group import Collective, ThreadGroup
 from parallel3d.inprocess.thread_links import ThreadLinks
+from parallel3d.inprocess.thread_streams import Queues, thread_streams
 from parallel3d.parallel.group import Group, SoloGroup
+from parallel3d.parallel.groups import is_world
 from parallel3d.parallel.p2p_messages import Header
+from parallel3d.parallel.tree_group import TreeGroup
 
 T = TypeVar("T")
 
@@ -29,6 +32,7 @@ class ThreadWorld(ThreadScheduler):
         super().__init__(num_ranks)
         self.slots = slots
         self._collectives: dict[tuple[str, int], Collective] = {}
+        self._stream_queues: Queues = defaultdict(deque)
         self._queues: dict[tuple[int, int, int], deque[tuple[Header, Tensor]]] = {}
 
     def make_group(self, rank: int) -> Callable[[str, tuple[int, ...]], Group]:
@@ -37,6 +41,11 @@ class ThreadWorld(ThreadScheduler):
         def make(name: str, ranks: tuple[int, ...]) -> Group:
             if len(ranks) == 1:
                 return SoloGroup(name=name, rank=rank)
+            if is_world(name):
+                streams = thread_streams(self, self._stream_queues, name, rank)
+                return TreeGroup(
+                    name=name, rank=ranks.index(rank), ranks=ranks, streams=streams, token=self.tokens[rank]
+                )
             return ThreadGroup(self, self._collectives, name=name, rank=ranks.index(rank), ranks=ranks)
 
         return make

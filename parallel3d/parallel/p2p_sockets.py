@@ -23,9 +23,11 @@ from parallel3d.errors import GenerationEnded, ProtocolError
 from parallel3d.handshake import HANDSHAKE_S, NotOfThisRunError, accept_handshake, connect_handshake
 from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
+from parallel3d.parallel.socket_stream import SocketStream
 from parallel3d.parallel.staged_group import HostCopy
+from parallel3d.parallel.stream import StreamSource
 
-_HELLO = struct.Struct("<II")  # generation, source rank
+_HELLO = struct.Struct("<II?")  # generation, source rank, whether a stream follows instead of messages
 Address = tuple[str, int]
 
 
@@ -68,6 +70,9 @@ class SocketLinks(Links):
         self._inbox: dict[int, deque[tuple[Header, Tensor]]] = {}
         self._broken: dict[int, str] = {}
         self._sockets: list[socket.socket] = [listener]
+        self._streams: list[socket.socket] = []
+        """Used by the rank's own thread, which must find them open: an abort only shuts them down."""
+        self._accepted_streams: dict[int, SocketStream] = {}
         self._senders: list[threading.Thread] = []
         self._closing = False
         token.on_abort(self._end)
@@ -92,6 +97,31 @@ class SocketLinks(Links):
             self._changed.notify_all()
         verify_header(source, header, expected)
         return tensor
+
+    @property
+    def streams(self) -> StreamSource:
+        """Opens streams, with the same addresses, proofs and end as the messages' connections."""
+        return StreamSource(connect=self._connect_stream, accept=self._accept_stream)
+
+    def _connect_stream(self, rank: int) -> SocketStream:
+        try:
+            return self._to_stream(self._connect(rank, is_stream=True), rank)
+        except OSError as error:
+            self._token.sleep(ABORT_GRACE_S)
+            raise GenerationEnded(f"rank {self._rank} could not connect to rank {rank}: {error}") from None
+
+    def _accept_stream(self, rank: int) -> SocketStream:
+        with self._changed:
+            self._await(lambda: rank in self._accepted_streams, rank, "for its stream")
+            return self._accepted_streams.pop(rank)
+
+    def _to_stream(self, connection: socket.socket, peer: int) -> SocketStream:
+        stream = SocketStream(connection, peer=peer, token=self._token, timeout_s=self._timeout_s)
+        with self._changed:
+            if connection in self._sockets:  # else the end of the generation has closed it
+                self._sockets.remove(connection)
+                self._streams.append(connection)
+        return stream
 
     def close(self) -> None:
         with self._changed:
@@ -124,12 +154,7 @@ class SocketLinks(Links):
         """Runs on the sender's thread: connects, then writes messages until closed."""
         queue = self._outbox[destination]
         try:
-            connection = socket.create_connection(self._address_of(destination), timeout=self._timeout_s)
-            self._keep(connection)
-            connection.settimeout(self._timeout_s)
-            connect_handshake(connection, self._secret)
-            connection.settimeout(None)
-            connection.sendall(_HELLO.pack(self._generation, self._rank))
+            connection = self._connect(destination, is_stream=False)
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: queue or self._is_over())  # bounded: close, abort
@@ -146,6 +171,15 @@ class SocketLinks(Links):
         except (OSError, GenerationEnded) as error:
             self._break(destination, error)
 
+    def _connect(self, destination: int, *, is_stream: bool) -> socket.socket:
+        connection = socket.create_connection(self._address_of(destination), timeout=self._timeout_s)
+        self._keep(connection)
+        connection.settimeout(self._timeout_s)
+        connect_handshake(connection, self._secret)
+        connection.settimeout(None)
+        connection.sendall(_HELLO.pack(self._generation, self._rank, is_stream))
+        return connection
+
     def _accept(self) -> None:
         """Runs on the listener's thread: starts a reader for each peer that connects."""
         with contextlib.suppress(OSError):
@@ -161,9 +195,15 @@ class SocketLinks(Links):
             connection.settimeout(HANDSHAKE_S)
             accept_handshake(connection, self._secret)
             connection.settimeout(None)
-            generation, source = _HELLO.unpack(_read(connection, _HELLO.size))
+            generation, source, is_stream = _HELLO.unpack(_read(connection, _HELLO.size))
             if generation != self._generation:
                 connection.shutdown(socket.SHUT_RDWR)
+                return
+            if is_stream:
+                stream = self._to_stream(connection, source)
+                with self._changed:
+                    self._accepted_streams[source] = stream
+                    self._changed.notify_all()
                 return
             with self._changed:
                 queue = self._inbox.setdefault(source, deque())
@@ -225,10 +265,12 @@ class SocketLinks(Links):
     def _end(self) -> None:
         with self._changed:
             sockets, self._sockets = self._sockets, []
+            streams, self._streams = self._streams, []
             self._changed.notify_all()
-        for each in sockets:
+        for each in (*sockets, *streams):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        for each in sockets:
             each.close()
 
 

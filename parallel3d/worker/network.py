@@ -20,6 +20,7 @@ from parallel3d.parallel.groups import is_world
 from parallel3d.parallel.nccl_group import NcclGroup
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.staged_group import StagedGroup
+from parallel3d.parallel.tree_group import TreeGroup
 from parallel3d.trainer.context import Transports
 from parallel3d.trainer.recovery import Network
 
@@ -69,7 +70,11 @@ class SocketNetwork(Network):
         def make_group(name: str, ranks: tuple[int, ...]) -> Group:
             if len(ranks) == 1:
                 return SoloGroup(name=name, rank=self._context.rank)
-            on_host = not is_accelerator(self._device) or is_world(name)
+            if is_world(name):
+                return TreeGroup(
+                    name=name, rank=ranks.index(self._context.rank), ranks=ranks, streams=links.streams, token=token
+                )
+            on_host = not is_accelerator(self._device)
             if not on_host and self._has_own_device:
                 return NcclGroup(**settings_of(name, ranks), device=self._device)
             group = GlooGroup(**settings_of(name, ranks), address=self._context.address)

@@ -32,7 +32,7 @@ def test_an_abort_in_the_middle_of_a_big_message_wakes_the_receiver(connect):
     _, two = connect(2, timeout_s=60.0)
     header, big = message(0, torch.zeros(MIB))
     with enter(connect.addresses[1]) as peer:
-        peer.sendall(module._HELLO.pack(0, 0) + header.pack() + bytes(header.num_bytes // 2))
+        peer.sendall(module._HELLO.pack(0, 0, False) + header.pack() + bytes(header.num_bytes // 2))
         thread, result = in_thread(two.receive, 0, header)
         time.sleep(0.3)
         assert thread.is_alive()

@@ -154,7 +154,7 @@ def test_a_late_connection_of_the_previous_generation_is_ignored(connect):
     one, two = connect(2, generations=(5, 5))
     late, tensor = message(generation=4)
     with enter(connect.addresses[1]) as peer:
-        peer.sendall(module._HELLO.pack(4, 0) + late.pack() + bytes(late.num_bytes))
+        peer.sendall(module._HELLO.pack(4, 0, False) + late.pack() + bytes(late.num_bytes))
         header, tensor = message(3, generation=5)
         one.send(1, header, tensor)
         assert torch.equal(two.receive(0, header), tensor)
@@ -173,7 +173,7 @@ def test_a_stranger_harms_nobody(connect):
 def test_rubbish_from_a_peer_is_told(connect):
     _, two = connect(2)
     with enter(connect.addresses[1]) as peer:
-        peer.sendall(module._HELLO.pack(0, 0) + b"x" * 200)
+        peer.sendall(module._HELLO.pack(0, 0, False) + b"x" * 200)
         with pytest.raises(GenerationEnded, match="link with rank 0 broke: a message begins with b'xxxx'"):
             two.receive(0, message()[0])
 

@@ -76,7 +76,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.number_formats",
     "parallel3d.families",
     "parallel3d.config",
-    *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding")),
+    *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding", "tree_place")),
     "parallel3d.precision.fixed_point",
     "parallel3d.precision.loss_scale",
     *(

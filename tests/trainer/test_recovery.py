@@ -4,12 +4,15 @@ suspicions that only it has, the first generation and the last step.
 All runs are compared bit for bit with the undisturbed one.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from parallel3d.errors import GenerationEnded
-from parallel3d.inprocess.thread_group import ThreadGroup
+from parallel3d.inprocess.scheduler import RankDied
+from parallel3d.inprocess.thread_streams import ThreadStream
+from parallel3d.parallel.tree_group import TreeGroup
 from tests.support.kill_cells import Outcome, kill_fault
 from tests.support.kill_layouts import AFTER_GO, BEFORE_GO, config_of, grid_of
 from tests.support.thread_kills import assert_same_run, outcome_of, run, undisturbed
@@ -20,14 +23,18 @@ def block_result(monkeypatch):
     """block_result(ranks, phase, reports) -> watch: in step 2 these ranks give their part to the all-reduce of `phase`,
     and once never get its result: they wait until the generation is over, as on a network that is slower for some.
     `reports[rank]` becomes what each rank held at each of its reports: iteration, evaluation, version of its ranges."""
-    blocked, were_blocked = set(), set()
-    finish = ThreadGroup.finish
+    blocked, were_blocked, finished = set(), set(), Counter()
+    wait_for = TreeGroup.wait_for
 
-    def finish_unless_blocked(self, key, collective, take):
-        me = self.ranks[self.rank]
-        if me in blocked and key[0].endswith("world"):
-            self._scheduler.wait(me, lambda: False, lambda: "for the end of the generation")
-        finish(self, key, collective, take)
+    def wait_unless_blocked(self, work):
+        """Hands the result on, waits until it is everywhere, so that no death keeps it from others, then returns it."""
+        wait_for(self, work)
+        me, key = self.ranks[self.rank], (self.name, self._num_posted)
+        scheduler = (self.parent or self.children[0])._scheduler
+        scheduler.run_locked(lambda: finished.update([key]))
+        scheduler.wait(me, lambda: finished[key] >= self.size, lambda: "for the result to be everywhere")
+        if me in blocked:
+            scheduler.wait(me, lambda: False, lambda: "for the end of the generation")
 
     def arrange(ranks, phase, reports):
         def watch(rank, runtime):
@@ -48,7 +55,7 @@ def block_result(monkeypatch):
 
         return watch
 
-    monkeypatch.setattr(ThreadGroup, "finish", finish_unless_blocked)
+    monkeypatch.setattr(TreeGroup, "wait_for", wait_unless_blocked)
     return arrange
 
 
@@ -77,6 +84,45 @@ def test_who_lacks_the_newest_entry_takes_it_from_the_record(block_result, layou
     assert all(reports[rank][1] == (2, False, 2) for rank in set(grid.ranks) - blocked - {dead})
     assert outcome_of(done) == Outcome(frozenset({dead}), 1, True)
     assert_same_run(done, undisturbed(layout))
+
+
+@pytest.mark.parametrize("dead, first, second", [(0, {1, 2, 3, 4}, {5, 6, 7}), (1, {0, 2, 3, 5, 6, 7}, {4})])
+def test_a_node_of_the_tree_holds_the_sum_and_its_neighbour_does_not(monkeypatch, dead, first, second):
+    """In step 2 a rank dies between its two children: what is below the second one never gets the result."""
+    send, wait_for, reports, entered, finished = ThreadStream.send, TreeGroup.wait_for, {}, set(), set()
+
+    def watch(rank, runtime):
+        phase_hook = runtime.hooks.phase_hook
+
+        def enter(phase):
+            if phase == "all_reduce" and runtime.state.iteration == 1:
+                entered.add(rank)
+            if phase == "recovery_report":
+                reports.setdefault(rank, []).append(runtime.state.iteration)
+            phase_hook(phase)
+
+        runtime.hooks = replace(runtime.hooks, phase_hook=enter)
+
+    def finish(self, work):
+        wait_for(self, work)
+        if (rank := self.ranks[self.rank]) in entered:
+            (self.parent or self.children[0])._scheduler.run_locked(lambda: finished.add(rank))
+
+    def send_unless_dead(self, header, data):
+        if (self._rank, self._peer) == (dead, min(second)) and dead in entered:
+            self._scheduler.wait(dead, lambda: first <= finished, lambda: "for the first child's subtree")
+            raise RankDied(f"rank {dead} dies")
+        send(self, header, data)
+
+    monkeypatch.setattr(TreeGroup, "wait_for", finish)
+    monkeypatch.setattr(ThreadStream, "send", send_unless_dead)
+    done = run(config_of("pp2-dp4"), [], watch=watch)
+    assert {rank: reports[rank][1] for rank in first | second} == {
+        **dict.fromkeys(first, 2),
+        **dict.fromkeys(second, 1),
+    }
+    assert outcome_of(done) == Outcome(frozenset({dead}), 1, True)
+    assert_same_run(done, undisturbed("pp2-dp4"))
 
 
 @pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "pp2-dp4"])

@@ -46,7 +46,7 @@ class TimeoutConfig(Section):
 class HeartbeatTimeoutConfig(TimeoutConfig):
     """How long a worker may go without a heartbeat."""
 
-    multiplier: PositiveFloat = 100.0
+    multiplier: PositiveFloat = 5_000.0
     """Factor on the measured round trip of a small all-reduce."""
     min_s: PositiveFloat = 0.5
     """Lower limit, in seconds."""
@@ -57,7 +57,7 @@ class HeartbeatTimeoutConfig(TimeoutConfig):
 class WatchdogTimeoutConfig(TimeoutConfig):
     """How long a worker may send heartbeats without making progress."""
 
-    multiplier: PositiveFloat = 100_000.0
+    multiplier: PositiveFloat = 5_000_000.0
     """Factor on the measured round trip of a small all-reduce."""
     min_s: PositiveFloat = 60.0
     """Lower limit, in seconds."""
