@@ -93,6 +93,10 @@ class ProtocolError(Parallel3dError):
     """A message that the protocol or the schedule does not allow here."""
 
 
+class OutOfPlaceError(ProtocolError):
+    """A frame that its sender may not send at this time, or whose content can't be read: the sender's fault alone."""
+
+
 class ReplicasDiffer(Parallel3dError):
     """Copies of weights or optimizer state that must be bitwise equal differ; the message names them."""
 

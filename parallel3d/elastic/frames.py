@@ -7,13 +7,15 @@ cannot push news. A connection begins with a handshake (parallel3d/handshake.py)
 
 Operations (`op` of the header), by sender:
 
-    worker        hello, publish, error, finish, announce_drain, worker_status
+    worker        hello, publish, error, finish, announce_drain, worker_status, probed
                   set, get, get_all, check, add                     the key-value store
                   report, confirm, suspect, finish_generation       the membership protocol
     guardian      hello, ended, stop, announce_drain, request_status, ping
     coordinator   to both: stop, abort, request_status, ping
-                  to workers: response, finish_ack, drain_request, abort_generation, record, commit, finish_run
-                  to guardians: welcome, failover_plan, monitor, over
+                  to workers: response, finish_ack, drain_request, abort_generation, record, commit, finish_run, probe
+                  to guardians: welcome, failover_plan, monitor, kill, over
+
+What the coordinator accepts of them is checked before it is handled (frame_schemas.py).
 """
 
 from __future__ import annotations

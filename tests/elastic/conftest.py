@@ -45,9 +45,8 @@ def world(elastic):
         listener, secret=SECRET, world_size=2, emit=records.append, timeouts=LaunchTimeouts(), elastic=elastic
     )
     coordinator.start()
-    guardian = open_connection(
-        address, {"op": "hello", "role": "guardian", "ranks": [0, 1]}, get_secret=get_secret, timeout_s=5
-    )
+    hello = {"op": "hello", "role": "guardian", "ranks": [0, 1], "host": "here", "address": list(address)}
+    guardian = open_connection(address, hello, get_secret=get_secret, timeout_s=5)
 
     def connect(rank: int) -> ControlChannel:
         hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}

@@ -97,9 +97,10 @@ PURE: tuple[str, ...] = (
     "parallel3d.debug.replica_check",
     *(
         f"parallel3d.elastic.protocol.{name}"
-        for name in ("membership", "survivability", "failover", "state_machine", "restart_policy")
+        for name in ("membership", "survivability", "failover", "state_machine", "restart_policy", "probe_graph")
     ),
     "parallel3d.elastic.hang_report",
+    "parallel3d.elastic.frame_schemas",
     *(f"parallel3d.rehearsal.{name}" for name in ("kernel_counts", "device_rows", "roofline")),
     *(f"parallel3d.rehearsal.{name}" for name in ("ideal_counts", "estimate_table")),
     *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),

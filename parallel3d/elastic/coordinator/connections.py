@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel3d.elastic.frame_schemas import check_frame
 from parallel3d.elastic.frames import (
     CHUNK_BYTES,
     PING_S,
@@ -26,6 +27,7 @@ from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunErr
 MAX_STRANGERS = 1024
 """Connections in their handshake; of more the oldest is dropped, and retries if it is one of ours."""
 REPORT_EVERY_S = 60.0
+PING: dict[str, Any] = {"op": "ping"}
 
 
 @dataclass(eq=False)
@@ -46,6 +48,13 @@ class Connection:
     """The header of its hello."""
     silent_pings: int = 0
     """Pings sent since its last frame."""
+    lost_because: str = ""
+    """Why this end has closed it; "" if the other end has."""
+
+    @property
+    def role(self) -> str:
+        """The role of its hello; "" before that."""
+        return str(self.hello.get("role", ""))
 
 
 @dataclass
@@ -150,15 +159,13 @@ class ConnectionServer:
                 self._send_encoded(connection, frame)
 
     def dispatch(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
-        """Passes a frame on. A frame that the protocol doesn't allow closes the connection; other errors are ours."""
+        """Passes a frame on. One that the protocol does not allow closes its connection alone."""
         if connection in self.connections:
             try:
+                check_frame(connection.role, header, payload)
                 self._on_message(connection, header, payload)
-            except ProtocolError:
-                self._drop(connection)
-            except (KeyError, TypeError, ValueError):
-                if connection.hello:
-                    raise
+            except ProtocolError as error:
+                connection.lost_because = str(error)
                 self._drop(connection)
 
     def _ping(self) -> None:
@@ -167,7 +174,7 @@ class ConnectionServer:
         if now_s < self._next_ping_s:
             return
         self._next_ping_s = now_s + PING_S
-        self.broadcast({"op": "ping"})
+        self.broadcast(PING)
         for connection in self.guardians():
             connection.silent_pings += 1
             if connection.silent_pings > self._max_silent_pings:
@@ -236,11 +243,13 @@ class ConnectionServer:
             data = connection.socket.recv(CHUNK_BYTES)  # bounded: does not block
             connection.silent_pings = 0
             for header, payload in connection.reader.feed(data):
-                if header.get("op") != "ping":
+                if header != PING:
                     self.dispatch(connection, header, payload)
         except BlockingIOError:
             return
-        except (OSError, ProtocolError):
+        except ProtocolError as error:
+            connection.lost_because, data = str(error), b""
+        except OSError:
             data = b""
         if not data:
             self._drop(connection)

@@ -15,6 +15,7 @@ from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
 from parallel3d.elastic.coordinator.run_status import RunStatus, describe_error
 from parallel3d.elastic.coordinator.shutdown import Shutdown
+from parallel3d.elastic.frame_schemas import parse
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker, StateReport
 from parallel3d.elastic.protocol.state_machine import (
@@ -28,7 +29,7 @@ from parallel3d.elastic.protocol.state_machine import (
     Propose,
     StopRun,
 )
-from parallel3d.errors import ProtocolError
+from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid
 
 OPS = ("report", "confirm", "suspect", "finish_generation")
@@ -64,11 +65,16 @@ class MembershipManager:
         """Workers that were sent a drain request."""
 
     def handle(self, rank: int, header: dict[str, Any]) -> None:
-        """Handles a worker's frame, one of `OPS`. An impossible one is a defect and ends the run."""
+        """Handles a worker's frame, one of `OPS`. States that contradict each other are a defect and end the run.
+
+        Raises OutOfPlaceError for a frame that only its sender is to blame for.
+        """
         try:
             match header["op"]:
                 case "report":
-                    report = StateReport.from_json(header["report"])
+                    report = parse(StateReport.from_json, header["report"])
+                    if report.rank != rank:
+                        raise OutOfPlaceError(f"rank {rank} sent the report of rank {report.rank}")
                     self.recovery_log.record_report(rank, report.position)
                     self.execute(self.protocol.report(report))
                 case "confirm":
@@ -78,6 +84,8 @@ class MembershipManager:
                     self.execute(self.protocol.suspect(rank, header["generation"], header["reason"]))
                 case "finish_generation":
                     self.execute(self.protocol.finish(rank, header["generation"]))
+        except OutOfPlaceError:
+            raise
         except ProtocolError as error:
             self._status.record_error(rank, describe_error(error))
             self._shutdown.abort_after_failure()

@@ -187,6 +187,8 @@ class Guardian:
                     os.kill(pid, STACK_DUMP_SIGNAL)
             case "stop":
                 self._set_kill_deadline(self._timeouts.stop_grace_s)
+            case "kill":
+                self._kill_lost(dict(header["ends"]))
             case "abort":
                 self._set_kill_deadline(header["grace_s"])
             case "over":
@@ -297,6 +299,14 @@ class Guardian:
         for pid, why in self._monitor.check(self._children.keys() - self._declared_dead.keys()).items():
             self._declared_dead[pid] = why
             os.kill(pid, signal.SIGKILL)
+
+    def _kill_lost(self, why: dict[int, str]) -> None:
+        """Kills workers that the coordinator can't wait for; each counts as lost once its exit is reported."""
+        self._reap()  # one that has ended by itself has a reason of its own
+        for pid, rank in self._children.items():
+            if rank in why and pid not in self._declared_dead:
+                self._declared_dead[pid] = why[rank]
+                os.kill(pid, signal.SIGKILL)
 
     def _set_kill_deadline(self, grace_s: float) -> None:
         """Gives workers `grace_s` from now to exit; an earlier deadline stays."""

@@ -17,12 +17,12 @@ tests/support/protocol_model.py shows by exhaustive exploration that this is rig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, LostWorker, StateReport
 from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
-from parallel3d.errors import ProtocolError
+from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid
 
 MAX_CHANGES_WITHOUT_STEP = 8
@@ -136,12 +136,25 @@ class MembershipProtocol:
             None if self.committed is not None and self.committed.generation == self._generation else self._generation
         )
 
+    @property
+    def unanswered(self) -> frozenset[int]:
+        """Live workers that the change under way waits for: for their reports, then for their confirmations."""
+        if self.pending is None:
+            return frozenset()
+        if self._record is None:
+            return self.live - self._reports.keys()
+        return frozenset(self._record.members) - self._digests.keys()
+
+    def can_spare(self, ranks: Collection[int]) -> bool:
+        """True if the run could go on without these workers as well."""
+        return self._check_survivability(dead=self._dead | frozenset(ranks)).can_continue
+
     def report(self, report: StateReport) -> list[Action]:
         """Handles a worker's state report; the last one's triggers the decision."""
         if not self._is_current(report.rank, report.generation):
             return []
         if self.pending is None or report.rank in self._reports:
-            raise ProtocolError(f"rank {report.rank} reported twice to generation {report.generation}")
+            raise OutOfPlaceError(f"rank {report.rank} reported twice to generation {report.generation}")
         self._reports[report.rank] = report
         self._hosts[report.rank] = report.host
         return self._decide() if len(self._reports) == len(self.live) else []
@@ -151,7 +164,7 @@ class MembershipProtocol:
         if not self._is_current(rank, generation):
             return []
         if self._record is None or rank in self._digests:
-            raise ProtocolError(f"rank {rank} confirmed generation {generation}, which it was not asked to")
+            raise OutOfPlaceError(f"rank {rank} confirmed generation {generation}, which it was not asked to")
         self._digests[rank] = digest
         if len(self._digests) < len(self._record.members):
             return []
@@ -201,7 +214,7 @@ class MembershipProtocol:
         if not self._is_current(rank, generation):
             return []
         if self.pending is not None:
-            raise ProtocolError(f"rank {rank} finished in generation {generation}, which has not begun")
+            raise OutOfPlaceError(f"rank {rank} finished in generation {generation}, which has not begun")
         self._finished |= {rank}
         if not self._finished.issuperset(self._grid.ranks):
             return []
@@ -211,7 +224,7 @@ class MembershipProtocol:
     def _is_current(self, rank: int, generation: int) -> bool:
         """False for messages from dead ranks or earlier generations, which may still arrive."""
         if generation > self._generation:
-            raise ProtocolError(f"rank {rank} refers to generation {generation}, the newest is {self._generation}")
+            raise OutOfPlaceError(f"rank {rank} refers to generation {generation}, the newest is {self._generation}")
         return generation == self._generation and rank in self.live and not self.over
 
     def _begin(self, reason: str) -> list[Action]:
@@ -318,13 +331,15 @@ class MembershipProtocol:
     def _dead(self) -> frozenset[int]:
         return frozenset(self._grid.ranks) - self.live
 
-    def _check_survivability(self, draining: frozenset[int] = frozenset()) -> Survivability:
+    def _check_survivability(
+        self, draining: frozenset[int] = frozenset(), dead: frozenset[int] | None = None
+    ) -> Survivability:
         return check_survivability(
             self._grid,
             zero_stage=self._zero_stage,
             zero_backups=self._zero_backups,
             hosts={} if self.committed is None else self.committed.hosts,
-            dead=self._dead,
+            dead=self._dead if dead is None else dead,
             draining=draining,
             fresh=self.committed is None,
         )

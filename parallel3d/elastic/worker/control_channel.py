@@ -20,6 +20,7 @@ from typing import Any
 from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
+from parallel3d.elastic.worker.path_probe import likely_first, unreachable_ranks
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.abort import POLL_S, AbortToken
 
@@ -220,12 +221,21 @@ class ControlChannel:
                 self.token.abort(header["reason"])
             case "request_status":
                 self._send({"op": "worker_status", "status": self.worker_status()})
+            case "probe":
+                threading.Thread(target=self._probe, args=(header,), name="path-probe", daemon=True).start()
             case "finish_ack":
                 self._finish_acked.set()
             case op if op in FRAMES:
                 self.membership.handle(header)
             case op:
                 raise ProtocolError(f"the coordinator sent {op!r}")
+
+    def _probe(self, request: dict[str, Any]) -> None:
+        """Answers which of the ranks that this worker waits for can't be reached; all members if it names none."""
+        status, addresses = self.worker_status(), self.membership.addresses()
+        peers = (status["peers"] or list(addresses)) if status.get("is_waiting") else []
+        silent = unreachable_ranks(likely_first(self.rank, peers), addresses, timeout_s=request["timeout_s"])
+        self._send({"op": "probed", "round": request["round"], "unreachable": silent})
 
     def _close(self, reason: str) -> None:
         self._finish_acked.set()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, StateReport
+from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, StateReport
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
 
@@ -112,6 +112,11 @@ class MembershipClient:
             self.leave_generation(header["reason"])
         elif self._run_token.aborted:  # just before the record came: its generation is over before it begins
             self.leave_generation(self._run_token.reason)
+
+    def addresses(self) -> dict[int, Address]:
+        """Returns where the members of the newest record listen."""
+        with self._changed:
+            return dict(self._pending.record.addresses) if self._pending else {}
 
     def membership_state(self) -> dict[str, Any]:
         """Returns what a new coordinator must know of this worker."""
