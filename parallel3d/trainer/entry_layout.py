@@ -21,12 +21,17 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from math import isfinite, sqrt
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from parallel3d.debug.replica_check import NUM_CHECKSUMS, has_difference
 from parallel3d.errors import ProtocolError
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.optim.state_norms import larger
 from parallel3d.precision.fixed_point import NUM_FLOATS, ExactSum
 from parallel3d.trainer.entry import Contribution, Entry
+
+Vector = NDArray[np.float64]
 
 _SUMS = ("squared_norm", "loss_sum")  # exact: the same in whatever order micro-batches and ranges are added
 _SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "num_not_saved", "evaluate")
@@ -56,14 +61,14 @@ class EntryLayout:
         """Length without the replica check, which not every vector has."""
         return self._maxima_offset + self.num_ranks if self.num_ranks else self._norms_offset
 
-    def pack(self, part: Contribution) -> list[float]:
+    def pack(self, part: Contribution) -> Vector:
         """One rank's vector. A non-finite norm or loss travels as a flag: a NaN would erase the other ranks' parts."""
         # The ranks' vectors are added once, and the sum must mean the same on every layout. So each number has either
         # one rank that contributes it (cursors, counts, losses) or parts that add up exactly in any order: exact sums,
         # and flags and counts far below 2^53. All other positions stay zero. A maximum can't be added; hence a position
         # for each rank.
         finite = part.is_finite and isfinite(part.squared_norm.value) and isfinite(part.loss_sum.value)
-        vector = [0.0] * self.size
+        vector = np.zeros(self.size)
         vector[: self._cursor_offset(0)] = [
             *(part.squared_norm if finite else ExactSum(units=part.squared_norm.units)).to_floats(),
             *part.loss_sum.to_floats(),
@@ -75,30 +80,32 @@ class EntryLayout:
             float(part.save_status.has_failed),
             float(part.evaluate),
         ]
-        for slot, cursor in part.cursors.items():
-            start = self._cursor_offset(slot)
-            vector[start : start + self.cursor_size] = map(float, cursor)
-        for (stage, micro_batch), count in part.backward_counts.items():
-            vector[self._backward_count_offset(stage, micro_batch)] = float(count)
+        if part.cursors:
+            self._cursors(vector)[list(part.cursors)] = list(part.cursors.values())
+        if part.backward_counts:
+            stages, micro_batches = zip(*part.backward_counts)
+            self._backward_counts(vector)[stages, micro_batches] = list(part.backward_counts.values())
         if part.norms is not None:
             sums = (1.0, *part.norms.squared_weights.to_floats(), *part.norms.variance.to_floats())
             vector[self._norms_offset : self._norms_offset + len(sums)] = sums
             vector[self._maxima_offset + part.rank] = part.norms.variance_max
         if part.replica_check is not None:
             none = (0,) * NUM_CHECKSUMS
-            vector += [float(word) for stage in range(self.num_stages) for word in part.replica_check.get(stage, none)]
+            words = [word for stage in range(self.num_stages) for word in part.replica_check.get(stage, none)]
+            return np.concatenate((vector, np.array(words, dtype=np.float64)))
         return vector
 
-    def unpack(self, iteration: int, total: list[float]) -> Entry:
+    def unpack(self, iteration: int, total: ArrayLike) -> Entry:
         """The entry from the sum of all vectors. Raises ProtocolError when the audit fails."""
-        self._audit(iteration, total)
+        vector = np.asarray(total, dtype=np.float64)
+        self._audit(iteration, vector)
         squared_norm, loss_sum = (
-            ExactSum.from_floats(total[number * NUM_FLOATS : (number + 1) * NUM_FLOATS]).value
+            ExactSum.from_floats(vector[number * NUM_FLOATS : (number + 1) * NUM_FLOATS].tolist()).value
             for number in range(len(_SUMS))
         )
-        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved, evaluate = total[
+        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved, evaluate = vector[
             len(_SUMS) * NUM_FLOATS : self._cursor_offset(0)
-        ]
+        ].tolist()
         return Entry(
             iteration=iteration,
             squared_norm=squared_norm,
@@ -110,31 +117,27 @@ class EntryLayout:
             num_saved=int(num_saved),
             num_not_saved=int(num_not_saved),
             evaluate=evaluate > 0,
-            **self._unpack_norms(total),
-            cursors=tuple(
-                tuple(int(number) for number in total[self._cursor_offset(slot) : self._cursor_offset(slot + 1)])
-                for slot in range(self.num_slots)
-            ),
+            **self._unpack_norms(vector),
+            cursors=tuple(map(tuple, self._cursors(vector).astype(np.int64).tolist())),
             differing_stages=tuple(
-                stage for stage, words in enumerate(self._checksums_by_stage(total)) if has_difference(words)
+                stage for stage, words in enumerate(self._checksums_by_stage(vector)) if has_difference(words)
             ),
         )
 
-    def _audit(self, iteration: int, total: list[float]) -> None:
+    def _audit(self, iteration: int, total: Vector) -> None:
         """Raises ProtocolError unless each micro-batch had exactly one backward pass at each virtual stage."""
-        for stage in range(self.num_stages):
-            for micro_batch in range(self.num_micro_batches):
-                count = total[self._backward_count_offset(stage, micro_batch)]
-                if count != 1.0:
-                    raise ProtocolError(
-                        f"iteration {iteration}: micro-batch {micro_batch} counted {count:g} times at stage {stage}"
-                    )
+        counts = self._backward_counts(total)
+        for stage, micro_batch in np.argwhere(counts != 1.0)[:1].tolist():
+            count = counts[stage, micro_batch]
+            raise ProtocolError(
+                f"iteration {iteration}: micro-batch {micro_batch} counted {count:g} times at stage {stage}"
+            )
 
-    def _unpack_norms(self, total: list[float]) -> dict[str, float]:
+    def _unpack_norms(self, total: Vector) -> dict[str, float]:
         """The entry's norms; {} if they were not measured."""
         if not self.num_ranks or total[self._norms_offset] == 0.0:
             return {}
-        sums = total[self._norms_offset + 1 : self._maxima_offset]
+        sums = total[self._norms_offset + 1 : self._maxima_offset].tolist()
         squared_weights, variance = (
             ExactSum.from_floats(sums[start : start + NUM_FLOATS]) for start in (0, NUM_FLOATS)
         )
@@ -143,24 +146,30 @@ class EntryLayout:
         return {
             "param_norm": sqrt(squared_weights.value),
             "variance_norm": variance.value,
-            "variance_max": reduce(larger, total[self._maxima_offset : self.size]),
+            "variance_max": reduce(larger, total[self._maxima_offset : self.size].tolist()),
         }
 
-    def _checksums_by_stage(self, total: list[float]) -> list[list[float]]:
+    def _checksums_by_stage(self, total: Vector) -> list[list[float]]:
         """Checksums of the replica check by stage; [] without one."""
-        words = total[self.size :]
+        words = total[self.size :].tolist()
         return [words[start : start + NUM_CHECKSUMS] for start in range(0, len(words), NUM_CHECKSUMS)]
+
+    def _cursors(self, vector: Vector) -> Vector:
+        """A view of the cursors, a row for each slot."""
+        return vector[self._cursor_offset(0) : self._cursor_offset(self.num_slots)].reshape(-1, self.cursor_size)
+
+    def _backward_counts(self, vector: Vector) -> Vector:
+        """A view of the counts, a row for each virtual stage."""
+        counts = vector[self._cursor_offset(self.num_slots) : self._norms_offset]
+        return counts.reshape(self.num_stages, self.num_micro_batches)
 
     def _cursor_offset(self, slot: int) -> int:
         return len(_SUMS) * NUM_FLOATS + len(_SCALARS) + slot * self.cursor_size
 
-    def _backward_count_offset(self, stage: int, micro_batch: int) -> int:
-        return self._cursor_offset(self.num_slots) + stage * self.num_micro_batches + micro_batch
-
     @property
     def _norms_offset(self) -> int:
         """Offset of the number of ranks that measured, followed by their two sums."""
-        return self._backward_count_offset(self.num_stages, 0)
+        return self._cursor_offset(self.num_slots) + self.num_stages * self.num_micro_batches
 
     @property
     def _maxima_offset(self) -> int:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from parallel3d.accelerator import is_accelerator
@@ -137,20 +138,14 @@ def all_reduce_entry(
     Times and bytes travel behind the entry's vector and never enter the entry: a repeated iteration gives the same one.
     """
     layout = rank.layout.for_batch(batch)
-    words, own_telemetry = layout.pack(part), [0.0] * (NUM_TELEMETRY * len(rank.grid.ranks))
-    start = NUM_TELEMETRY * rank.grid.ranks.index(rank.rank)
-    own_telemetry[start : start + NUM_TELEMETRY] = (
-        result.busy_s,
-        result.run_s,
-        float(used_bytes(rank.device)),
-    )
-    vector = torch.tensor(words + own_telemetry, dtype=torch.float64)
-    work = rank.groups.world.all_reduce_async(vector)
+    words, telemetry = layout.pack(part), np.zeros((len(rank.grid.ranks), NUM_TELEMETRY))
+    telemetry[rank.grid.ranks.index(rank.rank)] = result.busy_s, result.run_s, float(used_bytes(rank.device))
+    vector = np.concatenate((words, telemetry.ravel()))
+    work = rank.groups.world.all_reduce_async(torch.from_numpy(vector))  # in place
     rank.hooks.phase_hook("all_reduce")
     work.wait()
-    total = vector.tolist()
-    busy_s, run_s, num_bytes = (total[len(words) + number :: NUM_TELEMETRY] for number in range(NUM_TELEMETRY))
-    return layout.unpack(batch.iteration, total[: len(words)]), Telemetry(
+    busy_s, run_s, num_bytes = vector[len(words) :].reshape(-1, NUM_TELEMETRY).T.tolist()
+    return layout.unpack(batch.iteration, vector[: len(words)]), Telemetry(
         bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes))
     )
 
