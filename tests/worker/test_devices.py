@@ -153,10 +153,10 @@ def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
 @pytest.mark.parametrize(
     "wanted,device,kinds",
     [
-        ("cpu", "cpu", ("gloo", "gloo", "gloo")),
-        ("cuda", "cuda:1", ("gloo", "nccl", "nccl")),
-        ("auto", "cuda:1", ("gloo", "nccl", "nccl")),
-        ("cuda_shared", "cuda:0", ("gloo", "staged gloo", "staged gloo")),
+        ("cpu", "cpu", ("tree", "gloo", "gloo")),
+        ("cuda", "cuda:1", ("tree", "nccl", "nccl")),
+        ("auto", "cuda:1", ("tree", "nccl", "nccl")),
+        ("cuda_shared", "cuda:0", ("tree", "staged gloo", "staged gloo")),
     ],
 )
 def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
@@ -170,9 +170,15 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
         return group
 
     monkeypatch.setattr(network_module, "GlooGroup", partial(make, "gloo"))
+    monkeypatch.setattr(network_module, "TreeGroup", partial(make, "tree"))
     monkeypatch.setattr(network_module, "NcclGroup", partial(make, "nccl"))
     links = []
-    monkeypatch.setattr(network_module, "SocketLinks", lambda **settings: links.append(settings))
+
+    def make_links(**settings):
+        links.append(settings)
+        return SimpleNamespace(streams=None)
+
+    monkeypatch.setattr(network_module, "SocketLinks", make_links)
     context = SimpleNamespace(rank=1, address="127.0.0.1", secret=b"", control=None)
     network = SocketNetwork(config(wanted), context, torch.device(device))
     network._listener = SimpleNamespace()
