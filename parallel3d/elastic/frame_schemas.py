@@ -122,6 +122,7 @@ RECORDS: dict[str, Fields] = {
 
 OPTIONAL: Fields = {
     "membership_state": _STATE,
+    "num_workers": is_count,
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),
 }
 """Checked in frames and records that have them."""

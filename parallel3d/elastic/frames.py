@@ -90,7 +90,7 @@ def open_connection(
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return _connect(address, hello, get_secret(), timeout_s=max(RETRY_S, deadline - time.monotonic()))
+            return connect(address, hello, get_secret(), timeout_s=max(RETRY_S, deadline - time.monotonic()))
         except OSError as error:
             if time.monotonic() + RETRY_S > deadline:
                 host, port = address
@@ -100,7 +100,12 @@ def open_connection(
             time.sleep(RETRY_S)
 
 
-def _connect(address: Address, hello: dict[str, Any], secret: bytes, *, timeout_s: float) -> socket.socket:
+class NotServingError(OSError):
+    """A listener has accepted a connection, but no process has answered with this run's secret."""
+
+
+def connect(address: Address, hello: dict[str, Any], secret: bytes, *, timeout_s: float) -> socket.socket:
+    """Connects once; raises NotServingError if only the listener is there, else OSError."""
     connection = socket.create_connection(address, timeout=timeout_s)
     try:
         set_socket_options(connection)
@@ -108,9 +113,9 @@ def _connect(address: Address, hello: dict[str, Any], secret: bytes, *, timeout_
         connection.sendall(encode_frame(hello))
         connection.settimeout(None)
         return connection
-    except BaseException:
+    except OSError as error:
         connection.close()
-        raise
+        raise NotServingError(str(error)) from error
 
 
 def set_socket_options(connection: socket.socket) -> None:

@@ -4,7 +4,7 @@ Runs in the coordinator's process. It reads every byte of the chosen checkpoint 
 the start instruction from the coordinator's key-value store. The decisions are made by protocol/restart_policy.py, from
 the run's history in metrics.jsonl.
 
-    no launcher         the process that forked the workers forks a full set again
+    no launcher         the guardian forks a full set of workers again
     under a launcher    which restarts every process (torchrun --max-restarts): a new restart manager finds the run's
                         folder and goes on with it
 """
@@ -117,7 +117,10 @@ class RestartManager:
 
     def reopen(self) -> RunReporter:
         """Returns the reporter of a run that this process takes over while it is running."""
-        return self._make_report(ContinuedRunFolder(self._directory))
+        report = self._make_report(ContinuedRunFolder(self._directory))
+        if (started := report.run_history.started) is not None:
+            self._origin = started["path"]
+        return report
 
     def next_action(self, report: RunReporter, outcome: RunOutcome, stopped: Callable[[], bool]) -> Restart | Stop:
         """Decides what follows a start that has ended. After a Restart, `values` are the next start's.
@@ -178,8 +181,6 @@ class RestartManager:
 
     def _begin_after_launcher(self, run_history: RunHistory) -> RunReporter:
         report = self.reopen()
-        assert run_history.started is not None
-        self._origin = run_history.started["path"]
         attempt_ends, why = list(run_history.attempt_ends), run_history.failure
         if run_history.has_open_attempt:
             attempt_ends.append(run_history.end_attempt(EXIT_WORKER_LOST))

@@ -10,6 +10,7 @@ from parallel3d.elastic.frames import open_connection
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.parallel.grid import Grid
+from tests.support.coordinator_threads import ServingThread
 from tests.support.run_secrets import SECRET, get_secret
 
 
@@ -44,7 +45,7 @@ def world(elastic):
     coordinator = Coordinator(
         listener, secret=SECRET, world_size=2, emit=records.append, timeouts=LaunchTimeouts(), elastic=elastic
     )
-    coordinator.start()
+    serving = ServingThread(coordinator)
     hello = {"op": "hello", "role": "guardian", "ranks": [0, 1], "host": "here", "address": list(address)}
     guardian = open_connection(address, hello, get_secret=get_secret, timeout_s=5)
 
@@ -60,4 +61,4 @@ def world(elastic):
     for control in controls:
         control.finish(0)
     guardian.close()
-    coordinator.join(5)
+    serving.join(5)

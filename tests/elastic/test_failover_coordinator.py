@@ -15,6 +15,7 @@ from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.parallel.grid import Grid
+from tests.support.coordinator_threads import ServingThread
 from tests.support.run_secrets import SECRET, get_secret
 
 GRID = Grid.uniform(tp_size=1, pp_size=1, dp_size=4)
@@ -65,7 +66,7 @@ class World:
             elastic=elastic_settings(GRID),
             own_info=guardians[1],
         )
-        self.coordinator.start()
+        self.serving = ServingThread(self.coordinator)
 
     def _open(self) -> FakeReport:
         self.opened = True
@@ -107,7 +108,7 @@ def world(elastic_settings):
     yield world
     for connection in world.readers:
         connection.close()
-    world.coordinator.join(5)
+    world.serving.join(5)
 
 
 def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all(world):
@@ -164,7 +165,7 @@ def test_what_the_old_coordinator_knew_is_not_reported_again(world):
     error = {"text": "E", "exit_code": 1, "consequence": False, "is_run_wide": False, "step": 6}
     waiting[0].sendall(encode_frame({"op": "error", "error": error}))
     world.receive(waiting[1], "abort")
-    assert world.coordinator.join(0.0).message.startswith("rank 1 (pp0 dp1 tp0), step 6: E")
+    assert world.serving.join(0.0).message.startswith("rank 1 (pp0 dp1 tp0), step 6: E")
     assert world.coordinator._status.workers[3].lost_worker is None
 
 
@@ -186,7 +187,7 @@ def test_without_a_quorum_nothing_is_opened(elastic_settings):
     assert world.receive(guardian, "over")[-1]["exit_code"] == 4
     for connection in world.readers:
         connection.close()
-    assert world.coordinator.join(5).exit_code == 4
+    assert world.serving.join(5).exit_code == 4
 
 
 def test_who_connects_after_the_quorum_check_has_been_evicted(world):

@@ -18,6 +18,7 @@ from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.errors import GenerationEnded
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
+from tests.support.coordinator_threads import ServingThread
 from tests.support.run_secrets import SECRET, get_secret
 
 PING_S = 0.02
@@ -58,7 +59,7 @@ def served(elastic_settings, fast_pings):
         timeouts=LaunchTimeouts(control_s=50 * PING_S, abort_grace_s=0.5),
         elastic=elastic_settings(Grid.uniform(tp_size=1, pp_size=1, dp_size=4)),
     )
-    coordinator.start()
+    serving = ServingThread(coordinator)
     enter = partial(open_connection, address, get_secret=get_secret, timeout_s=10)
     guardians = [
         enter({"op": "hello", "role": "guardian", "ranks": ranks, "host": "here", "address": address})
@@ -78,7 +79,7 @@ def served(elastic_settings, fast_pings):
         control.finish(0)
     for guardian in guardians:
         guardian.close()
-    coordinator.join(5)
+    serving.join(5)
 
 
 def test_a_silent_guardian_is_lost_and_its_workers_end_themselves(served):

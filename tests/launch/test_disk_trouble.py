@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
-from tests.support.launch_runs import TRAIN, finish, start
+from tests.support.launch_runs import TRAIN, finish, start, workers_of
 
 pytestmark = pytest.mark.slow
 MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
@@ -196,6 +196,5 @@ def test_a_file_in_the_folders_place_and_files_that_may_not_grow(config_file, tm
 
 def limit_files(launcher, num_bytes):
     """How large files may get that the workers write."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True).stdout
-    for pid in map(int, children.split()):
+    for pid in workers_of(launcher):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))

@@ -58,6 +58,24 @@ def wait_for_change(run, number, timeout=60):
         time.sleep(0.05)
 
 
-def workers_of(launcher_pid):
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher_pid)], capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
+def children_of(pid):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
+
+
+def name_of(pid):
+    """p3d-guardian, p3d-coordinator, p3d-rank-0, ...; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def child_of(stub_pid, name):
+    """The process of a stub's guardian or coordinator."""
+    (pid,) = [pid for pid in children_of(stub_pid) if name_of(pid) == f"p3d-{name}"]
+    return pid
+
+
+def workers_of(stub_pid):
+    return children_of(child_of(stub_pid, "guardian"))

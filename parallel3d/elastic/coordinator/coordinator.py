@@ -1,15 +1,14 @@
 """The coordinator: the server of the control channel, which decides on membership and on the end of the run.
 
-A thread of the launcher's process (of rank 0's guardian under torchrun), never of a worker. One thread owns all state
-and waits in one selector, without locks; records go to the reporter's own thread, so that a slow disk never
-delays an abort. The membership protocol (pure) decides about losses; membership_manager.py carries that out.
+A process of its own (coordinator_process.py). One thread owns all state and waits in one selector, without locks;
+records go to the reporter's own thread, so that a slow disk never delays an abort. The membership protocol (pure)
+decides about losses; membership_manager.py carries that out.
 """
 
 from __future__ import annotations
 
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -62,6 +61,7 @@ class Coordinator:
         elastic: ElasticSettings | None = None,
         own_info: GuardianInfo | None = None,
         values: Mapping[str, bytes] | None = None,
+        on_turn: Callable[[], None] = lambda: None,
     ):
         self._server = ConnectionServer(
             listener,
@@ -75,7 +75,7 @@ class Coordinator:
         self._timeouts = timeouts
         self._elastic = elastic
         self._own_info = own_info
-        """The guardian in whose process it is."""
+        """The guardian of its host's stub, where it serves again if its process is lost."""
         self._status = RunStatus(world_size, elastic.grid if elastic else None)
         self._shutdown = Shutdown(self._server, self._status, emit=self._emit, abort_grace_s=timeouts.abort_grace_s)
         self._hang_reporter = HangReporter(
@@ -96,16 +96,7 @@ class Coordinator:
         self._last_published: dict[str, int] = {}
         """The newest published step, by kind of record."""
         self._start_deadline = time.monotonic() + timeouts.start_s
-        self._thread = threading.Thread(target=self._serve, name="coordinator", daemon=True)
-
-    def start(self) -> None:
-        """Starts serving; call it after the forks, since a thread does not survive one."""
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> RunOutcome:
-        """Waits for the run's end, at most `timeout_s`; returns its outcome as far as known."""
-        self._thread.join(timeout_s)
-        return self._status.outcome()
+        self._on_turn = on_turn
 
     def _make_membership(self) -> MembershipManager | None:
         """The manager of a run that begins; None: no loss is survived."""
@@ -133,11 +124,12 @@ class Coordinator:
 
     # --- serving --------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def serve(self) -> RunOutcome:
+        """Serves until the run is over; returns its outcome. Calls `on_turn` in every turn, at most 0.25 s apart."""
         try:
             self._begin()
             while not self._status.over:
-                self._server.poll(max(0.0, min(TICK_S, self._drains.deadline_s - time.monotonic())))
+                self._poll(self._drains.deadline_s - time.monotonic())
                 self._check_start_deadline()
                 self._stop_before_start()
                 self._process_drains()
@@ -150,9 +142,14 @@ class Coordinator:
             self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})
             deadline = time.monotonic() + SHUTDOWN_S
             while self._server.connections and time.monotonic() < deadline:
-                self._server.poll(TICK_S)
+                self._poll(TICK_S)
         finally:  # also after a defect in here: a closed connection ends the run, an open one would hang it
             self._server.close()
+        return self._status.outcome()
+
+    def _poll(self, timeout_s: float) -> None:
+        self._on_turn()
+        self._server.poll(max(0.0, min(TICK_S, timeout_s)))
 
     def _begin(self) -> None:
         """Runs before the first poll; for subclasses."""
@@ -224,7 +221,7 @@ class Coordinator:
         if header["role"] == "guardian":
             connection.guarded_ranks = ranks
             self._server.send(connection, {"op": "welcome"})
-            if gone:
+            if gone and header.get("num_workers", 1):
                 self._server.send(connection, {"op": "over", "exit_code": EXIT_COORDINATOR_LOST})
                 return
         else:

@@ -1,4 +1,5 @@
-"""The coordinator that takes over after its predecessor's host is lost: a thread of a failover candidate's guardian.
+"""The coordinator that takes over after its predecessor is lost: on the same host if only the process was, else on that
+of a failover candidate.
 
 It begins with a quorum check: guardians connect, then their workers, each with the record of its newest committed
 generation. The run goes on from the newest of all: a worker that holds it proves that all members had confirmed it.
@@ -60,6 +61,7 @@ class FailoverCoordinator(Coordinator):
         timeouts: LaunchTimeouts,
         elastic: ElasticSettings,
         own_info: GuardianInfo,
+        on_turn: Callable[[], None] = lambda: None,
     ):
         super().__init__(
             listener,
@@ -69,9 +71,13 @@ class FailoverCoordinator(Coordinator):
             timeouts=timeouts,
             elastic=elastic,
             own_info=own_info,
+            on_turn=on_turn,
         )
         self._failover_plan = failover_plan
-        self._lost_host = failover_plan.coordinator.host
+        lost = failover_plan.coordinator
+        self._is_same_host = own_info.ranks == lost.ranks
+        """The lost coordinator's own stub has replaced it: nothing else of its host is lost."""
+        self._lost_host = lost.host
         self._lost_s = time.monotonic()
         self._witness = witness
         self._open_report = open_report
@@ -95,7 +101,7 @@ class FailoverCoordinator(Coordinator):
     def _begin(self) -> None:
         deadline = time.monotonic() + self._timeouts.failover_s
         while not self._all_connected() and time.monotonic() < deadline:
-            self._server.poll(QUORUM_TICK_S)
+            self._poll(QUORUM_TICK_S)
         self._is_checking_quorum = False
         quorum, base = self._check_quorum(), self._newest_record()
         if quorum.has_quorum and base:
@@ -119,9 +125,8 @@ class FailoverCoordinator(Coordinator):
         self._status.restore_after_failover(base.hosts, protocol.last_reported_step)
         self._status.mark_gone(set(self._status.workers) - protocol.live)
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
-        self._emit_notice(
-            f"the run goes on without its coordinator on {self._lost_host}, from generation {base.generation}"
-        )
+        how = "with a new coordinator" if self._is_same_host else "without its coordinator"
+        self._emit_notice(f"the run goes on {how} on {self._lost_host}, from generation {base.generation}")
         behind = [rank for rank, record in self._committed_records().items() if record.generation < base.generation]
         self._server.send_to_workers(behind, {"op": "commit", "generation": base.generation})
         lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - self._guarded_ranks())]
@@ -143,7 +148,9 @@ class FailoverCoordinator(Coordinator):
     def _all_connected(self) -> bool:
         """True once no further guardian or worker can be expected."""
         guarded = self._guarded_ranks()
-        expected = {rank for guardian in self._failover_plan.surviving_guardians for rank in guardian.ranks}
+        plan = self._failover_plan
+        survivors = plan.guardians if self._is_same_host else plan.surviving_guardians
+        expected = {rank for guardian in survivors for rank in guardian.ranks}
         accounted_for = self._server.workers().keys() | {end["rank"] for end in self._ends()}
         return expected <= guarded and guarded <= accounted_for and self._check_quorum().has_quorum
 

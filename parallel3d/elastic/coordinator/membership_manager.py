@@ -37,7 +37,7 @@ OPS = ("report", "confirm", "suspect", "finish_generation")
 
 
 class MembershipManager:
-    """Runs `protocol` for a run that began on `grid`. `own_info` is the guardian in whose process it runs."""
+    """Runs `protocol` for a run that began on `grid`. `own_info`: the guardian of its host's stub."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class MembershipManager:
         if committed is None or self._own_info is None:  # no guardian could take over
             return ""
         hosts = {committed.hosts[rank] for rank in committed.members}
-        reached = {connection.hello["host"] for connection in self._server.guardians()}
+        reached = {self._own_info.host, *(connection.hello["host"] for connection in self._server.guardians())}
         return check_quorum(reached, hosts, lock_witness=lambda: "").reason
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 """Coordinator discovery: how workers and guardians find the coordinator, and its successor.
 
-coordinator in this process   its own listener's port
+a coordinator on this host    the port of the listener that the stub has opened
 torchrun                      rank 0 puts the address and the run's secret into torchrun's TCPStore, under
                               `parallel3d/coordinator`. Only workers import torch, so each sends both to its guardian
                               through a pipe
 a launcher without a store    the coordinator listens at the master's address
-failover                      guardians find the successor, and each sends its address to its worker through a second
-                              pipe
+failover                      guardians find the successor, and each sends its address to its workers, each through
+                              a pipe of its own
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
@@ -28,68 +29,63 @@ class CoordinatorDiscovery:
     """Created before the forks. A worker calls `find`, `report` and `await_new_address`, its guardian the rest."""
 
     def __init__(
-        self, *, env: LauncherEnv | None, listener: socket.socket | None, run_secret: RunSecret, timeout_s: float
+        self,
+        *,
+        env: LauncherEnv | None,
+        known_address: Address | None,
+        ranks: Sequence[int],
+        run_secret: RunSecret,
+        timeout_s: float,
     ):
         self.run_secret = run_secret
         self._env = env
-        self._listener = listener
         self._timeout_s = timeout_s
         self.pipe, self._address_writer = os.pipe()
-        self._new_address_reader, self._new_address_writer = os.pipe()
-        self.own_address: Address | None = ("127.0.0.1", listener.getsockname()[1]) if listener else None
-        """Set if the coordinator is in this process."""
+        self._new_address_pipes = {rank: os.pipe() for rank in ranks}
+        """By worker: the ends to read and to write."""
+        self.known_address = known_address
+        """The coordinator's, if it need not be found: it is on this host, or another guardian has found it."""
 
     def find(self) -> Address:
         """Returns the coordinator's address; raises LaunchError."""
-        if self._listener:
-            self._listener.close()  # the guardian's alone: otherwise the port would outlive it
         if self._env is not None and self._env.agent_store:
             return self._look_up(self._env)
-        if self.own_address:
-            return self.own_address
+        if self.known_address:
+            return self.known_address
         assert self._env is not None
-        return ("127.0.0.1" if self._is_one_host else self._env.master_addr), self._env.master_port
-
-    def host_address(self) -> str:
-        """Returns this host's address as all workers reach it; the loopback address if there is only one host."""
-        if self._env is None or self._is_one_host:
-            return "127.0.0.1"
-        return _reachable_host(self._env)
-
-    @property
-    def _is_one_host(self) -> bool:
-        """True if all ranks are on this host; rank 0 then listens at the loopback address."""
-        return self._env is not None and self._env.local_world_size == self._env.world_size
+        return ("127.0.0.1" if is_one_host(self._env) else self._env.master_addr), self._env.master_port
 
     def report(self, address: Address) -> None:
         """Sends the guardian the address at which its worker has reached the coordinator, and the secret that it proved
         there."""
         secret = self.run_secret.read()
         self.run_secret.set(secret)
-        os.write(self._address_writer, "{} {} {}\n".format(*address, secret.hex()).encode())
+        if self.known_address is None:
+            os.write(self._address_writer, "{} {} {}\n".format(*address, secret.hex()).encode())
 
-    def await_new_address(self) -> Address | None:
-        """Waits for the guardian to send the successor's address; returns None without a successor."""
-        if self._env is None:  # the coordinator was in the guardian's own process
-            return None
+    def await_new_address(self, rank: int) -> Address | None:
+        """Waits in worker `rank` for the guardian to send the successor's address; returns None without one."""
         line = b""
         while not line.endswith(b"\n"):
-            line += os.read(self._new_address_reader, 1)
+            line += os.read(self._new_address_pipes[rank][0], 1)
         return _address_of(line)
 
     def close_worker_ends(self) -> None:
         """Leaves the workers as the pipe's only writers, so that it ends with them."""
         os.close(self._address_writer)
-        os.close(self._new_address_reader)
+        for reader, _ in self._new_address_pipes.values():
+            os.close(reader)
 
     def send_new_address(self, address: Address | None) -> None:
-        """Sends the worker the successor's address, or None without a successor."""
-        with contextlib.suppress(BrokenPipeError):  # the worker has ended
-            os.write(self._new_address_writer, "{} {}\n".format(*address).encode() if address else b"\n")
+        """Sends the workers the successor's address, or None without a successor."""
+        for _, writer in self._new_address_pipes.values():
+            with contextlib.suppress(BrokenPipeError):  # the worker has ended
+                os.write(writer, "{} {}\n".format(*address).encode() if address else b"\n")
 
     def close(self) -> None:
         os.close(self.pipe)
-        os.close(self._new_address_writer)
+        for _, writer in self._new_address_pipes.values():
+            os.close(writer)
 
     def read_address(self) -> Address | None:
         """Returns the address that a worker has reported; None if all have ended without a report."""
@@ -106,10 +102,10 @@ class CoordinatorDiscovery:
         try:
             store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
             key = f"{STORE_KEY}/{env.attempt}"
-            if self.own_address:
-                own_port, secret = self.own_address[1], self.run_secret.read()
+            if self.known_address:
+                own_port, secret = self.known_address[1], self.run_secret.read()
                 store.set(key, f"{_reachable_host(env)} {own_port} {secret.hex()}")
-                return self.own_address
+                return self.known_address
             host, port, secret_hex = store.get(key).decode().rsplit(" ", 2)
         except RuntimeError as error:
             raise LaunchError(
@@ -123,6 +119,16 @@ class CoordinatorDiscovery:
 def _address_of(message: bytes) -> Address | None:
     host, _, port = message.decode().partition("\n")[0].rpartition(" ")
     return (host, int(port)) if host else None
+
+
+def host_address(env: LauncherEnv | None) -> str:
+    """Returns this host's address as all workers reach it; the loopback address if there is only one host."""
+    return "127.0.0.1" if env is None or is_one_host(env) else _reachable_host(env)
+
+
+def is_one_host(env: LauncherEnv | None) -> bool:
+    """True if all ranks are on this host; rank 0 then listens at the loopback address."""
+    return env is None or env.local_world_size == env.world_size
 
 
 def _reachable_host(env: LauncherEnv) -> str:

@@ -1,25 +1,34 @@
-"""The guardian: the parent process of workers, which outlives them. It does not import torch.
+"""The guardian: the parent process of workers, which outlives them.
 
 It detects a death within milliseconds (SIGCHLD, waitpid) and reports it to the coordinator, kills a worker that gives
 no sign of life before it reports it (so that none wakes up in a generation that is over), forwards stop signals, kills
-workers that do not exit in time, and stays until the coordinator has the run's exit code. That code is its own, so that
-a launcher above it never takes a lost worker for success.
+workers that do not exit in time, and stays until the coordinator has the run's exit code. The stub's exit code is that
+one, so that a launcher above it never takes a lost worker for success.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
-from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame, max_silent_pings, open_connection
+from parallel3d.elastic.frames import (
+    CHUNK_BYTES,
+    PING_S,
+    FrameReader,
+    NotServingError,
+    connect,
+    encode_frame,
+    max_silent_pings,
+    open_connection,
+)
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
@@ -31,12 +40,12 @@ from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchErr
 TICK_S = 0.5
 CANDIDATE_CONNECT_S = 1.0
 
-TakeOver = Callable[[FailoverPlan], Address]
-"""Starts a failover coordinator in this process; returns its address."""
-
 
 class Guardian:
-    """Guards `children` (pid -> rank), the workers that this process has forked; `own_info` describes it to others."""
+    """Guards `children` (pid -> rank), the workers that this process has forked; `own_info` describes it to others.
+
+    `lost_ranks`: the workers of the guardian before this one, which died with it.
+    """
 
     def __init__(
         self,
@@ -47,21 +56,20 @@ class Guardian:
         signals: Signals,
         timeouts: LaunchTimeouts,
         own_info: GuardianInfo,
-        take_over: TakeOver,
+        link: ParentLink,
+        lost_ranks: Sequence[int] = (),
     ):
         self._children = dict(children)
         self._monitor = monitor
         self._declared_dead: dict[int, str] = {}
         """Unresponsive workers that it has killed: pid -> reason."""
         self._own_info = own_info
-        self._take_over = take_over
-        self._is_coordinator = False
-        """The failover coordinator is in this process."""
+        self._stub = link
         self._failover_plan: FailoverPlan | None = None
         self._candidates: list[GuardianInfo] | None = None
         """Failover candidates not tried yet; None while there is a coordinator."""
-        self._candidate_address: Address | None = None
-        """The candidate being tried."""
+        self._candidate: GuardianInfo | None = None
+        """The one being tried."""
         self._welcome_deadline = float("inf")
         self._timeouts = timeouts
         self._signals = signals
@@ -78,19 +86,20 @@ class Guardian:
         """Pings sent since the coordinator's last frame."""
         self._exit_code: int | None = None
         """The run's, once the coordinator has sent it or is lost."""
-        self._ends: list[dict[str, Any]] = []
+        self._ends = [_lost_with_guardian(rank) for rank in lost_ranks]
         """Exits of its workers, repeated to every new coordinator."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
         self._discovery = discovery
-        self._is_discovering = discovery.own_address is None
-        if discovery.own_address:
-            self._connect_first(discovery.own_address)
+        self._selector.register(link.connection, selectors.EVENT_READ, self._on_stub_message)
+        self._is_discovering = discovery.known_address is None
+        if discovery.known_address:
+            self._connect_first(discovery.known_address)
         else:
             self._selector.register(discovery.pipe, selectors.EVENT_READ, self._on_address_found)
 
-    def monitor(self, *, parent: int | None) -> int:
-        """Guards the workers until the run is over; returns its exit code. Kills them all if `parent` is gone."""
+    def monitor(self) -> int:
+        """Guards the workers until the run is over; returns its exit code."""
         try:
             while self._children or self._is_discovering or self._exit_code is None:
                 self._reap()
@@ -98,9 +107,8 @@ class Guardian:
                 self._forward_status_requests()
                 self._kill_unresponsive()
                 self._enforce_deadline()
-                self._try_next_candidate()
-                if parent is not None and os.getppid() != parent:
-                    self._kill_all(enforced=False)
+                self._try_candidate()
+                self._stub.beat()
                 for key, _ in self._selector.select(CHECK_INTERVAL_S if self._monitor.active else TICK_S):
                     key.data()
                 self._ping()
@@ -109,6 +117,13 @@ class Guardian:
             self._kill_all(enforced=False)
             if self._link is not None:
                 self._link.close()
+            self._selector.close()
+
+    # --- the stub -------------------------------------------------------------------------------------------------
+
+    def _on_stub_message(self) -> None:
+        for message in self._stub.receive():
+            self._signals.add(message["number"])
 
     # --- connection to the coordinator ----------------------------------------------------------------------------
 
@@ -120,14 +135,30 @@ class Guardian:
             self._connect_first(address)
 
     def _connect_first(self, address: Address) -> None:
+        self._stub.pause()
         try:
-            self._connect(address, timeout_s=self._timeouts.connect_s)
+            self._use(
+                open_connection(
+                    address,
+                    self._hello(),
+                    get_secret=self._discovery.run_secret.read,
+                    timeout_s=self._timeouts.connect_s,
+                )
+            )
+            self._report_address(address)
         except LaunchError as error:
             self._end_without_coordinator(str(error))
 
-    def _connect(self, address: Address, *, timeout_s: float) -> None:
-        hello = {"op": "hello", "role": "guardian", **self._own_info.to_json()}
-        self._link = open_connection(address, hello, get_secret=self._discovery.run_secret.read, timeout_s=timeout_s)
+    def _hello(self) -> dict[str, Any]:
+        return {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
+
+    def _report_address(self, address: Address) -> None:
+        """Sends the stub what a guardian in this one's place would have to know."""
+        secret = self._discovery.run_secret.read().hex()
+        self._stub.send({"op": "located", "address": list(address), "secret": secret})
+
+    def _use(self, link: socket.socket) -> None:
+        self._link = link
         self._reader, self._silent_pings = FrameReader(), 0
         self._selector.register(self._link, selectors.EVENT_READ, self._receive)
         if self._ends:
@@ -145,9 +176,12 @@ class Guardian:
         except (OSError, ProtocolError):
             data = b""
         if not data:
-            self._disconnect()
-            if self._exit_code is None:
-                self._lose_coordinator()
+            self._on_broken_link()
+
+    def _on_broken_link(self) -> None:
+        self._disconnect()
+        if self._exit_code is None and self._candidate is None:  # else: the candidate has closed; it is tried again
+            self._lose_coordinator()
 
     def _ping(self) -> None:
         """Shows the coordinator that this process runs; one that has long shown nothing counts as lost."""
@@ -159,9 +193,7 @@ class Guardian:
         if self._silent_pings <= max_silent_pings(self._timeouts.control_s):
             self._send({"op": "ping"})
             return
-        self._disconnect()
-        if self._exit_code is None:
-            self._lose_coordinator()
+        self._on_broken_link()
 
     def _disconnect(self) -> None:
         if self._link is not None:
@@ -199,41 +231,58 @@ class Guardian:
     # --- loss of the coordinator ----------------------------------------------------------------------------------
 
     def _lose_coordinator(self) -> None:
-        """Ends a guardian on the lost host; begins a failover on any other."""
-        message = "the run's coordinator is gone"
-        failover_plan = self._failover_plan
-        if failover_plan is None:
-            self._end_without_coordinator(message)
-        elif self._own_info.host == failover_plan.coordinator.host or self._is_coordinator:
-            self._end_without_coordinator(
-                message, should_print=self._is_coordinator or self._own_info in failover_plan.same_host_guardians[:1]
-            )
-        elif self._candidates is None:
-            self._candidates = list(failover_plan.candidates)
+        """Begins a failover: at the coordinator's own host first, whose stub replaces a process that it saw end."""
+        plan = self._failover_plan
+        if plan is None:
+            self._end_without_coordinator("the run's coordinator is gone")
+            return
+        others = () if self._own_info.host == plan.coordinator.host else plan.candidates
+        self._candidates = [plan.coordinator, *others]
+        self._next_candidate()
 
-    def _try_next_candidate(self) -> None:
-        """Connects to the next failover candidate if the one before can't be reached or does not answer in time."""
-        if self._candidates is None or self._exit_code is not None:
-            return
-        if self._link is not None and time.monotonic() < self._welcome_deadline:
-            return
+    def _next_candidate(self) -> None:
+        assert self._candidates is not None and self._failover_plan is not None
         self._disconnect()
-        if not self._candidates:
-            self._end_without_coordinator("the run's coordinator is gone, and no other host can take over")
+        if self._candidates:
+            self._candidate = self._candidates.pop(0)
+            self._welcome_deadline = time.monotonic() + self._timeouts.failover_s
             return
-        candidate = self._candidates.pop(0)
+        plan = self._failover_plan
+        if self._own_info.host != plan.coordinator.host:
+            self._end_without_coordinator("the run's coordinator is gone, and no other host can take over")
+        else:
+            speaks = self._own_info in (plan.coordinator, *plan.same_host_guardians[:1])
+            self._end_without_coordinator("the run's coordinator is gone", should_print=speaks)
+
+    def _try_candidate(self) -> None:
+        """Connects to the failover candidate; goes on to the next if it can't be reached or does not answer in time."""
+        if self._candidate is None or self._exit_code is not None:
+            return
+        if time.monotonic() >= self._welcome_deadline:
+            self._next_candidate()
+        elif self._link is None:
+            self._connect_to(self._candidate)
+
+    def _connect_to(self, candidate: GuardianInfo) -> None:
         assert self._failover_plan is not None
-        self._is_coordinator = candidate == self._own_info
-        self._candidate_address = self._take_over(self._failover_plan) if self._is_coordinator else candidate.address
-        with contextlib.suppress(LaunchError):
-            self._connect(self._candidate_address, timeout_s=CANDIDATE_CONNECT_S)
-        self._welcome_deadline = time.monotonic() + self._timeouts.failover_s
+        secret = self._discovery.run_secret.read()
+        if candidate.ranks == self._own_info.ranks:  # repeated, since the stub refuses while its coordinator serves
+            plan = self._failover_plan.to_json()
+            self._stub.send({"op": "take_over", "failover_plan": plan, "secret": secret.hex()})
+        try:
+            self._use(connect(candidate.address, self._hello(), secret, timeout_s=CANDIDATE_CONNECT_S))
+        except NotServingError:
+            pass
+        except OSError:
+            self._next_candidate()
 
     def _on_welcome(self) -> None:
         """Ends the failover: the candidate serves."""
-        if self._candidates is not None and self._candidate_address is not None:
-            self._discovery.send_new_address(self._candidate_address)
-            self._candidates, self._welcome_deadline = None, float("inf")
+        if self._candidate is not None:
+            self._discovery.send_new_address(self._candidate.address)
+            self._report_address(self._candidate.address)
+            self._candidate = self._candidates = None
+            self._welcome_deadline = float("inf")
 
     def _end_without_coordinator(self, message: str, *, should_print: bool = True) -> None:
         """Ends the run here: no coordinator can be reached."""
@@ -334,3 +383,14 @@ class Guardian:
         """Prints to this process's own terminal what the coordinator can't publish."""
         ranks = ", ".join(str(rank) for rank in self._own_info.ranks)
         print(f"guardian of rank {ranks}: {text}", file=sys.stderr, flush=True)
+
+
+def _lost_with_guardian(rank: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "exit_code": -signal.SIGKILL,
+        "by_guardian": False,
+        "why": "lost with its guardian",
+        "detect_s": None,
+        "step": None,
+    }

@@ -1,8 +1,8 @@
 """The secret that all processes of a run share, and how it reaches them.
 
 given               PARALLEL3D_SECRET, any words, in the environment of every process that a launcher starts
-without a launcher  made by the process that forks all workers
-torchrun            made by rank 0, put into torchrun's store next to the coordinator's address
+without a launcher  made by the coordinator's process
+torchrun            made by rank 0's coordinator process, put into torchrun's store next to the coordinator's address
 other launchers     made by rank 0, in the file .secret (mode 600) of the run's directory, which all hosts share
 """
 
@@ -19,12 +19,15 @@ FILE_NAME = ".secret"
 
 
 class RunSecret:
-    """One process's knowledge of the run's secret."""
+    """One process's knowledge of the run's secret: `value` if another process of this host has found it."""
 
-    def __init__(self, env: LauncherEnv | None, directory: Path):
+    def __init__(self, env: LauncherEnv | None, directory: Path, *, value: bytes | None = None):
+        self._file: Path | None = None
+        self._value = value
+        if value is not None:
+            return
         given = "" if env is None else env.secret
         self._value = hashlib.sha256(given.encode()).digest() if given else None
-        self._file: Path | None = None
         is_maker = env is None or env.rank == 0
         has_file = self._value is None and env is not None and not env.agent_store
         if self._value is None and is_maker:

@@ -1,4 +1,4 @@
-"""The signals that a guardian handles, collected for its selector loop."""
+"""The signals that a stub, a coordinator or a guardian handles, collected for its loop."""
 
 from __future__ import annotations
 
@@ -58,6 +58,10 @@ class Signals:
         self.wakeup.recv(READ_BYTES)  # bounded: does not block
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.add(number)
+
+    def add(self, number: int) -> None:
+        """Records a signal, this process's own or one that its parent passes on."""
         if number in STOP_SIGNALS:
             self.stops.append(number)
         elif number == STACK_DUMP_SIGNAL:

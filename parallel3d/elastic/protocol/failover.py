@@ -1,10 +1,11 @@
 """Failover: which guardian serves as coordinator when the coordinator's host is lost, and whether it may. Pure.
 
 After every committed generation the coordinator sends all guardians the failover plan. When their connections to it
-break, the guardians of the other hosts try the candidates, one per host, in rank order, beginning after the lost host.
-The first that answers checks its quorum: it serves if it reaches more than half of the last generation's hosts, or half
-of them and holds the witness (coordinator/witness.py). The other side, if it is alive at all, can have neither. For the
-same reason a coordinator that loses its connections to more than half of the hosts stops.
+break, they first try the same address: if only its process is lost, the stub that has seen it end starts a successor
+there. Else the guardians of the other hosts try the candidates, one per host, in rank order, beginning after the lost
+host. The first that answers checks its quorum: it serves if it reaches more than half of the last generation's hosts,
+or half of them and holds the witness (coordinator/witness.py). The other side, if it is alive at all, can have neither.
+For the same reason a coordinator that loses its connections to more than half of the hosts stops.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FailoverPlan:
     """The guardians' instructions for the loss of the coordinator."""
 
     coordinator: GuardianInfo
-    """The guardian in whose process it is."""
+    """The guardian of its host's stub, at whose listener it serves."""
     guardians: tuple[GuardianInfo, ...]
     """In rank order."""
     hosts: tuple[str, ...]

@@ -40,6 +40,8 @@ class WorkerSpec:
     local_rank: int
     local_world_size: int
     host: str
+    address: str
+    """The host's address as the other workers reach it."""
     log: Path
 
 
@@ -85,7 +87,7 @@ def run_worker_process(
         local_rank=spec.local_rank,
         local_world_size=spec.local_world_size,
         host=spec.host,
-        address=discovery.host_address(),
+        address=spec.address,
         secret=discovery.run_secret.read(),
         control=control,
         heartbeat=heartbeat,
@@ -111,7 +113,7 @@ def connect_to_coordinator(
     discovery.report(address)
 
     def reconnect(membership_state: dict[str, Any]) -> socket.socket | None:
-        new_address = discovery.await_new_address()
+        new_address = discovery.await_new_address(spec.rank)
         if new_address is None:
             return None
         try:

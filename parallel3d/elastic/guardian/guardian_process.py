@@ -1,0 +1,118 @@
+"""The guardian's process, a child of the stub: forks the workers of each start and guards them. Single-threaded.
+
+Messages from the stub:
+
+    start      fork the workers, and guard them until the run is over. `secret`: if it is known. `lost_at`: the
+               coordinator's address; the workers died with the guardian before this one, which reports that instead
+    signal     a stop signal or a request for a hang report, sent to the stub
+
+and to it:
+
+    located    the coordinator's address and the run's secret, for a guardian that replaces this one
+    take_over  start a failover coordinator on this host, with this plan
+    ended      the run's exit code
+"""
+
+from __future__ import annotations
+
+import importlib
+import select
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parallel3d.child_process import STOP_SIGNALS
+from parallel3d.elastic.child_processes import ParentLink
+from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
+from parallel3d.elastic.guardian.guardian import Guardian
+from parallel3d.elastic.guardian.heartbeat import HeartbeatMonitor, HeartbeatPage
+from parallel3d.elastic.guardian.launcher_env import LauncherEnv
+from parallel3d.elastic.guardian.run_secret import RunSecret
+from parallel3d.elastic.guardian.signals import Signals
+from parallel3d.elastic.guardian.spawn import fork_worker
+from parallel3d.elastic.protocol.failover import GuardianInfo
+from parallel3d.elastic.protocol.membership import Address
+from parallel3d.elastic.settings import LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerMain, WorkerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardianSpec:
+    """The arguments of the guardian's process, known before it is forked."""
+
+    worker_main: WorkerMain
+    workers: tuple[WorkerSpec, ...]
+    own_info: GuardianInfo
+    local_coordinator: Address | None
+    """The address of the coordinator that begins the run on this host, if it does."""
+    env: LauncherEnv | None
+    preload: Sequence[str]
+    make_secret: Callable[..., RunSecret]
+    timeouts: LaunchTimeouts
+
+
+def run_guardian_process(spec: GuardianSpec, link: ParentLink) -> int:
+    """The main function of the guardian's process: guards one start after the other."""
+    with Signals() as signals:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole process group: the stub passes it on
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        for module in spec.preload:
+            importlib.import_module(module)
+        while True:  # bounded: it dies with the stub
+            link.pause()
+            start = _await_start(link, signals)
+            exit_code = _run_start(spec, start, link, signals)
+            link.send({"op": "ended", "exit_code": exit_code})
+
+
+def _await_start(link: ParentLink, signals: Signals) -> dict[str, Any]:
+    start: dict[str, Any] | None = None
+    while start is None:
+        select.select([link.connection], [], [])  # bounded: this process dies with the stub
+        for message in link.receive():
+            if message["op"] == "start":
+                start = message
+            else:
+                signals.add(message["number"])
+    return start
+
+
+def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, signals: Signals) -> int:
+    """Forks the workers and guards them until the run is over; returns its exit code."""
+    lost_at = start.get("lost_at")
+    run_secret = spec.make_secret(value=bytes.fromhex(start["secret"]) if "secret" in start else None)
+    ranks = [worker.rank for worker in spec.workers]
+    discovery = CoordinatorDiscovery(
+        env=spec.env,
+        known_address=(lost_at[0], lost_at[1]) if lost_at else spec.local_coordinator,
+        ranks=ranks,
+        run_secret=run_secret,
+        timeout_s=spec.timeouts.start_s,
+    )
+    page = HeartbeatPage(len(ranks))
+    children, slots = {}, {}
+    for number, worker in enumerate(() if lost_at else spec.workers):
+        pid = fork_worker(
+            worker,
+            spec.worker_main,
+            discovery=discovery,
+            slot=page.slot(number),
+            timeouts=spec.timeouts,
+            close_guardians=link.close,
+        )
+        children[pid], slots[pid] = worker.rank, page.slot(number)
+    discovery.close_worker_ends()
+    guardian = Guardian(
+        children,
+        monitor=HeartbeatMonitor(slots),
+        discovery=discovery,
+        signals=signals,
+        timeouts=spec.timeouts,
+        own_info=spec.own_info,
+        link=link,
+        lost_ranks=ranks if lost_at else (),
+    )
+    exit_code = guardian.monitor()
+    discovery.close()
+    return exit_code
