@@ -49,6 +49,11 @@ def is_address(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_text(value[0]) and is_count(value[1])
 
 
+def is_pair(value: object) -> bool:
+    """True for a list of two counts."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
+
+
 def or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -121,6 +126,7 @@ RECORDS: dict[str, Fields] = {
 """Fields of those published records that the coordinator reads, by their kind."""
 
 OPTIONAL: Fields = {
+    "column": or_none(is_pair),
     "membership_state": _STATE,
     "num_workers": is_count,
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),

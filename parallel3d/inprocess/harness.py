@@ -16,6 +16,7 @@ from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.group import Group
 from parallel3d.trainer.checkpointing import CheckpointSaver, NoSaver
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.loop import Trainer
@@ -78,7 +79,7 @@ class ThreadNetwork(Network):
     def listen(self, generation: int) -> Address:
         return ("threads", generation)
 
-    def transports(self, record: GenerationRecord, token: AbortToken) -> Transports:
+    def transports(self, record: GenerationRecord, token: AbortToken, former: Sequence[Group] = ()) -> Transports:
         self._world.begin_generation(self._rank, token)
         links = self._world.links(self._rank, record.generation)
         return Transports(make_group=self._world.make_group(self._rank), links=links, token=token)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.errors import GenerationEnded
-from parallel3d.parallel.abort import ABORT_GRACE_S
+from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 from parallel3d.parallel.group import Work
 from parallel3d.parallel.store_group import StoreGroup, max_options
 
@@ -39,7 +39,11 @@ class GlooGroup(StoreGroup):
     def __init__(self, *, address: str = "127.0.0.1", **settings: Any):
         self._address = address
         self._running: set[_GlooWork] = set()
+        self._num_posted = self._num_finished = 0
+        self._is_broken = False
+        self._renewing = threading.Lock()
         super().__init__(**settings)
+        self._built_as = self.name
 
     def _build(self, store: dist.Store, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -75,7 +79,27 @@ class GlooGroup(StoreGroup):
         self._track(self._pg.allreduce([tensor], max_options())).wait()  # bounded: by token and timeout
         return tensor
 
+    @property
+    def state(self) -> str:
+        # Between two collectives gloo's connections are idle. So they are when all members have left their generation
+        # and finished every collective that any of them had posted. After an abort, a failure or an unfinished
+        # collective no rank knows what is still on its way.
+        if self._pg is None or self._is_broken or self._num_posted != self._num_finished:
+            return ""
+        return f"{self._built_as}: {self._num_finished} collectives"
+
+    def renew(self, name: str, token: AbortToken) -> None:
+        with self._renewing:  # an attempt that is over can't come after the next one
+            token.check()
+            self.token.remove_callback(self._on_abort)
+            self.name, self.token = name, token
+        token.on_abort(self._on_abort)
+
     def abort(self) -> None:
+        """Fails what is under way, here and at the peers. A group that is between two collectives stays whole."""
+        if self.state:
+            return
+        self._is_broken = True
         threading.Thread(target=_fail_all_pairs, args=(self._pg,), daemon=True, name=f"abort-{self.name}").start()
 
     @property
@@ -83,7 +107,15 @@ class GlooGroup(StoreGroup):
         self._running = {work for work in self._running if not work.has_ended}
         return bool(self._running)
 
+    def on_finished(self, work: _GlooWork) -> None:
+        """Counts a work that has succeeded, once."""
+        if work.is_new:
+            work.is_new = False
+            self._num_finished += 1
+            self._running.discard(work)
+
     def _track(self, work: dist.Work, *, then: Callable[[], None] | None = None) -> Work:
+        self._num_posted += 1
         tracked = _GlooWork(work, self, then or _nothing)
         self._running.add(tracked)
         return tracked
@@ -96,6 +128,8 @@ class _GlooWork:
         self._work = work
         self._group = group
         self._then = then
+        self.is_new = True
+        """Until a wait for it has succeeded."""
         self._wakes: SimpleQueue[object] = SimpleQueue()
 
     @property
@@ -117,7 +151,7 @@ class _GlooWork:
         except RuntimeError as error:
             reason = f"group {group.name}: {str(error).splitlines()[0]}"
         else:
-            group._running.discard(self)
+            group.on_finished(self)
             self._then()
             self._then = _nothing
             return

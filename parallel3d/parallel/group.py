@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from parallel3d.errors import ProtocolError
+from parallel3d.parallel.abort import AbortToken
 
 
 class Work(Protocol):
@@ -80,6 +81,16 @@ class Group(ABC):
     def is_busy(self) -> bool:
         """True while a collective may still write to its tensors."""
         return False
+
+    @property
+    def state(self) -> str:
+        """What members compare to find out whether they can take the group into the next generation: its connections
+        stay if all states are the same. "" where this rank can't, as by default."""
+        return ""
+
+    def renew(self, name: str, token: AbortToken) -> None:
+        """Takes the group into another generation, with its connections: all members do, or none."""
+        raise ProtocolError(f"group {self.name} can't be kept for {name}, {token.aborted=}")
 
     def close(self) -> None:  # noqa: B027 - nothing to close by default
         """Releases the group's resources; the group must not be used again."""

@@ -40,20 +40,23 @@ class Groups(Generic[G]):
 
     def abort(self) -> None:
         """Begins to abort what is under way in any of them."""
-        for group in self._all:
+        for group in self.all:
             group.abort()
 
     @property
     def is_busy(self) -> bool:
         """True while a collective may still write to weights or gradients; the world group never does."""
-        return any(group.is_busy for group in self._all if group is not self.world)
+        return any(group.is_busy for group in self.all if group is not self.world)
 
-    def close(self) -> None:
-        for group in self._all:
-            group.close()
+    def close(self, keep: Iterable[Groups[G]] = ()) -> None:
+        """Closes those that are not in `keep`, too."""
+        kept = [group for groups in keep for group in groups.all]
+        for group in self.all:
+            if not any(group is other for other in kept):
+                group.close()
 
     @property
-    def _all(self) -> tuple[Closable, ...]:
+    def all(self) -> tuple[Closable, ...]:
         embedding = [] if self.embedding is None else [self.embedding]
         return (self.tp, self.dp, self.world, *embedding, *self.pairs.values())
 
@@ -110,6 +113,13 @@ def neighbour_pairs(grid: Grid, rank: int, borders: Iterable[tuple[int, int]]) -
             first, second = ends[0][own.tp], ends[1][own.tp]
             pairs += [(min(border) % 2, first, second), (min(border) % 2, second, first)]
     return tuple((sender, receiver) for _, sender, receiver in sorted(pairs))
+
+
+def collective_groups(grid: Grid) -> frozenset[tuple[int, ...]]:
+    """The ranks of every group that can exist in a grid, but for that of all ranks."""
+    lists = grid.groups()
+    embeddings = [grid.embedding_ranks(tp) for tp in range(grid.tp_size)] if grid.pp_size > 1 else []
+    return frozenset([*lists["tp"], *lists["dp"], *embeddings])
 
 
 def is_world(name: str) -> bool:

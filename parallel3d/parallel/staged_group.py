@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.accelerator import Accelerator, DeviceEvent, accelerator_of, is_accelerator
+from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.group import Group, Work
 
 
@@ -100,6 +101,14 @@ class StagedGroup(Group):
     def abort(self) -> None:
         """Aborts the host group. Collectives write to host copies only, so the group is never busy."""
         self._host.abort()
+
+    @property
+    def state(self) -> str:
+        return self._host.state
+
+    def renew(self, name: str, token: AbortToken) -> None:
+        self._host.renew(name, token)
+        self.name = name
 
     def close(self) -> None:
         self._host.close()

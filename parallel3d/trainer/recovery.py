@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, LogPosition, StateReport
@@ -44,8 +45,8 @@ class Network(ABC):
         """Opens the address at which other ranks reach this one in that generation; closes an unused earlier one."""
 
     @abstractmethod
-    def transports(self, record: GenerationRecord, token: AbortToken) -> Transports:
-        """Opens the links; groups are created on demand."""
+    def transports(self, record: GenerationRecord, token: AbortToken, former: Sequence[Group] = ()) -> Transports:
+        """Opens the links; groups are created on demand, or taken from those that this rank has left."""
 
 
 class RecoveryManager:
@@ -122,7 +123,8 @@ class RecoveryManager:
         """Enters the proposed generation; returns False as a spare. Raises GenerationEnded when it ends before."""
         record, self._token = pending.record, pending.token
         self._apply_missing_entries(record)
-        transports = self._network.transports(record, pending.token)
+        former = [group for groups in self._abandoned for group in groups.all if isinstance(group, Group)]
+        transports = self._network.transports(record, pending.token, former)
         try:
             return self._join_with(record, transports)
         finally:
@@ -142,12 +144,13 @@ class RecoveryManager:
                 record, transports.links, digest=lambda: plans.next(rank.state).digest if has_place else ""
             )
         except GenerationEnded:
-            building.add_done_callback(_close_unused)
+            building.add_done_callback(partial(_close_unused, tuple(self._abandoned)))
             raise
         started = time.perf_counter()
         self._commit(record)
         with self._token.waiting():
             groups = building.result()  # bounded: it ends with the generation
+        self._close_abandoned(groups)
         if groups is None:
             return False
         rank.hooks.phase_hook("recovery_groups")
@@ -205,14 +208,17 @@ class RecoveryManager:
     def _commit(self, record: GenerationRecord) -> None:
         if any(groups.is_busy for groups in self._abandoned):
             self.rank.optimizer.reallocate_buffers()
-        for groups in self._abandoned:
-            groups.close()
-        self._abandoned = []
         self.rank.optimizer.commit()
         self.record = record
 
+    def _close_abandoned(self, current: Groups[Group] | None) -> None:
+        """Closes the groups that this rank has left, except those that have come along."""
+        for groups in self._abandoned:
+            groups.close(keep=() if current is None else (current,))
+        self._abandoned = []
 
-def _close_unused(building: Future[Groups[Group] | None]) -> None:
-    """Closes groups that were built for a generation which was never committed."""
+
+def _close_unused(former: Sequence[Groups[Group]], building: Future[Groups[Group] | None]) -> None:
+    """Closes groups that were built for a generation which was never committed; the next one may keep the former."""
     if building.exception() is None and (groups := building.result()) is not None:  # bounded: it is done
-        groups.close()
+        groups.close(keep=former)

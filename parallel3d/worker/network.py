@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from parallel3d.parallel.staged_group import StagedGroup
 from parallel3d.parallel.tree_group import TreeGroup
 from parallel3d.trainer.context import Transports
 from parallel3d.trainer.recovery import Network
+from parallel3d.worker.kept_groups import KeptGroups
 
 
 class SocketNetwork(Network):
@@ -42,10 +44,44 @@ class SocketNetwork(Network):
         host, port = self._listener.getsockname()
         return host, port
 
-    def transports(self, record: GenerationRecord, token: AbortToken) -> Transports:
+    def transports(self, record: GenerationRecord, token: AbortToken, former: Sequence[Group] = ()) -> Transports:
         assert self._listener is not None, "transports without listen()"
         listener, self._listener = self._listener, None
-        links = SocketLinks(
+        links = self._open_links(listener, record, token)
+        kept = KeptGroups(former, record.previous, self._context.control, token)
+        own_rank, control = self._context.rank, self._context.control
+
+        def settings_of(name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
+            return dict(
+                name=name, rank=ranks.index(own_rank), ranks=ranks, token=token, timeout_s=self._config.run.timeout_s
+            )
+
+        def make_group(name: str, ranks: tuple[int, ...]) -> Group:
+            if len(ranks) == 1:
+                return SoloGroup(name=name, rank=own_rank)
+            number = ranks.index(own_rank)
+            if is_world(name):
+                return TreeGroup(name=name, rank=number, ranks=ranks, streams=links.streams, token=token)
+            if group := kept.take(name, ranks, number):
+                return group
+            if self._has_own_device:
+                return NcclGroup(**settings_of(name, ranks), store=ControlStore(control, token), device=self._device)
+            store = ControlStore(control, token, size=len(ranks), number=number)
+            group = GlooGroup(**settings_of(name, ranks), store=store, address=self._context.address)
+            return StagedGroup(group) if is_accelerator(self._device) else group
+
+        def make_pair(name: str, pair: Pair) -> NcclGroup:
+            return NcclGroup(**settings_of(name, pair), store=ControlStore(control, token), device=self._device)
+
+        return Transports(
+            make_group=make_group,
+            links=links,
+            token=token,
+            make_pair=make_pair if self._has_device_p2p else None,
+        )
+
+    def _open_links(self, listener: socket.socket, record: GenerationRecord, token: AbortToken) -> SocketLinks:
+        return SocketLinks(
             rank=self._context.rank,
             generation=record.generation,
             secret=self._context.secret,
@@ -55,39 +91,6 @@ class SocketNetwork(Network):
             token=token,
             timeout_s=self._config.run.timeout_s,
             accelerator=accelerator_of(self._device),
-        )
-
-        def settings_of(name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
-            return dict(
-                name=name,
-                rank=ranks.index(self._context.rank),
-                ranks=ranks,
-                store=ControlStore(self._context.control, token, num_ranks=len(ranks)),
-                token=token,
-                timeout_s=self._config.run.timeout_s,
-            )
-
-        def make_group(name: str, ranks: tuple[int, ...]) -> Group:
-            if len(ranks) == 1:
-                return SoloGroup(name=name, rank=self._context.rank)
-            if is_world(name):
-                return TreeGroup(
-                    name=name, rank=ranks.index(self._context.rank), ranks=ranks, streams=links.streams, token=token
-                )
-            on_host = not is_accelerator(self._device)
-            if not on_host and self._has_own_device:
-                return NcclGroup(**settings_of(name, ranks), device=self._device)
-            group = GlooGroup(**settings_of(name, ranks), address=self._context.address)
-            return group if on_host else StagedGroup(group)
-
-        def make_pair(name: str, pair: Pair) -> NcclGroup:
-            return NcclGroup(**settings_of(name, pair), device=self._device)
-
-        return Transports(
-            make_group=make_group,
-            links=links,
-            token=token,
-            make_pair=make_pair if self._has_device_p2p else None,
         )
 
     @property

@@ -293,3 +293,43 @@ def test_closing_leaves_the_work_to_another_thread(monkeypatch):
     monkeypatch.setattr(module.threading, "Thread", Eager)
     group.close()
     assert closed_on == ["close-world"]
+
+
+# --- the next generation keeps the connections ------------------------------------------------------------------------
+
+
+def outlive_the_generation(group, token, folder):
+    """All members are between the same two collectives when the generation ends: the connections stay."""
+    group.all_reduce(torch.ones(1 << 20))
+    group.all_gather(torch.empty(SIZE), torch.ones(1))
+    before = group._pg
+    token.abort("rank 9 is lost")
+    group.abort()
+    state, fresh = group.state, AbortToken()
+    arrive(group, folder, "left")
+    group.renew("generation1/dp", fresh)
+    total = group.all_reduce(torch.tensor([2.0**group.rank]))
+    arrive(group, folder, "reduced")
+    threading.Timer(0.2, fresh.abort, ["rank 8 is lost"]).start()
+    with pytest.raises(GenerationEnded, match="rank 8 is lost"):
+        group.all_reduce_async(torch.ones(2)).wait() if group.rank else fresh.sleep(10)
+    return state, total.item(), group._pg is before, group.state
+
+
+def test_a_group_between_two_collectives_outlives_its_generation(tmp_path):
+    results = run_processes(outlive_the_generation, tmp_path, with_folder=True)
+    assert [each[:3] for each in results] == [("generation0/world: 2 collectives", 7.0, True)] * SIZE
+    # In the next one rank 0 makes no call: its state says so, and the others can't keep the group.
+    assert [each[3] for each in results] == ["generation0/world: 3 collectives", "", ""]
+
+
+def renew_too_late(group, token, folder):
+    over = AbortToken()
+    over.abort("a further loss")
+    with pytest.raises(GenerationEnded, match="a further loss"):
+        group.renew("generation1/dp", over)
+    return group.name, group.token is token
+
+
+def test_an_attempt_that_is_over_takes_no_group(tmp_path):
+    assert run_processes(renew_too_late, tmp_path, with_folder=True) == [("generation0/world", True)] * SIZE

@@ -96,9 +96,9 @@ class ControlChannel:
         """Returns the value of `key`, waiting until it is set; raises GenerationEnded when `token` is aborted."""
         return self._request({"op": "get", "key": key}, token).payload
 
-    def get_all(self, keys: list[str], token: AbortToken) -> list[bytes]:
-        """Returns the values of all `keys` in one exchange, waiting until each is set."""
-        response = self._request({"op": "get_all", "keys": keys}, token)
+    def get_all(self, keys: list[str], token: AbortToken, *, column: list[int] | None = None) -> list[bytes]:
+        """Returns the values of all `keys` in one exchange, waiting until each is set; `column` as in kv_store.py."""
+        response = self._request({"op": "get_all", "keys": keys, "column": column}, token)
         ends = list(accumulate(response.header["sizes"]))
         return [response.payload[end - size : end] for size, end in zip(response.header["sizes"], ends)]
 
