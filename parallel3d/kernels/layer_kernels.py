@@ -91,11 +91,11 @@ class RotaryKernels:
 
 
 class CrossEntropyFn(Protocol):
-    """Token losses, and with a `grad_factor` their sum's gradient, of logits over the group's vocabulary."""
+    """Token losses of logits over the group's vocabulary. With a `grad_factor` the gradient takes the logits' place."""
 
     def __call__(
         self, logits: Tensor, local_targets: Tensor, group: Group, grad_factor: float | None, wide_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)

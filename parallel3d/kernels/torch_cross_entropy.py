@@ -17,17 +17,19 @@ LOGITS_ALIGNMENT = 64
 
 def cross_entropy(
     logits: Tensor, local_targets: Tensor, group: Group, grad_factor: float | None, wide_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Token losses (rows,) in `wide_dtype` and, with a `grad_factor`, the gradient of their sum times that factor,
-    softmax - one_hot, in the format of `logits` (rows, vocab_local), which it may overwrite.
+) -> Tensor:
+    """Token losses (rows,) in `wide_dtype`. `logits` (rows, vocab_local) may be overwritten: with a `grad_factor` by
+    the gradient of the losses' sum times that factor, softmax - one_hot.
 
     `local_targets` (rows,) are numbered from this rank's first logit; those of other ranks are negative or too large.
     """
     wide = logits.to(wide_dtype)
     losses = _loss_and_grad(wide, local_targets, group)
-    if not grad_factor:
-        return losses, None
-    return losses, (wide if grad_factor == 1.0 else wide.mul_(grad_factor)).to(logits.dtype)
+    if grad_factor:
+        scaled = wide if grad_factor == 1.0 else wide.mul_(grad_factor)
+        if scaled is not logits:
+            logits.copy_(scaled)
+    return losses
 
 
 def _loss_and_grad(logits: Tensor, local_targets: Tensor, group: Group) -> Tensor:

@@ -66,7 +66,7 @@ def cross_entropy(launch, logits, local_targets, group, grad_factor, wide):
         num_warps=warps_for(BLOCK),
         **constants,
     )
-    return losses, logits if grad_factor else None
+    return losses
 
 
 @triton.jit

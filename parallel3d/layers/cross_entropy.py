@@ -3,6 +3,9 @@
 The logits of a token block exist only while their loss and gradients are computed, in the forward pass. The whole
 (tokens, vocab) matrix never exists, and the backward pass keeps only d loss / d hidden. Each block
 needs two reductions over the tensor-parallel group (`kernels/torch_cross_entropy.py`).
+
+Every product for the weight reads and writes its whole gradient. On a CPU one product therefore takes the gradients of
+several blocks of logits.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from parallel3d.parallel.tensor_parallel import TensorParallel
 
 TOKEN_BLOCK_BYTES = 8 << 20  # of logits in the keep_fp32 format, small enough for a CPU's last-level cache
 DEVICE_TOKEN_BLOCK_BYTES = 512 << 20  # on a GPU, products large enough to fill it
+GRADIENT_BLOCK_BYTES = 64 << 20  # of logits' gradients on a CPU, for one product for the weight
 
 
 class _LinearCrossEntropy(Function):
@@ -49,16 +53,21 @@ class _LinearCrossEntropy(Function):
         # on an accelerator the logits' gradient takes the place of the logits, in their format
         widest = whole.dtype if is_accelerator(whole.device) else keep_fp32_dtype
         rows, local_targets = block_rows(num_valid, widest, whole.device), targets - first
-        buffer = _logits_buffer(min(rows, whole.shape[0]), num_valid, whole)
-        for start in range(0, whole.shape[0], rows):
-            part = slice(start, start + rows)
-            x = whole[part]
-            logits = gemm.forward(x, valid, out=None if buffer is None else buffer[: len(x)])
-            losses, logits_grad = cross_entropy(logits, local_targets[part], tp.group, grad_factor, keep_fp32_dtype)
-            loss += losses.sum(dtype=torch.float64)
-            if logits_grad is not None and hidden_grad is not None and grad_buffer is not None:
-                gemm.input_grad(logits_grad, valid, out=hidden_grad[part])
-                gemm.add_weight_grad(grad_buffer, logits_grad, x, wide=weight.sink.accumulate_in_grad_dtype)
+        grad_rows = gradient_rows(rows, num_valid, whole.dtype, whole.device) if grad_factor else rows
+        buffer = _logits_buffer(min(grad_rows, whole.shape[0]), num_valid, whole)
+        for grad_start in range(0, whole.shape[0], grad_rows):
+            x = whole[grad_start : grad_start + grad_rows]
+            for start in range(0, x.shape[0], rows):
+                x_part = x[start : start + rows]
+                part = slice(grad_start + start, grad_start + start + x_part.shape[0])
+                logits = gemm.forward(x_part, valid, out=buffer[start : start + x_part.shape[0]])
+                losses = cross_entropy(logits, local_targets[part], tp.group, grad_factor, keep_fp32_dtype)
+                loss += losses.sum(dtype=torch.float64)
+                if hidden_grad is not None:
+                    gemm.input_grad(logits, valid, out=hidden_grad[part])
+            if grad_buffer is not None:
+                wide = weight.sink.accumulate_in_grad_dtype
+                gemm.add_weight_grad(grad_buffer, buffer[: x.shape[0]], x, wide=wide)
         ctx.weight = weight
         if hidden_grad is not None:
             ctx.save_for_backward(tp.sum(hidden_grad))
@@ -71,18 +80,23 @@ class _LinearCrossEntropy(Function):
         return hidden_grad, None, None, None, None, None, None, None, None
 
 
-def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor | None:
-    """Memory for (num_rows, num_valid) logits on an accelerator: its products are slow with rows that don't begin at
+def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor:
+    """Memory for (num_rows, num_valid) logits. An accelerator's products are slow with rows that don't begin at
     multiples of 16 bytes, as those of 50257 tokens would."""
-    if not is_accelerator(like.device):
-        return None
-    return like.new_empty((num_rows, -(-num_valid // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT))[:, :num_valid]
+    alignment = LOGITS_ALIGNMENT if is_accelerator(like.device) else 1
+    return like.new_empty((num_rows, -(-num_valid // alignment) * alignment))[:, :num_valid]
 
 
 def block_rows(num_valid: int, dtype: torch.dtype, device: torch.device | str) -> int:
     """Tokens whose logits, for a vocabulary of `num_valid`, exist at the same time in `dtype`."""
     num_bytes = DEVICE_TOKEN_BLOCK_BYTES if is_accelerator(device) else TOKEN_BLOCK_BYTES
     return max(1, num_bytes // (max(1, num_valid) * dtype.itemsize))
+
+
+def gradient_rows(rows: int, num_valid: int, dtype: torch.dtype, device: torch.device | str) -> int:
+    """Tokens of one product for the weight: a whole number of token blocks of `rows`."""
+    num_bytes = 0 if is_accelerator(device) else GRADIENT_BLOCK_BYTES
+    return max(1, num_bytes // (max(1, num_valid) * dtype.itemsize * rows)) * rows
 
 
 class LinearCrossEntropy(VocabParallel):

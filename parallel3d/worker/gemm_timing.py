@@ -25,7 +25,7 @@ from parallel3d.checkpoint.directory import read_index
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows
+from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows, gradient_rows
 from parallel3d.layers.gemm import Gemm, Library, ProductKey, Role
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.monitor.environment import describe_cpu
@@ -51,6 +51,8 @@ MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.2
 """After that each shape is timed once."""
+CACHE_FORMAT = 2
+"""Grows when the way of measuring changes: earlier choices are measured again."""
 
 Timings = Mapping[ProductKey, Mapping[Library, float]]
 """Seconds of each product on each library."""
@@ -83,7 +85,8 @@ def _linear_shapes(stage: nn.Module, num_tokens: int) -> Iterator[LinearShape]:
             out_features, in_features = module.weight.shape
             yield LinearShape(out_features, in_features, num_tokens)
         elif isinstance(module, LinearCrossEntropy) and module.num_valid:
-            rows = min(num_tokens, block_rows(module.num_valid, module.keep_fp32_dtype, "cpu"))
+            rows = block_rows(module.num_valid, module.keep_fp32_dtype, "cpu")
+            rows = min(num_tokens, gradient_rows(rows, module.num_valid, module.weight.dtype, "cpu"))
             yield LinearShape(module.num_valid, module.weight.shape[1], rows)
 
 
@@ -185,7 +188,7 @@ def known_or_measured(
     """Returns the choices for this machine and text for the log. A file in the folder `cache` keeps them, so that a
     run that is repeated gives the same bits."""
     shapes = sorted(shapes)
-    facts = (describe_cpu(), torch.__version__, torch.get_num_threads(), shapes, attention)
+    facts = (CACHE_FORMAT, describe_cpu(), torch.__version__, torch.get_num_threads(), shapes, attention)
     file = cache / f"cpu_gemm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(file.read_text())

@@ -85,8 +85,11 @@ def assert_like_reference(results, sequence_parallel=False, tolerance=1e-12, **s
 # Of logits in fp64 over 12,565 rows: one token at a time, five (the last block is smaller), all.
 @pytest.mark.parametrize("token_block_bytes", [1, 5 * 8 * 12565, 1 << 30])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_50257_tokens_over_4_ranks(token_block_bytes, sequence_parallel, monkeypatch):
+@pytest.mark.parametrize("gradient_block_bytes", [1, 10 * 8 * 12565])
+def test_50257_tokens_over_4_ranks(gradient_block_bytes, token_block_bytes, sequence_parallel, monkeypatch):
+    """With a product for the weight of each block of logits, or of two."""
     monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", token_block_bytes)
+    monkeypatch.setattr(module, "GRADIENT_BLOCK_BYTES", gradient_block_bytes)
     assert_like_reference(run(4, sequence_parallel), sequence_parallel)
 
 
@@ -179,8 +182,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_whole_logits_never_exist(monkeypatch):
-    """The largest tensor has the weight's size, or is a token block of logits."""
+    """The largest tensor has the weight's size, or is a block of the logits' gradients."""
     monkeypatch.setattr(module, "TOKEN_BLOCK_BYTES", 2 * VOCAB * 4)
+    monkeypatch.setattr(module, "GRADIENT_BLOCK_BYTES", 12 * VOCAB * 4)
     _, weight, _ = problem()
     layer = make_layer(solo_region(), weight, torch.float32)
     hidden = torch.randn(100, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -190,4 +194,4 @@ def test_the_whole_logits_never_exist(monkeypatch):
     assert whole.num_elements == 100 * VOCAB  # the counter sees it where it is made
     with LargestTensor() as largest:
         layer(hidden, targets).backward()
-    assert largest.num_elements == max(2, HIDDEN) * VOCAB
+    assert largest.num_elements == 12 * VOCAB

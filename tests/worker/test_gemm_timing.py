@@ -46,11 +46,11 @@ def test_the_shapes_are_those_of_all_products():
     assert shapes_of(model=sizes, batch=batch, parallel=dict(tp_size=2)) == {LinearShape(*s, 32) for s in halves}
 
 
-def test_a_large_head_is_timed_on_a_block_of_its_tokens():
+def test_a_large_head_is_timed_on_the_tokens_of_one_weight_gradient():
     model = dict(hidden_size=8, vocab_size=1 << 20, num_attention_heads=2, num_hidden_layers=1)
     config = make_config(model=model, precision=dict(policy="fp32"))
     stage = make_stage(config, range(1), solo_region(), torch.device("meta"))
-    assert LinearShape(1 << 20, 8, 2) in linear_shapes(stage, 4096)
+    assert LinearShape(1 << 20, 8, 16) in linear_shapes(stage, 4096)
 
 
 @pytest.mark.parametrize(
