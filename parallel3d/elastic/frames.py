@@ -58,15 +58,16 @@ def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
 class FrameReader:
     """Splits a byte stream into frames, whatever the chunks it arrives in."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._bytes = bytearray()
+        self._max_payload_bytes = max_payload_bytes
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yields (header, payload) of each frame that `data` completes; raises ProtocolError if it isn't a frame."""
         self._bytes += data
         while len(self._bytes) >= _LENGTHS.size:
             header_bytes, payload_bytes = _LENGTHS.unpack_from(self._bytes)
-            if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+            if header_bytes > MAX_HEADER_BYTES or payload_bytes > self._max_payload_bytes:
                 raise ProtocolError(f"not a control frame: lengths {header_bytes} and {payload_bytes}")
             start, end = _LENGTHS.size + header_bytes, _LENGTHS.size + header_bytes + payload_bytes
             if len(self._bytes) < end:

@@ -28,7 +28,7 @@ from parallel3d.elastic.coordinator.coordinator_process import (
     RestartHandler,
     run_coordinator_process,
 )
-from parallel3d.elastic.guardian.discovery import host_address, is_one_host
+from parallel3d.elastic.guardian.discovery import host_address, listening_host, local_address
 from parallel3d.elastic.guardian.guardian_process import GuardianSpec, run_guardian_process
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
 from parallel3d.elastic.guardian.run_secret import RunSecret
@@ -64,16 +64,16 @@ def run_workers(
     elastic: without it the first loss ends the start.
     host: this host's name, if not the system's.
     """
-    listener, port = _open_listener(env)  # others may connect while a checkpoint is being read
+    listener = _open_listener(env)  # others may connect while a checkpoint is being read
     workers = _worker_specs(world_size, logs, env, host or socket.gethostname())
-    own_info = _guardian_info(workers, port)
+    own_info = _guardian_info(workers, listener.getsockname()[1])
 
     make_secret = partial(RunSecret, env, logs.parent)
     guardian = GuardianSpec(
         worker_main=worker_main,
         workers=workers,
         own_info=own_info,
-        local_coordinator=("127.0.0.1", port) if env is None or env.rank == 0 else None,
+        local_coordinator=local_address(listener) if env is None or env.rank == 0 else None,
         env=env,
         preload=() if env else preload,
         make_secret=make_secret,
@@ -138,8 +138,7 @@ def _worker_specs(world_size: int, logs: Path, env: LauncherEnv | None, host: st
     )
 
 
-def _open_listener(env: LauncherEnv | None) -> tuple[socket.socket, int]:
-    """Opens the port of a coordinator on this host: of the first one, or of one that takes over; also returns it."""
+def _open_listener(env: LauncherEnv | None) -> socket.socket:
+    """Opens the port of a coordinator on this host: of the first one, or of one that takes over."""
     is_at_master = env is not None and env.rank == 0 and not env.agent_store
-    listener = open_listener("127.0.0.1" if is_one_host(env) else "", env.master_port if is_at_master and env else 0)
-    return listener, listener.getsockname()[1]
+    return open_listener(listening_host(env), env.master_port if is_at_master and env else 0)

@@ -71,6 +71,8 @@ class Header:
         magic, generation, iteration, kind, micro_batch, stage, code, ndim, *dims = _FORMAT.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"a message begins with {magic!r}, not with {_MAGIC!r}")
+        if kind not in set(Kind) or code >= len(_DTYPES) or ndim > len(dims):
+            raise ProtocolError(f"a message of kind {kind}, dtype {code} and {ndim} dimensions")
         return Header(
             generation=generation,
             iteration=iteration,

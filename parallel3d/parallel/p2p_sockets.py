@@ -220,7 +220,7 @@ class SocketLinks(Links):
                 del tensor
         except NotOfThisRunError:
             self._forget(connection)
-        except (OSError, EOFError, ProtocolError) as error:
+        except (OSError, EOFError, ProtocolError, RuntimeError) as error:  # RuntimeError: no memory for the message
             self._break(source, error)
 
     def _empty(self, header: Header) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
-from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.coordinator.witness import OVER, Witness
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker
 from parallel3d.elastic.protocol.state_machine import AbortGeneration
@@ -90,6 +90,29 @@ def test_one_holds_the_witness(tmp_path):
     none.lock_at_start()
     assert none.try_lock() == "no witness is configured (elastic.witness)"
     assert "can't be locked (No such file" in Witness(str(tmp_path / "no" / "w")).try_lock()
+
+
+def test_a_side_that_has_been_passed_does_not_begin_again(tmp_path):
+    """The other side went on alone, or to the end, and freed the lock as it ended."""
+    path = str(tmp_path / "w")
+    first, second = Witness(path), Witness(path)
+    first.lock_at_start()
+    first.mark(3)
+    assert "is held by another side" in second.try_lock(3)
+    del first
+    assert second.try_lock(3) == "" and second.try_lock(2).endswith("and the run has gone on to generation 3 there")
+    second.mark(OVER)
+    third = Witness(path)
+    third.mark(0)  # without the lock it writes nothing
+    del second
+    assert third.try_lock(3).endswith("and the run has ended there")
+    third.lock_at_start()  # another run, or a restart
+    assert third.try_lock(0) == ""
+
+
+def test_a_witness_with_other_contents_is_new(tmp_path):
+    (tmp_path / "w").write_text("words")
+    assert Witness(str(tmp_path / "w")).try_lock(0) == ""
 
 
 def test_a_resumed_protocol_goes_on_behind_every_number_that_was_announced(elastic_settings):

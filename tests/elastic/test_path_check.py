@@ -48,8 +48,8 @@ class World:
         self.paths = PathCheck(self.server, self.status, self.fences, control_s=CONTROL_S, own_host="a")
         self.protocol = SimpleNamespace(live=frozenset(range(6)), can_spare=lambda ranks: True)
 
-    def check(self, now_s, progress=1):
-        return self.paths.check(self.protocol, progress, now_s)
+    def check(self, now_s, progress=1, has_trained=True):
+        return self.paths.check(self.protocol, progress, now_s, has_trained=has_trained)
 
     def begin_round(self) -> int:
         self.check(0.0)
@@ -125,6 +125,14 @@ def test_hosts_that_the_run_needs_end_it(world):
     assert "b and c can't reach each other" in why and not world.server.killed
 
 
+def test_a_cut_path_before_the_first_step_ends_the_run(world):
+    number = world.begin_round()
+    world.paths.add(2, number, [4])
+    why = world.check(QUIET_S + PROBE_S + ANSWER_S, has_trained=False)
+    assert why.startswith("before the first step, b and c can't reach each other: does a firewall")
+    assert not world.server.killed
+
+
 def test_a_worker_without_a_connection_is_killed_unless_it_ends(world):
     world.fences.on_connection_lost(1, "", 0.0)
     world.fences.on_connection_lost(2, "'x' from a worker", 0.0)
@@ -166,5 +174,6 @@ def test_probes_of_this_host():
 
 
 def test_neighbours_first():
-    assert likely_first(0, range(8)) == [1, 7, 2, 6, 4, 3, 5]
+    assert likely_first(0, range(8)) == [1, 5, 7, 2, 6, 4, 3]  # children 1 and 5, then distances 1, 2, 4, 3
+    assert set(likely_first(100, range(1000))[:3]) == {99, 101, 104}  # the tree's
     assert likely_first(5, [3, 5]) == [3] and likely_first(5, []) == []

@@ -7,7 +7,7 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.elastic.protocol.probe_graph import MAX_EXACT, plan_eviction
+from parallel3d.elastic.protocol.probe_graph import MAX_EXACT, describe_cut, plan_eviction
 from tests.support.tiers import examples
 
 HOSTS = tuple("abcdefg")
@@ -59,6 +59,12 @@ def test_no_smaller_set_would_do(cut, needed, draw):
     else:
         assert set(found) in spared and len(found) == min(map(len, spared))
         assert "a" not in found or not [hosts for hosts in spared if len(hosts) == len(found) and "a" not in hosts]
+
+
+def test_a_message_names_a_few_pairs():
+    pairs = {frozenset((f"a{number}", f"b{number}")) for number in range(6)}
+    named = "a0 and b0; a1 and b1; a2 and b2; a3 and b3"
+    assert describe_cut(pairs) == f"{named} can't reach each other, nor do 2 more pairs"
 
 
 def test_many_hosts():

@@ -54,6 +54,14 @@ def test_strangers_are_told_by_their_first_bytes():
         Header.unpack(b"GET / HTTP/1.1\r\n".ljust(HEADER_BYTES, b" "))
 
 
+@pytest.mark.parametrize("at, value", [(16, 0), (16, 99), (28, 200), (32, 5)])  # kind, kind, dtype, dimensions
+def test_damaged_headers_are_named(at, value):
+    damaged = bytearray(HEADER.pack())
+    damaged[at] = value
+    with pytest.raises(ProtocolError, match="a message of kind"):
+        Header.unpack(bytes(damaged))
+
+
 def test_the_expected_message_passes():
     verify_header(3, Header.unpack(HEADER.pack()), HEADER)
 

@@ -178,6 +178,16 @@ def test_rubbish_from_a_peer_is_told(connect):
             two.receive(0, message()[0])
 
 
+def test_a_message_that_no_memory_can_hold_breaks_the_link_alone(connect):
+    _, two = connect(2)
+    header, _ = message()
+    huge = dataclasses.replace(header, shape=(2**40, 2**40, 2**40))
+    with enter(connect.addresses[1]) as peer:
+        peer.sendall(module._HELLO.pack(0, 0, False) + huge.pack())
+        with pytest.raises(GenerationEnded, match="link with rank 0 broke: "):
+            two.receive(0, header)
+
+
 def test_a_peer_that_closes_is_named(connect):
     one, two, three = connect(3)
     for to in (1, 2):

@@ -26,6 +26,8 @@ from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunErr
 
 MAX_STRANGERS = 1024
 """Connections in their handshake; of more the oldest is dropped, and retries if it is one of ours."""
+MAX_VALUE_BYTES = 16 * 2**20
+"""Of a value that a worker stores."""
 REPORT_EVERY_S = 60.0
 PING: dict[str, Any] = {"op": "ping"}
 
@@ -40,7 +42,7 @@ class Connection:
     """Of the other end."""
     since_s: float
     """When it was accepted."""
-    reader: FrameReader = field(default_factory=FrameReader)
+    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_VALUE_BYTES))
     outbox: bytearray = field(default_factory=bytearray)
     rank: int | None = None
     guarded_ranks: tuple[int, ...] = ()

@@ -15,15 +15,15 @@ from typing import Any
 
 from parallel3d.elastic.coordinator.connections import Connection, ConnectionServer
 from parallel3d.elastic.coordinator.drains import DrainQueue
-from parallel3d.elastic.coordinator.fences import Fences
 from parallel3d.elastic.coordinator.kv_store import OPS as KV_STORE_OPS
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.membership_manager import OPS as MEMBERSHIP_OPS
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
-from parallel3d.elastic.coordinator.path_check import PathCheck
 from parallel3d.elastic.coordinator.run_status import RunOutcome, RunStatus
 from parallel3d.elastic.coordinator.shutdown import Shutdown
 from parallel3d.elastic.coordinator.slow_step import HangReporter
+from parallel3d.elastic.coordinator.stall_check import StallCheck
+from parallel3d.elastic.coordinator.witness import OVER, Witness
 from parallel3d.elastic.guardian.heartbeat import plan_heartbeat_timeouts
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
@@ -62,6 +62,7 @@ class Coordinator:
         own_info: GuardianInfo | None = None,
         values: Mapping[str, bytes] | None = None,
         on_turn: Callable[[], None] = lambda: None,
+        witness: Witness | None = None,
     ):
         self._server = ConnectionServer(
             listener,
@@ -82,14 +83,9 @@ class Coordinator:
             elastic.slow_step if elastic else None, request_status=self._request_status, emit_notice=self._emit_notice
         )
         self._drains = DrainQueue()
-        self._fences = Fences(self._server, self._status, change_s=timeouts.start_s)
-        self._path_check = PathCheck(
-            self._server,
-            self._status,
-            self._fences,
-            control_s=timeouts.control_s,
-            own_host=own_info.host if own_info else "",
-        )
+        own_host = own_info.host if own_info else ""
+        self._stall_check = StallCheck(self._server, self._status, timeouts=timeouts, own_host=own_host)
+        self._witness = witness or Witness(None)
         self._membership = self._make_membership()
         self._monitor_frame: dict[str, Any] | None = None
         """The guardians' heartbeat timeouts, once known."""
@@ -134,11 +130,12 @@ class Coordinator:
                 self._stop_before_start()
                 self._process_drains()
                 self._check_slow_step()
-                self._check_silence()
+                self._check_stalls()
                 if rejected := self._server.rejections.report(time.monotonic()):
                     self._emit_notice(rejected)
             if self._membership:
                 self._membership.close()
+            self._witness.mark(OVER)
             self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})
             deadline = time.monotonic() + SHUTDOWN_S
             while self._server.connections and time.monotonic() < deadline:
@@ -183,19 +180,13 @@ class Coordinator:
             self._begin_hang_report(why)
         self._hang_reporter.publish_if_complete(now_s)
 
-    def _check_silence(self) -> None:
-        """Ends workers for which the run would wait in vain: they lack a connection, an answer or a path to a peer."""
-        membership, now_s = self._elastic_membership, time.monotonic()
-        self._fences.check(now_s)
-        if membership is None or self._status.missing:
-            return
-        protocol = membership.protocol
-        if protocol.committed is not None:
-            self._fences.check_change(protocol.pending, protocol.unanswered, now_s)
-        progress = (protocol.pending, protocol.num_changes, *sorted(self._last_published.items()))
-        if why := self._path_check.check(protocol, progress, now_s):
+    def _check_stalls(self) -> None:
+        protocol = self._elastic_membership.protocol if self._elastic_membership else None
+        if why := self._stall_check.check(protocol, self._last_published, time.monotonic()):
             self._status.record_stop_run(why)
             self._shutdown.abort_after_failure()
+        if protocol is not None and protocol.committed is not None:
+            self._witness.mark(protocol.committed.generation)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -227,7 +218,7 @@ class Coordinator:
         else:
             (connection.rank,) = ranks
             self._status.record_hello(connection.rank, host=header["host"], log=header["log"])
-            self._fences.on_connected(connection.rank)
+            self._stall_check.fences.on_connected(connection.rank)
         self._send_current_state(connection)
 
     def _send_current_state(self, connection: Connection) -> None:
@@ -264,10 +255,10 @@ class Coordinator:
             case "announce_drain":
                 self._drains.add([rank], time.monotonic())
             case "finish":
-                self._fences.on_finish(rank)
+                self._stall_check.fences.on_finish(rank)
                 self._server.send(connection, {"op": "finish_ack"})
             case "probed":
-                self._path_check.add(rank, header["round"], header["unreachable"])
+                self._stall_check.paths.add(rank, header["round"], header["unreachable"])
             case "worker_status":
                 self._hang_reporter.add_status(rank, header["status"])
             case op if op in MEMBERSHIP_OPS and self._membership:
@@ -302,15 +293,15 @@ class Coordinator:
         """Handles a guardian's report of workers that have exited."""
         if any(end["rank"] not in guarded_ranks for end in ends):
             raise ProtocolError(f"the guardian of ranks {guarded_ranks} reports {[end['rank'] for end in ends]}")
-        lost_workers, detect_s = [], []
+        lost_workers, detect_s, reasons = [], [], self._stall_check.fences.reasons
         for end in ends:
             rank, exit_code, by_guardian = end["rank"], end["exit_code"], end["by_guardian"]
             if self._status.workers[rank].ended:  # guardians repeat their reports to a new coordinator
                 continue
             self._status.record_step(rank, end["step"])
-            is_lost = exit_code < 0 or (exit_code == EXIT_COORDINATOR_LOST and rank in self._fences.reasons)
+            is_lost = exit_code < 0 or (exit_code == EXIT_COORDINATOR_LOST and rank in reasons)
             if is_lost and not by_guardian and self._elastic_membership:
-                because = end["why"] or (self._fences.reasons[rank] if exit_code > 0 else "")
+                because = end["why"] or (reasons[rank] if exit_code > 0 else "")
                 lost_workers.append(self._status.lost_by_signal(rank, -exit_code, because=because))
                 detect_s += [] if end["detect_s"] is None else [end["detect_s"]]
             elif exit_code == 0 and self._elastic_membership and self._status.is_needed(rank):
@@ -324,7 +315,7 @@ class Coordinator:
     def _on_disconnect(self, connection: Connection) -> None:
         """Handles a lost connection. A lost guardian takes its workers along; a worker's end its guardian reports."""
         if connection.rank is not None:
-            self._fences.on_connection_lost(connection.rank, connection.lost_because, time.monotonic())
+            self._stall_check.fences.on_connection_lost(connection.rank, connection.lost_because, time.monotonic())
         lost_workers = [
             self._status.lost_with_guardian(rank)
             for rank in connection.guarded_ranks

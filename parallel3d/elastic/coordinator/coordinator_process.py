@@ -131,6 +131,7 @@ class CoordinatorProcess:
             own_info=self._spec.own_info,
             values=self._spec.restart_handler.values,
             on_turn=self._link.beat,
+            witness=self._witness,
         ).serve()
 
     def _reopen_report(self) -> RunReporter:

@@ -18,7 +18,7 @@ from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
-from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
 from parallel3d.elastic.protocol.state_machine import Action, FinishRun, MembershipProtocol
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.monitor.sinks import RunReporter
@@ -72,6 +72,7 @@ class FailoverCoordinator(Coordinator):
             elastic=elastic,
             own_info=own_info,
             on_turn=on_turn,
+            witness=witness,
         )
         self._failover_plan = failover_plan
         lost = failover_plan.coordinator
@@ -79,7 +80,6 @@ class FailoverCoordinator(Coordinator):
         """The lost coordinator's own stub has replaced it: nothing else of its host is lost."""
         self._lost_host = lost.host
         self._lost_s = time.monotonic()
-        self._witness = witness
         self._open_report = open_report
         self._is_checking_quorum = True
         self._deferred: list[tuple[Connection, dict[str, Any], bytes]] = []
@@ -160,7 +160,11 @@ class FailoverCoordinator(Coordinator):
 
     def _check_quorum(self) -> QuorumCheck:
         reached = {connection.hello["host"] for connection in self._server.guardians()}
-        return check_quorum(reached, self._failover_plan.hosts, lock_witness=self._witness.try_lock)
+        return check_quorum(reached, self._failover_plan.hosts, lock_witness=self._lock_witness)
+
+    def _lock_witness(self) -> str:
+        base = self._newest_record()
+        return self._witness.try_lock(base.generation if base else NO_GENERATION)
 
     def _ends(self) -> list[dict[str, Any]]:
         """Worker exits that guardians have reported during the quorum check."""

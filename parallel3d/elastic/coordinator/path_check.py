@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.fences import Fences
 from parallel3d.elastic.coordinator.run_status import RunStatus
-from parallel3d.elastic.protocol.probe_graph import Path, plan_eviction
+from parallel3d.elastic.protocol.probe_graph import Path, describe_cut, plan_eviction
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import ProtocolError
 
@@ -22,6 +22,7 @@ QUIET_SHARE, PROBE_SHARE = 0.25, 0.75
 """Parts of `control_s`: without progress before a round, and of a round."""
 ANSWER_S = 2.0
 """For the answers after a round."""
+ADVICE = "does a firewall close the ports at which workers listen? They are free ones of the system's choice"
 MAX_GAP_S = 600.0
 """Between two rounds that have found nothing; at first it is `control_s`, then twice the last."""
 
@@ -50,10 +51,11 @@ class PathCheck:
         self._num_rounds = 0
         self._round: _Round | None = None
 
-    def check(self, protocol: MembershipProtocol, progress: object, now_s: float) -> str:
+    def check(self, protocol: MembershipProtocol, progress: object, now_s: float, *, has_trained: bool) -> str:
         """Begins or judges a round; `progress` is equal as long as the run does not move.
 
-        Returns why the run can't go on, or "".
+        Returns why the run can't go on, or "". Before the first step, a cut path is a mistake in the hosts' set-up
+        rather than an accident: training on what a firewall leaves is not what was asked for.
         """
         if progress != self._seen:
             self._seen, self._round, self._gap_s = progress, None, self._control_s
@@ -61,7 +63,9 @@ class PathCheck:
         elif self._round is None and now_s >= self._next_s:
             self._begin(protocol.live, now_s)
         elif cut := self._cut_paths(now_s):
-            return self._evict(cut, protocol)
+            if has_trained:
+                return self._evict(cut, protocol)
+            return f"before the first step, {describe_cut(cut)}: {ADVICE}"
         return ""
 
     def add(self, rank: int, number: int, unreachable: list[int]) -> None:
@@ -103,7 +107,7 @@ class PathCheck:
             can_spare=lambda hosts: protocol.can_spare(ranks_on(hosts)),
         )
         if not plan.hosts:
-            return f"{plan.reason}, and the run can't do without either"
+            return f"{plan.reason}, and the run needs both"
         self._fences.kill({rank: f"evicted: {plan.reason}" for rank in ranks_on(plan.hosts)})
         return ""
 

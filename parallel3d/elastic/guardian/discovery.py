@@ -23,6 +23,7 @@ from parallel3d.elastic.protocol.membership import Address
 from parallel3d.errors import LaunchError
 
 STORE_KEY = "parallel3d/coordinator"
+LOOPBACK = "127.0.0.1"
 
 
 class CoordinatorDiscovery:
@@ -53,7 +54,7 @@ class CoordinatorDiscovery:
         if self.known_address:
             return self.known_address
         assert self._env is not None
-        return ("127.0.0.1" if is_one_host(self._env) else self._env.master_addr), self._env.master_port
+        return (LOOPBACK if is_one_host(self._env) else self._env.master_addr), self._env.master_port
 
     def report(self, address: Address) -> None:
         """Sends the guardian the address at which its worker has reached the coordinator, and the secret that it proved
@@ -123,20 +124,47 @@ def _address_of(message: bytes) -> Address | None:
 
 def host_address(env: LauncherEnv | None) -> str:
     """Returns this host's address as all workers reach it; the loopback address if there is only one host."""
-    return "127.0.0.1" if env is None or is_one_host(env) else _reachable_host(env)
+    return LOOPBACK if env is None or is_one_host(env) else _reachable_host(env)
 
 
 def is_one_host(env: LauncherEnv | None) -> bool:
-    """True if all ranks are on this host; rank 0 then listens at the loopback address."""
+    """True if all ranks are known to be on this host; then nothing of a run can be reached from another one."""
     return env is None or env.local_world_size == env.world_size
+
+
+def listening_host(env: LauncherEnv | None) -> str:
+    """Returns the address of the interface at which a coordinator on this host listens; "" if it can't be known: all.
+
+    That is the interface of the route to the master: the one that the hosts use.
+    """
+    if env is None or is_one_host(env):
+        return LOOPBACK
+    route = _route_address(env)
+    if not route.startswith("127."):
+        return route
+    is_loopback = env.master_addr == "localhost" or env.master_addr.startswith("127.")  # hosts in name only
+    return env.master_addr if is_loopback else ""  # a host's own name often stands for its loopback address
+
+
+def local_address(listener: socket.socket) -> Address:
+    """Returns where this host reaches its own listener."""
+    host, port = listener.getsockname()
+    return (LOOPBACK if host == "0.0.0.0" else host), port
 
 
 def _reachable_host(env: LauncherEnv) -> str:
     """Returns this host's address as other hosts reach it: that of its route to the master, or the master's name."""
+    route = _route_address(env)
+    if not route:  # connecting to the master will fail with a better message
+        return socket.gethostname()
+    return env.master_addr if route.startswith("127.") else route
+
+
+def _route_address(env: LauncherEnv) -> str:
+    """This host's address on its route to the master; "" without a route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((env.master_addr, env.master_port))  # sends nothing, picks a route
-            host = probe.getsockname()[0]
-    except OSError:  # connecting to the master will fail with a better message
-        return socket.gethostname()
-    return env.master_addr if host.startswith("127.") else host
+            return probe.getsockname()[0]
+    except OSError:
+        return ""

@@ -15,6 +15,9 @@ from itertools import combinations
 MAX_EXACT = 12
 """Hosts with a cut path up to which all sets are compared; of more, the host with the most cut paths goes first."""
 
+MAX_NAMED = 4
+"""Pairs of hosts that a message names."""
+
 Path = frozenset[str]
 """Two hosts."""
 
@@ -38,11 +41,18 @@ def plan_eviction(
 
     Of sets of the same size: one without the coordinator's host, then one with few workers, then the last names.
     """
-    reason = "; ".join(f"{' and '.join(pair)} can't reach each other" for pair in sorted(sorted(path) for path in cut))
+    reason = describe_cut(cut)
     for hosts in _covers(cut, num_workers, coordinator):
         if can_spare(frozenset(hosts)):
             return EvictionPlan(hosts=tuple(sorted(hosts)), reason=reason)
     return EvictionPlan(hosts=(), reason=reason)
+
+
+def describe_cut(cut: Collection[Path]) -> str:
+    """Names the cut paths, at most `MAX_NAMED` of them."""
+    pairs = [" and ".join(pair) for pair in sorted(sorted(path) for path in cut)]
+    more = f", nor do {len(pairs) - MAX_NAMED:,} more pairs" if len(pairs) > MAX_NAMED else ""
+    return f"{'; '.join(pairs[:MAX_NAMED])} can't reach each other{more}"
 
 
 def _covers(cut: Collection[Path], num_workers: Mapping[str, int], coordinator: str) -> Iterator[tuple[str, ...]]:

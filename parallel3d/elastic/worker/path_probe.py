@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from parallel3d.elastic.protocol.membership import Address
+from parallel3d.parallel.tree_place import tree_place
 
 MAX_PROBED = 32
 """Hosts that one worker probes in a round."""
@@ -22,13 +23,14 @@ _ANSWERS = (0, errno.ECONNREFUSED)
 
 
 def likely_first(own: int, peers: Sequence[int]) -> list[int]:
-    """Returns the peers, first those that rings and trees talk to: at distances that are powers of two."""
+    """Returns the peers, first those that trees (tree_place.py) talk to, then rings: at distances of powers of two."""
     ring = sorted({*peers, own})
     at = ring.index(own)
+    place = tree_place(at, len(ring))
 
-    def order(index: int) -> tuple[bool, int]:
+    def order(index: int) -> tuple[bool, bool, int]:
         distance = min((index - at) % len(ring), (at - index) % len(ring))
-        return distance & (distance - 1) != 0, distance
+        return index not in (place.parent, *place.children), distance & (distance - 1) != 0, distance
 
     return [ring[index] for index in sorted(range(len(ring)), key=order) if index != at]
 

@@ -1,0 +1,34 @@
+"""Ends what the run would wait for in vain: workers without a connection or an answer, hosts without a path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.fences import Fences
+from parallel3d.elastic.coordinator.path_check import PathCheck
+from parallel3d.elastic.coordinator.run_status import RunStatus
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
+from parallel3d.elastic.settings import LaunchTimeouts
+
+
+class StallCheck:
+    """Checks in each of the coordinator's turns whether the run still moves."""
+
+    def __init__(self, server: ConnectionServer, status: RunStatus, *, timeouts: LaunchTimeouts, own_host: str):
+        self.fences = Fences(server, status, change_s=timeouts.start_s)
+        self.paths = PathCheck(server, status, self.fences, control_s=timeouts.control_s, own_host=own_host)
+        self._status = status
+
+    def check(self, protocol: MembershipProtocol | None, published: Mapping[str, int], now_s: float) -> str:
+        """Asks, kills and evicts; returns why the run can't go on, or "".
+
+        `protocol`: while losses may be survived. `published`: the newest steps, by kind of record.
+        """
+        self.fences.check(now_s)
+        if protocol is None or self._status.missing:
+            return ""
+        if protocol.committed is not None:  # before, workers may be loading for long
+            self.fences.check_change(protocol.pending, protocol.unanswered, now_s)
+        progress = (protocol.pending, protocol.num_changes, *sorted(published.items()))
+        return self.paths.check(protocol, progress, now_s, has_trained="step" in published)

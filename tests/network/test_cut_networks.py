@@ -1,0 +1,209 @@
+"""Real training on hosts whose network is cut, slow or lossy: the right side goes on, the other ends with code 4.
+
+Hosts are network namespaces (tests/support/network_hosts.py). Host 1 has rank 0 and the coordinator.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.network_hosts import Weather
+from tests.support.network_runs import CONTROL_S, NUM_STEPS, Ended, NetworkRun
+
+pytestmark = pytest.mark.slow
+LOSS_TOLERANCE = 1e-5
+"""fp32 on another layout from the loss on: sums in another order."""
+LISTENING, ANY_ADDRESS = "0A", "00000000"
+
+
+def assert_one_side_finished(run: NetworkRun, ended: list[Ended], undisturbed: list[float]) -> None:
+    """Each step is recorded once, with the right loss, and the last checkpoint is written once."""
+    assert run.steps() == list(range(1, NUM_STEPS + 1))
+    assert run.losses() == pytest.approx(undisturbed, rel=LOSS_TOLERANCE)
+    assert sum(each.out.count(f"saved step {NUM_STEPS}:") for each in ended) == 1, ended
+
+
+def codes(ended: list[Ended]) -> list[int]:
+    return [each.code for each in ended]
+
+
+def lost_ranks(run: NetworkRun) -> list[int]:
+    return [who["rank"] for change in run.changes() for who in change["who"]]
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_one_host_of_three_is_cut_off(start, undisturbed, number):
+    run = start(3)
+    run.wait_for_step(5)
+    run.network.cut_host(number)
+    ended = run.end()
+    assert codes(ended) == [4 if host == number else 0 for host in (1, 2, 3)], ended
+    assert "the run can't go on here: this side reaches 1 of 3 hosts" in ended[number - 1].out
+    assert_one_side_finished(run, ended, undisturbed)
+    assert lost_ranks(run) == [number - 1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("has_witness", [False, True])
+def test_two_hosts_are_cut_apart(start, tmp_path, undisturbed, has_witness):
+    """The coordinator's host goes on: it holds the witness, or needs none. The other one doesn't begin again later."""
+    run = start(2, witness=str(tmp_path / "witness") if has_witness else None)
+    run.wait_for_step(5)
+    run.network.cut_host(1)
+    ended = run.end()
+    assert codes(ended) == [0, 4], ended
+    why = f"the witness {tmp_path / 'witness'} " if has_witness else "no witness is configured"
+    assert f"the run can't go on here: this side reaches 1 of 2 hosts, and {why}" in ended[1].out
+    assert_one_side_finished(run, ended, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_hosts, has_witness, expected", [(2, True, 0), (2, False, 4), (3, False, 0)])
+def test_all_processes_of_the_coordinators_host_are_killed(
+    start, tmp_path, undisturbed, num_hosts, has_witness, expected
+):
+    run = start(num_hosts, witness=str(tmp_path / "witness") if has_witness else None)
+    run.wait_for_step(5)
+    run.network.hosts[0].kill_all()
+    ended = run.end()
+    assert codes(ended) == [-signal.SIGKILL] + [expected] * (num_hosts - 1), ended
+    if expected == 0:
+        assert_one_side_finished(run, ended, undisturbed)
+    else:
+        assert not run.changes() and NUM_STEPS not in run.steps()
+
+
+@pytest.mark.full
+def test_all_processes_of_another_host_are_killed(start, undisturbed):
+    run = start(3)
+    run.wait_for_step(5)
+    run.network.hosts[1].kill_all()
+    ended = run.end()
+    assert codes(ended) == [0, -signal.SIGKILL, 0], ended
+    assert_one_side_finished(run, ended, undisturbed)
+    assert lost_ranks(run) == [1]
+
+
+DATA_PATHS = {"both directions": {(2, 3), (3, 2)}, "one direction": {(2, 3)}}
+
+
+@pytest.mark.parametrize("cut", ["both directions", pytest.param("one direction", marks=pytest.mark.full)])
+def test_two_hosts_reach_the_coordinator_but_not_each_other(start, undisturbed, cut):
+    run = start(3)
+    run.wait_for_step(5)
+    run.network.weather = Weather(cut=frozenset(DATA_PATHS[cut]))
+    ended = run.end()
+    assert codes(ended) == [0, 0, 0], ended
+    assert_one_side_finished(run, ended, undisturbed)
+    (change,) = run.changes()
+    assert change["why"].startswith("lost rank 2: evicted: host2 and host3 can't reach each other")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("direction", [(3, 1), (1, 3)])
+def test_one_direction_to_the_coordinator_is_cut(start, undisturbed, direction):
+    run = start(3)
+    run.wait_for_step(5)
+    run.network.weather = Weather(cut=frozenset({direction}))
+    ended = run.end()
+    assert codes(ended) == [0, 0, 4], ended
+    assert_one_side_finished(run, ended, undisturbed)
+    assert lost_ranks(run) == [2]
+
+
+@pytest.mark.full
+def test_no_side_has_a_quorum(start):
+    """One host is killed while another one is cut off: three sides of one host each, none of which may go on."""
+    run = start(3)
+    run.wait_for_step(5)
+    run.network.cut_host(3)
+    run.network.hosts[1].kill_all()
+    ended = run.end()
+    assert codes(ended) == [4, -signal.SIGKILL, 4], ended
+    assert NUM_STEPS not in run.steps()
+
+
+@pytest.mark.full
+def test_a_host_that_was_frozen_ends_itself(start, undisturbed):
+    run = start(3)
+    run.wait_for_step(5)
+    frozen = run.network.hosts[2].pids()
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 100
+    while not run.changes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    ended = run.end()
+    assert codes(ended) == [0, 0, 4], ended
+    assert_one_side_finished(run, ended, undisturbed)
+
+
+@pytest.mark.full
+def test_a_delay_of_200_ms_is_only_slow(start, undisturbed):
+    run = start(2, num_steps=4)
+    run.network.weather = Weather(delay_s=0.2)
+    ended = run.end()
+    assert codes(ended) == [0, 0] and not run.changes(), ended
+    assert run.losses() == pytest.approx(undisturbed[:4], rel=0.2)  # another learning rate schedule
+
+
+@pytest.mark.full
+def test_thirty_percent_loss_ends_in_a_documented_way(start):
+    """Whoever is lost by it: no step is recorded twice, and each host ends with 0, 3 or 4."""
+    run = start(3)
+    run.wait_for_step(5)
+    run.network.weather = Weather(loss=0.3)
+    ended = run.end()
+    assert set(codes(ended)) <= {0, 3, 4}, ended
+    assert run.steps() == list(range(1, len(run.steps()) + 1))
+    assert (0 in codes(ended)) == (NUM_STEPS in run.steps())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("down_s", [1.0, 1.5 * CONTROL_S])
+def test_a_flapping_link(start, undisturbed, down_s):
+    """Short breaks are only slow; a long one costs the host its place, for good."""
+    run = start(3)
+    run.wait_for_step(5)
+    for _ in range(3):
+        run.network.cut_host(3)
+        time.sleep(down_s)
+        run.network.weather = Weather()
+        time.sleep(1.0)
+    ended = run.end()
+    assert codes(ended) == [0, 0, 0 if down_s < CONTROL_S else 4], ended
+    assert_one_side_finished(run, ended, undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("event", ["cut", "kill"])
+def test_under_torchrun_training_goes_on_without_a_worker_host(start, undisturbed, event):
+    run = start(3, "torchrun")
+    run.wait_for_step(5)
+    if event == "cut":
+        run.network.cut_host(3)
+    else:
+        run.network.hosts[2].kill_all()
+    ended = run.end()
+    assert_one_side_finished(run, ended, undisturbed)
+    assert lost_ranks(run) == [2]
+
+
+def test_a_run_listens_at_the_interface_of_its_hosts_alone(start):
+    run = start(2, num_steps=20_000)
+    run.wait_for_step(2)
+    for host in run.network.hosts:
+        rows = [row.split() for row in Path(f"/proc/{host.holder.pid}/net/tcp").read_text().splitlines()[1:]]
+        listening = {row[1].split(":")[0] for row in rows if row[3] == LISTENING}
+        assert listening == {bytes(reversed([10, 77, 0, host.number])).hex().upper()}
+    for process in run.processes:
+        process.send_signal(signal.SIGINT)
+    assert codes(run.end()) == [130, 130]

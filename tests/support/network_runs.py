@@ -1,0 +1,155 @@
+"""Real training on several hosts of a `Network`: one rank a host, data-parallel, on a shared file system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.network_hosts import ROOT, Host, Network
+
+TRAIN = str(ROOT / "launch" / "train.py")
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+MASTER_PORT, RENDEZVOUS_PORT = 29500, 29400
+NUM_STEPS = 60
+TIMEOUT_S = 150
+CONTROL_S = 6.0
+"""Patience with silent hosts and cut paths."""
+LAUNCHERS = ("variables", "torchrun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the processes of one host have ended."""
+
+    code: int
+    out: str
+
+
+class NetworkRun:
+    """A run in `folder` on all hosts of `network`, from its start on."""
+
+    def __init__(
+        self, network: Network, folder: Path, *, launcher: str, text: Path, num_steps: int = NUM_STEPS, **elastic: Any
+    ):
+        self.network = network
+        self._launcher = launcher
+        self.directory = folder / "run"
+        config = folder / "config.json"
+        config.write_text(json.dumps(_config(len(network.hosts), self.directory, text, num_steps, elastic)))
+        self.processes = [
+            host.popen(_command(launcher, network, host, config), env=_environment(launcher, network, host))
+            for host in network.hosts
+        ]
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until the reporter has published `step`."""
+        self._wait_for(lambda: self.steps()[-1:] >= [step], f"step {step}")
+
+    def end(self) -> list[Ended]:
+        """Waits for all hosts; none may keep a process of the run.
+
+        torchrun's own processes are killed once training has ended: without its store one waits for minutes.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(_training(host) for host in self.network.hosts):
+            assert time.monotonic() < deadline, f"still running: {[host.pids() for host in self.network.hosts]}"
+            time.sleep(0.05)
+        if self._launcher == "torchrun":
+            for host in self.network.hosts:
+                host.kill_all()
+        outs = [process.communicate(timeout=20)[0] for process in self.processes]
+        ended = [Ended(code=process.returncode, out=out) for process, out in zip(self.processes, outs)]
+        assert not any("Traceback" in out for out in outs), "\n".join(outs)
+        return ended
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self._lines() if "event" not in line]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self._lines() if "event" not in line]
+
+    def changes(self) -> list[dict[str, Any]]:
+        return [line for line in self._lines() if line.get("event") == "membership"]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._metrics().splitlines()]
+
+    def _metrics(self) -> str:
+        file = self.directory / "metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return text[: text.rfind("\n") + 1]
+
+    def _wait_for(self, condition: Any, what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert any(process.poll() is None for process in self.processes), f"ended before {what}: {self._outputs()}"
+            assert time.monotonic() < deadline, f"waited in vain for {what}"
+            time.sleep(0.02)
+
+    def _outputs(self) -> Sequence[str]:
+        return [process.communicate(timeout=10)[0] for process in self.processes]
+
+
+def _training(host: Host) -> list[int]:
+    """The processes of the run on a host: guardians and workers."""
+    found = []
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if TRAIN in words and TORCHRUN not in words:
+                found.append(pid)
+    return found
+
+
+def _config(num_hosts: int, directory: Path, text: Path, num_steps: int, elastic: dict[str, Any]) -> dict[str, Any]:
+    model = dict(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return {
+        "model": model,
+        "parallel": {"pp_size": 1, "dp_size": num_hosts},
+        "batch": {"global_batch_size": 6, "micro_batch_size": 1, "sequence_length": 16},
+        "optimizer": {"learning_rate": 1e-2},
+        "data": {"sources": [str(text)], "cache_directory": str(text.parent / "cache")},
+        "monitor": {"charts": False},
+        "elastic": {"control_timeout_s": CONTROL_S, **elastic},
+        "run": {
+            "num_steps": num_steps,
+            "threads_per_rank": 1,
+            "evaluate_batches": 1,
+            "directory": str(directory),
+            "timeout_s": 60.0,
+        },
+    }
+
+
+def _command(launcher: str, network: Network, host: Host, config: Path) -> list[str]:
+    train = [TRAIN, "--config", str(config)]
+    if launcher == "variables":
+        return [sys.executable, *train]
+    return [
+        TORCHRUN,
+        *("--nnodes", str(len(network.hosts)), "--nproc_per_node", "1"),
+        *("--rdzv_backend", "c10d", "--rdzv_id", "run"),
+        *("--rdzv_endpoint", f"{network.hosts[0].address}:{RENDEZVOUS_PORT}", "--local_addr", host.address),
+        *train,
+    ]
+
+
+def _environment(launcher: str, network: Network, host: Host) -> dict[str, str]:
+    traces = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMI_|PMIX_|TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not traces.match(name)}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if launcher == "variables":
+        kept |= {
+            **{"RANK": str(host.number - 1), "WORLD_SIZE": str(len(network.hosts))},
+            **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            **{"MASTER_ADDR": network.hosts[0].address, "MASTER_PORT": str(MASTER_PORT)},
+        }
+    return kept
