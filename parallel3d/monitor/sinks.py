@@ -172,6 +172,11 @@ class RunReporter:
         """The last step reported; 0 before the first."""
         return self.run_history.last_step
 
+    @property
+    def last_evaluation(self) -> int:
+        """The step before the last evaluation reported; -1 before the first."""
+        return self.run_history.last_evaluation
+
     def start(self) -> None:
         """Starts the writing thread, for the first time or after a pause; call it after all forks."""
         if self._thread is None:

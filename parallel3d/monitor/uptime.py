@@ -73,6 +73,11 @@ class RunHistory:
         return int(self.newest.get("step", self._attempt_start_step))
 
     @property
+    def last_evaluation(self) -> int:
+        """The step before the last evaluation; -1 before the first."""
+        return max(self._evaluation_s, default=-1)
+
+    @property
     def has_open_attempt(self) -> bool:
         """Whether an attempt has started and not ended."""
         return self.started is not None and len(self.attempt_ends) <= self.num_restarts

@@ -38,7 +38,7 @@ def record(generation: int, *lost: int) -> GenerationRecord:
 class FakeReport:
     """As far as a coordinator knows one."""
 
-    last_step = 5
+    last_step, last_evaluation = 5, -1
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []

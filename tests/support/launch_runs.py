@@ -72,9 +72,12 @@ def name_of(pid):
 
 
 def child_of(stub_pid, name):
-    """The process of a stub's guardian or coordinator."""
-    (pid,) = [pid for pid in children_of(stub_pid) if name_of(pid) == f"p3d-{name}"]
-    return pid
+    """The process of a stub's guardian or coordinator, once it is there."""
+    deadline = time.monotonic() + 60
+    while not (found := [pid for pid in children_of(stub_pid) if name_of(pid) == f"p3d-{name}"]):
+        assert time.monotonic() < deadline, f"no {name}"
+        time.sleep(0.01)
+    return found[0]
 
 
 def workers_of(stub_pid):

@@ -8,7 +8,7 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
              what: kill, stop, term, exit, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, zero_stage, zero_backups, witness
+    num_steps, zero_stage, zero_backups, witness, control_s
 """
 
 from __future__ import annotations
@@ -214,7 +214,14 @@ def main() -> int:
             reopen_report=lambda: RunReporter(ContinuedRunFolder(directory), title="members", charts=False),
             env=env,
             host=spec["hosts"][env.rank] if env else None,
-            timeouts=LaunchTimeouts(start_s=20.0, connect_s=1.5, failover_s=2.0, abort_grace_s=1.0, stop_grace_s=3.0),
+            timeouts=LaunchTimeouts(
+                start_s=20.0,
+                connect_s=1.5,
+                failover_s=2.0,
+                abort_grace_s=1.0,
+                stop_grace_s=3.0,
+                control_s=spec.get("control_s", 30.0),
+            ),
             elastic=ElasticSettings(
                 grid=grid,
                 zero_stage=spec.get("zero_stage", 1),

@@ -122,6 +122,7 @@ class FailoverCoordinator(Coordinator):
         report = self._open_report()
         self._emit_record = report.publish
         protocol.last_reported_step = self._last_published["step"] = max(base.last_reported_step, report.last_step)
+        self._last_published["evaluation"] = report.last_evaluation
         self._status.restore_after_failover(base.hosts, protocol.last_reported_step)
         self._status.mark_gone(set(self._status.workers) - protocol.live)
         self._start_deadline = time.monotonic() + self._timeouts.failover_s

@@ -12,6 +12,7 @@ import queue
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -25,6 +26,8 @@ from parallel3d.errors import ProtocolError
 from parallel3d.parallel.abort import POLL_S, AbortToken
 
 FINISH_ACK_S = 5.0
+MAX_KEPT_RECORDS = 4096
+"""More than a silent coordinator can miss: 30 s of steps of 10 ms."""
 
 
 @dataclass
@@ -68,6 +71,8 @@ class ControlChannel:
         self.lost_coordinator = False
         """Whether the coordinator is gone without having ended the run, and has no successor."""
         self._is_finishing = self._closed = False
+        self._kept_records: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_RECORDS)
+        """The newest published steps and evaluations: a coordinator may be lost before it has written them."""
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._responses: dict[int, _Response] = {}
         self._ids = itertools.count()
@@ -112,6 +117,8 @@ class ControlChannel:
 
     def publish(self, record: dict[str, Any]) -> None:
         """Passes a record to the run's reporter; never waits."""
+        if record.get("kind") in ("step", "evaluation"):
+            self._kept_records.append(record)
         self._send({"op": "publish", "record": record})
 
     def report_error(self, error: dict[str, Any]) -> None:
@@ -203,6 +210,8 @@ class ControlChannel:
             self._connection.close()
             self._connection = connection
             self._replaced.notify_all()
+        for record in list(self._kept_records):  # it knows which of them are in the run folder
+            self._send({"op": "publish", "record": record})
         return True
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:

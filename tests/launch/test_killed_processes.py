@@ -1,0 +1,99 @@
+"""Guardians and coordinators of real training that are killed: without a launcher, and under torchrun."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.support.launch_runs import (
+    child_of,
+    children_of,
+    finish,
+    metrics,
+    name_of,
+    start,
+    wait_for_change,
+    wait_for_step,
+)
+
+pytestmark = pytest.mark.slow
+UNDISTURBED = ("run.num_steps=60",)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
+TOLERANCE = 1e-5
+"""fp32 sums in another order after a loss."""
+
+
+def losses(run):
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or recorded twice"
+    return [line["loss"] for line in lines]
+
+
+def evaluations(run):
+    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"event": "evaluation"' in line]
+
+
+def stubs_of(torchrun, number):
+    """The processes that torchrun has started, once all have their children."""
+    deadline = time.monotonic() + 60
+    while len(found := [pid for pid in children_of(torchrun.pid) if any(map(name_of, children_of(pid)))]) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_without_a_launcher_killed_coordinators_change_no_bit(config_file, tmp_path, undisturbed, kills):
+    run = tmp_path / "run"
+    process = start("--config", config_file, *UNDISTURBED)
+    for number in range(kills):
+        wait_for_step(run, 4 + 8 * number)
+        os.kill(child_of(process.pid, "coordinator"), signal.SIGKILL)
+        wait_for_change(run, number + 1)
+    code, out, err = finish(process)
+    assert code == 0 and "Traceback" not in out + err, out + err
+    assert "the run goes on with a new coordinator" in out and out.count("final loss") == 1
+    assert losses(run) == undisturbed(config_file)
+    assert len(evaluations(run)) == 10
+
+
+@pytest.mark.full
+def test_a_killed_guardian_without_a_launcher_is_a_restart(config_file, tmp_path):
+    restarting = ('restart={"max_restarts": 1, "backoff_s": 0.1}', "checkpoint.every=5", "run.num_steps=200")
+    process = start("--config", config_file, *restarting)
+    wait_for_step(tmp_path / "run", 8)
+    os.kill(child_of(process.pid, "guardian"), signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 0 and "Traceback" not in out + err, out + err
+    assert "restart 1 of 1 in 0.1 s from " in out and "its guardian on " in out
+    assert len(losses(tmp_path / "run")) == 200
+
+
+@pytest.mark.full
+def test_a_killed_coordinator_still_leads_to_a_restart_later(config_file, tmp_path):
+    """Its successor knows what it must from the run folder."""
+    restarting = ('restart={"max_restarts": 1, "backoff_s": 0.1}', "checkpoint.every=5", "run.num_steps=200")
+    process = start("--config", config_file, *restarting)
+    wait_for_step(tmp_path / "run", 8)
+    os.kill(child_of(process.pid, "coordinator"), signal.SIGKILL)
+    wait_for_change(tmp_path / "run", 1)
+    os.kill(child_of(process.pid, "guardian"), signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 0 and "Traceback" not in out + err, out + err
+    assert "restart 1 of 1 in 0.1 s from " in out
+    assert len(losses(tmp_path / "run")) == 200
+
+
+@pytest.mark.parametrize("name", ["guardian", pytest.param("coordinator", marks=pytest.mark.full)])
+def test_under_torchrun_the_run_goes_on(config_file, tmp_path, undisturbed, name):
+    run = tmp_path / "run"
+    process = start("--config", config_file, *UNDISTURBED, launcher=TORCHRUN)
+    stubs = stubs_of(process, 4)
+    wait_for_step(run, 4)
+    there = [child for stub in stubs for child in children_of(stub) if name_of(child) == f"p3d-{name}"]
+    os.kill(there[-1], signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 0 and "Traceback" not in out + err, out + err
+    assert losses(run) == pytest.approx(undisturbed(config_file), rel=TOLERANCE)
+    assert out.count("final loss") == 1 and "lost rank" in out if name == "guardian" else "lost rank" not in out
