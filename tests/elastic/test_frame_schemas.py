@@ -179,6 +179,17 @@ def test_a_worker_that_sends_it_is_killed_by_its_guardian(world, frame):
     assert first.get("key", AbortToken()) == b"1" and not first.token.aborted
 
 
+@pytest.mark.parametrize("ranks", [[0], [0, 1], [], [7]])
+def test_a_hello_that_can_not_be_is_refused(world, ranks):
+    """One rank of a worker that is connected, several, none, an unknown one: the worker itself goes on."""
+    address, connect, _, _ = world
+    first = connect(0)
+    other = open_connection(address, {**hello_of("worker"), "ranks": ranks}, get_secret=get_secret, timeout_s=5)
+    assert is_closed(other)
+    first.set("key", b"1")
+    assert first.get("key", AbortToken()) == b"1" and not first.token.aborted
+
+
 def test_noise_of_a_known_peer_changes_nothing(world):
     address, connect, _, _ = world
     first = connect(0)

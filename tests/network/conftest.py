@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.network_hosts import network_of, why_not
+from tests.support.network_hosts import Weather, network_of, why_not
 from tests.support.network_runs import NetworkRun
+
+FAIR = Weather()
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +31,15 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(_namespaces, tmp_path, text) -> Iterator[Callable[..., NetworkRun]]:
-    """Starts a run on hosts of its own: start(num_hosts, launcher="variables", **elastic)."""
+    """Starts a run on hosts of its own, in fair weather by default."""
     networks = []
 
-    def start(num_hosts: int, launcher: str = "variables", **options) -> NetworkRun:
+    def start(num_hosts: int, launcher: str = "variables", weather: Weather = FAIR, **options) -> NetworkRun:
         context = network_of(num_hosts)
+        network = context.__enter__()
         networks.append(context)
-        return NetworkRun(context.__enter__(), tmp_path, launcher=launcher, text=text, **options)
+        network.weather = weather
+        return NetworkRun(network, tmp_path, launcher=launcher, text=text, **options)
 
     yield start
     for context in networks:

@@ -105,6 +105,16 @@ def test_two_hosts_reach_the_coordinator_but_not_each_other(start, undisturbed, 
 
 
 @pytest.mark.full
+def test_hosts_that_never_reach_each_other_are_named(start):
+    """As behind a firewall: the run ends instead of training on a part of its hosts."""
+    run = start(3, weather=Weather(cut=frozenset(DATA_PATHS["both directions"])))
+    ended = run.end()
+    assert codes(ended) == [3, 3, 3], ended
+    assert "before the first step, host2 and host3 can't reach each other: does a firewall" in ended[0].out
+    assert not run.steps()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("direction", [(3, 1), (1, 3)])
 def test_one_direction_to_the_coordinator_is_cut(start, undisturbed, direction):
     run = start(3)

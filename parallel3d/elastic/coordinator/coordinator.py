@@ -203,22 +203,23 @@ class Coordinator:
 
     def _on_hello(self, connection: Connection, header: dict[str, Any]) -> None:
         ranks = tuple(header["ranks"])
-        if not ranks or any(rank not in self._status.workers for rank in ranks):
+        is_worker = header["role"] == "worker"
+        if not ranks or (is_worker and len(ranks) > 1) or any(rank not in self._status.workers for rank in ranks):
             raise ProtocolError(f"hello from ranks {ranks}")
         gone = all(self._status.workers[rank].ended for rank in ranks)  # evicted before it found this coordinator
-        if gone and header["role"] == "worker":
+        if gone and is_worker:
             raise ProtocolError(f"hello from ranks {ranks}, which no longer take part")
+        if is_worker:
+            self._stall_check.fences.on_connected(ranks[0])
+            connection.rank = ranks[0]
+            self._status.record_hello(ranks[0], host=header["host"], log=header["log"])
         connection.hello = header
-        if header["role"] == "guardian":
+        if not is_worker:
             connection.guarded_ranks = ranks
             self._server.send(connection, {"op": "welcome"})
             if gone and header.get("num_workers", 1):
                 self._server.send(connection, {"op": "over", "exit_code": EXIT_COORDINATOR_LOST})
                 return
-        else:
-            (connection.rank,) = ranks
-            self._status.record_hello(connection.rank, host=header["host"], log=header["log"])
-            self._stall_check.fences.on_connected(connection.rank)
         self._send_current_state(connection)
 
     def _send_current_state(self, connection: Connection) -> None:

@@ -97,6 +97,8 @@ class FailoverCoordinator(Coordinator):
     def _on_disconnect(self, connection: Connection) -> None:
         if not self._is_checking_quorum:
             super()._on_disconnect(connection)
+        elif connection.rank is not None:
+            self._stall_check.fences.on_connection_lost(connection.rank, connection.lost_because, time.monotonic())
 
     def _begin(self) -> None:
         deadline = time.monotonic() + self._timeouts.failover_s

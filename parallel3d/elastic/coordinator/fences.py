@@ -5,10 +5,12 @@ So none of them wakes up in a generation that is over. A guardian that does not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.run_status import RunStatus
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
+from parallel3d.errors import OutOfPlaceError
 
 BROKEN_CHANNEL_S = 2.0
 """How long a worker whose connection broke may take to be reported as ended by its guardian."""
@@ -26,6 +28,7 @@ class Fences:
         self._change_deadline_s = float("inf")
         self._broken: dict[int, tuple[float, str]] = {}
         """Workers without a connection: the time at which they are killed, and why."""
+        self._connected: set[int] = set()
         self._finished: set[int] = set()
         self.reasons: dict[int, str] = {}
         """Why each of these workers had to end."""
@@ -39,6 +42,7 @@ class Fences:
 
     def on_connection_lost(self, rank: int, because: str, now_s: float) -> None:
         """Notes that a worker's connection is gone. Its guardian is likely to report its end in a moment."""
+        self._connected.discard(rank)
         if rank in self._finished:
             return
         why = f"its connection to the coordinator broke{because and f' ({because})'}"
@@ -50,7 +54,10 @@ class Fences:
         self._finished.add(rank)
 
     def on_connected(self, rank: int) -> None:
-        """Forgets a break: the worker has connected again."""
+        """Notes a worker's connection, and forgets an earlier break. Raises OutOfPlaceError if it has one already."""
+        if rank in self._connected:
+            raise OutOfPlaceError(f"a second hello from rank {rank}")
+        self._connected.add(rank)
         self._broken.pop(rank, None)
         self.reasons.pop(rank, None)
 
@@ -61,17 +68,15 @@ class Fences:
             del self._broken[rank]
         self.kill({rank: why for rank, why in due.items() if self._needs(rank)})
 
-    def check_change(self, generation: int | None, unanswered: Collection[int], now_s: float) -> None:
-        """Kills workers that have neither reported to a change of membership, nor confirmed it, in time.
-
-        `generation`: of the change under way; None: there is none.
-        """
+    def check_change(self, protocol: MembershipProtocol, now_s: float) -> None:
+        """Kills workers that have neither reported to a change of membership, nor confirmed it, in time."""
+        generation = protocol.pending
         if generation != self._generation:
             self._generation, self._change_deadline_s = generation, now_s + self._change_s
         elif generation is not None and now_s > self._change_deadline_s:
             self._change_deadline_s = now_s + self._change_s
             why = f"no answer to the change to generation {generation} within {self._change_s:g} s"
-            self.kill({rank: why for rank in unanswered})
+            self.kill({rank: why for rank in protocol.unanswered})
 
     def _needs(self, rank: int) -> bool:
         return self._status.is_needed(rank) and not self._status.workers[rank].ended

@@ -31,7 +31,7 @@ MAX_GAP_S = 600.0
 class _Round:
     number: int
     deadline_s: float
-    asked: frozenset[int]
+    num_asked: int
     unreachable: dict[int, list[int]] = field(default_factory=dict)
     """Each answer: the ranks whose hosts did not answer."""
 
@@ -78,13 +78,13 @@ class PathCheck:
     def _begin(self, ranks: Collection[int], now_s: float) -> None:
         self._num_rounds += 1
         probe_s = PROBE_SHARE * self._control_s
-        self._round = _Round(self._num_rounds, now_s + probe_s + ANSWER_S, frozenset(ranks))
+        self._round = _Round(self._num_rounds, now_s + probe_s + ANSWER_S, len(ranks))
         self._server.send_to_workers(ranks, {"op": "probe", "round": self._num_rounds, "timeout_s": probe_s})
 
     def _cut_paths(self, now_s: float) -> frozenset[Path]:
         """The paths that a round has found cut, once it is over."""
         ended = self._round
-        if ended is None or (now_s < ended.deadline_s and not ended.asked <= ended.unreachable.keys()):
+        if ended is None or (now_s < ended.deadline_s and len(ended.unreachable) < ended.num_asked):
             return frozenset()
         self._round = None
         self._next_s, self._gap_s = now_s + self._gap_s, min(2 * self._gap_s, MAX_GAP_S)
