@@ -70,7 +70,6 @@ def run_protocol(grid: Grid, hosts: dict[int, str], dead: set[int]) -> None:
                 generation=generation,
                 state_generation=state_generation,
                 position=LogPosition(),
-                entries=(),
                 version=0,
                 host=hosts[rank],
             )

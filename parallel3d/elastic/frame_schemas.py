@@ -78,7 +78,7 @@ _END = object_of(
     step=or_none(is_count),
 )
 _ERROR = object_of(text=is_text, is_run_wide=is_flag, exit_code=is_integer, consequence=is_flag, step=or_none(is_count))
-_STATE = object_of(newest_generation=is_integer, committed=or_none(is_object))
+_STATE = object_of(newest_generation=is_integer, committed_generation=is_integer)
 _STATUS = object_of(doing=is_text, for_s=is_number, is_waiting=is_flag, what=is_text, peers=list_of(is_count))
 
 HELLO: dict[str, Fields] = {
@@ -101,6 +101,9 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "check": {"keys": list_of(is_text), "id": is_count},
         "add": {"key": is_text, "amount": is_integer, "id": is_count},
         "report": {"report": is_object},
+        "entries": {"generation": is_integer},
+        "request_record": {"generation": is_integer},
+        "committed": {},
         "confirm": {"generation": is_integer, "digest": is_text, "moved_bytes": is_count},
         "suspect": {"generation": is_integer, "reason": is_text},
         "finish_generation": {"generation": is_integer},
@@ -111,6 +114,7 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "announce_drain": {},
         "request_status": {},
         "ping": {},
+        "from_workers": {"ranks": list_of(is_count), "sizes": list_of(is_count)},
     },
 }
 """Fields of each frame after the hello, by its sender's role."""
@@ -132,7 +136,7 @@ OPTIONAL: Fields = {
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),
 }
 """Checked in frames and records that have them."""
-PAYLOAD_OPS = ("set",)
+PAYLOAD_OPS = ("set", "entries", "committed", "from_workers")
 
 
 def check_frame(role: str, header: dict[str, Any], payload: bytes) -> None:

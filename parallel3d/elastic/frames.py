@@ -9,13 +9,16 @@ Operations (`op` of the header), by sender:
 
     worker        hello, publish, error, finish, announce_drain, worker_status, probed
                   set, get, get_all, check, add                     the key-value store
-                  report, confirm, suspect, finish_generation       the membership protocol
-    guardian      hello, ended, stop, announce_drain, request_status, ping
+                  report, entries, confirm, suspect                 the membership protocol
+                  request_record, committed, finish_generation
+    guardian      hello, ended, stop, announce_drain, request_status, ping, from_workers
     coordinator   to both: stop, abort, request_status, ping
-                  to workers: response, finish_ack, drain_request, abort_generation, record, commit, finish_run, probe
-                  to guardians: welcome, failover_plan, monitor, kill, over
+                  to workers: response, finish_ack, drain_request, probe, abort_generation, fetch_entries, record,
+                              commit, fetch_committed, finish_run
+                  to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker
 
-What the coordinator accepts of them is checked before it is handled (frame_schemas.py).
+A guardian relays for its workers: `from_workers` carries a batch of their frames, `to_workers` one frame for several
+of them, both as they are. What the coordinator accepts is checked before it is handled (frame_schemas.py).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import Address
@@ -51,8 +54,36 @@ def max_silent_pings(control_s: float) -> int:
 
 def encode_frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
     """Returns the bytes of one frame; raises TypeError if JSON can't carry the header."""
+    return _encode_header(header, len(payload)) + payload
+
+
+def encode_from_workers(frames: Sequence[tuple[int, bytes]]) -> bytes:
+    """Returns a guardian's frame that carries (rank, frame) of its workers, in order."""
+    ranks, encoded = zip(*frames, strict=True)
+    header = {"op": "from_workers", "ranks": ranks, "sizes": [len(frame) for frame in encoded]}
+    return encode_frame(header, b"".join(encoded))
+
+
+def decode_from_workers(header: dict[str, Any], payload: bytes) -> Iterator[tuple[int, dict[str, Any], bytes]]:
+    """Yields (rank, header, payload) of the frames that a guardian's frame carries; raises ProtocolError."""
+    ranks, sizes = header["ranks"], header["sizes"]
+    if len(ranks) != len(sizes) or sum(sizes) != len(payload):
+        raise ProtocolError(f"{len(payload)} bytes from {len(ranks)} workers, sizes {sizes}")
+    view, end = memoryview(payload), 0
+    for rank, size in zip(ranks, sizes):
+        start, end = end, end + size
+        (frame,) = FrameReader().feed(view[start:end])
+        yield rank, *frame
+
+
+def encode_to_workers(ranks: Iterable[int], frame: bytes) -> bytes:
+    """Returns the beginning of a frame that a guardian passes on to `ranks`; `frame` itself follows it."""
+    return _encode_header({"op": "to_workers", "ranks": list(ranks)}, len(frame))
+
+
+def _encode_header(header: dict[str, Any], num_payload_bytes: int) -> bytes:
     text = json.dumps(header).encode()
-    return _LENGTHS.pack(len(text), len(payload)) + text + payload
+    return _LENGTHS.pack(len(text), num_payload_bytes) + text
 
 
 class FrameReader:
@@ -62,7 +93,7 @@ class FrameReader:
         self._bytes = bytearray()
         self._max_payload_bytes = max_payload_bytes
 
-    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yields (header, payload) of each frame that `data` completes; raises ProtocolError if it isn't a frame."""
         self._bytes += data
         while len(self._bytes) >= _LENGTHS.size:

@@ -6,23 +6,25 @@ reported as a deadlock at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import LostWorker, StateReport
+from parallel3d.elastic.protocol.record_delta import record_frame
 from parallel3d.elastic.protocol.state_machine import (
     AbortGeneration,
     Action,
     Commit,
     DrainRefused,
     DrainRequest,
+    FetchEntries,
     FinishRun,
     MembershipProtocol,
     Propose,
     StopRun,
 )
-from parallel3d.elastic.worker.membership_client import MembershipClient
+from parallel3d.elastic.worker.membership_client import MembershipClient, Send
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.parallel.abort import AbortToken
@@ -32,7 +34,7 @@ from parallel3d.parallel.grid import Grid
 class ThreadMembershipClient(MembershipClient):
     """A membership client that waits through the world."""
 
-    def __init__(self, world: ThreadWorld, *, rank: int, send: Callable[[dict[str, Any]], None], run_token: AbortToken):
+    def __init__(self, world: ThreadWorld, *, rank: int, send: Send, run_token: AbortToken):
         super().__init__(rank=rank, send=send, run_token=run_token)
         self._world = world
 
@@ -74,13 +76,15 @@ class ThreadCoordinator:
     def announce_drain(self, rank: int) -> None:
         self._world.run_locked(lambda: self._execute(self.protocol.announce_drain(rank)))
 
-    def _on_message(self, rank: int, frame: dict[str, Any]) -> None:
-        self._world.run_locked(lambda: self._execute(self._ask_protocol(rank, frame)))
+    def _on_message(self, rank: int, frame: dict[str, Any], payload: bytes = b"") -> None:
+        self._world.run_locked(lambda: self._execute(self._ask_protocol(rank, frame, payload)))
 
-    def _ask_protocol(self, rank: int, frame: dict[str, Any]) -> list[Action]:
+    def _ask_protocol(self, rank: int, frame: dict[str, Any], payload: bytes) -> list[Action]:
         match frame:
             case {"op": "report", "report": report}:
                 return self.protocol.report(StateReport.from_json(report))
+            case {"op": "entries", "generation": generation}:
+                return self.protocol.entries(rank, generation, payload)
             case {"op": "confirm", "generation": generation, "digest": digest, "moved_bytes": moved_bytes}:
                 self.moved_bytes += moved_bytes
                 return self.protocol.confirm(rank, generation, digest)
@@ -95,8 +99,12 @@ class ThreadCoordinator:
             match action:
                 case AbortGeneration(ranks=ranks, generation=generation, reason=reason):
                     self._send_to_ranks(ranks, {"op": "abort_generation", "generation": generation, "reason": reason})
-                case Propose(record=record):
-                    self._send_to_ranks(record.members, {"op": "record", "record": record.to_json()})
+                case FetchEntries(rank=rank, generation=generation):
+                    self._send_to_ranks([rank], {"op": "fetch_entries", "generation": generation})
+                case Propose(record=record, base=base, behind=behind):
+                    others = [rank for rank in record.members if rank not in behind]
+                    self._send_to_ranks(others, *record_frame(record, base))
+                    self._send_to_ranks(behind, *record_frame(record, base, action.entries))
                 case Commit(generation=generation, members=members):
                     self._send_to_ranks(members, {"op": "commit", "generation": generation})
                 case DrainRequest(rank=rank):
@@ -107,6 +115,6 @@ class ThreadCoordinator:
                     self.abort_reason = reason
                     self.run_token.abort(reason)
 
-    def _send_to_ranks(self, ranks: tuple[int, ...], frame: dict[str, Any]) -> None:
+    def _send_to_ranks(self, ranks: Iterable[int], frame: dict[str, Any], payload: bytes = b"") -> None:
         for rank in ranks:
-            self.memberships[rank].handle(frame)
+            self.memberships[rank].handle(frame, payload)

@@ -20,7 +20,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, LogPosition, StateReport
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    Address,
+    GenerationRecord,
+    LogPosition,
+    StateReport,
+    digest_entries,
+)
 from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
 from parallel3d.errors import GenerationEnded
 from parallel3d.optim.reshard import ReshardPlan
@@ -32,7 +39,7 @@ from parallel3d.parallel.group import Group
 from parallel3d.parallel.groups import Groups
 from parallel3d.parallel.p2p_messages import Links
 from parallel3d.trainer.context import RankContext, Transports
-from parallel3d.trainer.entry import entry_from_json
+from parallel3d.trainer.entry_codec import decode_entries, encode_entries
 from parallel3d.trainer.generation import build_rank_groups, join_generation, leave_generation, shard_maps_of
 from parallel3d.trainer.plans import Plans
 
@@ -107,12 +114,14 @@ class RecoveryManager:
     def _report(self, generation: int) -> StateReport:
         self.rank.hooks.phase_hook("recovery_report")
         state = self.rank.state
+        entries = encode_entries(state.newest)
         return StateReport(
             rank=self.rank.rank,
             generation=generation,
             state_generation=NO_GENERATION if self.record is None else self.record.generation,
             position=LogPosition(iteration=state.iteration, evaluation=int(state.is_evaluated)),
-            entries=tuple(entry.to_json() for entry in state.newest),
+            entries=entries,
+            digest=digest_entries(entries),
             version=state.iteration,
             weights_gathered=self.rank.optimizer.is_gathered,
             host=self._host,
@@ -122,7 +131,7 @@ class RecoveryManager:
     def _join(self, pending: PendingGeneration) -> bool:
         """Enters the proposed generation; returns False as a spare. Raises GenerationEnded when it ends before."""
         record, self._token = pending.record, pending.token
-        self._apply_missing_entries(record)
+        self._apply_missing_entries(pending)
         former = [group for groups in self._abandoned for group in groups.all if isinstance(group, Group)]
         transports = self._network.transports(record, pending.token, former)
         try:
@@ -192,16 +201,17 @@ class RecoveryManager:
     def _shard_maps(self, grid: Grid, record: GenerationRecord) -> ShardMaps:
         return shard_maps_of(self.rank.config, self.rank.coordinates, grid, record.hosts)
 
-    def _apply_missing_entries(self, record: GenerationRecord) -> None:
-        """Applies the newest entry that any rank holds, and its update.
+    def _apply_missing_entries(self, pending: PendingGeneration) -> None:
+        """Applies the newest entry that any rank holds, if this one lacks it, and its update.
 
         This rank has the gradients for it: the entry exists only because every rank had finished its reduction.
         Spares ignore entries: they have not trained since they left the grid.
         """
-        if record.previous is None or not record.previous.holds(self.rank.rank):
+        previous = pending.record.previous
+        if previous is None or not previous.holds(self.rank.rank):
             return
-        for data in record.entries:
-            self.rank.state = self.rank.state.apply(entry_from_json(data))
+        for entry in decode_entries(pending.entries):
+            self.rank.state = self.rank.state.apply(entry)
         if self.rank.state.entries:
             self.rank.optimizer.update_to(self.rank.state.iteration, self.rank.update_step())
 

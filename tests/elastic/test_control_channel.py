@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
 from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.elastic.protocol.record_delta import record_frame
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.errors import GenerationEnded, LaunchError, ProtocolError
 from parallel3d.parallel.abort import AbortToken
@@ -132,10 +133,10 @@ def test_a_worker_goes_on_with_the_coordinators_successor():
     record = GenerationRecord(
         generation=3, grid=Grid.uniform(tp_size=1, pp_size=1, dp_size=1), previous=None, members=(0,)
     )
-    for frame in ({"op": "record", "record": record.to_json()}, {"op": "commit", "generation": 3}):
-        first.sendall(encode_frame(frame))
+    for frame in (record_frame(record, None), ({"op": "commit", "generation": 3},)):
+        first.sendall(encode_frame(*frame))
     deadline = time.monotonic() + 5
-    while control.membership.membership_state()["committed"] is None:
+    while control.membership.membership_state()["committed_generation"] != 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     first.close()
@@ -147,7 +148,7 @@ def test_a_worker_goes_on_with_the_coordinators_successor():
         heard += reader.feed(new_coordinator.recv(10_000))
     numbers = [header["record"]["number"] for header, _ in heard if header["op"] == "publish"]
     assert numbers == list(range(100)) and not control.token.aborted
-    assert asked == [{"newest_generation": 0, "committed": record.to_json()}]
+    assert asked == [{"newest_generation": 0, "committed_generation": 3}]
     assert control.membership._pending.token.aborted  # the generation itself is over
     new_coordinator.close()
     with pytest.raises(GenerationEnded):

@@ -13,6 +13,7 @@ import pytest
 from parallel3d.elastic.coordinator.kv_store import generation_of
 from parallel3d.elastic.frames import FrameReader
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, StateReport
+from parallel3d.elastic.protocol.record_delta import record_frame
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.membership_client import MembershipClient, PendingGeneration
 from parallel3d.errors import GenerationEnded, RunEnded
@@ -56,7 +57,7 @@ def test_a_generation_begins_continues_without_a_lost_worker_and_finishes(world)
     _, connect, guardian, records = world
     first, second = connect(0), connect(1)
     assert begin(first, second)[0].record.members == (0, 1)
-    assert first.membership.membership_state()["committed"]["generation"] == 0
+    assert first.membership.membership_state()["committed_generation"] == 0
     report_killed(guardian, rank=1, detect_s=0.02)
     pending = first.membership.next_generation(report_of(first, 0))
     assert (pending.record.generation, pending.record.members, pending.record.grid.ranks) == (1, (0,), (0,))
@@ -206,7 +207,7 @@ def test_a_record_that_comes_after_the_runs_end_opens_nothing():
     membership = MembershipClient(rank=0, send=lambda frame: None, run_token=token)
     token.abort("over")
     record = GenerationRecord(generation=0, grid=GRID, previous=None, members=(0, 1))
-    membership.handle({"op": "record", "record": record.to_json()})
+    membership.handle(*record_frame(record, None))
     membership.handle({"op": "commit", "generation": 0})
     assert membership._pending.token.aborted
     with pytest.raises(RunEnded, match="over"):
@@ -223,7 +224,7 @@ def test_frames_that_arrive_before_the_worker_reads_the_last_ones():
         if frame["op"] == "report":
             generation = frame["report"]["generation"]
             record = GenerationRecord(generation=generation, grid=GRID, previous=None, members=(0, 1))
-            membership.handle({"op": "record", "record": record.to_json()})
+            membership.handle(*record_frame(record, None))
             if generation == 0:
                 membership.handle({"op": "abort_generation", "generation": 1, "reason": "rank 1 was lost"})
 
@@ -233,7 +234,7 @@ def test_frames_that_arrive_before_the_worker_reads_the_last_ones():
     membership.handle({"op": "commit", "generation": 1})
     membership.handle({"op": "abort_generation", "generation": 2, "reason": "rank 2 was lost"})
     membership.confirm(1, digest="", moved_bytes=0)  # it came before: the generation is committed, though over
-    assert membership.membership_state()["committed"]["generation"] == 1 and pending.token.aborted
+    assert membership.membership_state()["committed_generation"] == 1 and pending.token.aborted
     with pytest.raises(GenerationEnded, match="rank 2 was lost"):
         membership.finish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from typing import Any
 
@@ -13,6 +14,7 @@ from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.parallel.grid import Grid
 from tests.support.coordinator_threads import ServingThread
@@ -54,6 +56,9 @@ class World:
         self.report = FakeReport()
         self.opened = False
         self.readers: dict[socket.socket, FrameReader] = {}
+        self.received: dict[socket.socket, list[dict[str, Any]]] = {}
+        self.committed: dict[socket.socket, GenerationRecord] = {}
+        self.fetched_from: list[socket.socket] = []
         guardians = tuple(GuardianInfo(ranks=(rank,), host=host, address=self.address) for rank, host in HOSTS.items())
         self.coordinator = FailoverCoordinator(
             listener,
@@ -85,17 +90,34 @@ class World:
         return connection
 
     def worker(self, rank: int, committed: GenerationRecord, newest_generation: int) -> socket.socket:
-        membership_state = {"newest_generation": newest_generation, "committed": committed.to_json()}
-        return self.connect(role="worker", ranks=[rank], host=HOSTS[rank], log="", membership_state=membership_state)
+        membership_state = {"newest_generation": newest_generation, "committed_generation": committed.generation}
+        worker = self.connect(role="worker", ranks=[rank], host=HOSTS[rank], log="", membership_state=membership_state)
+        self.committed[worker] = committed
+        return worker
 
     def receive(self, connection: socket.socket, until: str) -> list[dict[str, Any]]:
-        """Returns the frames that a connection receives up to the first of a kind."""
-        received: list[dict[str, Any]] = []
+        """Returns the frames that a connection receives up to the first of a kind; workers send their records."""
+        received = self.received.setdefault(connection, [])
         while not any(header["op"] == until for header in received):
-            data = connection.recv(100_000)
-            assert data, f"closed after {received}"
-            received += [header for header, _ in self.readers[connection].feed(data)]
+            readable, _, _ = select.select(list(self.readers), [], [], 5)
+            assert readable, f"no {until} after {received}"
+            for each in readable:
+                self._read(each)
+        self.received[connection] = []
         return received
+
+    def _read(self, connection: socket.socket) -> None:
+        data = connection.recv(100_000)
+        if not data:
+            del self.readers[connection]
+            return
+        for header, payload in self.readers[connection].feed(data):
+            if header["op"] == "fetch_committed":
+                self.fetched_from.append(connection)
+                record = encode_record(self.committed[connection], None)
+                connection.sendall(encode_frame({"op": "committed"}, record))
+            else:
+                self.received.setdefault(connection, []).append({**header, "payload": payload} if payload else header)
 
 
 def end_of(rank: int, exit_code: int) -> dict[str, Any]:
@@ -129,7 +151,8 @@ def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all
             rank=rank, generation=7, state_generation=4, position=LogPosition(iteration=5), host=HOSTS[rank]
         )
         worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
-    opened = GenerationRecord.from_json(world.receive(first, "record")[-1]["record"])
+    opened = decode_record(world.receive(first, "record")[-1]["payload"], record(4))
+    assert world.fetched_from == [first]
     assert (opened.members, opened.last_reported_step, opened.previous) == ((1, 2, 3), 5, GRID)
     assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from generation 4"
     assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"

@@ -37,6 +37,9 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "check": {"keys": ["a"], "id": 2},
         "add": {"key": "a", "amount": -1, "id": 3},
         "report": {"report": StateReport(rank=1, generation=0).to_json()},
+        "entries": {"generation": 0},
+        "request_record": {"generation": 0},
+        "committed": {},
         "confirm": {"generation": 0, "digest": "", "moved_bytes": 0},
         "suspect": {"generation": -1, "reason": "why"},
         "finish_generation": {"generation": 0},
@@ -47,6 +50,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "announce_drain": {},
         "request_status": {},
         "ping": {},
+        "from_workers": {"ranks": [1], "sizes": [3]},
     },
 }
 """A frame of each kind, as a worker or a guardian sends it."""
@@ -156,6 +160,7 @@ def next_frame(connection: socket.socket, op: str) -> dict[str, Any]:
 
 
 ILL = [
+    {"op": "entries", "generation": 0},
     {"op": "confirm", "generation": 7, "digest": "", "moved_bytes": 0},
     {"op": "finish_generation", "generation": 0},
     {"op": "report", "report": {"generation": []}},

@@ -13,7 +13,9 @@ from parallel3d.elastic.protocol.state_machine import (
     Action,
     Commit,
     DrainRefused,
+    FetchEntries,
     FinishRun,
+    MembershipProtocol,
     Propose,
     StopRun,
 )
@@ -23,10 +25,12 @@ from tests.support.protocol_steps import (
     GRID,
     agree,
     confirm_all,
+    encode_position,
     make,
     make_report,
     on_lost,
     report_all,
+    send_entries,
     started,
 )
 from tests.support.protocol_world import freeze
@@ -58,7 +62,8 @@ def test_a_loss_makes_the_next_generation_without_the_replica():
     assert record.grid.ranks == (0, 1) and record.spares == (2,) and record.members == (0, 1, 2)
     assert record.previous == grid
     assert record.evicted == protocol.evicted == (LostWorker(rank=3, why="killed"),)
-    assert record.position == LogPosition(iteration=7) and record.entries == ({"of": 0},)
+    assert record.position == LogPosition(iteration=7)
+    assert (opened.base.generation, opened.behind, opened.entries) == (0, (), b"")  # nobody lacks the entry
     assert record.hosts == {rank: f"host{rank}" for rank in range(4)}  # the lost one's, too
     assert record.addresses == {rank: (f"host{rank}", 1000 + rank) for rank in range(3)}
     assert record.last_reported_step == 6 and record.reason == "lost rank 3: killed"
@@ -112,8 +117,8 @@ def test_a_spare_stays_a_member_and_its_position_does_not_count():
     on_lost(protocol, 3)
     for rank in (0, 2, 4):
         assert protocol.report(make_report(protocol, rank, 0 if rank == 0 else 20)) == []
-    (opened,) = protocol.report(make_report(protocol, 5, 20))
-    assert isinstance(opened, Propose)
+    (opened,) = send_entries(protocol, protocol.report(make_report(protocol, 5, 20)))
+    assert isinstance(opened, Propose) and opened.behind == ()  # the spare, which has not trained, needs no entry
     assert opened.record.grid.ranks == (4, 5) and opened.record.spares == (0, 2)
     assert opened.record.position == LogPosition(iteration=20)
 
@@ -136,10 +141,42 @@ def test_all_continue_from_the_newest_entry(positions: list[tuple[int, int]], ne
     actions: list[Action] = []
     for rank, position in enumerate(positions):
         actions = protocol.report(make_report(protocol, rank, *position))
-    assert isinstance(actions[0], Propose)
-    record = actions[0].record
-    assert record.position == LogPosition(iteration=newest[0], evaluation=newest[1])
-    assert record.entries == ({"of": positions.index(newest)},)
+    behind = tuple(rank for rank, position in enumerate(positions) if position < newest)
+    fetches = [FetchEntries(rank=positions.index(newest), generation=1)]
+    assert not behind or actions == fetches
+    (opened,) = send_entries(protocol, actions)
+    assert isinstance(opened, Propose) and opened.behind == behind
+    assert opened.record.position == LogPosition(iteration=newest[0], evaluation=newest[1])
+    assert opened.entries == (encode_position(opened.record.position) if behind else b"")
+
+
+def test_only_the_entries_that_were_reported_and_asked_for_count():
+    def asked() -> MembershipProtocol:
+        protocol = started(Grid.uniform(tp_size=1, pp_size=1, dp_size=4))
+        on_lost(protocol, 3)
+        for rank in (0, 2):
+            protocol.report(make_report(protocol, rank, 6))
+        assert protocol.report(make_report(protocol, 1, 7)) == [FetchEntries(rank=1, generation=1)]
+        return protocol
+
+    with pytest.raises(ProtocolError, match="rank 0 sent entries to generation 1, which it was not asked for"):
+        asked().entries(0, 1, b"7 0")
+    with pytest.raises(ProtocolError, match="rank 1 sent other entries than those that it reported"):
+        asked().entries(1, 1, b"6 0")
+    protocol = asked()
+    assert on_lost(protocol, 1) == [AbortGeneration(ranks=(0, 2), generation=2, reason="lost rank 1: killed")]
+    assert protocol.entries(1, 1, b"7 0") == []  # the holder died after it had sent them
+    (opened,) = report_all(protocol, 6)
+    assert opened.record.position == LogPosition(iteration=6) and opened.behind == ()
+
+
+def test_ranks_that_hold_different_entries_end_the_run():
+    protocol = started(Grid.uniform(tp_size=1, pp_size=1, dp_size=3))
+    protocol.suspect(0, 0, "a link broke")
+    for rank in (0, 1):
+        protocol.report(make_report(protocol, rank, 7))
+    with pytest.raises(ProtocolError, match="ranks 0 and 2 hold different entries at .*7"):
+        protocol.report(make_report(protocol, 2, 7, digest="another"))
 
 
 @pytest.mark.parametrize("positions", [[(5, 0), (7, 0), (7, 0)], [(6, 0), (6, 1), (7, 0)]])

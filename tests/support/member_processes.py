@@ -29,8 +29,15 @@ from parallel3d.config.schema import TimeoutConfig
 from parallel3d.elastic.guardian.heartbeat import Mode
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.launch import run_workers
-from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, StateReport
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    GenerationRecord,
+    LogPosition,
+    StateReport,
+    digest_entries,
+)
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.worker.membership_client import PendingGeneration
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import GenerationEnded, UserError
 from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder
@@ -91,7 +98,7 @@ class Member:
         while (pending := membership.next_generation(self.report, suspicion=self.suspicion)) is not None:
             self.token = pending.token
             try:
-                self.join(pending.record)
+                self.join(pending)
                 if self.context.rank in pending.record.draining:
                     return 0
                 self.suspicion = ""
@@ -108,21 +115,22 @@ class Member:
 
     def report(self, generation: int) -> StateReport:
         self.come_to("report", generation)
+        entries = str(self.state).encode()
         return StateReport(
             rank=self.context.rank,
             generation=generation,
             state_generation=self.record.generation if self.record else NO_GENERATION,
             position=LogPosition(iteration=self.state),
-            entries=({"iteration": self.state},),
+            entries=entries,
+            digest=digest_entries(entries),
             version=self.state,
             host=self.context.host,
             address=("127.0.0.1", 1),
         )
 
-    def join(self, record: GenerationRecord) -> None:
-        rank, control = self.context.rank, self.context.control
-        if record.previous and record.previous.holds(rank):
-            self.state = record.entries[-1]["iteration"]
+    def join(self, pending: PendingGeneration) -> None:
+        rank, control, record = self.context.rank, self.context.control, pending.record
+        self.state = int(pending.entries or self.state)
         self.come_to("moves", record.generation)
         has_place = record.grid.holds(rank)
         self.come_to("confirm", record.generation)

@@ -35,13 +35,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    LogPosition,
+    LostWorker,
+    StateReport,
+    digest_entries,
+)
 from parallel3d.elastic.protocol.state_machine import (
     AbortGeneration,
     Action,
     Commit,
     DrainRefused,
     DrainRequest,
+    FetchEntries,
     FinishRun,
     MembershipProtocol,
     Propose,
@@ -78,7 +85,7 @@ class Model(WorkerModel):
             if worker.outbox:
                 yield f"{worker.outbox[0]} of rank {rank} arrives", lambda r=rank: self._deliver(world, r)
         for rank, worker in enumerate(world.workers):
-            if worker.inbox and worker.inbox[0][0] != "record" and not worker.has_abort:
+            if worker.inbox and worker.inbox[0][0] not in ("record", "fetch_entries") and not worker.has_abort:
                 yield f"rank {rank} takes {worker.inbox[0]}", lambda r=rank: self._take(world, r)
             if worker.mode == RUN and not worker.has_abort and self._can_gather(world, rank):
                 yield f"rank {rank} gathers", lambda r=rank: self._put(world, r, self._gather(r, world.workers[r]))
@@ -154,10 +161,12 @@ class Model(WorkerModel):
 
     def _deliver(self, world: World, rank: int) -> World:
         worker = world.workers[rank]
-        (kind, generation), outbox = worker.outbox[0], worker.outbox[1:]
+        (kind, generation, *rest), outbox = worker.outbox[0], worker.outbox[1:]
         world = self._put(world, rank, worker._replace(outbox=outbox))
+        if kind == "request_record":
+            return self._send_whole_record(world, rank, generation)
         if kind != "report":
-            return self._submit(world, (kind, rank, generation))
+            return self._submit(world, (kind, rank, generation, *rest))
         state_generation = (
             NO_GENERATION if worker.shard_map == NO_GENERATION else self.record(worker.shard_map).generation
         )
@@ -189,11 +198,13 @@ class Model(WorkerModel):
                         generation=generation,
                         state_generation=state_generation,
                         position=LogPosition(iteration=position),
-                        entries=({"iteration": position},),
+                        digest=digest_entries(str(position).encode()),
                         version=version,
                         host=self.hosts[rank],
                     )
                 )
+            case ("entries", rank, generation, position):
+                return protocol.entries(rank, generation, str(position).encode())
             case ("confirm", rank, generation):
                 return protocol.confirm(rank, generation, "the same plan")
             case ("on_lost", rank):
@@ -210,8 +221,10 @@ class Model(WorkerModel):
         match action:
             case AbortGeneration(ranks=ranks, generation=generation):
                 return self._send(world, ranks, ("abort_generation", generation))
-            case Propose(record=record):
-                return self._send(world, record.members, ("record", self._intern_record(record)))
+            case FetchEntries(rank=rank, generation=generation):
+                return self._send(world, (rank,), ("fetch_entries", generation))
+            case Propose():
+                return self._propose(world, action)
             case Commit(generation=generation, members=members):
                 return self._send(world, members, ("commit", generation))
             case DrainRequest(rank=rank):
@@ -225,6 +238,23 @@ class Model(WorkerModel):
                 self._check(event[0] == "on_lost", f"halted by {event}: {reason}")
                 return world._replace(ended="halted")
         raise AssertionError(action)
+
+    def _propose(self, world: World, action: Propose) -> World:
+        """Sends the difference from the base, with the entries to those that are behind."""
+        record = self._intern_record(action.record)
+        base = NO_GENERATION if action.base is None else self._intern_record(action.base)
+        if action.behind:
+            self._check(action.entries == str(action.record.position.iteration).encode(), "sends other entries")
+        self._proposals[record] = action
+        for rank in action.record.members:
+            world = self._send(world, (rank,), ("record", record, base, rank in action.behind))
+        return world
+
+    def _send_whole_record(self, world: World, rank: int, generation: int) -> World:
+        for record, action in self._proposals.items():
+            if action.record.generation == generation == self.protocol(world).pending:
+                world = self._send(world, (rank,), ("record", record, NO_GENERATION, rank in action.behind))
+        return world
 
     def _send(self, world: World, ranks: tuple[int, ...], frame: Frame) -> World:
         workers = list(world.workers)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, LostWorker, StateReport
-from parallel3d.elastic.protocol.state_machine import Action, MembershipProtocol, Propose
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    GenerationRecord,
+    LogPosition,
+    LostWorker,
+    StateReport,
+    digest_entries,
+)
+from parallel3d.elastic.protocol.state_machine import Action, FetchEntries, MembershipProtocol, Propose
 from parallel3d.parallel.grid import Grid
 
 GRID = Grid.uniform(tp_size=1, pp_size=2, dp_size=3)  # stage 0: ranks 0 1 2, stage 1: ranks 3 4 5
@@ -26,16 +33,31 @@ def make_report(
     protocol: MembershipProtocol, rank: int, iteration: int = 0, evaluation: int = 0, **fields: object
 ) -> StateReport:
     assert protocol.pending is not None
+    entries = encode_position(LogPosition(iteration=iteration, evaluation=evaluation))
     report = StateReport(
         rank=rank,
         generation=protocol.pending,
         state_generation=NO_GENERATION if protocol.committed is None else protocol.committed.generation,
         position=LogPosition(iteration=iteration, evaluation=evaluation),
-        entries=({"of": rank},),
+        entries=entries,
+        digest=digest_entries(entries),
         host=f"host{rank}",
         address=(f"host{rank}", 1000 + rank),
     )
     return replace(report, **fields)
+
+
+def encode_position(position: LogPosition) -> bytes:
+    """Stands for the entries up to a position."""
+    return f"{position.iteration} {position.evaluation}".encode()
+
+
+def send_entries(protocol: MembershipProtocol, actions: list[Action]) -> list[Action]:
+    """The actions that follow once a worker has sent its entries, if it was asked for them."""
+    match actions:
+        case [FetchEntries(rank=rank, generation=generation)]:
+            return protocol.entries(rank, generation, protocol._lead.entries)
+    return actions
 
 
 def report_all(protocol: MembershipProtocol, iteration: int = 0) -> list[Action]:
@@ -43,7 +65,7 @@ def report_all(protocol: MembershipProtocol, iteration: int = 0) -> list[Action]
     for rank in sorted(protocol.live):
         assert actions == []  # the last one decides
         actions = protocol.report(make_report(protocol, rank, iteration))
-    return actions
+    return send_entries(protocol, actions)
 
 
 def confirm_all(protocol: MembershipProtocol) -> list[Action]:

@@ -128,23 +128,44 @@ class WorkerModel(ModelTables):
         worker = worker._replace(inbox=inbox)
         match kind:
             case "record":
-                worker = self._resolve(rank, worker, rest[0])
+                worker = self._take_record(rank, worker, *rest)
+            case "fetch_entries":
+                entries = ("entries", rest[0], max(worker.position, 0))
+                worker = worker._replace(outbox=(*worker.outbox, entries))
             case "commit":
                 worker = self._enter(rank, worker)
             case "drain_request" | "stay":
                 worker = worker._replace(draining=kind == "drain_request")
         return self._put(world, rank, worker)
 
-    def _resolve(self, rank: int, worker: Worker, number: int) -> Worker:
+    def _take_record(self, rank: int, worker: Worker, number: int, base: int, has_entries: bool) -> Worker:
+        """Reads the difference from the base, or asks for the whole record if this worker lacks the base."""
+        record = self.record(number)
+        if record.generation < worker.generation:
+            return worker  # a newer abort has arrived
+        if self.lacks_base(worker, base):
+            request = ("request_record", record.generation)
+            return worker._replace(outbox=(*worker.outbox, request))
+        self._check(base in (NO_GENERATION, worker.shard_map), f"rank {rank} reads the difference from another record")
+        return self._resolve(rank, worker, number, has_entries)
+
+    def lacks_base(self, worker: Worker, base: int) -> bool:
+        """Bases are compared by their generations."""
+        return base != NO_GENERATION and (
+            worker.shard_map == NO_GENERATION
+            or self.record(base).generation != self.record(worker.shard_map).generation
+        )
+
+    def _resolve(self, rank: int, worker: Worker, number: int, has_entries: bool) -> Worker:
         """Brings its ranges to the record's position."""
         record = self.record(number)
         newest = record.position.iteration
-        if record.generation < worker.generation:
-            return worker  # a newer abort has arrived
         if record.previous is not None and record.previous.holds(rank):
             self._check(worker.position <= newest, f"rank {rank} at {worker.position} would go back to {newest}")
             self._check(worker.position >= newest - 1, f"rank {rank} at {worker.position} can't follow to {newest}")
-            worker = worker._replace(step=4 * newest + 2) if worker.position < newest else worker
+            if worker.position < newest:
+                self._check(has_entries, f"rank {rank} lacks the entries up to {newest}")
+                worker = worker._replace(step=4 * newest + 2)
             if self.needs_update(worker):
                 worker = self._update(rank, worker)
         return worker._replace(mode=RESOLVED, proposed=number, run=NO_GENERATION, step=4 * newest + 3)

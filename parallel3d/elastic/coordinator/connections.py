@@ -1,6 +1,7 @@
 """The coordinator's connections to workers and guardians. One thread, one selector, no blocking sends.
 
 A connection that has not proven the run's secret (parallel3d/handshake.py) is a stranger: no frame of it is parsed.
+Workers speak through their guardians' connections, or over their own.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from parallel3d.elastic.coordinator.connection import Connection, RelayedConnection, SocketConnection
 from parallel3d.elastic.frame_schemas import check_frame
 from parallel3d.elastic.frames import (
     CHUNK_BYTES,
     PING_S,
-    FrameReader,
+    decode_from_workers,
     encode_frame,
+    encode_to_workers,
     max_silent_pings,
     set_socket_options,
 )
@@ -30,33 +33,6 @@ MAX_VALUE_BYTES = 16 * 2**20
 """Of a value that a worker stores."""
 REPORT_EVERY_S = 60.0
 PING: dict[str, Any] = {"op": "ping"}
-
-
-@dataclass(eq=False)
-class Connection:
-    """One connection; after its hello a worker's (`rank`) or a guardian's (`guarded_ranks`)."""
-
-    socket: socket.socket
-    handshake: AcceptedHandshake
-    address: str
-    """Of the other end."""
-    since_s: float
-    """When it was accepted."""
-    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_VALUE_BYTES))
-    outbox: bytearray = field(default_factory=bytearray)
-    rank: int | None = None
-    guarded_ranks: tuple[int, ...] = ()
-    hello: dict[str, Any] = field(default_factory=dict)
-    """The header of its hello."""
-    silent_pings: int = 0
-    """Pings sent since its last frame."""
-    lost_because: str = ""
-    """Why this end has closed it; "" if the other end has."""
-
-    @property
-    def role(self) -> str:
-        """The role of its hello; "" before that."""
-        return str(self.hello.get("role", ""))
 
 
 @dataclass
@@ -104,10 +80,12 @@ class ConnectionServer:
         self._secret = secret
         self._max_silent_pings = max_silent_pings(control_s)
         self._next_ping_s = time.monotonic() + PING_S
-        self._strangers: dict[socket.socket, Connection] = {}
+        self._strangers: dict[socket.socket, SocketConnection] = {}
         """Connections that have not proven yet that they know the secret, oldest first."""
         self.rejections = Rejections()
-        self.connections: set[Connection] = set()
+        self.connections: set[SocketConnection] = set()
+        self.workers: dict[int, Connection] = {}
+        """The connected ones, by rank."""
         self._listener = listener
         self._on_message = on_message
         self._on_lost = on_lost
@@ -126,43 +104,40 @@ class ConnectionServer:
                 continue
             if events & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if events & selectors.EVENT_READ and key.data in self.connections:
+            if events & selectors.EVENT_READ and key.data.is_open:
                 self._read(key.data)
         self._drop_slow_strangers()
         self._ping()
 
-    def workers(self) -> dict[int, Connection]:
-        return {connection.rank: connection for connection in self.connections if connection.rank is not None}
+    def add_worker(self, connection: Connection, rank: int) -> None:
+        connection.rank = rank
+        self.workers[rank] = connection
 
-    def guardians(self) -> list[Connection]:
+    def guardians(self) -> list[SocketConnection]:
         return [connection for connection in self.connections if connection.guarded_ranks]
 
     def send(self, connection: Connection, header: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a frame without waiting: what the peer does not take now follows in later polls."""
-        self._send_encoded(connection, encode_frame(header, payload))
+        self._send_to_all([connection], encode_frame(header, payload))
 
-    def send_to_workers(self, ranks: Iterable[int], header: dict[str, Any]) -> None:
+    def send_to_workers(self, ranks: Iterable[int], header: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a frame to those of `ranks` that are connected."""
-        frame, workers = encode_frame(header), self.workers()
-        for rank in ranks:
-            if rank in workers:
-                self._send_encoded(workers[rank], frame)
+        workers = self.workers
+        self._send_to_all([workers[rank] for rank in ranks if rank in workers], encode_frame(header, payload))
+
+    def send_to_all(self, connections: Iterable[Connection], header: dict[str, Any]) -> None:
+        self._send_to_all(connections, encode_frame(header))
 
     def send_to_guardians(self, header: dict[str, Any]) -> None:
-        frame = encode_frame(header)
-        for connection in self.guardians():
-            self._send_encoded(connection, frame)
+        self._send_to_all(self.guardians(), encode_frame(header))
 
     def broadcast(self, header: dict[str, Any]) -> None:
         """Sends a frame to all workers and guardians."""
-        frame = encode_frame(header)
-        for connection in list(self.connections):
-            if connection.guarded_ranks or connection.rank is not None:
-                self._send_encoded(connection, frame)
+        self._send_to_all([*self.guardians(), *self.workers.values()], encode_frame(header))
 
     def dispatch(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         """Passes a frame on. One that the protocol does not allow closes its connection alone."""
-        if connection in self.connections:
+        if connection.is_open:
             try:
                 check_frame(connection.role, header, payload)
                 self._on_message(connection, header, payload)
@@ -170,13 +145,34 @@ class ConnectionServer:
                 connection.lost_because = str(error)
                 self._drop(connection)
 
+    def _send_to_all(self, connections: Iterable[Connection], frame: bytes) -> None:
+        """Sends a frame, to workers of one guardian once."""
+        relayed: dict[SocketConnection, list[int]] = {}
+        for connection in connections:
+            if isinstance(connection, RelayedConnection):
+                relayed.setdefault(connection.relay, []).append(connection.relay_rank)
+            elif isinstance(connection, SocketConnection):
+                self._write(connection, frame)
+        for relay, ranks in relayed.items():
+            self._write(relay, encode_to_workers(ranks, frame), frame)
+
+    def _dispatch_relayed(self, relay: SocketConnection, header: dict[str, Any], payload: bytes) -> None:
+        """Passes on the frames of a guardian's workers."""
+        check_frame(relay.role, header, payload)
+        for rank, inner_header, inner_payload in decode_from_workers(header, payload):
+            if rank not in relay.relayed:
+                if rank not in relay.guarded_ranks:
+                    raise ProtocolError(f"a frame of rank {rank} from the guardian of ranks {relay.guarded_ranks}")
+                relay.relayed[rank] = RelayedConnection(relay=relay, relay_rank=rank)
+            self.dispatch(relay.relayed[rank], inner_header, inner_payload)
+
     def _ping(self) -> None:
         """Shows all that this process runs, and drops guardians that have long shown nothing."""
         now_s = time.monotonic()
         if now_s < self._next_ping_s:
             return
         self._next_ping_s = now_s + PING_S
-        self.broadcast(PING)
+        self._send_to_all([each for each in self.connections if each.hello], encode_frame(PING))
         for connection in self.guardians():
             connection.silent_pings += 1
             if connection.silent_pings > self._max_silent_pings:
@@ -187,9 +183,10 @@ class ConnectionServer:
         for connection in (*self.connections, *self._strangers.values()):
             connection.socket.close()
 
-    def _send_encoded(self, connection: Connection, frame: bytes) -> None:
-        connection.outbox += frame
-        self._flush(connection)
+    def _write(self, connection: SocketConnection, *parts: bytes) -> None:
+        connection.outbox += parts
+        if not connection.awaits_room:
+            self._flush(connection)
 
     def _accept(self) -> None:
         try:
@@ -199,15 +196,18 @@ class ConnectionServer:
             return
         accepted_socket.setblocking(False)
         set_socket_options(accepted_socket)
-        connection = Connection(
-            accepted_socket, AcceptedHandshake(self._secret), address=str(address[0]), since_s=time.monotonic()
+        connection = SocketConnection(
+            socket=accepted_socket,
+            handshake=AcceptedHandshake(self._secret),
+            address=str(address[0]),
+            since_s=time.monotonic(),
         )
         self._strangers[accepted_socket] = connection
         self._selector.register(accepted_socket, selectors.EVENT_READ, connection)
         if len(self._strangers) > MAX_STRANGERS:
             self._drop_oldest_stranger()
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: SocketConnection) -> None:
         """Takes the next bytes of a handshake. What follows it stays in the socket, for `_read`."""
         handshake = connection.handshake
         try:
@@ -234,18 +234,20 @@ class ConnectionServer:
         if self._strangers:
             self._reject(next(iter(self._strangers.values())))
 
-    def _reject(self, connection: Connection) -> None:
+    def _reject(self, connection: SocketConnection) -> None:
         del self._strangers[connection.socket]
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self.rejections.add(connection.address)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: SocketConnection) -> None:
         try:
             data = connection.socket.recv(CHUNK_BYTES)  # bounded: does not block
             connection.silent_pings = 0
             for header, payload in connection.reader.feed(data):
-                if header != PING:
+                if header.get("op") == "from_workers":
+                    self._dispatch_relayed(connection, header, payload)
+                elif header != PING:
                     self.dispatch(connection, header, payload)
         except BlockingIOError:
             return
@@ -256,23 +258,39 @@ class ConnectionServer:
         if not data:
             self._drop(connection)
 
-    def _flush(self, connection: Connection) -> None:
-        if connection not in self.connections:
+    def _flush(self, connection: SocketConnection) -> None:
+        if not connection.is_open:
             return
         try:
-            del connection.outbox[: connection.socket.send(connection.outbox)]
-        except BlockingIOError:
-            pass
+            connection.send_outbox()
         except OSError:
             self._drop(connection)
             return
-        writing = selectors.EVENT_WRITE if connection.outbox else 0
-        self._selector.modify(connection.socket, selectors.EVENT_READ | writing, connection)
+        if connection.awaits_room != bool(connection.outbox):
+            connection.awaits_room = bool(connection.outbox)
+            writing = selectors.EVENT_WRITE if connection.awaits_room else 0
+            self._selector.modify(connection.socket, selectors.EVENT_READ | writing, connection)
 
     def _drop(self, connection: Connection) -> None:
-        if connection not in self.connections:
+        """Closes a connection, with a guardian's also those of its workers."""
+        if not connection.is_open:
             return
+        self._forget(connection)
+        if isinstance(connection, RelayedConnection):
+            self.send(connection.relay, {"op": "close_worker", "rank": connection.relay_rank})
+            self._on_lost(connection)
+        elif isinstance(connection, SocketConnection):
+            self._close(connection)
+
+    def _close(self, connection: SocketConnection) -> None:
+        for worker in connection.relayed.values():
+            self._forget(worker)
         self.connections.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._on_lost(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        connection.is_open = False
+        if connection.rank is not None and self.workers.get(connection.rank) is connection:
+            del self.workers[connection.rank]

@@ -11,9 +11,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from parallel3d.elastic.coordinator.connections import Connection, ConnectionServer
+from parallel3d.elastic.coordinator.connection import Connection
+from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.drains import DrainQueue
 from parallel3d.elastic.coordinator.kv_store import OPS as KV_STORE_OPS
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
@@ -96,9 +98,8 @@ class Coordinator:
 
     def _make_membership(self) -> MembershipManager | None:
         """The manager of a run that begins; None: no loss is survived."""
-        if self._elastic is None:
+        if (elastic := self._elastic) is None:
             return None
-        elastic = self._elastic
         return self._manage(
             MembershipProtocol(
                 elastic.grid, zero_stage=elastic.zero_stage, zero_backups=elastic.zero_backups, enabled=elastic.enabled
@@ -175,8 +176,8 @@ class Coordinator:
             self._membership.announce_drain(rank)
 
     def _check_slow_step(self) -> None:
-        now_s = time.monotonic()
-        if not self._shutdown.aborting and (why := self._hang_reporter.slow_step(self._status.last_step or 0, now_s)):
+        now_s, last_step = time.monotonic(), self._status.last_step or 0
+        if not self._shutdown.aborting and (why := self._hang_reporter.slow_step(last_step, now_s)):
             self._begin_hang_report(why)
         self._hang_reporter.publish_if_complete(now_s)
 
@@ -211,7 +212,7 @@ class Coordinator:
             raise ProtocolError(f"hello from ranks {ranks}, which no longer take part")
         if is_worker:
             self._stall_check.fences.on_connected(ranks[0])
-            connection.rank = ranks[0]
+            self._server.add_worker(connection, ranks[0])
             self._status.record_hello(ranks[0], host=header["host"], log=header["log"])
         connection.hello = header
         if not is_worker:
@@ -263,7 +264,7 @@ class Coordinator:
             case "worker_status":
                 self._hang_reporter.add_status(rank, header["status"])
             case op if op in MEMBERSHIP_OPS and self._membership:
-                self._membership.handle(rank, header)
+                self._membership.handle(rank, header, payload)
             case _ if self._shutdown.aborting:
                 return
             case op:
@@ -358,11 +359,7 @@ class Coordinator:
             timeouts = plan_heartbeat_timeouts(
                 self._elastic.heartbeat_timeout, self._elastic.watchdog_timeout, round_trip_s
             )
-            self._monitor_frame = {
-                "op": "monitor",
-                "heartbeat_timeout_s": timeouts.heartbeat_timeout_s,
-                "watchdog_timeout_s": timeouts.watchdog_timeout_s,
-            }
+            self._monitor_frame = {"op": "monitor", **asdict(timeouts)}
             self._server.send_to_guardians(self._monitor_frame)
             self._emit_notice(
                 f"timeouts: heartbeat {timeouts.heartbeat_timeout_s:.2f} s, "
@@ -370,8 +367,8 @@ class Coordinator:
             )
 
     def _begin_hang_report(self, why: str) -> None:
-        coordinates = {rank: self._status.workers[rank].coordinates for rank in self._live}
-        self._hang_reporter.begin(why, coordinates, time.monotonic())
+        workers = self._status.workers
+        self._hang_reporter.begin(why, {rank: workers[rank].coordinates for rank in self._live}, time.monotonic())
 
     def _request_status(self, ranks: Collection[int]) -> None:
         """Asks workers for their status; their guardians make them write their stacks to their logs."""

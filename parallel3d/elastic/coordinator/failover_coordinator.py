@@ -1,9 +1,10 @@
 """The coordinator that takes over after its predecessor is lost: on the same host if only the process was, else on that
 of a failover candidate.
 
-It begins with a quorum check: guardians connect, then their workers, each with the record of its newest committed
-generation. The run goes on from the newest of all: a worker that holds it proves that all members had confirmed it.
-Then everything on the lost host is evicted by an ordinary change of membership, and the coordinator serves as usual.
+It begins with a quorum check: guardians connect, then their workers, each with the number of its newest committed
+generation. The run goes on from the newest of all, whose record one of its holders sends: a worker that holds it proves
+that all members had confirmed it. Then everything on the lost host is evicted by an ordinary change of membership, and
+the coordinator serves as usual.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from parallel3d.elastic.coordinator.connections import Connection
+from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
+from parallel3d.elastic.protocol.record_delta import decode_record
 from parallel3d.elastic.protocol.state_machine import Action, FinishRun, MembershipProtocol
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.monitor.sinks import RunReporter
@@ -80,8 +82,14 @@ class FailoverCoordinator(Coordinator):
         """The lost coordinator's own stub has replaced it: nothing else of its host is lost."""
         self._lost_host = lost.host
         self._lost_s = time.monotonic()
+        survivors = failover_plan.guardians if self._is_same_host else failover_plan.surviving_guardians
+        self._expected = {rank for guardian in survivors for rank in guardian.ranks}
         self._open_report = open_report
         self._is_checking_quorum = True
+        self._fetched: GenerationRecord | None = None
+        """The committed record that a worker has sent."""
+        self._asked_rank = -1
+        """The worker that was asked for it last."""
         self._deferred: list[tuple[Connection, dict[str, Any], bytes]] = []
         """Messages that arrive during the quorum check."""
 
@@ -89,7 +97,10 @@ class FailoverCoordinator(Coordinator):
         return None  # until it is known where to go on from
 
     def _on_message(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
-        if self._is_checking_quorum and header["op"] != "hello":
+        if header["op"] == "committed":
+            if connection.rank == self._asked_rank:
+                self._fetched = decode_record(payload, None)
+        elif self._is_checking_quorum and header["op"] != "hello":
             self._deferred.append((connection, header, payload))
         else:
             super()._on_message(connection, header, payload)
@@ -104,8 +115,9 @@ class FailoverCoordinator(Coordinator):
         deadline = time.monotonic() + self._timeouts.failover_s
         while not self._all_connected() and time.monotonic() < deadline:
             self._poll(QUORUM_TICK_S)
+        base = self._fetch_newest_record()
         self._is_checking_quorum = False
-        quorum, base = self._check_quorum(), self._newest_record()
+        quorum = self._check_quorum()
         if quorum.has_quorum and base:
             self._resume(base)
         else:
@@ -117,7 +129,7 @@ class FailoverCoordinator(Coordinator):
         """Serves from the committed generation `base`, then begins the change that evicts the lost host."""
         assert self._elastic is not None
         newest_generation = max(
-            connection.hello["membership_state"]["newest_generation"] for connection in self._server.workers().values()
+            connection.hello["membership_state"]["newest_generation"] for connection in self._server.workers.values()
         )
         protocol = ResumedProtocol(self._elastic, base, newest_generation=newest_generation)
         membership = self._membership = self._manage(protocol)
@@ -130,7 +142,11 @@ class FailoverCoordinator(Coordinator):
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
         how = "with a new coordinator" if self._is_same_host else "without its coordinator"
         self._emit_notice(f"the run goes on {how} on {self._lost_host}, from generation {base.generation}")
-        behind = [rank for rank, record in self._committed_records().items() if record.generation < base.generation]
+        behind = [
+            rank
+            for rank, generation in self._committed_generations().items()
+            if NO_GENERATION < generation < base.generation
+        ]
         self._server.send_to_workers(behind, {"op": "commit", "generation": base.generation})
         lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - self._guarded_ranks())]
         membership.recovery_log.begin(self._lost_s)
@@ -150,11 +166,10 @@ class FailoverCoordinator(Coordinator):
 
     def _all_connected(self) -> bool:
         """True once no further guardian or worker can be expected."""
-        guarded = self._guarded_ranks()
-        plan = self._failover_plan
-        survivors = plan.guardians if self._is_same_host else plan.surviving_guardians
-        expected = {rank for guardian in survivors for rank in guardian.ranks}
-        accounted_for = self._server.workers().keys() | {end["rank"] for end in self._ends()}
+        if len(self._server.workers) + len(self._ends()) < len(self._expected):  # most calls end here
+            return False
+        guarded, expected = self._guarded_ranks(), self._expected
+        accounted_for = self._server.workers.keys() | {end["rank"] for end in self._ends()}
         return expected <= guarded and guarded <= accounted_for and self._check_quorum().has_quorum
 
     def _guarded_ranks(self) -> set[int]:
@@ -177,13 +192,24 @@ class FailoverCoordinator(Coordinator):
         """True if the old coordinator had already finished the run: no worker exits with 0 before that."""
         return any(end["exit_code"] == 0 and end["rank"] in protocol.live for end in self._ends())
 
-    def _committed_records(self) -> dict[int, GenerationRecord]:
-        """The record of the newest committed generation that each worker knows."""
-        records = {
-            rank: connection.hello["membership_state"]["committed"]
-            for rank, connection in self._server.workers().items()
+    def _committed_generations(self) -> dict[int, int]:
+        """The newest committed generation that each worker knows."""
+        return {
+            rank: connection.hello["membership_state"]["committed_generation"]
+            for rank, connection in self._server.workers.items()
         }
-        return {rank: GenerationRecord.from_json(record) for rank, record in records.items() if record}
 
-    def _newest_record(self) -> GenerationRecord | None:
-        return max(self._committed_records().values(), key=lambda record: record.generation, default=None)
+    def _fetch_newest_record(self) -> GenerationRecord | None:
+        """Returns the record of the newest committed generation, from the first worker that has it and answers."""
+        generations = self._committed_generations()
+        for rank in sorted(generations, key=lambda rank: (-generations[rank], rank)):
+            if generations[rank] == NO_GENERATION:
+                return None
+            self._asked_rank = rank
+            self._server.send_to_workers([rank], {"op": "fetch_committed"})
+            deadline = time.monotonic() + self._timeouts.failover_s
+            while self._fetched is None and rank in self._server.workers and time.monotonic() < deadline:
+                self._poll(QUORUM_TICK_S)
+            if self._fetched is not None:
+                return self._fetched
+        return None

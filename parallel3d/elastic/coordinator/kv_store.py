@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from parallel3d.elastic.coordinator.connections import Connection
+from parallel3d.elastic.coordinator.connection import Connection
 
 OPS = ("set", "get", "get_all", "check", "add")
 """The workers' frames that it handles."""

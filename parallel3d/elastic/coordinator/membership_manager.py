@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from parallel3d.elastic.coordinator.connections import Connection, ConnectionServer
+from parallel3d.elastic.coordinator.connection import Connection
+from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
 from parallel3d.elastic.coordinator.run_status import RunStatus, describe_error
@@ -18,12 +19,14 @@ from parallel3d.elastic.coordinator.shutdown import Shutdown
 from parallel3d.elastic.frame_schemas import parse
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker, StateReport
+from parallel3d.elastic.protocol.record_delta import record_frame
 from parallel3d.elastic.protocol.state_machine import (
     AbortGeneration,
     Action,
     Commit,
     DrainRefused,
     DrainRequest,
+    FetchEntries,
     FinishRun,
     MembershipProtocol,
     Propose,
@@ -32,7 +35,7 @@ from parallel3d.elastic.protocol.state_machine import (
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid
 
-OPS = ("report", "confirm", "suspect", "finish_generation")
+OPS = ("report", "entries", "request_record", "confirm", "suspect", "finish_generation")
 """The workers' frames that are for the protocol."""
 
 
@@ -59,12 +62,18 @@ class MembershipManager:
         self._shutdown = shutdown
         self._emit = emit
         self._own_info = own_info
+        self._proposal: Propose | None = None
+        """The newest."""
+        self._failover_plans: dict[Connection, FailoverPlan] = {}
+        """The plan that each guardian has."""
+        self._known_plans: tuple[FailoverPlan, FailoverPlan] | None = None
+        """The newest plan, whole and in brief."""
         self._abort_generation_frame: dict[str, Any] | None = None
         """Of the newest change under way, for workers that connect late."""
         self._drain_requested: set[int] = set()
         """Workers that were sent a drain request."""
 
-    def handle(self, rank: int, header: dict[str, Any]) -> None:
+    def handle(self, rank: int, header: dict[str, Any], payload: bytes) -> None:
         """Handles a worker's frame, one of `OPS`. States that contradict each other are a defect and end the run.
 
         Raises OutOfPlaceError for a frame that only its sender is to blame for.
@@ -77,6 +86,10 @@ class MembershipManager:
                         raise OutOfPlaceError(f"rank {rank} sent the report of rank {report.rank}")
                     self.recovery_log.record_report(rank, report.position)
                     self.execute(self.protocol.report(report))
+                case "entries":
+                    self.execute(self.protocol.entries(rank, header["generation"], payload))
+                case "request_record":
+                    self._send_whole_record(rank, header["generation"])
                 case "confirm":
                     self.recovery_log.record_confirm(rank, header["moved_bytes"])
                     self.execute(self.protocol.confirm(rank, header["generation"], header["digest"]))
@@ -141,10 +154,11 @@ class MembershipManager:
             match action:
                 case AbortGeneration():
                     self._abort_generation(action, detect_s)
+                case FetchEntries():
+                    frame = {"op": "fetch_entries", "generation": action.generation}
+                    self._server.send_to_workers([action.rank], frame)
                 case Propose():
-                    frame = {"op": "record", "record": action.record.to_json()}
-                    self._server.send_to_workers(action.record.members, frame)
-                    self.recovery_log.add_record(action.record, time.monotonic())
+                    self._propose(action)
                 case Commit():
                     self._commit(action)
                 case DrainRequest():
@@ -171,6 +185,23 @@ class MembershipManager:
         }
         self._server.send_to_workers(action.ranks, self._abort_generation_frame)
 
+    def _propose(self, action: Propose) -> None:
+        """Sends the record to its members, most of which lack no entry."""
+        self._proposal, behind = action, set(action.behind)
+        header, payload = record_frame(action.record, action.base)
+        up_to_date = [rank for rank in action.record.members if rank not in behind]
+        self._server.send_to_workers(up_to_date, header, payload)
+        if behind:
+            self._server.send_to_workers(action.behind, header, payload + action.entries)
+        self.recovery_log.add_record(action.record, time.monotonic())
+
+    def _send_whole_record(self, rank: int, generation: int) -> None:
+        """Answers a worker that lacks the record from which the proposed one is the difference."""
+        proposal = self._proposal
+        if proposal is not None and proposal.record.generation == generation and rank in proposal.record.members:
+            entries = proposal.entries if rank in proposal.behind else b""
+            self._server.send_to_workers([rank], *record_frame(proposal.record, None, entries))
+
     def _commit(self, action: Commit) -> None:
         self._server.send_to_workers(action.members, {"op": "commit", "generation": action.generation})
         self.recovery_log.record_commit(time.monotonic())
@@ -181,16 +212,28 @@ class MembershipManager:
         self._kv_store.drop_generations_before(action.generation)
 
     def _send_failover_plan(self, committed: GenerationRecord) -> None:
-        """Sends all guardians the candidates for the case that this process is lost."""
+        """Sends guardians what they need if this process is lost: the whole plan to those whose stubs may take over, its
+        brief form to the others. Those whose plan has not changed get nothing."""
         if self._own_info is None:
             return
-        guardians = [GuardianInfo.from_json(connection.hello) for connection in self._server.guardians()]
-        failover_plan = FailoverPlan(
+        guardians: dict[Connection, GuardianInfo] = {}
+        guardians |= {each: GuardianInfo.from_json(each.hello) for each in self._server.guardians()}
+        whole = FailoverPlan(
             coordinator=self._own_info,
-            guardians=tuple(sorted(guardians, key=lambda guardian: guardian.ranks)),
+            guardians=tuple(sorted(guardians.values(), key=lambda guardian: guardian.ranks)),
             hosts=tuple(sorted({committed.hosts[rank] for rank in committed.members})),
         )
-        self._server.send_to_guardians({"op": "failover_plan", "failover_plan": failover_plan.to_json()})
+        if self._known_plans and self._known_plans[0] == whole:
+            whole, brief = self._known_plans
+        else:
+            whole, brief = self._known_plans = whole, whole.brief()
+        successors = {whole.coordinator.ranks, *(candidate.ranks for candidate in whole.candidates)}
+        plans = {each: whole if info.ranks in successors else brief for each, info in guardians.items()}
+        changed = [each for each, plan in plans.items() if self._failover_plans.get(each) is not plan]
+        for plan in (whole, brief):
+            if receivers := [each for each in changed if plans[each] is plan]:
+                self._server.send_to_all(receivers, {"op": "failover_plan", "failover_plan": plan.to_json()})
+        self._failover_plans = plans
 
     def _emit_all(self, records: Iterable[dict[str, Any]]) -> None:
         for record in records:

@@ -1,11 +1,12 @@
 """Failover: which guardian serves as coordinator when the coordinator's host is lost, and whether it may. Pure.
 
-After every committed generation the coordinator sends all guardians the failover plan. When their connections to it
-break, they first try the same address: if only its process is lost, the stub that has seen it end starts a successor
-there. Else the guardians of the other hosts try the candidates, one per host, in rank order, beginning after the lost
-host. The first that answers checks its quorum: it serves if it reaches more than half of the last generation's hosts,
-or half of them and holds the witness (coordinator/witness.py). The other side, if it is alive at all, can have neither.
-For the same reason a coordinator that loses its connections to more than half of the hosts stops.
+After every committed generation the coordinator sends the failover plan: whole to the candidates, in brief to the
+other guardians. When their connections to it break, they first try the same address: if only its process is lost, the
+stub that has seen it end starts a successor there. Else the guardians of the other hosts try the candidates, one per
+host, in rank order, beginning after the lost host. The first that answers checks its quorum: it serves if it reaches
+more than half of the last generation's hosts, or half of them and holds the witness (coordinator/witness.py). The other
+side, if it is alive at all, can have neither. For the same reason a coordinator that loses its connections to more than
+half of the hosts stops.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class GuardianInfo:
         return GuardianInfo(ranks=tuple(data["ranks"]), host=data["host"], address=(host, port))
 
 
+MAX_CANDIDATES = 8
+"""Hosts that may take over one loss of the coordinator's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailoverPlan:
     """The guardians' instructions for the loss of the coordinator."""
@@ -49,10 +54,20 @@ class FailoverPlan:
     def candidates(self) -> tuple[GuardianInfo, ...]:
         """The first guardian of each host but the lost one, beginning with the next host."""
         hosts = list(dict.fromkeys(guardian.host for guardian in self.guardians))
-        lost = hosts.index(self.coordinator.host)
+        lost = hosts.index(self.coordinator.host) if self.coordinator.host in hosts else len(hosts)
         line = hosts[lost + 1 :] + hosts[:lost]
         first = {guardian.host: guardian for guardian in reversed(self.guardians)}
-        return tuple(first[host] for host in line if host in self.hosts)
+        members = set(self.hosts)
+        return tuple(first[host] for host in line if host in members)[:MAX_CANDIDATES]
+
+    def brief(self) -> FailoverPlan:
+        """Returns what a guardian needs that is not a candidate: whom to try, and whether it is on the lost host."""
+        guardians = {self.coordinator, *self.same_host_guardians[:1], *self.candidates}
+        return FailoverPlan(
+            coordinator=self.coordinator,
+            guardians=tuple(guardian for guardian in self.guardians if guardian in guardians),
+            hosts=tuple(host for host in self.hosts if any(host == guardian.host for guardian in guardians)),
+        )
 
     @property
     def surviving_guardians(self) -> tuple[GuardianInfo, ...]:

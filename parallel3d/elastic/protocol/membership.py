@@ -1,19 +1,23 @@
-"""Messages of the membership protocol: state reports and generation records. Pure data, JSON on the wire.
+"""Messages of the membership protocol: state reports and generation records. Pure data.
 
 A membership generation is a number that grows with every attempt to change the membership; those that were agreed and
 confirmed are *committed*. Attempts that a further death has ended keep their numbers, which are never reused.
 
     worker                                           coordinator
     report(generation)    ----------------------->   all live workers have reported: decide
-                          <-----------------------   record(generation)
+                          <- - - - - - - - - - - -   fetch_entries: one that holds the newest, if others lack it
+    entries(generation)   - - - - - - - - - - - ->
+                          <-----------------------   record(generation), with the entries for those that lack them
     confirm(generation)   ----------------------->   all members have confirmed: committed
                           <-----------------------   commit(generation)
 
-The start of a run is the same: generation 0, to which all workers report without any state.
+The start of a run is the same: generation 0, to which all workers report without any state. How records travel:
+record_delta.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -69,8 +73,11 @@ class StateReport:
     state_generation: int = NO_GENERATION
     """The committed generation by whose shard map it holds ranges of optimizer state."""
     position: LogPosition = LogPosition()
-    entries: tuple[Json, ...] = ()
-    """The newest entries, newest last, enough for a worker that is one behind; opaque here."""
+    entries: bytes = b""
+    """The newest entries, enough for a worker that is one behind; opaque here. They stay with the worker until the
+    coordinator asks for them: only their digest travels with the report."""
+    digest: str = ""
+    """Digest of `entries`."""
     version: int = 0
     """The iteration up to which all of its ranges are updated."""
     weights_gathered: bool = True
@@ -85,7 +92,7 @@ class StateReport:
             "generation": self.generation,
             "state_generation": self.state_generation,
             "position": self.position.to_json(),
-            "entries": list(self.entries),
+            "digest": self.digest,
             "version": self.version,
             "weights_gathered": self.weights_gathered,
             "host": self.host,
@@ -99,7 +106,6 @@ class StateReport:
             **{
                 **data,
                 "position": LogPosition.from_json(data["position"]),
-                "entries": tuple(data["entries"]),
                 "address": (host, port),
             }
         )
@@ -121,8 +127,6 @@ class GenerationRecord:
     """Workers lost since the last committed generation."""
     position: LogPosition = LogPosition()
     """The newest position that any member holds: all go on from here."""
-    entries: tuple[Json, ...] = ()
-    """The entries of a member that holds it."""
     weights_gathered: bool = False
     """True if every rank of the grid has all weights of that position, so that none must be sent."""
     hosts: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -138,46 +142,7 @@ class GenerationRecord:
         """Members outside the grid that stay."""
         return tuple(r for r in self.members if not self.grid.holds(r) and r not in self.draining)
 
-    def to_json(self) -> Json:
-        return {
-            "generation": self.generation,
-            "grid": grid_to_json(self.grid),
-            "previous": None if self.previous is None else grid_to_json(self.previous),
-            "members": list(self.members),
-            "draining": list(self.draining),
-            "evicted": [lost_worker.to_json() for lost_worker in self.evicted],
-            "position": self.position.to_json(),
-            "entries": list(self.entries),
-            "weights_gathered": self.weights_gathered,
-            "hosts": [[rank, host] for rank, host in sorted(self.hosts.items())],
-            "addresses": [[rank, *address] for rank, address in sorted(self.addresses.items())],
-            "last_reported_step": self.last_reported_step,
-            "reason": self.reason,
-        }
 
-    @staticmethod
-    def from_json(data: Json) -> GenerationRecord:
-        return GenerationRecord(
-            generation=data["generation"],
-            grid=grid_from_json(data["grid"]),
-            previous=None if data["previous"] is None else grid_from_json(data["previous"]),
-            members=tuple(data["members"]),
-            draining=tuple(data["draining"]),
-            evicted=tuple(LostWorker.from_json(lost_worker) for lost_worker in data["evicted"]),
-            position=LogPosition.from_json(data["position"]),
-            entries=tuple(data["entries"]),
-            weights_gathered=data["weights_gathered"],
-            hosts={rank: host for rank, host in data["hosts"]},
-            addresses={rank: (host, port) for rank, host, port in data["addresses"]},
-            last_reported_step=data["last_reported_step"],
-            reason=data["reason"],
-        )
-
-
-def grid_to_json(grid: Grid) -> list[list[list[int]]]:
-    """Returns for each stage a list of [replica id, rank, rank, ...]."""
-    return [[[replica, *stage[replica]] for replica in sorted(stage)] for stage in grid.stages]
-
-
-def grid_from_json(data: list[list[list[int]]]) -> Grid:
-    return Grid(tuple(MappingProxyType({row[0]: tuple(row[1:]) for row in stage}) for stage in data))
+def digest_entries(entries: bytes) -> str:
+    """Returns the digest by which reports name entries."""
+    return hashlib.sha256(entries).hexdigest()[:16]

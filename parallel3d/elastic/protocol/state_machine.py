@@ -4,7 +4,8 @@ The coordinator feeds it events (reports, confirmations, deaths, suspicions, dra
 returns. One change of membership::
 
     evidence       > AbortGeneration   every live worker leaves its generation; its state no longer changes
-    report x all   > Propose           the record: members, position, and the grid by whose shard map state is held
+    report x all   > FetchEntries      the newest entries, from one worker that holds them, if another one lacks them
+    entries        > Propose           the record: members, position, and the grid by whose shard map state is held
                      or StopRun        a stage without a replica, a range of optimizer state without a live holder
     confirm x all  > Commit            all members hold their new state: only now may the old ranges be freed
 
@@ -20,7 +21,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    GenerationRecord,
+    LogPosition,
+    LostWorker,
+    StateReport,
+    digest_entries,
+)
 from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid
@@ -39,10 +47,22 @@ class AbortGeneration:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FetchEntries:
+    """Ask this worker for the entries that it has reported."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Propose:
-    """Send the record to its members."""
+    """Send the record to its members, the entries with it to those that are behind."""
 
     record: GenerationRecord
+    base: GenerationRecord | None
+    """The last committed record, which all members hold."""
+    behind: tuple[int, ...] = ()
+    entries: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +105,7 @@ class FinishRun:
     ranks: tuple[int, ...]
 
 
-Action = AbortGeneration | Propose | Commit | DrainRequest | DrainRefused | StopRun | FinishRun
+Action = AbortGeneration | FetchEntries | Propose | Commit | DrainRequest | DrainRefused | StopRun | FinishRun
 
 
 class MembershipProtocol:
@@ -115,6 +135,8 @@ class MembershipProtocol:
         """Why the membership has changed since the last committed generation."""
         self._hosts: dict[int, str] = {}
         self._reports: dict[int, StateReport] = {}
+        self._lead: StateReport | None = None
+        """The report of the worker that was asked for its entries."""
         self._record: GenerationRecord | None = None
         """Proposed, not yet confirmed by all."""
         self._digests: dict[int, str] = {}
@@ -138,9 +160,11 @@ class MembershipProtocol:
 
     @property
     def unanswered(self) -> frozenset[int]:
-        """Live workers that the change under way waits for: for their reports, then for their confirmations."""
+        """Live workers that the change under way waits for: for their reports, entries or confirmations."""
         if self.pending is None:
             return frozenset()
+        if self._lead is not None:
+            return frozenset({self._lead.rank})
         if self._record is None:
             return self.live - self._reports.keys()
         return frozenset(self._record.members) - self._digests.keys()
@@ -158,6 +182,17 @@ class MembershipProtocol:
         self._reports[report.rank] = report
         self._hosts[report.rank] = report.host
         return self._decide() if len(self._reports) == len(self.live) else []
+
+    def entries(self, rank: int, generation: int, entries: bytes) -> list[Action]:
+        """Handles the entries of the worker that was asked for them."""
+        if not self._is_current(rank, generation):
+            return []
+        lead, self._lead = self._lead, None
+        if lead is None or lead.rank != rank:
+            raise OutOfPlaceError(f"rank {rank} sent entries to generation {generation}, which it was not asked for")
+        if digest_entries(entries) != lead.digest:
+            raise OutOfPlaceError(f"rank {rank} sent other entries than those that it reported")
+        return self._propose(lead, entries)
 
     def confirm(self, rank: int, generation: int, digest: str) -> list[Action]:
         """Handles a member's confirmation that it holds its new state; the last one's commits the generation."""
@@ -230,11 +265,11 @@ class MembershipProtocol:
     def _begin(self, reason: str) -> list[Action]:
         self._generation += 1
         self._reasons += (reason,)
-        self._reports, self._record, self._digests, self._finished = {}, None, {}, frozenset()
+        self._reports, self._lead, self._record, self._digests, self._finished = {}, None, None, {}, frozenset()
         return [AbortGeneration(ranks=tuple(sorted(self.live)), generation=self._generation, reason=reason)]
 
     def _decide(self) -> list[Action]:
-        """Proposes the next generation: all live workers have reported."""
+        """Decides where the next generation goes on: all live workers have reported."""
         # The newest entry wins, not the most common: it exists only because every rank of the grid had contributed to
         # it, with its reduced gradients and those that it backs up, so every rank can follow. State is still held by
         # the committed shard map (`previous`), since nothing has moved. A further loss before all have confirmed
@@ -246,6 +281,17 @@ class MembershipProtocol:
             return self._stop_run(
                 f"{self._num_changes_without_step} changes of membership without a step: {self._reasons[-1]}"
             )
+        if not self._behind(lead):
+            return self._propose(lead)
+        self._lead = lead
+        return [FetchEntries(rank=lead.rank, generation=self._generation)]
+
+    def _behind(self, lead: StateReport) -> tuple[int, ...]:
+        """Returns the members that have trained and lack the newest entry."""
+        reports = self._reports
+        return tuple(rank for rank in self._grid.ranks if rank in reports and reports[rank].position < lead.position)
+
+    def _propose(self, lead: StateReport, entries: bytes = b"") -> list[Action]:
         draining, refused = self._grant_drains()
         grid, _ = self._grid.without(self._dead | draining)
         self._record = GenerationRecord(
@@ -256,7 +302,6 @@ class MembershipProtocol:
             draining=tuple(sorted(draining)),
             evicted=self.evicted,
             position=lead.position,
-            entries=lead.entries,
             weights_gathered=all(
                 self._reports[rank].weights_gathered
                 and self._reports[rank].position.iteration == lead.position.iteration
@@ -267,7 +312,8 @@ class MembershipProtocol:
             last_reported_step=self.last_reported_step,
             reason="; ".join(self._reasons),
         )
-        return [*refused, Propose(record=self._record)]
+        propose = Propose(record=self._record, base=self.committed, behind=self._behind(lead), entries=entries)
+        return [*refused, propose]
 
     def _find_newest(self) -> StateReport:
         """Returns the report of a worker that holds the newest entry; raises ProtocolError if reports are inconsistent.
@@ -290,6 +336,11 @@ class MembershipProtocol:
                 f"rank {oldest.rank} at {oldest.position} is more than one entry behind rank {newest.rank} "
                 f"at {newest.position}"
             )
+        for report in reports:
+            if report.position == newest.position and report.digest != newest.digest:
+                raise ProtocolError(
+                    f"ranks {newest.rank} and {report.rank} hold different entries at {newest.position}"
+                )
         return newest
 
     def _grant_drains(self) -> tuple[frozenset[int], list[DrainRefused]]:

@@ -235,7 +235,7 @@ class ControlChannel:
             case "finish_ack":
                 self._finish_acked.set()
             case op if op in FRAMES:
-                self.membership.handle(header)
+                self.membership.handle(header, payload)
             case op:
                 raise ProtocolError(f"the coordinator sent {op!r}")
 

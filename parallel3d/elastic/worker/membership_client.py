@@ -10,14 +10,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, StateReport
+from parallel3d.elastic.protocol.record_delta import encode_record, read_record_frame
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
 
-FRAMES = ("abort_generation", "record", "commit", "finish_run")
+FRAMES = ("abort_generation", "fetch_entries", "fetch_committed", "record", "commit", "finish_run")
 FIRST_GENERATION = 0
+
+
+class Send(Protocol):
+    """Passes a frame to the coordinator without waiting."""
+
+    def __call__(self, header: dict[str, Any], payload: bytes = b"", /) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +32,18 @@ class PendingGeneration:
     """A generation that is agreed but not yet confirmed; `token` is aborted when it is over."""
 
     record: GenerationRecord
+    entries: bytes = b""
+    """The entries up to the record's position, if this worker lacks them."""
     token: AbortToken
 
 
 class MembershipClient:
     """Takes part in changes of membership for one worker.
 
-    `send` passes a frame to the coordinator without waiting; `run_token` is aborted when the run is over. All waits
-    raise RunEnded then.
+    `run_token` is aborted when the run is over. All waits raise RunEnded then.
     """
 
-    def __init__(self, *, rank: int, send: Callable[[dict[str, Any]], None], run_token: AbortToken):
+    def __init__(self, *, rank: int, send: Send, run_token: AbortToken):
         self.rank = rank
         self._send = send
         self._run_token = run_token
@@ -44,6 +52,8 @@ class MembershipClient:
         """The newest change of membership; the first one is never announced."""
         self._reason = "the run begins"
         self._reported_generation = NO_GENERATION
+        self._entries = b""
+        """Those of its last report."""
         self._pending: PendingGeneration | None = None
         self._committed_generation = NO_GENERATION
         self._committed_record: GenerationRecord | None = None
@@ -68,8 +78,9 @@ class MembershipClient:
             if self._is_finished:
                 return None
             generation = self._newest_generation
-            self._send({"op": "report", "report": make_report(generation).to_json()})
-            self._reported_generation = generation
+            report = make_report(generation)
+            self._entries, self._reported_generation = report.entries, generation
+            self._send({"op": "report", "report": report.to_json()})
             if pending := self._await_record(generation):
                 return pending
 
@@ -92,8 +103,10 @@ class MembershipClient:
         if not self._is_finished:
             raise GenerationEnded(self._reason)
 
-    def handle(self, header: dict[str, Any]) -> None:
+    def handle(self, header: dict[str, Any], payload: bytes = b"") -> None:
         """Handles a frame from the coordinator, one of `FRAMES`; called on the channel's reader thread."""
+        if self._answer(header):
+            return
         with self._changed:
             match header["op"]:
                 case "abort_generation":
@@ -101,7 +114,8 @@ class MembershipClient:
                 case "record":
                     token = AbortToken()
                     token.on_wait = self._run_token.on_wait
-                    self._pending = PendingGeneration(record=GenerationRecord.from_json(header["record"]), token=token)
+                    record, entries = read_record_frame(header, payload, self._committed_record)
+                    self._pending = PendingGeneration(record=record, entries=entries, token=token)
                 case "commit":
                     assert self._pending is not None
                     self._committed_generation, self._committed_record = header["generation"], self._pending.record
@@ -118,11 +132,26 @@ class MembershipClient:
         with self._changed:
             return dict(self._pending.record.addresses) if self._pending else {}
 
+    def _answer(self, header: dict[str, Any]) -> bool:
+        """Answers a frame that changes nothing here; returns False if it is another one."""
+        match header:
+            case {"op": "fetch_entries", "generation": generation}:
+                self._send({"op": "entries", "generation": generation}, self._entries)
+            case {"op": "fetch_committed"} if self._committed_record is not None:
+                self._send({"op": "committed"}, encode_record(self._committed_record, None))
+            case {"op": "record", "generation": generation, "base": int(base)} if base != self._committed_generation:
+                self._send({"op": "request_record", "generation": generation})
+            case _:
+                return False
+        return True
+
     def membership_state(self) -> dict[str, Any]:
         """Returns what a new coordinator must know of this worker."""
         with self._changed:
-            record = self._committed_record
-            return {"newest_generation": self._newest_generation, "committed": record.to_json() if record else None}
+            return {
+                "newest_generation": self._newest_generation,
+                "committed_generation": self._committed_generation,
+            }
 
     def leave_generation(self, reason: str) -> None:
         """Ends all waits of the generation."""
