@@ -13,8 +13,8 @@ Operations (`op` of the header), by sender:
                   request_record, committed, finish_generation
     guardian      hello, ended, stop, announce_drain, request_status, ping, from_workers
     coordinator   to both: stop, abort, request_status, ping
-                  to workers: response, finish_ack, drain_request, probe, abort_generation, fetch_entries, record,
-                              commit, fetch_committed, finish_run
+                  to workers: response, finish_ack, drain_request, probe, finish_run
+                              abort_generation, fetch_entries, entries, record, commit, fetch_committed
                   to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker
 
 A guardian relays for its workers: `from_workers` carries a batch of their frames, `to_workers` one frame for several

@@ -101,10 +101,9 @@ class ThreadCoordinator:
                     self._send_to_ranks(ranks, {"op": "abort_generation", "generation": generation, "reason": reason})
                 case FetchEntries(rank=rank, generation=generation):
                     self._send_to_ranks([rank], {"op": "fetch_entries", "generation": generation})
-                case Propose(record=record, base=base, behind=behind):
-                    others = [rank for rank in record.members if rank not in behind]
-                    self._send_to_ranks(others, *record_frame(record, base))
-                    self._send_to_ranks(behind, *record_frame(record, base, action.entries))
+                case Propose(record=record, base=base, behind=behind, entries=entries):
+                    self._send_to_ranks(behind, {"op": "entries", "generation": record.generation}, entries)
+                    self._send_to_ranks(record.members, *record_frame(record, base))
                 case Commit(generation=generation, members=members):
                     self._send_to_ranks(members, {"op": "commit", "generation": generation})
                 case DrainRequest(rank=rank):

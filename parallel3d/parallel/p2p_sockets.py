@@ -31,9 +31,9 @@ _HELLO = struct.Struct("<II?")  # generation, source rank, whether a stream foll
 Address = tuple[str, int]
 
 
-def open_listener(host: str) -> socket.socket:
-    """Opens a listening socket on a free port of `host`; publish its address before a peer connects."""
-    return socket.create_server((host, 0), backlog=128)
+def open_listener(host: str, port: int = 0) -> socket.socket:
+    """Opens a listening socket on `port` of `host` (0: a free one); publish its address before a peer connects."""
+    return socket.create_server((host, port), backlog=128)
 
 
 class SocketLinks(Links):

@@ -2,7 +2,8 @@
 
     length of the text (4 bytes) | text | cursors of the first entry, column by column | ...          all compressed
 
-4,096 cursors of three integers take about 8 kB; as JSON they took 77 kB.
+A column is what its numbers exceed the least one by, in as few bytes as the greatest needs: 4,096 cursors take about
+10 kB. As JSON they took 77 kB.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from parallel3d.data.reader import LaneCursor
 from parallel3d.trainer.entry import Entry, EvaluationEntry, entry_from_json
 
 _LENGTH = struct.Struct(">I")
-_DTYPE = np.dtype("<i8")
 
 
 def encode_entries(entries: Iterable[Entry | EvaluationEntry]) -> bytes:
     """Returns the entries' bytes, the same on all ranks that hold them."""
-    texts, columns = [], []
+    texts, packed = [], b""
     for entry in entries:
         data = entry.to_json()
-        cursors = np.array(data.pop("cursors", []), dtype=_DTYPE)
-        texts.append({**data, "num_cursors": len(cursors), "bytes": cursors.nbytes})
-        columns.append(np.diff(cursors.T, axis=-1, prepend=0).tobytes() if cursors.size else b"")
+        if isinstance(entry, Entry):
+            data["cursors"], columns = _encode_cursors(entry.cursors)
+            packed += columns
+        texts.append(data)
     text = json.dumps(texts).encode()
-    return zlib.compress(_LENGTH.pack(len(text)) + text + b"".join(columns), level=1)
+    return zlib.compress(_LENGTH.pack(len(text)) + text + packed)
 
 
 def decode_entries(data: bytes) -> tuple[Entry | EvaluationEntry, ...]:
@@ -41,10 +44,29 @@ def decode_entries(data: bytes) -> tuple[Entry | EvaluationEntry, ...]:
     position = _LENGTH.size + num_bytes
     entries = []
     for fields in json.loads(raw[_LENGTH.size : position]):
-        rows, size = fields.pop("num_cursors"), fields.pop("bytes")
-        if fields["kind"] == "iteration":
-            columns = np.frombuffer(raw[position : position + size], dtype=_DTYPE)
-            fields["cursors"] = np.cumsum(columns.reshape(-1, rows), axis=-1).T.tolist() if rows else []
+        if "cursors" in fields:
+            fields["cursors"], position = _decode_cursors(fields["cursors"], raw, position)
         entries.append(entry_from_json(fields))
-        position += size
     return tuple(entries)
+
+
+def _encode_cursors(cursors: tuple[LaneCursor, ...]) -> tuple[dict[str, Any], bytes]:
+    """Returns how many cursors there are, and of each column its least number and its type; and the columns."""
+    heads, packed = [], b""
+    for column in np.array(cursors, dtype=np.int64).T if cursors else ():
+        least = column.min()
+        excess = column - least
+        excess = excess.astype(np.min_scalar_type(excess.max()).newbyteorder("<"))
+        heads.append([int(least), excess.dtype.str])
+        packed += excess.tobytes()
+    return {"num": len(cursors), "columns": heads}, packed
+
+
+def _decode_cursors(data: dict[str, Any], raw: bytes, position: int) -> tuple[list[LaneCursor], int]:
+    """Returns the cursors whose columns begin at `position` of `raw`, and where they end."""
+    columns = []
+    for least, dtype in data["columns"]:
+        excess = np.frombuffer(raw, dtype=dtype, count=data["num"], offset=position)
+        columns.append((excess.astype(np.int64) + least).tolist())
+        position += excess.nbytes
+    return list(zip(*columns)), position

@@ -36,13 +36,18 @@ class SocketNetwork(Network):
         self._context = context
         self._device = torch.device(device)
         self._listener: socket.socket | None = None
+        self._port = 0
+        """The last one: if all ranks keep theirs, a record has no new addresses."""
 
     def listen(self, generation: int) -> Address:
         if self._listener is not None:
             self._listener.close()
-        self._listener = open_listener(self._context.address)
-        host, port = self._listener.getsockname()
-        return host, port
+        try:
+            self._listener = open_listener(self._context.address, self._port)
+        except OSError:  # taken meanwhile
+            self._listener = open_listener(self._context.address)
+        host, self._port = self._listener.getsockname()
+        return host, self._port
 
     def transports(self, record: GenerationRecord, token: AbortToken, former: Sequence[Group] = ()) -> Transports:
         assert self._listener is not None, "transports without listen()"

@@ -15,7 +15,7 @@ from parallel3d.elastic.protocol.membership import (
     LostWorker,
     StateReport,
 )
-from parallel3d.elastic.protocol.record_delta import decode_record, encode_record, read_record_frame, record_frame
+from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
 
@@ -91,14 +91,6 @@ def test_the_difference_is_small_and_needs_its_base():
     for wrong in (None, record):
         with pytest.raises(ProtocolError, match="record 5 is the difference from record 3"):
             decode_record(encoded, wrong)
-
-
-def test_entries_follow_the_record():
-    record = GenerationRecord(
-        generation=0, grid=Grid.uniform(tp_size=1, pp_size=1, dp_size=1), previous=None, members=(0,)
-    )
-    assert read_record_frame(*record_frame(record, None, b"entries"), None) == (record, b"entries")
-    assert read_record_frame(*record_frame(record, record), record) == (record, b"")
 
 
 def test_positions_compare_by_iteration_first():

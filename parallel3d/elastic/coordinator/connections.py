@@ -123,7 +123,8 @@ class ConnectionServer:
     def send_to_workers(self, ranks: Iterable[int], header: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a frame to those of `ranks` that are connected."""
         workers = self.workers
-        self._send_to_all([workers[rank] for rank in ranks if rank in workers], encode_frame(header, payload))
+        if connections := [workers[rank] for rank in ranks if rank in workers]:
+            self._send_to_all(connections, encode_frame(header, payload))
 
     def send_to_all(self, connections: Iterable[Connection], header: dict[str, Any]) -> None:
         self._send_to_all(connections, encode_frame(header))

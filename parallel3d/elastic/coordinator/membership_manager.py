@@ -186,21 +186,18 @@ class MembershipManager:
         self._server.send_to_workers(action.ranks, self._abort_generation_frame)
 
     def _propose(self, action: Propose) -> None:
-        """Sends the record to its members, most of which lack no entry."""
-        self._proposal, behind = action, set(action.behind)
-        header, payload = record_frame(action.record, action.base)
-        up_to_date = [rank for rank in action.record.members if rank not in behind]
-        self._server.send_to_workers(up_to_date, header, payload)
-        if behind:
-            self._server.send_to_workers(action.behind, header, payload + action.entries)
+        """Sends the record to its members, and before it the entries to those that lack them."""
+        self._proposal, record = action, action.record
+        frame = {"op": "entries", "generation": record.generation}
+        self._server.send_to_workers(action.behind, frame, action.entries)
+        self._server.send_to_workers(record.members, *record_frame(record, action.base))
         self.recovery_log.add_record(action.record, time.monotonic())
 
     def _send_whole_record(self, rank: int, generation: int) -> None:
         """Answers a worker that lacks the record from which the proposed one is the difference."""
         proposal = self._proposal
         if proposal is not None and proposal.record.generation == generation and rank in proposal.record.members:
-            entries = proposal.entries if rank in proposal.behind else b""
-            self._server.send_to_workers([rank], *record_frame(proposal.record, None, entries))
+            self._server.send_to_workers([rank], *record_frame(proposal.record, None))
 
     def _commit(self, action: Commit) -> None:
         self._server.send_to_workers(action.members, {"op": "commit", "generation": action.generation})

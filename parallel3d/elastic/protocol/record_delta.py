@@ -1,8 +1,8 @@
 """How generation records travel: as the difference from the last committed one, which all members hold. Pure.
 
-After a loss among 10,240 workers a whole record is 0.8 MB of JSON, the difference 21 kB, nearly all of it new ports.
-A worker that lacks the base asks for the whole record, which is the difference from nothing. Ranks are written as
-ranges [start, stop), ports as one column of 16-bit numbers; the text is compressed.
+After a loss among 10,240 workers a whole record is 0.8 MB of JSON, the difference some hundred bytes; 21 kB if all
+listen at new ports. A worker that lacks the base asks for the whole record, which is the difference from nothing. Ranks
+are written as ranges [start, stop), ports as one column of 16-bit numbers; the text is compressed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,10 @@ MAX_RECORD_BYTES = 64 * 2**20
 _NOTHING = GenerationRecord(generation=-1, grid=Grid(()), previous=None, members=())
 
 
-def record_frame(record: GenerationRecord, base: GenerationRecord | None, entries: bytes = b"") -> tuple[Json, bytes]:
-    """Returns the frame, header and payload, of a record for members that hold `base` and lack `entries`."""
-    encoded = encode_record(record, base)
-    header = {
-        "op": "record",
-        "generation": record.generation,
-        "base": None if base is None else base.generation,
-        "record_bytes": len(encoded),
-    }
-    return header, encoded + entries
-
-
-def read_record_frame(header: Json, payload: bytes, base: GenerationRecord | None) -> tuple[GenerationRecord, bytes]:
-    """Returns the record and the entries of a frame."""
-    num_bytes = header["record_bytes"]
-    return decode_record(payload[:num_bytes], base), payload[num_bytes:]
+def record_frame(record: GenerationRecord, base: GenerationRecord | None) -> tuple[Json, bytes]:
+    """Returns the frame, header and payload, of a record for members that hold `base`."""
+    since = None if base is None else base.generation
+    return {"op": "record", "generation": record.generation, "base": since}, encode_record(record, base)
 
 
 def encode_record(record: GenerationRecord, base: GenerationRecord | None) -> bytes:
@@ -59,7 +47,7 @@ def encode_record(record: GenerationRecord, base: GenerationRecord | None) -> by
         "weights_gathered": record.weights_gathered,
         "hosts": _encode_texts(record.hosts, since.hosts),
         "address_hosts": _encode_texts(_address_hosts(record), _address_hosts(since)),
-        "ports": None if record.addresses == since.addresses else _encode_ports(record.addresses),
+        "ports": _encode_ports(record.addresses, since.addresses),
         "last_reported_step": record.last_reported_step,
         "reason": record.reason,
     }
@@ -84,7 +72,7 @@ def decode_record(encoded: bytes, base: GenerationRecord | None) -> GenerationRe
         position=LogPosition.from_json(data["position"]),
         weights_gathered=data["weights_gathered"],
         hosts=_decode_texts(data["hosts"], since.hosts),
-        addresses=since.addresses if data["ports"] is None else _decode_ports(data["ports"], address_hosts),
+        addresses=_decode_ports(data["ports"], address_hosts, since.addresses),
         last_reported_step=data["last_reported_step"],
         reason=data["reason"],
     )
@@ -147,12 +135,14 @@ def _address_hosts(record: GenerationRecord) -> dict[int, str]:
     return {rank: host for rank, (host, _) in record.addresses.items()}
 
 
-def _encode_ports(addresses: Mapping[int, Address]) -> str:
-    """Returns the ports in the order of ranks."""
-    ports = [addresses[rank][1] for rank in sorted(addresses)]
-    return base64.b64encode(struct.pack(f">{len(ports)}H", *ports)).decode()
+def _encode_ports(addresses: Mapping[int, Address], base: Mapping[int, Address]) -> tuple[list[list[int]], str]:
+    """Returns the ranks with a new port, and these ports."""
+    new = [rank for rank in sorted(addresses) if rank not in base or addresses[rank][1] != base[rank][1]]
+    column = struct.pack(f">{len(new)}H", *(addresses[rank][1] for rank in new))
+    return _encode_ranks(new), base64.b64encode(column).decode()
 
 
-def _decode_ports(column: str, hosts: Mapping[int, str]) -> dict[int, Address]:
-    ports = struct.unpack(f">{len(hosts)}H", base64.b64decode(column))
-    return {rank: (hosts[rank], port) for rank, port in zip(sorted(hosts), ports)}
+def _decode_ports(data: Json, hosts: Mapping[int, str], base: Mapping[int, Address]) -> dict[int, Address]:
+    ranks = _decode_ranks(data[0])
+    ports = dict(zip(ranks, struct.unpack(f">{len(ranks)}H", base64.b64decode(data[1]))))
+    return {rank: (host, ports[rank] if rank in ports else base[rank][1]) for rank, host in hosts.items()}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, GenerationRecord, StateReport
-from parallel3d.elastic.protocol.record_delta import encode_record, read_record_frame
+from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
 
-FRAMES = ("abort_generation", "fetch_entries", "fetch_committed", "record", "commit", "finish_run")
+FRAMES = ("abort_generation", "fetch_entries", "fetch_committed", "entries", "record", "commit", "finish_run")
 FIRST_GENERATION = 0
 
 
@@ -54,6 +54,8 @@ class MembershipClient:
         self._reported_generation = NO_GENERATION
         self._entries = b""
         """Those of its last report."""
+        self._missing_entries: dict[int, bytes] = {}
+        """Those that another worker holds, by the generation that they are for."""
         self._pending: PendingGeneration | None = None
         self._committed_generation = NO_GENERATION
         self._committed_record: GenerationRecord | None = None
@@ -111,11 +113,16 @@ class MembershipClient:
             match header["op"]:
                 case "abort_generation":
                     self._newest_generation, self._reason = header["generation"], header["reason"]
+                case "entries":
+                    self._missing_entries = {header["generation"]: payload}
                 case "record":
                     token = AbortToken()
                     token.on_wait = self._run_token.on_wait
-                    record, entries = read_record_frame(header, payload, self._committed_record)
-                    self._pending = PendingGeneration(record=record, entries=entries, token=token)
+                    self._pending = PendingGeneration(
+                        record=decode_record(payload, self._committed_record),
+                        entries=self._missing_entries.get(header["generation"], b""),
+                        token=token,
+                    )
                 case "commit":
                     assert self._pending is not None
                     self._committed_generation, self._committed_record = header["generation"], self._pending.record

@@ -1,0 +1,192 @@
+"""All guardians and workers of a large run in one thread, for scale.py: sockets and answers, no state."""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel3d.elastic.frames import PING_S, FrameReader, encode_frame, encode_from_workers, open_connection
+from parallel3d.elastic.protocol.failover import GuardianInfo
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    Address,
+    GenerationRecord,
+    LogPosition,
+    StateReport,
+    digest_entries,
+)
+from parallel3d.elastic.protocol.record_delta import encode_record
+from parallel3d.parallel.grid import Grid
+from parallel3d.trainer.entry import Entry
+from parallel3d.trainer.entry_codec import encode_entries
+
+CHUNK_BYTES = 2**18
+NUM_TOKENS_READ = 3_000_000
+"""Of a lane, about: a cursor is a document and a position in it."""
+
+
+@dataclass
+class Guardian:
+    """One guardian, which relays for its workers."""
+
+    info: GuardianInfo
+    socket: socket.socket
+    reader: FrameReader = field(default_factory=FrameReader)
+    ranks: set[int] = field(default_factory=set)
+
+
+class Clients:
+    """The workers of `grid` and their guardians. Methods return the bytes that the coordinator has sent."""
+
+    def __init__(self, grid: Grid, infos: Iterable[GuardianInfo], *, batch: int, behind: float):
+        self._infos = tuple(infos)
+        self._grid = grid
+        self._random = random.Random(1)
+        self._ahead = encode_entries([_entry(2, batch, self._random)])
+        self._is_behind = {rank: self._random.random() < behind for rank in grid.ranks}
+        self._ports = {rank: self._random.randrange(32768, 60999) for rank in grid.ranks}
+        self._committed = NO_GENERATION
+        self._num_commits = 0
+        self._live = set(grid.ranks)
+        self._selector = selectors.DefaultSelector()
+        self._guardians: dict[int, Guardian] = {}
+        self._num_bytes = 0
+        self._next_ping_s = 0.0
+        self._record_generation = NO_GENERATION
+
+    def start(self, address: Address, secret: bytes) -> int:
+        """Connects all and begins generation 0."""
+        self._connect(address, secret, self._infos)
+        for guardian in self._each_guardian():
+            self._report(guardian, 0, sorted(guardian.ranks))
+        return self._run_until_committed()
+
+    def lose(self, rank: int) -> int:
+        """Reports the death of a worker; ends with the commit of the next generation."""
+        self._live.discard(rank)
+        guardian = self._guardians[rank]
+        guardian.ranks.discard(rank)
+        end = {"rank": rank, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 3}
+        guardian.socket.sendall(encode_frame({"op": "ended", "ends": [end]}))
+        return self._run_until_committed()
+
+    def take_over(self, address: Address, secret: bytes) -> int:
+        """Connects the guardians of all hosts but the first, whose workers hold generation 0."""
+        self._committed = 0
+        lost = self._infos[0].host
+        infos = [info for info in self._infos if info.host != lost]
+        self._live -= {rank for info in self._infos if info.host == lost for rank in info.ranks}
+        self._connect(address, secret, infos, {"newest_generation": 0, "committed_generation": 0})
+        return self._run_until_committed()
+
+    def _each_guardian(self) -> Iterable[Guardian]:
+        return {id(each): each for each in self._guardians.values()}.values()
+
+    def _connect(
+        self,
+        address: Address,
+        secret: bytes,
+        infos: Iterable[GuardianInfo],
+        membership_state: dict[str, Any] | None = None,
+    ) -> None:
+        for info in infos:
+            hello = {"op": "hello", "role": "guardian", **info.to_json()}
+            connection = open_connection(address, hello, get_secret=lambda: secret, timeout_s=60.0)
+            guardian = Guardian(info, connection, ranks=set(info.ranks))
+            self._guardians |= dict.fromkeys(info.ranks, guardian)
+            self._selector.register(connection, selectors.EVENT_READ, guardian)
+            fields = {"op": "hello", "role": "worker", "host": info.host, "log": "logs/rank.log"}
+            fields |= {"membership_state": membership_state} if membership_state else {}
+            frames = [(rank, encode_frame({**fields, "ranks": [rank]})) for rank in info.ranks]
+            connection.sendall(encode_from_workers(frames))
+
+    def _ping(self) -> None:
+        if time.monotonic() > self._next_ping_s:
+            self._next_ping_s = time.monotonic() + PING_S
+            for guardian in self._each_guardian():
+                guardian.socket.sendall(encode_frame({"op": "ping"}))
+
+    def _run_until_committed(self) -> int:
+        """Answers frames until all live workers have the next commit."""
+        self._num_commits = self._num_bytes = 0
+        while self._num_commits < len(self._live):
+            self._ping()
+            for key, _ in self._selector.select(1.0):
+                guardian: Guardian = key.data
+                data = guardian.socket.recv(CHUNK_BYTES)
+                assert data, f"the coordinator has closed the connection of {guardian.info}"
+                self._num_bytes += len(data)
+                for header, payload in guardian.reader.feed(data):
+                    if header["op"] == "to_workers":
+                        self._answer(guardian, header["ranks"], payload)
+        self._committed = self._record_generation
+        return self._num_bytes
+
+    def _answer(self, guardian: Guardian, ranks: list[int], frame: bytes) -> None:
+        ((header, _),) = FrameReader().feed(frame)
+        match header["op"]:
+            case "abort_generation":
+                self._report(guardian, header["generation"], ranks)
+            case "fetch_entries":
+                answer = {"op": "entries", "generation": header["generation"]}
+                self._send(guardian, ranks, encode_frame(answer, self._ahead))
+            case "fetch_committed":
+                record = encode_record(self._first_record(), None)
+                self._send(guardian, ranks, encode_frame({"op": "committed"}, record))
+            case "record":
+                self._record_generation = header["generation"]
+                confirm = {"op": "confirm", "generation": header["generation"], "digest": "d" * 16, "moved_bytes": 9}
+                self._send(guardian, ranks, encode_frame(confirm))
+            case "commit":
+                self._num_commits += len(ranks)
+
+    def _report(self, guardian: Guardian, generation: int, ranks: Iterable[int]) -> None:
+        frames = []
+        for rank in ranks:
+            has_newest = generation > 0 and not self._is_behind[rank]
+            report = StateReport(
+                rank=rank,
+                generation=generation,
+                state_generation=self._committed,
+                position=LogPosition(iteration=0 if generation == 0 else 1 + has_newest),
+                digest=digest_entries(self._ahead) if has_newest else "0" * 16,
+                version=0 if generation == 0 else 1,
+                host=guardian.info.host,
+                address=(guardian.info.address[0], self._ports[rank]),
+            )
+            frames.append((rank, encode_frame({"op": "report", "report": report.to_json()})))
+        guardian.socket.sendall(encode_from_workers(frames))
+
+    def _send(self, guardian: Guardian, ranks: list[int], frame: bytes) -> None:
+        guardian.socket.sendall(encode_from_workers([(rank, frame) for rank in ranks]))
+
+    def _first_record(self) -> GenerationRecord:
+        return GenerationRecord(
+            generation=0,
+            grid=self._grid,
+            previous=None,
+            members=self._grid.ranks,
+            hosts={rank: info.host for info in self._infos for rank in info.ranks},
+            addresses={rank: (info.address[0], self._ports[rank]) for info in self._infos for rank in info.ranks},
+        )
+
+
+def _entry(iteration: int, batch: int, generator: random.Random) -> Entry:
+    cursors = tuple(
+        (0, NUM_TOKENS_READ // 700 + generator.randrange(200), generator.randrange(1400)) for _ in range(batch)
+    )
+    return Entry(
+        iteration=iteration,
+        squared_norm=1.5,
+        finite=True,
+        num_target_tokens=batch * 4096,
+        loss_sum=3.25 * batch * 4096,
+        stop=False,
+        leave=False,
+        cursors=cursors,
+    )

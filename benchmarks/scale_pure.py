@@ -1,0 +1,93 @@
+"""Measures the pure parts of a change of membership at sizes that no test machine has: CPU seconds, one process.
+
+    python benchmarks/scale.py [--workers 1024 4096 10240 100096]
+
+Pipelines of 8 stages and 8 tensor-parallel ranks, 8 workers a host, ten workers lost on as many replicas. Of the rows,
+"reports and confirms" and "survivable" are the coordinator's, the others each worker's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from parallel3d.elastic.protocol.membership import NO_GENERATION, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
+from parallel3d.elastic.protocol.survivability import check_survivability
+from parallel3d.optim.reshard import plan_equal_ranges
+from parallel3d.optim.shard_map import ShardMap, plan_shard_maps
+from parallel3d.parallel.grid import Grid
+
+STAGES, TP, PER_HOST, NUM_LOST = 8, 8, 8, 10
+BUCKET_ELEMENTS = 1 << 22
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1024, 4096, 10240, 100_096])
+    for num_workers in parser.parse_args().workers:
+        measure(num_workers)
+
+
+def measure(num_workers: int) -> None:
+    """Prints the seconds of each part for one size."""
+    grid = Grid.uniform(tp_size=TP, pp_size=STAGES, dp_size=num_workers // (STAGES * TP))
+    hosts = {rank: f"host{rank // PER_HOST}" for rank in grid.ranks}
+    step = max(1, num_workers // NUM_LOST)
+    dead = {rank for rank in range(0, step * NUM_LOST, step) if rank < num_workers}
+    parts: dict[str, Callable[[], object]] = {
+        "reports and confirms": lambda: run_protocol(grid, hosts, dead),
+        "survivable": lambda: check_survivability(grid, zero_stage=1, zero_backups=1, hosts=hosts, dead=dead),
+        "new grid": lambda: grid.without(dead)[0].ranks,
+        "shard maps of a worker": lambda: maps_of(grid, hosts),
+        "moves of a bucket": lambda: plan_moves(grid, hosts, dead),
+    }
+    print(
+        f"\n{num_workers:,} workers ({STAGES} stages x {num_workers // (STAGES * TP)} replicas x tp {TP}), CPU seconds"
+    )
+    for name, part in parts.items():
+        started = time.process_time()
+        part()
+        print(f"  {name:24} {time.process_time() - started:9.4f}", flush=True)
+
+
+def run_protocol(grid: Grid, hosts: dict[int, str], dead: set[int]) -> None:
+    """The first generation, then the loss of the dead, to its commit."""
+    protocol = MembershipProtocol(grid, zero_stage=1, zero_backups=1)
+    for generation, state_generation, lost in ((0, NO_GENERATION, ()), (1, 0, tuple(dead))):
+        if lost:
+            protocol.on_lost([LostWorker(rank=rank, why="killed") for rank in lost])
+        members = sorted(protocol.live)
+        for rank in members:
+            report = StateReport(
+                rank=rank,
+                generation=generation,
+                state_generation=state_generation,
+                position=LogPosition(),
+                version=0,
+                host=hosts[rank],
+            )
+            protocol.report(report)
+        for rank in members:
+            protocol.confirm(rank, generation, "the same plan")
+        assert protocol.committed is not None and protocol.committed.generation == generation
+
+
+def maps_of(grid: Grid, hosts: dict[int, str]) -> ShardMap:
+    return plan_shard_maps(grid, 0, 0, zero_stage=1, zero_backups=1, hosts=hosts).stage
+
+
+def plan_moves(grid: Grid, hosts: dict[int, str], dead: set[int]) -> None:
+    """One bucket of 4 Mi elements; further ones of its length cost nothing."""
+    smaller, _ = grid.without(dead)
+    plan_equal_ranges(maps_of(grid, hosts), maps_of(smaller, hosts), frozenset(smaller.ranks), BUCKET_ELEMENTS)
+
+
+if __name__ == "__main__":
+    main()
