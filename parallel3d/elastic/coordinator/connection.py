@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from parallel3d.elastic.frames import MAX_VALUE_BYTES, FrameReader
+from parallel3d.elastic.frames import FrameReader
 from parallel3d.handshake import AcceptedHandshake
 
+MAX_VALUE_BYTES = 16 * 2**20
+"""Of a value that a worker stores."""
 MAX_PARTS = 64
 """Parts of the outbox that one system call takes; Linux allows 1,024."""
 

@@ -29,8 +29,6 @@ from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunErr
 
 MAX_STRANGERS = 1024
 """Connections in their handshake; of more the oldest is dropped, and retries if it is one of ours."""
-MAX_VALUE_BYTES = 16 * 2**20
-"""Of a value that a worker stores."""
 REPORT_EVERY_S = 60.0
 PING: dict[str, Any] = {"op": "ping"}
 

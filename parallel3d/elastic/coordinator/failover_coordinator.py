@@ -181,8 +181,7 @@ class FailoverCoordinator(Coordinator):
         return check_quorum(reached, self._failover_plan.hosts, lock_witness=self._lock_witness)
 
     def _lock_witness(self) -> str:
-        base = self._newest_record()
-        return self._witness.try_lock(base.generation if base else NO_GENERATION)
+        return self._witness.try_lock(max(self._committed_generations().values(), default=NO_GENERATION))
 
     def _ends(self) -> list[dict[str, Any]]:
         """Worker exits that guardians have reported during the quorum check."""

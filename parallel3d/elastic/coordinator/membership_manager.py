@@ -209,8 +209,8 @@ class MembershipManager:
         self._kv_store.drop_generations_before(action.generation)
 
     def _send_failover_plan(self, committed: GenerationRecord) -> None:
-        """Sends guardians what they need if this process is lost: the whole plan to those whose stubs may take over, its
-        brief form to the others. Those whose plan has not changed get nothing."""
+        """Sends guardians what they need if this process is lost: the whole plan to those whose stubs may take over,
+        its brief form to the others. Those whose plan has not changed get nothing."""
         if self._own_info is None:
             return
         guardians: dict[Connection, GuardianInfo] = {}
