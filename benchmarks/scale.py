@@ -20,6 +20,7 @@ import argparse
 import multiprocessing
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,7 +118,7 @@ def measure_loss(size: Size) -> None:
         own_info=size.guardian(0),
     )
     with play_clients(size, listener.getsockname()[1], secret) as pipe:
-        coordinator.start()
+        threading.Thread(target=coordinator.serve, daemon=True).start()
         for part in ("start", "loss"):
             measure(part, size, pipe)
 
@@ -140,7 +141,7 @@ def measure_takeover(size: Size) -> None:
         own_info=next(guardian for guardian in size.guardians if guardian.host == hosts[1]),
     )
     with play_clients(size, listener.getsockname()[1], secret) as pipe:
-        coordinator.start()
+        threading.Thread(target=coordinator.serve, daemon=True).start()
         measure("takeover", size, pipe)
 
 
