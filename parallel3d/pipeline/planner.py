@@ -25,7 +25,7 @@ from typing import NamedTuple
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
 from parallel3d.pipeline.request import PlanRequest, Routes, Routing
 from parallel3d.pipeline.routes import RouteComponent, home_replicas, plan_routes, split_components
-from parallel3d.pipeline.simulator import SimulatedRun, least_makespan
+from parallel3d.pipeline.simulator import Pause, SimulatedRun, least_makespan, no_pause
 from parallel3d.pipeline.wide_simulator import simulate_component
 
 
@@ -154,13 +154,13 @@ class Plan:
         return f"{what}; the best to {best.request.routing} takes {bound}{best.makespan}"
 
 
-def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int) -> Plan:
+def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int, pause: Pause = no_pause) -> Plan:
     """Returns the plan for these replicas: the best candidate where stages differ, by a loss or from the start.
 
     A straight grid gets the schedule's own lists, those of equal costs.
     """
     if request.is_straight:
-        return plan_pipeline(request.with_equal_costs())
+        return plan_pipeline(request.with_equal_costs(), pause)
     chosen: _Simulated | None = None
     table: list[Candidate] = []
     routed_grids: dict[Routing, _RoutedGrid] = {}
@@ -171,7 +171,7 @@ def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: i
         limit = None
         if chosen:  # a candidate of higher rank must be faster, the others may be as fast
             limit = chosen.makespan - 1 if _rank(candidate) > _rank(chosen.request) else chosen.makespan
-        result = _simulate(candidate, routed, limit)
+        result = _simulate(candidate, routed, limit, pause)
         if isinstance(result, int):
             table.append(Candidate(request=candidate, makespan=result, is_lower_bound=True))
         else:
@@ -187,9 +187,9 @@ def complete_candidates(plan: Plan) -> Plan:
     return replace(plan, candidates=tuple(finished))
 
 
-def plan_pipeline(request: PlanRequest) -> Plan:
+def plan_pipeline(request: PlanRequest, pause: Pause = no_pause) -> Plan:
     """Plans one iteration: routes, lists, simulated times. The same request gives the same plan on every machine."""
-    result = _simulate(request, _route_grid(request))
+    result = _simulate(request, _route_grid(request), None, pause)
     assert not isinstance(result, int)
     return _build_plan(result)
 
@@ -253,14 +253,14 @@ def _route_grid(request: PlanRequest) -> _RoutedGrid:
     return _RoutedGrid(routes, split_components(routes), loads)
 
 
-def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None = None) -> _Simulated | int:
+def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None, pause: Pause) -> _Simulated | int:
     """Simulates all components, each shape once; or, past the limit, returns a time before which the plan can't end."""
     if limit is not None and (bound := least_makespan(request, routed.loads)) > limit:
         return bound
     runs: dict[Routes, SimulatedRun] = {}
     for component in routed.components:
         if component.shape not in runs:
-            run = simulate_component(request, component.shape, limit)
+            run = simulate_component(request, component.shape, limit, pause)
             if isinstance(run, int):
                 return run
             runs[component.shape] = run

@@ -32,7 +32,7 @@ backwards of all stages before it, take too long.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
@@ -63,10 +63,20 @@ class SimulatedRun(NamedTuple):
     makespan: int
 
 
-def simulate(request: PlanRequest, shape: Routes, limit: int | None = None) -> SimulatedRun | int:
+Pause = Callable[[], None]
+"""Called at every instant of a simulation. It may wait, or raise to give the plan up."""
+
+
+def no_pause() -> None:
+    return None
+
+
+def simulate(
+    request: PlanRequest, shape: Routes, limit: int | None = None, pause: Pause = no_pause
+) -> SimulatedRun | int:
     """Simulates one component; if it would end after `limit`, returns a time before which it can't end."""
     simulation = _Simulation(request, shape, float("inf") if limit is None else limit)
-    late = simulation.run()
+    late = simulation.run(pause)
     if late is not None:
         return late
     return SimulatedRun(simulation.tables.virtual_micro_batches, simulation.steps, simulation.clock.now)
@@ -201,7 +211,7 @@ class _Simulation:
             tables.has_chunks or (reads_targets and stage == tables.last_stage) for stage in tables.stage_of
         ]
 
-    def run(self) -> int | None:
+    def run(self, pause: Pause) -> int | None:
         """Runs to the end and returns None, or stops at the limit and returns a time before which the run can't end."""
         tables = self.tables
         for number, route in enumerate(tables.routes):
@@ -217,6 +227,7 @@ class _Simulation:
                     self._start(replica)
             if self.end > self.limit:
                 return self.end
+            pause()
             ended = self.clock.advance()
             if not ended:
                 assert not any(self.forwards_left), "the simulation stopped early"

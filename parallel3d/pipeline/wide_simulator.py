@@ -21,7 +21,7 @@ from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.mailboxes import Mailboxes
 from parallel3d.pipeline.request import PlanRequest, Routes
 from parallel3d.pipeline.schedules.schedule import Component, Schedule
-from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, min_time_after, simulate
+from parallel3d.pipeline.simulator import Pause, SimulatedRun, SimulatedStep, min_time_after, no_pause, simulate
 
 Array = NDArray[np.int64]
 
@@ -32,13 +32,15 @@ _NONE = 1 << 62
 _FORWARD, _BACKWARD, _WEIGHT, _TARGETS = range(4)
 
 
-def simulate_component(request: PlanRequest, shape: Routes, limit: int | None = None) -> SimulatedRun | int:
+def simulate_component(
+    request: PlanRequest, shape: Routes, limit: int | None = None, pause: Pause = no_pause
+) -> SimulatedRun | int:
     """`simulate`, by the faster way."""
     if fits_all_at_once(request) and max(map(max, shape)) >= MIN_REPLICAS:
-        result = simulate_all_at_once(request, shape, limit)
+        result = simulate_all_at_once(request, shape, limit, pause)
         if result is not None:
             return result
-    return simulate(request, shape, limit)
+    return simulate(request, shape, limit, pause)
 
 
 def fits_all_at_once(request: PlanRequest) -> bool:
@@ -49,10 +51,12 @@ def fits_all_at_once(request: PlanRequest) -> bool:
     return is_plain and not waits and request.has_backward and request.virtual_stages == 1 and request.num_stages > 2
 
 
-def simulate_all_at_once(request: PlanRequest, shape: Routes, limit: int | None = None) -> SimulatedRun | int | None:
+def simulate_all_at_once(
+    request: PlanRequest, shape: Routes, limit: int | None = None, pause: Pause = no_pause
+) -> SimulatedRun | int | None:
     """As `simulate`; None if a compute would have to wait for a slot."""
     try:
-        return _WideSimulation(request, shape).run(_NONE if limit is None else limit)
+        return _WideSimulation(request, shape).run(_NONE if limit is None else limit, pause)
     except _SlotIsFull:
         return None
 
@@ -214,13 +218,14 @@ class _WideSimulation:
             record=lambda replica, op, number: self.early.append((replica, _TARGETS, number, self.now)),
         )
 
-    def run(self, limit: int) -> SimulatedRun | int:
+    def run(self, limit: int, pause: Pause) -> SimulatedRun | int:
         """Runs to the end, or until a replica can't meet the limit."""
         self.activations.fill(0)
         while True:
             self._start_all()
             if self.end > limit:
                 return self.end
+            pause()
             now = int(self.end_of.min())
             if now == _NONE:
                 break

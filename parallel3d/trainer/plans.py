@@ -6,6 +6,7 @@ change the grid: each generation has its own `Plans`, which are computed on firs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from parallel3d.pipeline.partition import (
 from parallel3d.pipeline.planner import Plan, choose_plan
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.pipeline.schedules import SCHEDULES
+from parallel3d.pipeline.simulator import Pause, no_pause
 from parallel3d.trainer.batching import next_batch, plan_batch
 from parallel3d.trainer.state import TrainState
 
@@ -32,24 +34,32 @@ def build_grid(config: Config) -> Grid:
     return Grid.of_replicas(stage_replicas(config), tp_size=config.parallel.tp_size, order=config.parallel.order)
 
 
+PlanKey = tuple[tuple[tuple[int, ...], ...], int]
+"""The replicas of each stage, and the number of micro-batches."""
+
+
 @dataclass(frozen=True)
 class Plans:
-    """The plans for one grid, each computed when it is first needed."""
+    """The plans for one grid, each computed when it is first needed, unless it is one of those `made_ahead`."""
 
     config: Config
     grid: Grid
+    made_ahead: Mapping[PlanKey, Plan] = field(default_factory=dict)
 
     _train: dict[int, Plan] = field(default_factory=dict)
 
-    def train(self, num_micro_batches: int) -> Plan:
+    def train(self, num_micro_batches: int, pause: Pause = no_pause) -> Plan:
         """The plan of a training step of `num_micro_batches`."""
         if num_micro_batches not in self._train:
-            self._train[num_micro_batches] = plan_schedule(self.config, self.grid, num_micro_batches)
+            plan = self.made_ahead.get((self.grid.replicas, num_micro_batches))
+            self._train[num_micro_batches] = plan or plan_schedule(
+                self.config, self.grid, num_micro_batches, pause=pause
+            )
         return self._train[num_micro_batches]
 
-    def next(self, state: TrainState) -> Plan:
+    def next(self, state: TrainState, pause: Pause = no_pause) -> Plan:
         """The plan of the iteration after `state`."""
-        return self.train(next_batch(self.config, state).num_micro_batches)
+        return self.train(next_batch(self.config, state).num_micro_batches, pause)
 
     @cached_property
     def evaluate(self) -> Plan:
@@ -63,7 +73,9 @@ def num_micro_batches_at(plan: Plan, coordinates: Coordinates) -> int:
     return sum(route[coordinates.pp] == coordinates.dp for route in plan.routes)
 
 
-def plan_schedule(config: Config, grid: Grid, num_micro_batches: int, *, has_backward: bool = True) -> Plan:
+def plan_schedule(
+    config: Config, grid: Grid, num_micro_batches: int, *, has_backward: bool = True, pause: Pause = no_pause
+) -> Plan:
     """The plan for the replicas that `grid` has.
 
     Where stages have different replicas, by a loss or from the start, it is the best of those that were compared.
@@ -81,6 +93,7 @@ def plan_schedule(config: Config, grid: Grid, num_micro_batches: int, *, has_bac
         request,
         may_split=config.parallel.split_backward != "never",
         max_extra_in_flight=config.parallel.max_extra_in_flight,
+        pause=pause,
     )
 
 

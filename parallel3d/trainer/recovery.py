@@ -41,6 +41,7 @@ from parallel3d.parallel.p2p_messages import Links
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.entry_codec import decode_entries, encode_entries
 from parallel3d.trainer.generation import build_rank_groups, join_generation, leave_generation, shard_maps_of
+from parallel3d.trainer.planned_losses import PlannedLosses
 from parallel3d.trainer.plans import Plans
 
 
@@ -77,6 +78,7 @@ class RecoveryManager:
         self._publish = publish
         self._token = AbortToken()
         self._abandoned: list[Groups[Group]] = []
+        self._planned = PlannedLosses(rank.config)
 
     def enter_generation(self, suspicion: str = "") -> bool:
         """Returns True once this rank is part of a committed generation, False when it should exit.
@@ -147,11 +149,12 @@ class RecoveryManager:
             lambda: build_rank_groups(rank, record.grid, record.generation, transports) if has_place else None,
             "build-groups",
         )
-        plans = Plans(rank.config, record.grid)
+        plans = Plans(rank.config, record.grid, self._planned.plans)
+        planning = run_in_background(
+            lambda: plans.next(rank.state, transports.token.check).digest if has_place else "", "plan"
+        )
         try:
-            self._move_state(
-                record, transports.links, digest=lambda: plans.next(rank.state).digest if has_place else ""
-            )
+            self._move_state(record, transports.links, digest=planning.result)
         except GenerationEnded:
             building.add_done_callback(partial(_close_unused, tuple(self._abandoned)))
             raise
@@ -164,6 +167,7 @@ class RecoveryManager:
             return False
         rank.hooks.phase_hook("recovery_groups")
         join_generation(rank, record.generation, groups, plans, transports)
+        self._planned.begin(record.grid, len(plans.next(rank.state).routes), transports.token)
         if not record.weights_gathered:
             rank.optimizer.gather()
         if rank.is_leader:
