@@ -23,9 +23,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
-from parallel3d.pipeline.request import PlanRequest, Routes, Routing
+from parallel3d.pipeline.request import Pause, PlanRequest, Routes, Routing, no_pause
 from parallel3d.pipeline.routes import RouteComponent, home_replicas, plan_routes, split_components
-from parallel3d.pipeline.simulator import Pause, SimulatedRun, least_makespan, no_pause
+from parallel3d.pipeline.simulator import SimulatedRun, least_makespan
 from parallel3d.pipeline.wide_simulator import simulate_component
 
 

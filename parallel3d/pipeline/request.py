@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -15,6 +16,12 @@ from parallel3d.pipeline.schedules.schedule import Schedule
 Routing = Literal["reroute", "drop"]
 Routes = tuple[tuple[int, ...], ...]
 """routes[micro-batch][stage] = id of the replica."""
+Pause = Callable[[], None]
+"""Called at every instant of a simulation. It may wait, or raise to give the plan up."""
+
+
+def no_pause() -> None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ backwards of all stages before it, take too long.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from typing import NamedTuple
 from parallel3d.pipeline.component_tables import ComponentTables, Hop
 from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.mailboxes import Mailboxes
-from parallel3d.pipeline.request import PlanRequest, Routes
+from parallel3d.pipeline.request import Pause, PlanRequest, Routes, no_pause
 from parallel3d.pipeline.schedules.schedule import VirtualMicroBatch
 
 _FORWARD = Op.FORWARD  # saves a look-up
@@ -61,14 +61,6 @@ class SimulatedRun(NamedTuple):
     steps: Sequence[list[SimulatedStep]]
     """The steps of each replica, in order."""
     makespan: int
-
-
-Pause = Callable[[], None]
-"""Called at every instant of a simulation. It may wait, or raise to give the plan up."""
-
-
-def no_pause() -> None:
-    return None
 
 
 def simulate(

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.mailboxes import Mailboxes
-from parallel3d.pipeline.request import PlanRequest, Routes
+from parallel3d.pipeline.request import Pause, PlanRequest, Routes, no_pause
 from parallel3d.pipeline.schedules.schedule import Component, Schedule
-from parallel3d.pipeline.simulator import Pause, SimulatedRun, SimulatedStep, min_time_after, no_pause, simulate
+from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, min_time_after, simulate
 
 Array = NDArray[np.int64]
 

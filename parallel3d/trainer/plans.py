@@ -22,9 +22,8 @@ from parallel3d.pipeline.partition import (
     pass_costs,
 )
 from parallel3d.pipeline.planner import Plan, choose_plan
-from parallel3d.pipeline.request import PlanRequest
+from parallel3d.pipeline.request import Pause, PlanRequest, no_pause
 from parallel3d.pipeline.schedules import SCHEDULES
-from parallel3d.pipeline.simulator import Pause, no_pause
 from parallel3d.trainer.batching import next_batch, plan_batch
 from parallel3d.trainer.state import TrainState
 
