@@ -72,8 +72,10 @@ def decode_from_workers(header: dict[str, Any], payload: bytes) -> Iterator[tupl
     view, end = memoryview(payload), 0
     for rank, size in zip(ranks, sizes):
         start, end = end, end + size
-        (frame,) = FrameReader().feed(view[start:end])
-        yield rank, *frame
+        frames = list(FrameReader().feed(view[start:end]))
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames of rank {rank} in {size} bytes, not one")
+        yield rank, *frames[0]
 
 
 def encode_to_workers(ranks: Iterable[int], frame: bytes) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 
 from parallel3d.elastic.coordinator.run_status import describe_error
 from parallel3d.elastic.frame_schemas import FRAMES, HELLO, check_frame, parse
-from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.frames import FrameReader, encode_frame, encode_from_workers, open_connection
 from parallel3d.elastic.protocol.membership import StateReport
 from parallel3d.errors import GenerationEnded, OutOfPlaceError, ProtocolError
 from parallel3d.parallel.abort import AbortToken
@@ -216,6 +216,42 @@ def test_a_guardian_may_report_its_own_workers_alone(world):
     other = open_connection(address, hello, get_secret=get_secret, timeout_s=5)
     other.sendall(encode_frame({"op": "ended", "ends": [{**END, "rank": 0}]}))
     assert is_closed(other)
+    first.set("key", b"1")
+    assert first.get("key", AbortToken()) == b"1" and not first.token.aborted
+
+
+CHECK = encode_frame({"op": "check", "keys": ["x"], "id": 0})
+RELAYED = {
+    "half a frame": ([1], [9], CHECK[:9]),
+    "two frames": ([1], [2 * len(CHECK)], CHECK + CHECK),
+    "nothing": ([1], [0], b""),
+    "sizes": ([1], [5, 6], CHECK),
+    "more than there is": ([1], [999], CHECK),
+    "another guardian's worker": ([0], [len(CHECK)], CHECK),
+    "noise": ([1], [40], bytes(range(40))),
+}
+
+
+@pytest.mark.parametrize("case", RELAYED)
+def test_a_guardian_that_relays_what_it_may_not_is_lost(world, case):
+    address, connect, _, _ = world
+    first = connect(0)
+    ranks, sizes, payload = RELAYED[case]
+    other = open_connection(address, {**hello_of("guardian"), "ranks": [1]}, get_secret=get_secret, timeout_s=5)
+    other.sendall(encode_frame({"op": "from_workers", "ranks": ranks, "sizes": sizes}, payload))
+    assert is_closed(other)
+    first.set("key", b"1")
+    assert first.get("key", AbortToken()) == b"1" and not first.token.aborted
+
+
+def test_a_relayed_frame_that_its_worker_may_not_send_costs_that_worker_alone(world):
+    address, connect, _, _ = world
+    first = connect(0)
+    guardian = open_connection(address, {**hello_of("guardian"), "ranks": [1]}, get_secret=get_secret, timeout_s=5)
+    frames = [encode_frame(hello_of("worker")), encode_frame({"op": "ended", "ends": []})]
+    guardian.sendall(encode_from_workers([(1, frame) for frame in frames]))
+    ((rank, why),) = next_frame(guardian, "kill")["ends"]
+    assert rank == 1 and "'ended' from a worker" in why
     first.set("key", b"1")
     assert first.get("key", AbortToken()) == b"1" and not first.token.aborted
 

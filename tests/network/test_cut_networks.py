@@ -127,6 +127,22 @@ def test_one_direction_to_the_coordinator_is_cut(start, undisturbed, direction):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("killed, reached", [(1, []), (0, [1])])
+def test_a_cut_during_a_recovery(start, undisturbed, killed, reached):
+    """A worker is killed; while a survivor pauses in the recovery, host 3 is cut off from host 2, or from both."""
+    at = dict(step=6, rank=killed, phase="forward")
+    pause = dict(step=6, rank=1 - killed, phase="recovery_moves", kind="sleep", seconds=3.0)
+    run = start(3, faults=[at, pause], zero_stage=0)
+    run.wait_for_step(5)
+    run.wait_for_worker_end(killed)
+    run.network.cut(*((host, 3) for host in (1, 2) if host not in reached))
+    ended = run.end()
+    assert codes(ended) == [0, 0, 0 if reached else 4], ended
+    assert_one_side_finished(run, ended, undisturbed)
+    assert sorted(lost_ranks(run)) == [killed, 2]
+
+
+@pytest.mark.full
 def test_no_side_has_a_quorum(start):
     """One host is killed while another one is cut off: three sides of one host each, none of which may go on."""
     run = start(3)

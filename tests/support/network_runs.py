@@ -37,13 +37,24 @@ class NetworkRun:
     """A run in `folder` on all hosts of `network`, from its start on."""
 
     def __init__(
-        self, network: Network, folder: Path, *, launcher: str, text: Path, num_steps: int = NUM_STEPS, **elastic: Any
+        self,
+        network: Network,
+        folder: Path,
+        *,
+        launcher: str,
+        text: Path,
+        num_steps: int = NUM_STEPS,
+        zero_stage: int = 1,
+        **elastic: Any,
     ):
         self.network = network
         self._launcher = launcher
         self.directory = folder / "run"
         config = folder / "config.json"
-        config.write_text(json.dumps(_config(len(network.hosts), self.directory, text, num_steps, elastic)))
+        settings = _config(len(network.hosts), self.directory, text, elastic)
+        settings["run"]["num_steps"] = num_steps
+        settings["parallel"]["zero_stage"] = zero_stage
+        config.write_text(json.dumps(settings))
         self.processes = [
             host.popen(_command(launcher, network, host, config), env=_environment(launcher, network, host))
             for host in network.hosts
@@ -52,6 +63,12 @@ class NetworkRun:
     def wait_for_step(self, step: int) -> None:
         """Waits until the reporter has published `step`."""
         self._wait_for(lambda: self.steps()[-1:] >= [step], f"step {step}")
+
+    def wait_for_worker_end(self, rank: int) -> None:
+        """Waits until the process of a worker is gone."""
+        log = self.directory / "logs" / f"rank-{rank}.log"
+        host = self.network.hosts[rank]
+        self._wait_for(lambda: not any(_writes_to(pid, log) for pid in host.pids()), f"the end of rank {rank}")
 
     def end(self) -> list[Ended]:
         """Waits for all hosts; none may keep a process of the run.
@@ -98,6 +115,13 @@ class NetworkRun:
         return [process.communicate(timeout=10)[0] for process in self.processes]
 
 
+def _writes_to(pid: int, log: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1") == str(log)
+    except OSError:
+        return False
+
+
 def _training(host: Host) -> list[int]:
     """The processes of the run on a host: guardians and workers."""
     found = []
@@ -109,7 +133,7 @@ def _training(host: Host) -> list[int]:
     return found
 
 
-def _config(num_hosts: int, directory: Path, text: Path, num_steps: int, elastic: dict[str, Any]) -> dict[str, Any]:
+def _config(num_hosts: int, directory: Path, text: Path, elastic: dict[str, Any]) -> dict[str, Any]:
     model = dict(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     return {
         "model": model,
@@ -120,7 +144,6 @@ def _config(num_hosts: int, directory: Path, text: Path, num_steps: int, elastic
         "monitor": {"charts": False},
         "elastic": {"control_timeout_s": CONTROL_S, **elastic},
         "run": {
-            "num_steps": num_steps,
             "threads_per_rank": 1,
             "evaluate_batches": 1,
             "directory": str(directory),
