@@ -62,10 +62,10 @@ from tests.support.protocol_world import DEAD, DONE, MISSING, RESOLVED, RUN, Fra
 class Model(WorkerModel):
     """The rules of one world: what may happen next, the coordinator, and what must never be."""
 
-    def start(self, *, deaths: int, suspicions: int = 0, drains: int = 0) -> World:
+    def start(self, *, deaths: int = 0, **faults: int) -> World:
         """The world in which no worker has reported to generation 0 yet."""
         workers = tuple(Worker(inbox=(("abort_generation", 0),)) for _ in self.grid.ranks)
-        return World(self._intern(self._first), workers, deaths, suspicions, drains)
+        return World(protocol=self._intern(self._first), workers=workers, deaths=deaths, **faults)
 
     # What can happen next
 
@@ -120,6 +120,10 @@ class Model(WorkerModel):
         for rank, worker in enumerate(world.workers):
             if worker.alive and world.deaths:
                 yield f"rank {rank} dies", lambda r=rank: self._kill(world, r)
+            if worker.alive and not worker.evicted and world.false_deaths:
+                yield f"rank {rank} is taken for dead", lambda r=rank: self._evict(world, r)
+            if world.host_deaths and worker.alive and rank == self._on_host(rank)[0]:
+                yield f"the host of rank {rank} dies", lambda r=rank: self._kill_host(world, r)
             if worker.mode in (RUN, RESOLVED, DONE) and world.suspicions:
                 yield f"rank {rank} suspects", lambda r=rank: self._suspect(world, r)
             if worker.alive and world.drains:
@@ -134,6 +138,30 @@ class Model(WorkerModel):
         world = self._put(world, rank, world.workers[rank]._replace(mode=DEAD, inbox=()))
         world = world._replace(deaths=world.deaths - 1, unseen=tuple(sorted((*world.unseen, rank))))
         return self._notice(world, rank) if self.reduced else world
+
+    def _evict(self, world: World, rank: int) -> World:
+        """The coordinator takes a worker for dead that runs on: nobody listens to it any more."""
+        world = world._replace(false_deaths=world.false_deaths - 1)
+        return self._notice_lost(self._put(world, rank, world.workers[rank]._replace(evicted=True)), (rank,))
+
+    def _on_host(self, rank: int) -> list[int]:
+        return [other for other in self.grid.ranks if self.hosts[other] == self.hosts[rank]]
+
+    def _kill_host(self, world: World, rank: int) -> World:
+        """A guardian dies with its workers; of what it was relaying, a part may still arrive before this is noticed."""
+        world = world._replace(host_deaths=world.host_deaths - 1)
+        ranks = tuple(other for other in self._on_host(rank) if world.workers[other].alive)
+        for other in ranks:
+            world = self._put(world, other, Worker(mode=DEAD))
+        return self._notice_lost(world, ranks)
+
+    def _notice_lost(self, world: World, ranks: tuple[int, ...]) -> World:
+        if self.protocol(world).over or not self.protocol(world).live.intersection(ranks):
+            return world
+        world = self._submit(world, ("lost_together", ranks))
+        lost = self.what_is_lost(world)
+        self._check(bool(world.ended) == bool(lost), f"ended {world.ended!r} where {lost or 'nothing'} is lost")
+        return world
 
     def _notice(self, world: World, rank: int) -> World:
         worker = world.workers[rank]
@@ -164,6 +192,7 @@ class Model(WorkerModel):
         (kind, generation, *rest), outbox = worker.outbox[0], worker.outbox[1:]
         world = self._put(world, rank, worker._replace(outbox=outbox))
         if kind == "request_record":
+            self.requests.add((kind, rank, generation))
             return self._send_whole_record(world, rank, generation)
         if kind != "report":
             return self._submit(world, (kind, rank, generation, *rest))
@@ -209,6 +238,10 @@ class Model(WorkerModel):
                 return protocol.confirm(rank, generation, "the same plan")
             case ("on_lost", rank):
                 return protocol.on_lost([LostWorker(rank=rank, why="killed")])
+            case ("lost_together", ranks):
+                return protocol.on_lost([LostWorker(rank=rank, why="killed") for rank in ranks])
+            case ("begin",):
+                return protocol._begin("the coordinator is lost")
             case ("suspect", rank, generation):
                 return protocol.suspect(rank, generation, "a peer is gone")
             case ("announce_drain", rank):
@@ -235,7 +268,7 @@ class Model(WorkerModel):
                 self._check_end(world, ranks)
                 return world._replace(ended="released")
             case StopRun(reason=reason):
-                self._check(event[0] == "on_lost", f"halted by {event}: {reason}")
+                self._check(event[0] in ("on_lost", "lost_together"), f"halted by {event}: {reason}")
                 return world._replace(ended="halted")
         raise AssertionError(action)
 
@@ -245,16 +278,16 @@ class Model(WorkerModel):
         base = NO_GENERATION if action.base is None else self._intern_record(action.base)
         if action.behind:
             self._check(action.entries == str(action.record.position.iteration).encode(), "sends other entries")
-        self._proposals[record] = action
         for rank in action.record.members:
             world = self._send(world, (rank,), ("record", record, base, rank in action.behind))
         return world
 
     def _send_whole_record(self, world: World, rank: int, generation: int) -> World:
-        for record, action in self._proposals.items():
-            if action.record.generation == generation == self.protocol(world).pending:
-                world = self._send(world, (rank,), ("record", record, NO_GENERATION, rank in action.behind))
-        return world
+        record = self.protocol(world)._record
+        if record is None or record.generation != generation:
+            return world
+        is_behind = world.workers[rank].position < record.position.iteration
+        return self._send(world, (rank,), ("record", self._intern_record(record), NO_GENERATION, is_behind))
 
     def _send(self, world: World, ranks: tuple[int, ...], frame: Frame) -> World:
         workers = list(world.workers)
@@ -269,7 +302,9 @@ class Model(WorkerModel):
         """The first stage or element that no worker has, found in what the workers really hold; "" if none is lost."""
         record = self.protocol(world).committed
         grid = self.grid if record is None else record.grid
-        known = [worker.alive or rank in world.unseen for rank, worker in enumerate(world.workers)]
+        known = [
+            (worker.alive and not worker.evicted) or rank in world.unseen for rank, worker in enumerate(world.workers)
+        ]
         for stage, replicas in enumerate(grid.stages):
             if not any(all(known[rank] for rank in ranks) for ranks in replicas.values()):
                 return f"stage {stage}"
@@ -286,13 +321,19 @@ class Model(WorkerModel):
 
     def _holdings(self, worker: Worker, number: int) -> tuple[int, ...]:
         """The worker's ranges by a committed record's shard map, whether or not the commit has arrived; () if dead."""
+        if worker.evicted:
+            return ()
         return worker.held if worker.shard_map == number else worker.new
 
     def _check_end(self, world: World, released: tuple[int, ...]) -> None:
         """Checks a finished run: each rank has applied every iteration once, and no worker is left waiting."""
         record = self.protocol(world).committed
         assert record is not None
-        waiting = {rank for rank, worker in enumerate(world.workers) if worker.alive and rank not in record.draining}
+        waiting = {
+            rank
+            for rank, worker in enumerate(world.workers)
+            if worker.alive and not worker.evicted and rank not in record.draining
+        }
         self._check(waiting <= set(released), f"only {released} are released")
         number = self._intern_record(record)
         for rank in record.grid.ranks:

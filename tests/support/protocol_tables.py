@@ -8,7 +8,7 @@ from math import lcm
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import GenerationRecord
-from parallel3d.elastic.protocol.state_machine import Action, MembershipProtocol, Propose
+from parallel3d.elastic.protocol.state_machine import Action, MembershipProtocol
 from parallel3d.optim.shard_map import ShardMap, plan_moves, plan_shard_map
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_world import Frame, Share, Violation, Worker, World, freeze
@@ -40,7 +40,8 @@ class ModelTables:
         self._protocol_ids: dict[Any, int] = {}
         self._answers: dict[tuple[int, Frame], tuple[int, list[Action]]] = {}
         self._records: list[GenerationRecord] = []
-        self._proposals: dict[int, Propose] = {}
+        self.requests: set[Frame] = set()
+        """Every request for a whole record."""
         self._frozen: dict[int, tuple[Any, Any]] = {}
         self._record_ids: dict[Any, int] = {}
         self.share = cache(self._share)

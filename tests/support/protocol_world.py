@@ -43,6 +43,8 @@ class Worker(NamedTuple):
     draining: bool = False
     inbox: tuple[Frame, ...] = ()
     outbox: tuple[Frame, ...] = ()
+    evicted: bool = False
+    """It runs although the coordinator takes it for dead."""
 
     @property
     def position(self) -> int:
@@ -67,9 +69,14 @@ class World(NamedTuple):
     protocol: int
     workers: tuple[Worker, ...]
     deaths: int
-    """Deaths that may still happen."""
-    suspicions: int
-    drains: int
+    """Deaths that may still happen; so with the other faults."""
+    suspicions: int = 0
+    drains: int = 0
+    false_deaths: int = 0
+    """The coordinator takes a worker for dead that runs on."""
+    host_deaths: int = 0
+    takeovers: int = 0
+    """Losses of the coordinator (protocol_takeover.py)."""
     unseen: tuple[int, ...] = ()
     """Dead, and the coordinator does not know yet."""
     ended: str = ""

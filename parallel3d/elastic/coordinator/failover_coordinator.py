@@ -145,7 +145,7 @@ class FailoverCoordinator(Coordinator):
         behind = [
             rank
             for rank, generation in self._committed_generations().items()
-            if NO_GENERATION < generation < base.generation
+            if generation < base.generation and rank in base.members
         ]
         self._server.send_to_workers(behind, {"op": "commit", "generation": base.generation})
         lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - self._guarded_ranks())]

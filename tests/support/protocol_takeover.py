@@ -1,0 +1,68 @@
+"""The membership protocol's model with a coordinator that may be lost, and a successor that takes over.
+
+Connections break with it: what was on its way to the workers is gone; what was on its way to the coordinator is gone,
+or reaches the successor. That one goes on from the newest committed record of any live worker, as FailoverCoordinator
+does, sends its commit to those that lack it, and begins a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parallel3d.config.schema import TimeoutConfig
+from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
+from parallel3d.elastic.protocol.membership import NO_GENERATION
+from parallel3d.elastic.settings import ElasticSettings
+from tests.support.protocol_model import Model
+from tests.support.protocol_world import DEAD, Step, World
+
+_TIMEOUT = TimeoutConfig(multiplier=1.0, min_s=1.0, max_s=1.0)
+
+
+class TakeoverModel(Model):
+    """Explore it without `reduced`, which takes commits at once."""
+
+    def _faults(self, world: World) -> Iterator[Step]:
+        yield from super()._faults(world)
+        if world.takeovers:
+            yield "the coordinator is lost", lambda: self._take_over(world, keeps_frames=False)
+            if any(worker.outbox for worker in world.workers):
+                yield "the coordinator is lost, frames wait", lambda: self._take_over(world, keeps_frames=True)
+
+    def _take_over(self, world: World, *, keeps_frames: bool) -> World:
+        live = {rank: worker for rank, worker in enumerate(world.workers) if worker.alive}
+        base = self.base_of({rank: worker.shard_map for rank, worker in live.items()})
+        if base == NO_GENERATION:
+            return world._replace(ended="halted")  # nobody has begun to train
+        record = self.record(base)
+        elastic = ElasticSettings(
+            grid=self.grid,
+            zero_stage=self.zero_stage,
+            zero_backups=self.zero_backups,
+            heartbeat_timeout=_TIMEOUT,
+            watchdog_timeout=_TIMEOUT,
+        )
+        newest = self.newest_of([worker.generation for worker in live.values()], record.generation)
+        protocol = ResumedProtocol(elastic, record, newest_generation=newest)
+        for rank, worker in live.items():
+            outbox = worker.outbox if keeps_frames else ()
+            world = self._put(world, rank, worker._replace(inbox=(), outbox=outbox))
+        world = world._replace(protocol=self._intern(protocol), takeovers=world.takeovers - 1, unseen=())
+        behind = tuple(rank for rank in live if rank in record.members and live[rank].shard_map != base)
+        world = self.send_commit(world, behind, record.generation)
+        lost = tuple(rank for rank in sorted(protocol.live) if world.workers[rank].mode == DEAD)
+        world = self._submit(world, ("lost_together", lost) if lost else ("begin",))
+        self._check(bool(world.ended) == bool(self.what_is_lost(world)), "goes on or halts wrongly after a takeover")
+        return world
+
+    def base_of(self, shard_maps: dict[int, int]) -> int:
+        """The newest record of all."""
+        held = [number for number in shard_maps.values() if number != NO_GENERATION]
+        return max(held, key=lambda number: self.record(number).generation, default=NO_GENERATION)
+
+    def newest_of(self, generations: list[int], committed: int) -> int:
+        """The highest number that any worker has received."""
+        return max([*generations, committed])
+
+    def send_commit(self, world: World, behind: tuple[int, ...], generation: int) -> World:
+        return self._send(world, behind, ("commit", generation))
