@@ -5,8 +5,8 @@ It forks the guardian and the coordinator, waits, passes signals on, and ends wi
     guardian killed      its workers died with it: a new guardian reports that, and stays until the run is over
     coordinator killed   the stub has seen it end, so none serves here: when the guardian asks for it, a failover
                          coordinator begins at the same listener
-    one of them silent   (stopped, or stuck) for `control_s`: the stub kills it, so that it can't wake up in a run that
-                         goes on without it
+    one of them silent   (stopped, or stuck): the stub kills it before others count it as lost, so that it can't wake
+                         up in a run that goes on without it
     stub killed          all below it die (PR_SET_PDEATHSIG)
     launcher gone        the stub ends, and with it all below it
 
@@ -32,6 +32,8 @@ from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, UserError
 
 Message = dict[str, Any]
+STUB_PATIENCE = 0.75
+"""Of `control_s`: a silent child is dead before other processes, which know less, count it as lost."""
 
 
 class ChildPrograms(Protocol):
@@ -249,7 +251,7 @@ class Stub:
         for child in (self._guardian, self._coordinator):
             if child is not None:
                 child.check_beat()
-            if child is not None and child.silent_turns * PING_S > self._timeouts.control_s:
+            if child is not None and child.silent_turns * PING_S > STUB_PATIENCE * self._timeouts.control_s:
                 child.signal(signal.SIGKILL)
         if self._parent is not None and os.getppid() != self._parent:
             self._exit_code = EXIT_WORKER_LOST

@@ -47,6 +47,13 @@ def test_surviving_and_same_host_guardians():
     assert ranks_of(failover_plan("aabbcc", coordinator=2).same_host_guardians) == [3]
 
 
+def test_of_two_sides_with_guardians_of_the_same_hosts_one_reaches_each():
+    """Guardians of one host may connect to different sides: it counts for that of its first one."""
+    plan = failover_plan("aabbcc")
+    assert plan.reached_hosts([(0,), (1,), (2,), (5,)]) == {"a", "b"}
+    assert plan.reached_hosts([(3,), (4,)]) == {"c"}
+
+
 def test_a_failover_plan_survives_the_wire():
     sent = failover_plan("aabbc", coordinator=2)
     assert FailoverPlan.from_json(json.loads(json.dumps(sent.to_json()))) == sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -192,3 +193,19 @@ def test_a_tick_is_cheap():
     for _ in range(10_000):
         heartbeat.tick()
     assert time.perf_counter() - started < 0.1  # 10 us each; 0.1 us on an idle machine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_a_worker_that_is_stopped_before_it_trains_is_killed():
+    sleeper = subprocess.Popen(["sleep", "60"])
+    monitor = HeartbeatMonitor({sleeper.pid: HeartbeatPage(1).slot(0)}, stopped_s=3.0, clock=lambda: next(clock))
+    clock = itertools.count(1000.0)
+    try:
+        assert [monitor.check([sleeper.pid]) for _ in range(10)] == [{}] * 10
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+        seen = [list(monitor.check([sleeper.pid]).values()) for _ in range(4)]
+        assert seen == [[], [], [], ["stopped for 4 s"]]
+    finally:
+        sleeper.kill()
+        sleeper.wait()

@@ -8,7 +8,7 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
              what: kill, stop, term, exit, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, zero_stage, zero_backups, witness, control_s
+    num_steps, step_s, zero_stage, zero_backups, witness, control_s, start_s
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Member:
     context: WorkerContext
     faults: list[tuple[int, str, int, str]]
     num_steps: int
+    step_s: float = STEP_S
     state: int = 0
     record: GenerationRecord | None = None
     token: AbortToken = field(default_factory=AbortToken)
@@ -161,7 +162,7 @@ class Member:
             step, started = self.state + 1, time.monotonic()
             self.context.heartbeat.step = step
             self.come_to("step", step)
-            self.token.sleep(STEP_S)
+            self.token.sleep(self.step_s)
             words = self.gather(record, f"step{step}")
             self.state = step
             if self.context.rank == record.grid.ranks[0]:
@@ -203,7 +204,8 @@ def member(spec: dict[str, Any], context: WorkerContext) -> int:
     Path(sys.argv[1], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
     faults = [(rank, point, number, what) for rank, point, number, what in spec.get("faults", ())]
     mine = [fault for fault in faults if fault[0] == context.rank]
-    return Member(context=context, faults=mine, num_steps=spec.get("num_steps", 20)).run()
+    num_steps, step_s = spec.get("num_steps", 20), spec.get("step_s", STEP_S)
+    return Member(context=context, faults=mine, num_steps=num_steps, step_s=step_s).run()
 
 
 def main() -> int:
@@ -223,7 +225,7 @@ def main() -> int:
             env=env,
             host=spec["hosts"][env.rank] if env else None,
             timeouts=LaunchTimeouts(
-                start_s=20.0,
+                start_s=spec.get("start_s", 20.0),
                 connect_s=1.5,
                 failover_s=2.0,
                 abort_grace_s=1.0,

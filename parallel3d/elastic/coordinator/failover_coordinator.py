@@ -177,7 +177,8 @@ class FailoverCoordinator(Coordinator):
         return {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
 
     def _check_quorum(self) -> QuorumCheck:
-        reached = {connection.hello["host"] for connection in self._server.guardians()}
+        connected = {connection.guarded_ranks for connection in self._server.guardians()}
+        reached = self._failover_plan.reached_hosts(connected)
         return check_quorum(reached, self._failover_plan.hosts, lock_witness=self._lock_witness)
 
     def _lock_witness(self) -> str:

@@ -105,7 +105,7 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
     discovery.close_worker_ends()
     guardian = Guardian(
         children,
-        monitor=HeartbeatMonitor(slots),
+        monitor=HeartbeatMonitor(slots, stopped_s=spec.timeouts.control_s),
         discovery=discovery,
         signals=signals,
         timeouts=spec.timeouts,

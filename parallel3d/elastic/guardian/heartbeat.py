@@ -16,7 +16,7 @@ takes Python's lock from the main thread, and on a busy machine keeps it until i
 to 2 % of a step.
 
 Both timeouts follow the network's measured round trip, and are ten times as long while a worker evaluates, saves, or
-runs its first steps. A worker is not monitored before it starts to train.
+runs its first steps. Before it starts to train, only a worker that the kernel has stopped is killed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ STARVED_FACTOR = 4.0
 SUSPENDED_FACTOR = 10.0
 LATE_CHECKS = 3.0
 MISSED_BEATS = 3.0
+START_CHECK_S = 1.0
+"""Between two checks of workers that have not started to train."""
 
 HeartbeatSlot: TypeAlias = "memoryview[float]"
 
@@ -188,10 +190,23 @@ def diagnose(
 
 
 class HeartbeatMonitor:
-    """Monitors the slots of a guardian's children (by pid) every `CHECK_INTERVAL_S`, once it has its timeouts."""
+    """Monitors the slots of a guardian's children (by pid) every `CHECK_INTERVAL_S`, once it has its timeouts.
 
-    def __init__(self, slots: Mapping[int, HeartbeatSlot], clock: Callable[[], float] = time.monotonic):
+    `stopped_s`: how long a child may be stopped before it trains.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[int, HeartbeatSlot],
+        *,
+        stopped_s: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._slots = dict(slots)
+        self._stopped_s = stopped_s
+        self._stopped_checks = dict.fromkeys(slots, 0)
+        """Checks in a row that have found a child stopped before it trains."""
+        self._next_start_check_s = 0.0
         self._clock = clock
         self._timeouts: HeartbeatTimeouts | None = None
         self._since_s = self._last_check_s = 0.0
@@ -206,13 +221,13 @@ class HeartbeatMonitor:
 
     def check(self, pids: Iterable[int]) -> dict[int, str]:
         """Returns the children that must be killed, and why. After a late check, earlier silence does not count."""
+        unresponsive = self._check_starting(pids)
         if self._timeouts is None:
-            return {}
+            return unresponsive
         now_s = self._clock()
         if now_s - self._last_check_s > LATE_CHECKS * CHECK_INTERVAL_S:
             self._since_s = now_s
         self._last_check_s = now_s
-        unresponsive = {}
         for pid in pids:
             state = read_heartbeat(self._slots[pid])
             silent = now_s - state.last_activity_s > self._timeouts.heartbeat_timeout_s
@@ -220,6 +235,20 @@ class HeartbeatMonitor:
             if why := diagnose(state, self._timeouts, now_s=now_s, since_s=self._since_s, stopped=stopped):
                 unresponsive[pid] = why
         return unresponsive
+
+    def _check_starting(self, pids: Iterable[int]) -> dict[int, str]:
+        """Returns the children that have been stopped for too long before they train, counted in turns."""
+        now_s = self._clock()
+        if now_s < self._next_start_check_s:
+            return {}
+        self._next_start_check_s = now_s + START_CHECK_S
+        stopped = {}
+        for pid in pids:
+            is_starting = read_heartbeat(self._slots[pid]).mode is Mode.STARTING
+            checks = self._stopped_checks[pid] = self._stopped_checks[pid] + 1 if is_starting and is_stopped(pid) else 0
+            if checks * START_CHECK_S > self._stopped_s:
+                stopped[pid] = f"stopped for {checks * START_CHECK_S:.0f} s"
+        return stopped
 
     def silent_s(self, pid: int) -> float | None:
         """Returns the seconds since a child's last sign of life; None if it has given none."""

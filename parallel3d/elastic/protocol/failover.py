@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import Address
@@ -56,9 +57,8 @@ class FailoverPlan:
         hosts = list(dict.fromkeys(guardian.host for guardian in self.guardians))
         lost = hosts.index(self.coordinator.host) if self.coordinator.host in hosts else len(hosts)
         line = hosts[lost + 1 :] + hosts[:lost]
-        first = {guardian.host: guardian for guardian in reversed(self.guardians)}
         members = set(self.hosts)
-        return tuple(first[host] for host in line if host in members)[:MAX_CANDIDATES]
+        return tuple(self._first[host] for host in line if host in members)[:MAX_CANDIDATES]
 
     def brief(self) -> FailoverPlan:
         """Returns what a guardian needs that is not a candidate: whom to try, and whether it is on the lost host."""
@@ -68,6 +68,18 @@ class FailoverPlan:
             guardians=tuple(guardian for guardian in self.guardians if guardian in guardians),
             hosts=tuple(host for host in self.hosts if any(host == guardian.host for guardian in guardians)),
         )
+
+    def reached_hosts(self, guardians: Collection[tuple[int, ...]]) -> set[str]:
+        """The hosts that count as reached by a coordinator to which these guardians, given by their ranks, connect.
+
+        The first guardian of a host speaks for it: of several, some might connect to another side.
+        """
+        return {guardian.host for guardian in self._first.values() if guardian.ranks in guardians}
+
+    @cached_property
+    def _first(self) -> dict[str, GuardianInfo]:
+        """The first guardian of each host."""
+        return {guardian.host: guardian for guardian in reversed(self.guardians)}
 
     @property
     def surviving_guardians(self) -> tuple[GuardianInfo, ...]:

@@ -1,0 +1,31 @@
+"""STOP, STOP and CONT after 0.3 and 3 s, and KILL of every process of a run, in every phase: each run goes on, or ends
+with its documented code; none hangs, none leaves a process behind.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.signal_cells import run_signal_cell, signal_cells
+
+AT_ONCE = 6
+"""Runs at the same time: they mostly wait."""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "process", "host"),
+    [
+        *((1, process, 0) for process in ("stub", "guardian", "coordinator", "worker")),
+        *((3, process, 0) for process in ("stub", "guardian", "coordinator", "worker")),
+        *((3, process, 1) for process in ("stub", "guardian")),
+    ],
+)
+def test_signals(tmp_path, hosts, process, host):
+    cells = signal_cells(hosts, process, host)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        wrong = list(pool.map(lambda cell: run_signal_cell(cell, tmp_path / cell.name), cells))
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
