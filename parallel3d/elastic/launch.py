@@ -28,7 +28,12 @@ from parallel3d.elastic.coordinator.coordinator_process import (
     RestartHandler,
     run_coordinator_process,
 )
-from parallel3d.elastic.guardian.discovery import host_address, listening_host, local_address
+from parallel3d.elastic.guardian.discovery import (
+    address_of_first_coordinator,
+    host_address,
+    listening_host,
+    local_address,
+)
 from parallel3d.elastic.guardian.guardian_process import GuardianSpec, run_guardian_process
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
 from parallel3d.elastic.guardian.run_secret import RunSecret
@@ -108,6 +113,10 @@ class _Programs(ChildPrograms):
     @property
     def first_coordinator(self) -> Address | None:
         return self.guardian.local_coordinator
+
+    @property
+    def known_address(self) -> Address | None:
+        return self.first_coordinator or address_of_first_coordinator(self.guardian.env)
 
     def run_guardian(self, link: ParentLink) -> int:
         self.coordinator.listener.close()  # the stub's and the coordinator's: otherwise the port would outlive them

@@ -43,6 +43,10 @@ class ChildPrograms(Protocol):
     def first_coordinator(self) -> Address | None:
         """The address at which the run's first coordinator serves, if it does so on this host."""
 
+    @property
+    def known_address(self) -> Address | None:
+        """That address, if it is known from the start; None: workers find it."""
+
     def run_guardian(self, link: ParentLink) -> int: ...
 
     def run_coordinator(self, link: ParentLink, failover: Message | None) -> int:
@@ -82,8 +86,9 @@ class Stub:
         with self._signals:
             self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._signals.drain)
             try:
+                if self._programs.known_address:
+                    self._location = {"address": list(self._programs.known_address)}
                 if self._programs.first_coordinator:
-                    self._location = {"address": list(self._programs.first_coordinator)}
                     self._fork_coordinator(None)
                 else:
                     self._is_start_due = True
@@ -226,13 +231,13 @@ class Stub:
         if code >= 0:
             self._exit_code = code or EXIT_WORKER_LOST
             return
-        if was_running and not self._is_start_due and not self._location.keys() >= {"address", "secret"}:
+        if was_running and not self._is_start_due and not self._location:
             self._end(f"the guardian was killed by {signal_name(-code)} before the run began", EXIT_WORKER_LOST)
             return
         self._fork_guardian()
         if was_running and not self._is_start_due and self._guardian is not None:
-            secret, address = self._location["secret"], self._location["address"]
-            self._guardian.send({"op": "start", "secret": secret, "lost_at": address})
+            secret = {"secret": self._location["secret"]} if "secret" in self._location else {}
+            self._guardian.send({"op": "start", **secret, "lost_at": self._location["address"]})
             self._is_running, self._has_workers = True, False
 
     def _on_coordinator_exit(self, code: int) -> None:

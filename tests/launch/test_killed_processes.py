@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from parallel3d.checkpoint.directory import CheckpointDirectory
 from tests.support.launch_runs import (
     child_of,
     children_of,
@@ -56,6 +57,23 @@ def test_without_a_launcher_killed_coordinators_change_no_bit(config_file, tmp_p
     assert "the run goes on with a new coordinator" in out and out.count("final loss") == 1
     assert losses(run) == undisturbed(config_file)
     assert len(evaluations(run)) == 10
+
+
+@pytest.mark.full
+def test_killed_coordinators_between_evaluations_and_saves(config_file, tmp_path, undisturbed):
+    """A checkpoint is written every other step, and every step is followed by an evaluation."""
+    flags = (*UNDISTURBED, "run.evaluate_every=1")
+    run = tmp_path / "run"
+    process = start("--config", config_file, *flags, "checkpoint.every=2")
+    for number in range(5):
+        wait_for_step(run, 4 + 8 * number)
+        os.kill(child_of(process.pid, "coordinator"), signal.SIGKILL)
+        wait_for_change(run, number + 1)
+    code, out, err = finish(process)
+    assert code == 0 and "Traceback" not in out + err, out + err
+    assert losses(run) == undisturbed(config_file) and len(evaluations(run)) == 60
+    newest = CheckpointDirectory(run / "checkpoints").find_newest_valid()
+    assert newest.index is not None and newest.index.step == 60 and not newest.damaged
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""A launcher that is killed takes all processes of its runs along; one that is stopped delays nothing but its own end."""
+"""A launcher that is killed takes all processes of its run along; one that is stopped delays only its own end."""
 
 import os
 import signal

@@ -106,7 +106,9 @@ def _pid_of(cell: SignalCell, stubs: list[subprocess.Popen[str]], directory: Pat
     if cell.process == "stub":
         return stub
     if cell.process == "worker":
-        return int((directory / f"pid-{1 if cell.hosts == 1 else cell.host}").read_text().split()[0])
+        file = directory / f"pid-{1 if cell.hosts == 1 else cell.host}"
+        wait_for(lambda: file.exists() and file.read_text(), f"{cell.name}: the worker")
+        return int(file.read_text().split()[0])
     return child_of(stub, cell.process)
 
 

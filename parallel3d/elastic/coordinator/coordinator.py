@@ -154,7 +154,10 @@ class Coordinator:
 
     def _check_start_deadline(self) -> None:
         if time.monotonic() > self._start_deadline:
-            self._status.record_never_connected(self._status.missing, timeout_s=self._timeouts.start_s)
+            guarded = {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
+            unguarded = [rank for rank in self._live if rank not in guarded]
+            missing = sorted({*self._status.missing, *unguarded})
+            self._status.record_never_connected(missing, timeout_s=self._timeouts.start_s)
             self._start_deadline = float("inf")
             self._shutdown.abort_after_failure()
 

@@ -51,10 +51,9 @@ class CoordinatorDiscovery:
         """Returns the coordinator's address; raises LaunchError."""
         if self._env is not None and self._env.agent_store:
             return self._look_up(self._env)
-        if self.known_address:
-            return self.known_address
-        assert self._env is not None
-        return (LOOPBACK if is_one_host(self._env) else self._env.master_addr), self._env.master_port
+        address = self.known_address or address_of_first_coordinator(self._env)
+        assert address is not None
+        return address
 
     def report(self, address: Address) -> None:
         """Sends the guardian the address at which its worker has reached the coordinator, and the secret that it proved
@@ -125,6 +124,13 @@ def _address_of(message: bytes) -> Address | None:
 def host_address(env: LauncherEnv | None) -> str:
     """Returns this host's address as all workers reach it; the loopback address if there is only one host."""
     return LOOPBACK if env is None or is_one_host(env) else _reachable_host(env)
+
+
+def address_of_first_coordinator(env: LauncherEnv | None) -> Address | None:
+    """Returns the address at which a run's first coordinator serves, if the launcher's environment names it."""
+    if env is None or env.agent_store:
+        return None
+    return (LOOPBACK if is_one_host(env) else env.master_addr), env.master_port
 
 
 def is_one_host(env: LauncherEnv | None) -> bool:
