@@ -18,11 +18,11 @@ SEGMENT = SEGMENT_BYTES // 8
 
 
 def numbers(rank, *shape, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
 def in_tree_order(parts, number=0):
-    """What the tree's order of summation gives, from the rule in tree_place.py."""
+    """What the tree's order of summation gives, from the rule in tree_place.py; other orders give other bits."""
     total = parts[number].clone()
     for child in tree_place(number, len(parts)).children:
         total += in_tree_order(parts, child)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import pytest
 
@@ -42,15 +43,44 @@ def test_a_loss_finds_the_plan_that_it_would_have_made():
         assert Plans(CONFIG, grid, planned.plans).train(4) is not ahead
 
 
-def test_nothing_is_planned_while_the_rank_computes():
-    planned, token, thread = begin()
-    thread.join(timeout=0.2)
-    assert thread.is_alive() and not planned.plans
-    with token.waiting():
-        until(lambda: len(planned.plans) >= 1)
-    assert planned.plans
+@pytest.fixture
+def instants(monkeypatch):
+    """The instants of a plan that never ends."""
+    seen = []
+
+    def plan_for_ever(config, grid, num_micro_batches, *, pause):
+        while True:
+            pause()
+            seen.append(time.sleep(0.001))
+
+    monkeypatch.setattr(module, "plan_schedule", plan_for_ever)
+    return seen
+
+
+def test_nothing_is_planned_while_the_rank_computes(instants):
+    _, token, thread = begin()
+    thread.join(timeout=0.1)
+    assert thread.is_alive() and not instants
+    for _ in range(2):
+        with token.waiting():
+            before = len(instants)
+            until(lambda before=before: len(instants) > before + 3)
+        now = len(instants)
+        assert now > before + 3
+        thread.join(timeout=0.1)
+        assert len(instants) <= now + 1  # the one that had begun
     token.abort("over")
     thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def test_planning_ends_in_the_middle_of_a_wait(instants):
+    planned, token, thread = begin()
+    with token.waiting():
+        until(lambda: len(instants) > 3)
+        token.abort("a worker is lost")
+        thread.join(timeout=20)
+        assert not thread.is_alive() and not planned.plans
 
 
 def test_the_end_of_a_generation_ends_its_planning(monkeypatch):

@@ -1,0 +1,31 @@
+"""A real run whose membership changes: groups of undamaged stages keep their connections, and no bit changes."""
+
+import pytest
+
+from tests.support.launch_runs import finish, metrics, start
+
+SETTINGS = (
+    "parallel.dp_size=3",
+    "parallel.zero_stage=0",  # no gather of weights is under way between two steps
+    "precision.sums=exact",
+    "run.num_steps=200",
+    "batch.global_batch_size=6",
+)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_ranks_of_an_undamaged_stage_keep_their_connections(config_file, tmp_path):
+    """Rank 4 leaves after step 3, at a boundary: stage 0's three ranks are between the same two collectives."""
+    losses = {}
+    for name, faults in (("undisturbed", "[]"), ("disturbed", '[{"rank": 4, "step": 3, "kind": "term"}]')):
+        run = tmp_path / name
+        process = start("--config", config_file, *SETTINGS, f"run.directory={run}", f"elastic.faults={faults}")
+        code, out, err = finish(process)
+        assert code == 0, out + err
+        losses[name] = [line["loss"] for line in metrics(run)]
+    assert losses["disturbed"] == losses["undisturbed"] and len(losses["disturbed"]) == 200
+    logs = [path.read_text(errors="replace") for path in sorted((tmp_path / "disturbed" / "logs").rglob("*"))]
+    kept = [line for text in logs for line in text.splitlines() if "keeps the connections of" in line]
+    assert len(kept) == 3, kept
+    assert all(line.startswith("generation1/dp/stage0/tp0 keeps the connections of generation0/dp/") for line in kept)
