@@ -38,7 +38,6 @@ from parallel3d.config.schema import TimeoutConfig
 from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
 from parallel3d.elastic.coordinator.witness import Witness
-from parallel3d.elastic.guardian.open_files import raise_open_files
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.handshake import new_secret
@@ -104,9 +103,15 @@ def run_apart(measure_parts: Callable[[Size], None], size: Size) -> None:
         sys.exit(process.exitcode)
 
 
+def raise_open_files() -> None:
+    """Raises the soft limit to the hard one: each guardian is a socket in either process."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def measure_loss(size: Size) -> None:
     """Prints the rows of a start and of one loss."""
-    raise_open_files(len(size.guardians))
+    raise_open_files()
     listener, secret = open_listener("127.0.0.1", 0), new_secret()
     coordinator = Coordinator(
         listener,
@@ -125,7 +130,7 @@ def measure_loss(size: Size) -> None:
 
 def measure_takeover(size: Size) -> None:
     """Prints the row of a takeover: a host and its workers are lost with the coordinator."""
-    raise_open_files(len(size.guardians))
+    raise_open_files()
     listener, secret = open_listener("127.0.0.1", 0), new_secret()
     hosts = tuple(sorted({guardian.host for guardian in size.guardians}))
     report: Any = SimpleNamespace(last_step=0, last_evaluation=-1, publish=lambda record: None)
@@ -163,7 +168,7 @@ def play_clients(size: Size, port: int, secret: bytes) -> Iterator[Pipe]:
 
 def run_clients(size: Size, port: int, secret: bytes, pipe: Pipe) -> None:
     """Plays the guardians and workers as the pipe commands."""
-    raise_open_files(len(size.guardians))
+    raise_open_files()
     clients = Clients(size.grid, size.guardians, batch=size.batch, behind=size.behind)
     pipe.send("ready")
     parts: dict[str, Callable[[], int]] = {

@@ -22,6 +22,7 @@ from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import describe_warmup
+from parallel3d.elastic.control_estimate import estimate_control
 from parallel3d.errors import UserError
 from parallel3d.parallel.grid import Grid, ReplicaId
 from parallel3d.pipeline.check import CheckReport, check_plan
@@ -43,6 +44,8 @@ def main(arguments: list[str]) -> int:
         print("\n".join(describe(config, parse_ranks(options.lost), options.png)))
         if options.device is not None:
             print("\n".join(describe_speed(config, options.device, options.rows)))
+        if options.workers is not None:
+            print("\n".join(describe_control(config, options.workers)))
         return 0
     except UserError as error:
         print(error, file=sys.stderr)
@@ -54,6 +57,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lost", default="", metavar="RANKS", help="show the plan after these ranks died: 3,5")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
     parser.add_argument("--device", metavar="NAMES", help="predict a replica's speed and memory on a GPU: H100,H200")
+    parser.add_argument("--workers", type=int, metavar="N", help="estimate the coordinator's costs with N workers")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="a JSON list of further devices")
     return parse_config(parser, arguments)
 
@@ -97,6 +101,17 @@ def describe_speed(config: Config, names: str, rows: Path | None) -> Iterator[st
     yield ""
     yield "one replica on a GPU, as if it kept all of its optimizer state:"
     yield from describe_config(config, make_stage, find_rows(names, rows))
+
+
+def describe_control(config: Config, num_workers: int) -> Iterator[str]:
+    """Yields the coordinator's costs with `num_workers`, at this configuration's global batch."""
+    if num_workers < 1:
+        raise UserError(f"--workers {num_workers}: must be at least 1")
+    assert config.batch.num_micro_batches is not None
+    num_sequences = config.batch.num_micro_batches * config.batch.micro_batch_size
+    yield ""
+    yield f"the coordinator of {num_workers:,} workers, {num_sequences:,} sequences a step (estimated):"
+    yield f"  {estimate_control(num_workers, num_sequences=num_sequences)}"
 
 
 def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:

@@ -42,6 +42,16 @@ def test_the_report(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_estimate_for_many_workers(tmp_path):
+    done = run_script(tmp_path, "--workers", "10240")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the coordinator of 10,240 workers, 8 sequences a step" in done.stdout
+    assert "10,240 connections; start " in done.stdout
+    done = run_script(tmp_path, "--workers", "0")
+    assert done.returncode == 2 and "must be at least 1" in done.stderr
+
+
+@pytest.mark.slow
 def test_the_prediction_for_a_gpu(tmp_path):
     sizes = ["parallel.pp_size=1", "parallel.stage_replicas=null", "parallel.dp_size=2"]
     done = run_script(tmp_path, *sizes, "--device", "H100,H200")

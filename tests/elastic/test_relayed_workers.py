@@ -1,0 +1,112 @@
+"""Workers that speak to the coordinator through their guardian's connection: batches up, one frame for all down."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from parallel3d.elastic.frames import (
+    FrameReader,
+    decode_from_workers,
+    encode_frame,
+    encode_from_workers,
+    open_connection,
+)
+from parallel3d.elastic.protocol.membership import StateReport
+from parallel3d.elastic.protocol.record_delta import decode_record
+from parallel3d.errors import ProtocolError
+from parallel3d.parallel.grid import Grid
+from tests.support.run_secrets import get_secret
+
+RANKS = [0, 1]
+
+
+@pytest.fixture
+def elastic(elastic_settings):
+    return elastic_settings(Grid.uniform(tp_size=1, pp_size=1, dp_size=2))
+
+
+class Relay:
+    """The guardian of both workers, which relays for them."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.connection.settimeout(10)
+        self._reader = FrameReader()
+        self._frames: list[tuple[dict[str, Any], bytes]] = []
+
+    def send(self, **frames: Any) -> None:
+        """Sends a frame of each rank in one batch: rank0={...}."""
+        batch = [(int(name[-1]), encode_frame(frame)) for name, frame in frames.items()]
+        self.connection.sendall(encode_from_workers(batch))
+
+    def next(self, op: str) -> tuple[list[int], dict[str, Any], bytes]:
+        """The next frame of a kind that is for workers: (ranks, header, payload); of others: ([], header, payload)."""
+        while True:
+            while not self._frames:
+                data = self.connection.recv(100_000)
+                assert data, f"closed before {op!r}"
+                self._frames += self._reader.feed(data)
+            header, payload = self._frames.pop(0)
+            ranks: list[int] = []
+            if header["op"] == "to_workers":
+                ranks = header["ranks"]
+                ((header, payload),) = FrameReader().feed(payload)
+            if header["op"] == op:
+                return ranks, header, payload
+
+
+def hello(rank: int) -> dict[str, Any]:
+    return {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}
+
+
+@pytest.fixture
+def relay(world):
+    _, _, guardian, _ = world
+    relay = Relay(guardian)
+    relay.send(rank0=hello(0), rank1=hello(1))
+    return relay
+
+
+def report(rank: int) -> dict[str, Any]:
+    return {"op": "report", "report": StateReport(rank=rank, generation=0, host="here").to_json()}
+
+
+def test_a_generation_through_the_guardian(relay):
+    relay.send(rank0=report(0), rank1=report(1))
+    ranks, _, payload = relay.next("record")
+    assert ranks == RANKS and decode_record(payload, None).members == (0, 1)
+    confirm = {"op": "confirm", "generation": 0, "digest": "", "moved_bytes": 0}
+    relay.send(rank0=confirm, rank1=confirm)
+    assert relay.next("commit")[0] == RANKS
+    relay.send(rank1={"op": "set", "key": "a"}, rank0={"op": "get", "key": "a", "id": 7})
+    ranks, header, _ = relay.next("response")
+    assert ranks == [0] and header["id"] == 7
+
+
+def test_a_frame_out_of_place_costs_that_worker_alone(relay):
+    relay.send(rank1={"op": "entries", "generation": 0}, rank0={"op": "check", "keys": ["a"], "id": 1})
+    assert relay.next("close_worker")[1]["rank"] == 1
+    assert relay.next("response")[0] == [0]
+    ((rank, why),) = relay.next("kill")[1]["ends"]
+    assert rank == 1 and "which it was not asked for" in why
+    relay.send(rank1={"op": "set", "key": "a"}, rank0={"op": "check", "keys": ["a"], "id": 2})
+    assert relay.next("response")[1]["found"] is False
+
+
+def test_a_guardian_speaks_for_its_own_workers_alone(world):
+    address, *_ = world
+    fields = {"role": "guardian", "ranks": [1], "host": "here", "address": ["127.0.0.1", 1]}
+    other = open_connection(address, {"op": "hello", **fields}, get_secret=get_secret, timeout_s=5)
+    relay = Relay(other)
+    relay.send(rank0=hello(0))
+    with pytest.raises((AssertionError, ConnectionResetError)):
+        relay.next("response")
+
+
+@pytest.mark.parametrize("sizes", [[1], [10**6], [3, 3]])
+def test_batches_whose_sizes_are_wrong(sizes):
+    with pytest.raises(ProtocolError):
+        list(decode_from_workers({"ranks": [0], "sizes": sizes}, encode_frame({"op": "check"})))
