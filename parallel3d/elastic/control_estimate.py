@@ -1,7 +1,8 @@
 """An estimate of the control plane's costs at any size, from measurements of benchmarks/scale.py. Pure.
 
-Costs are nearly linear in workers and in connections; the coefficients fit runs with 64 to 10,240 workers and 1 or 8
-workers a connection, on one core of an AMD EPYC (2026-11-22). A machine twice as slow takes twice as long.
+Costs are nearly linear in workers and in connections; the coefficients fit runs with 64 to 10,240 workers and 8 workers
+a connection, and with up to 4,096 and one (at 10,240 a loss took 2.0 s on a busy machine where this says 1.2). Measured
+on one core of an AMD EPYC (2026-11-22).
 """
 
 from __future__ import annotations

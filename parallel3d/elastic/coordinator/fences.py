@@ -36,7 +36,7 @@ class Fences:
     def kill(self, why: Mapping[int, str]) -> None:
         """Has the guardians of these ranks kill them, each with its reason."""
         self.reasons |= why
-        for connection in self._server.guardians():
+        for connection in self._server.guardians() if why else ():
             if ends := [[rank, why[rank]] for rank in connection.guarded_ranks if rank in why]:
                 self._server.send(connection, {"op": "kill", "ends": ends})
 
