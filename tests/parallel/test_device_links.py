@@ -138,9 +138,9 @@ def test_a_run_is_the_same_over_pairs(layout, faults, monkeypatch):
     original = harness.ThreadNetwork.transports
     all_pairs = {}
 
-    def transports(self, record, token):
+    def transports(self, record, token, former):
         pairs = all_pairs.setdefault(id(self._world), ThreadPairs(self._world))
-        return replace(original(self, record, token), make_pair=pairs.make_pair(self._rank))
+        return replace(original(self, record, token, former), make_pair=pairs.make_pair(self._rank))
 
     expected = undisturbed(layout)
     monkeypatch.setattr(harness.ThreadNetwork, "transports", transports)
