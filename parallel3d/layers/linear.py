@@ -16,17 +16,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.layer_kernels import IDENTITY, Activation, SumRowsFn
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.output_rounding import MatmulFn, matmul_for
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
+from parallel3d.parallel.group import DoneWork
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel
 
 
 class _ColumnParallel(Function):
-    """All-gather (or nothing), GEMM forward; GEMM, reduce-scatter (or all-reduce) during the weight's GEMM backward."""
+    """All-gather (or nothing), GEMM forward; GEMM, reduce-scatter (or all-reduce) during the weight's GEMM backward.
+
+    The input is gathered again for the backward pass (Korthikanti et al., section 4.2.2), under the GEMM of its
+    gradient. On a CPU the same cores would copy it: there it is kept, unless the layer is recomputed to save memory.
+    """
 
     @staticmethod
     def forward(
@@ -38,14 +44,18 @@ class _ColumnParallel(Function):
         multiply: MatmulFn,
         sum_rows: SumRowsFn,
     ) -> Tensor:
+        context = tp.recompute_context
+        ctx.has_whole = not (context.is_active or is_accelerator(x.device))
+        if ctx.has_whole:
+            x = tp.gather(x)
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp, ctx.sum_rows = weight, bias, tp, sum_rows
-        return tp.recompute_context.run(lambda: multiply(tp.gather(x), weight, bias))
+        return context.run(lambda: multiply(x if ctx.has_whole else tp.gather(x), weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (x,) = ctx.saved_tensors
-        whole, gathering = ctx.tp.gather_async(x)
+        whole, gathering = (x, DoneWork()) if ctx.has_whole else ctx.tp.gather_async(x)
         input_grad, summing = ctx.tp.sum_async(ctx.weight.gemm.input_grad(grad, ctx.weight))
         if ctx.bias is not None:
             add_bias_grad(ctx.bias, grad, ctx.sum_rows)

@@ -71,6 +71,11 @@ class RecomputeContext:
         return product() if self._saved is None else self._saved.run(product)
 
     @property
+    def is_active(self) -> bool:
+        """Whether the layer that runs is one that runs twice."""
+        return self._saved is not None
+
+    @property
     def keeps_products(self) -> bool:
         """Whether results of products are kept for a second run; if not, who called `run` may overwrite its own."""
         return self._saved is not None and self._saved.keeps

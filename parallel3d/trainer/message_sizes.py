@@ -26,9 +26,11 @@ def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> Mess
     mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
     mlp_input = model.intermediate_size // parallel.tp_size
     everything = 4 * hidden + attention + mlp
+    # a CPU keeps the gathered inputs of column-parallel products, see layers/linear.py
+    gathered = 0 if config.run.device.startswith("cuda") else 2 * (model.hidden_size - hidden)
     recomputed = mlp_input if family_of(model).mlp.num_matrices > 2 else 0  # see kernels/torch_activations.py
     kept = {
-        "none": everything - recomputed,
+        "none": everything - recomputed + gathered,
         "selective": 2 * hidden + attention + mlp - mlp_input,
         "full": hidden,
     }
