@@ -226,7 +226,9 @@ def test_a_death_while_a_save_is_written(tmp_path, undisturbed, rank, phase):
     assert "the checkpoint of step 2 is abandoned: the workers have changed meanwhile" in done.notices
     steps = CheckpointDirectory(tmp_path).steps()
     assert 6 in steps
-    assert phase == "all_reduce" or (2 in steps) == (phase in ("forward", "backup"))
+    # whether another rank holds entry 3 is open while it is agreed on, or if the root of the tree dies right after
+    is_open = phase == "all_reduce" or (rank == 0 and phase in ("update", "all_gather"))
+    assert is_open or (2 in steps) == (phase in ("forward", "backup"))
     assert_equal(read_all(tmp_path / "latest"), read_all(folder / "latest"))
 
 
