@@ -27,8 +27,8 @@ MOMENTS_S = {"STOP": None, "CONT 0.3": 0.3, "CONT 3": 3.0, "KILL": 0.0}
 SPEC = {"num_steps": 120, "step_s": 0.05, "zero_stage": 0, "control_s": CONTROL_S, "start_s": 10.0}
 END_S = 60.0
 """Until the run has ended; it takes some 8 s, and patience, on machines that are not busy."""
-AS_IT_ENDS = ("GenerationEnded", "RunEnded")
-"""How a member's main function leaves a run that is over."""
+AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
+"""How a member leaves a run that is over, or that it was evicted from (it may be killed while it says so)."""
 
 
 @dataclass(frozen=True)
