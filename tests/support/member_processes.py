@@ -226,7 +226,7 @@ def main() -> int:
             host=spec["hosts"][env.rank] if env else None,
             timeouts=LaunchTimeouts(
                 start_s=spec.get("start_s", 20.0),
-                connect_s=1.5,
+                connect_s=spec.get("connect_s", 1.5),
                 failover_s=2.0,
                 abort_grace_s=1.0,
                 stop_grace_s=3.0,

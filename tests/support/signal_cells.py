@@ -24,7 +24,7 @@ RECOVERY = ("report", "moves", "confirm", "commit")
 CONTROL_S = 6.0
 """The stub's patience is less, and more than the longest moment."""
 MOMENTS_S = {"STOP": None, "CONT 0.3": 0.3, "CONT 3": 3.0, "KILL": 0.0}
-SPEC = {"num_steps": 120, "step_s": 0.05, "zero_stage": 0, "control_s": CONTROL_S, "start_s": 10.0}
+SPEC = {"num_steps": 120, "step_s": 0.05, "zero_stage": 0, "control_s": CONTROL_S, "start_s": 20.0, "connect_s": 6.0}
 END_S = 60.0
 """Until the run has ended; it takes some 8 s, and patience, on machines that are not busy."""
 AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
@@ -74,6 +74,8 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
     stubs = _start(cell, directory)
     try:
         wait_for(lambda: (directory / "dawdling-1").exists(), f"{cell.name}: its phase")
+        for rank in range(len(stubs) if cell.hosts > 1 else 4):  # a worker that has not connected ends otherwise
+            wait_for((directory / f"pid-{rank}").exists, f"{cell.name}: rank {rank}")
         pid = _pid_of(cell, stubs, directory)
         _strike(cell, pid)
         outputs = _read(cell, stubs, pid)
