@@ -17,8 +17,9 @@ Operations (`op` of the header), by sender:
                               abort_generation, fetch_entries, entries, record, commit, fetch_committed
                   to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker
 
-A guardian relays for its workers: `from_workers` carries a batch of their frames, `to_workers` one frame for several
-of them, both as they are. What the coordinator accepts is checked before it is handled (frame_schemas.py).
+A peer may relay for the workers of a host: `from_workers` carries a batch of their frames, `to_workers` one frame for
+several of them, both as they are. Guardians don't yet; benchmarks/scale.py does. What the coordinator accepts is
+checked before it is handled (frame_schemas.py).
 """
 
 from __future__ import annotations

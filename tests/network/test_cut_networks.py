@@ -183,7 +183,7 @@ def test_a_delay_of_200_ms_is_only_slow(start, undisturbed):
 
 @pytest.mark.full
 def test_thirty_percent_loss_ends_in_a_documented_way(start):
-    """Whoever is lost by it: no step is recorded twice, and each host ends with 0, 3 or 4."""
+    """Whichever hosts are lost by it, no step is recorded twice, and each host ends with 0, 3 or 4."""
     run = start(3)
     run.wait_for_step(5)
     run.network.weather = Weather(loss=0.3)

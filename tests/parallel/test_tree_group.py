@@ -162,7 +162,7 @@ def test_sockets_and_threads_give_the_same_bits(connect):
     assert all(torch.equal(total, in_tree_order(parts)) for total in totals)
 
 
-def test_an_abort_wakes_whoever_waits_and_nothing_of_it_reaches_the_next_generation(connect):
+def test_an_abort_ends_all_waits_and_nothing_of_it_reaches_the_next_generation(connect):
     """Rank 3 never comes. The next generation has right sums, although parts of the old one were on their way."""
     size = 4
     groups, tokens = tree_of(connect, size, timeout_s=60.0)

@@ -47,7 +47,7 @@ def steps_of(number, size):
 
 def explore(size, *, deaths, forward=lambda held: held):
     """Visits all worlds; `forward` may corrupt what a rank sends on. Returns who held a result and who lived when
-    nothing more could happen, and checks that whoever has a result has everybody's part exactly once."""
+    nothing more could happen, and checks that a rank with a result has the part of every rank exactly once."""
     steps = [steps_of(number, size) for number in range(size)]
     everyone = frozenset(range(size))
     start = ((0,) * size, tuple(frozenset([n]) for n in range(size)), frozenset(), frozenset())
@@ -93,7 +93,7 @@ def _has_result(position, steps):
 
 
 @pytest.mark.parametrize("size, deaths", [(1, 1), (2, 2), (3, 2), (4, 2), (5, 1), (6, 1)])
-def test_who_has_a_result_has_the_whole_sum_whoever_dies(size, deaths):
+def test_a_result_is_the_whole_sum_whichever_ranks_die(size, deaths):
     ends = explore(size, deaths=deaths)
     everyone = frozenset(range(size))
     assert (everyone, everyone) in ends
