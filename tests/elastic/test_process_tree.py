@@ -140,6 +140,7 @@ def test_the_coordinator_is_lost_in_a_recovery(tmp_path):
     process = start(tmp_path, num_steps=NUM_STEPS, faults=[[3, "step", 5, "kill"], [1, "confirm", 1, "dawdle"]])
     wait_for(lambda: (tmp_path / "dawdling-1").exists(), "the recovery")
     strike(process, "coordinator")
+    (tmp_path / "struck").touch()
     ended = end(process, tmp_path)
     assert (ended.code, ended.err, ended.steps) == (0, "", ALL_STEPS), ended
     assert [change["live"] for change in ended.changes] == [3]

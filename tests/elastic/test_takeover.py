@@ -160,6 +160,7 @@ def test_the_coordinator_is_lost_while_a_worker_is_replaced(tmp_path):
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d"], num_steps=200, faults=faults)
     wait_for(lambda: (tmp_path / "dawdling-1").exists(), "the recovery")
     processes[0].kill()
+    (tmp_path / "struck").touch()
     codes, _, _ = end_all(processes, tmp_path)
     assert codes == [-signal.SIGKILL, 0, 0, 0]  # the guardian of rank 2 stays to the end
     steps, changes = metrics(tmp_path)

@@ -8,7 +8,9 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
              what: kill, stop, term, exit, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, step_s, zero_stage, zero_backups, witness, control_s, start_s
+    num_steps, step_s, zero_stage, zero_backups, witness
+    start_s, connect_s, control_s, failover_s       of LaunchTimeouts
+    heartbeat_s, watchdog_s                         the least of each
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ from parallel3d.parallel.grid import Grid
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 BYTES_MOVED = 2**19
 STEP_S = 0.01
+DAWDLE_S = 30.0
+"""A member that dawdles goes on after that, whatever its test does."""
 
 
 def start(directory: Path, *, variables: dict[str, str] | None = None, **spec: Any) -> subprocess.Popen[str]:
@@ -194,10 +198,18 @@ class Member:
             if what == "hang":
                 time.sleep(60)  # its heart goes on beating
             if what == "dawdle":
-                Path(sys.argv[1], f"dawdling-{self.context.rank}").touch()
-                time.sleep(0.5)
+                self.dawdle()
                 return
             os.kill(os.getpid(), SIGNALS[what])
+
+    def dawdle(self) -> None:
+        """Stays here until the test has struck, and a moment longer."""
+        Path(sys.argv[1], f"dawdling-{self.context.rank}").touch()
+        deadline = time.monotonic() + DAWDLE_S
+        while not Path(sys.argv[1], "struck").exists() and time.monotonic() < deadline:
+            self.context.heartbeat.tick()
+            time.sleep(0.01)
+        time.sleep(0.2)
 
 
 def member(spec: dict[str, Any], context: WorkerContext) -> int:
@@ -227,7 +239,7 @@ def main() -> int:
             timeouts=LaunchTimeouts(
                 start_s=spec.get("start_s", 20.0),
                 connect_s=spec.get("connect_s", 1.5),
-                failover_s=2.0,
+                failover_s=spec.get("failover_s", 2.0),
                 abort_grace_s=1.0,
                 stop_grace_s=3.0,
                 control_s=spec.get("control_s", 30.0),
@@ -236,8 +248,8 @@ def main() -> int:
                 grid=grid,
                 zero_stage=spec.get("zero_stage", 1),
                 zero_backups=spec.get("zero_backups", 1),
-                heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=0.3, max_s=5.0),
-                watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=1.5, max_s=60.0),
+                heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("heartbeat_s", 0.3), max_s=5.0),
+                watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("watchdog_s", 1.5), max_s=60.0),
                 witness=spec.get("witness"),
             ),
         )

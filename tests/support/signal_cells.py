@@ -17,16 +17,28 @@ from pathlib import Path
 
 from tests.support.launch_runs import child_of
 from tests.support.member_processes import start, start_on_hosts
-from tests.support.processes import wait_for
+from tests.support.processes import DEADLINE_S, wait_for
 
 POINTS = {"start": ("report", 0), "step": ("step", 5)}
 RECOVERY = ("report", "moves", "confirm", "commit")
 CONTROL_S = 6.0
 """The stub's patience is less, and more than the longest moment."""
-MOMENTS_S = {"STOP": None, "CONT 0.3": 0.3, "CONT 3": 3.0, "KILL": 0.0}
-SPEC = {"num_steps": 120, "step_s": 0.05, "zero_stage": 0, "control_s": CONTROL_S, "start_s": 20.0, "connect_s": 6.0}
-END_S = 60.0
+MOMENTS_S = {"STOP": None, "CONT 0.3": 0.3, "CONT 3": 3.0, "KILL": None}
+START_S = 120.0
+"""Until the run has come to its phase. Six worlds start at once: some 10 s on two idle cores."""
+END_S = 120.0
 """Until the run has ended; it takes some 8 s, and patience, on machines that are not busy."""
+SPEC = {
+    "num_steps": 120,
+    "step_s": 0.05,
+    "zero_stage": 0,
+    "start_s": START_S,
+    "connect_s": START_S,
+    "control_s": CONTROL_S,
+    "failover_s": 5.0,
+    "heartbeat_s": 1.0,  # four times as long for one that is not stopped
+    "watchdog_s": 10.0,
+}
 AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
 """How a member leaves a run that is over, or that it was evicted from (it may be killed while it says so)."""
 
@@ -73,11 +85,9 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
     directory.mkdir()
     stubs = _start(cell, directory)
     try:
-        wait_for(lambda: (directory / "dawdling-1").exists(), f"{cell.name}: its phase")
-        for rank in range(len(stubs) if cell.hosts > 1 else 4):  # a worker that has not connected ends otherwise
-            wait_for((directory / f"pid-{rank}").exists, f"{cell.name}: rank {rank}")
+        _await_phase(cell, stubs, directory)
         pid = _pid_of(cell, stubs, directory)
-        _strike(cell, pid)
+        _strike(cell, pid, directory)
         outputs = _read(cell, stubs, pid)
     finally:
         for stub in stubs:
@@ -103,6 +113,30 @@ def _start(cell: SignalCell, directory: Path) -> list[subprocess.Popen[str]]:
     return start_on_hosts(directory, list("abc"[: cell.hosts]), faults=faults, **SPEC)
 
 
+def _await_phase(cell: SignalCell, stubs: list[subprocess.Popen[str]], directory: Path) -> None:
+    """Waits until the run has come to its phase and all workers have connected; one that has not ends otherwise."""
+    num_ranks = len(stubs) if cell.hosts > 1 else 4
+    files = [directory / "dawdling-1", *(directory / f"pid-{rank}" for rank in range(num_ranks))]
+    deadline = time.monotonic() + START_S
+    while missing := [file.name for file in files if not file.exists()]:
+        if time.monotonic() > deadline or all(stub.poll() is not None for stub in stubs):
+            raise AssertionError(f"{cell.name}: {missing} never came\n{_end(stubs, directory)}")
+        time.sleep(0.01)
+
+
+def _end(stubs: list[subprocess.Popen[str]], directory: Path) -> str:
+    """Kills the stubs that still run; returns what all processes of the world have said."""
+    said = []
+    for stub in stubs:
+        state = "ended" if stub.poll() is not None else "ran"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(stub.pid, signal.SIGKILL)
+        out, err = stub.communicate(timeout=DEADLINE_S)
+        said.append(f"--- a stub that {state} ({stub.returncode})\n{out}{err}")
+    logs = sorted((directory / "logs").glob("*.log"))
+    return "\n".join([*said, *(f"--- {log.name}\n{log.read_text()}" for log in logs)])
+
+
 def _pid_of(cell: SignalCell, stubs: list[subprocess.Popen[str]], directory: Path) -> int:
     stub = stubs[cell.host].pid
     if cell.process == "stub":
@@ -114,12 +148,10 @@ def _pid_of(cell: SignalCell, stubs: list[subprocess.Popen[str]], directory: Pat
     return child_of(stub, cell.process)
 
 
-def _strike(cell: SignalCell, pid: int) -> None:
-    if cell.what == "KILL":
-        os.kill(pid, signal.SIGKILL)
-        return
-    os.kill(pid, signal.SIGSTOP)
-    if (moment_s := MOMENTS_S[cell.what]) is not None:
+def _strike(cell: SignalCell, pid: int, directory: Path) -> None:
+    os.kill(pid, signal.SIGKILL if cell.what == "KILL" else signal.SIGSTOP)
+    (directory / "struck").touch()
+    if moment_s := MOMENTS_S[cell.what]:
         time.sleep(moment_s)
         with contextlib.suppress(ProcessLookupError):  # a worker has been killed meanwhile
             os.kill(pid, signal.SIGCONT)
