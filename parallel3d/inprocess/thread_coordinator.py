@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from parallel3d.elastic.protocol.membership import LostWorker, StateReport
-from parallel3d.elastic.protocol.record_delta import record_frame
-from parallel3d.elastic.protocol.state_machine import (
+from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
     Commit,
@@ -20,10 +18,12 @@ from parallel3d.elastic.protocol.state_machine import (
     DrainRequest,
     FetchEntries,
     FinishRun,
-    MembershipProtocol,
     Propose,
     StopRun,
 )
+from parallel3d.elastic.protocol.membership import LostWorker, StateReport
+from parallel3d.elastic.protocol.record_delta import record_frame
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.worker.membership_client import MembershipClient, Send
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.world import ThreadWorld

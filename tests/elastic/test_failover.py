@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
 from parallel3d.elastic.coordinator.witness import OVER, Witness
+from parallel3d.elastic.protocol.actions import AbortGeneration
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker
-from parallel3d.elastic.protocol.state_machine import AbortGeneration
 from parallel3d.errors import LaunchError
 from parallel3d.parallel.grid import Grid
 

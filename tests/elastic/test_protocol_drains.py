@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from parallel3d.elastic.protocol.state_machine import (
-    AbortGeneration,
-    Commit,
-    DrainRefused,
-    DrainRequest,
-    Propose,
-)
+from parallel3d.elastic.protocol.actions import AbortGeneration, Commit, DrainRefused, DrainRequest, Propose
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_steps import (
     GRID,

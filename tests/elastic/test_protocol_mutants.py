@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from parallel3d.elastic.protocol.actions import Action, Propose
 from parallel3d.elastic.protocol.membership import LogPosition, StateReport
-from parallel3d.elastic.protocol.state_machine import (
-    Action,
-    MembershipProtocol,
-    Propose,
-)
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.protocol.survivability import Survivability
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_model import Model

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from parallel3d.elastic.protocol.actions import Action, Propose
 from parallel3d.elastic.protocol.membership import GenerationRecord, StateReport
-from parallel3d.elastic.protocol.state_machine import Action, MembershipProtocol, Propose
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_model import Model
 from tests.support.protocol_search import explore

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, LogPosition, LostWorker, StateReport
-from parallel3d.elastic.protocol.state_machine import (
-    MAX_CHANGES_WITHOUT_STEP,
+from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
     Commit,
     DrainRefused,
     FetchEntries,
     FinishRun,
-    MembershipProtocol,
     Propose,
     StopRun,
 )
+from parallel3d.elastic.protocol.membership import NO_GENERATION, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.state_machine import MAX_CHANGES_WITHOUT_STEP, MembershipProtocol
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_steps import (

@@ -97,7 +97,15 @@ PURE: tuple[str, ...] = (
     "parallel3d.debug.replica_check",
     *(
         f"parallel3d.elastic.protocol.{name}"
-        for name in ("membership", "survivability", "failover", "state_machine", "restart_policy", "probe_graph")
+        for name in (
+            "actions",
+            "membership",
+            "survivability",
+            "failover",
+            "state_machine",
+            "restart_policy",
+            "probe_graph",
+        )
     ),
     "parallel3d.elastic.hang_report",
     "parallel3d.elastic.frame_schemas",

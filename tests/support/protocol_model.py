@@ -35,14 +35,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-from parallel3d.elastic.protocol.membership import (
-    NO_GENERATION,
-    LogPosition,
-    LostWorker,
-    StateReport,
-    digest_entries,
-)
-from parallel3d.elastic.protocol.state_machine import (
+from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
     Commit,
@@ -50,10 +43,17 @@ from parallel3d.elastic.protocol.state_machine import (
     DrainRequest,
     FetchEntries,
     FinishRun,
-    MembershipProtocol,
     Propose,
     StopRun,
 )
+from parallel3d.elastic.protocol.membership import (
+    NO_GENERATION,
+    LogPosition,
+    LostWorker,
+    StateReport,
+    digest_entries,
+)
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import ProtocolError
 from tests.support.protocol_workers import WorkerModel
 from tests.support.protocol_world import DEAD, DONE, MISSING, RESOLVED, RUN, Frame, Step, Violation, Worker, World

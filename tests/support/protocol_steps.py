@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parallel3d.elastic.protocol.actions import Action, FetchEntries, Propose
 from parallel3d.elastic.protocol.membership import (
     NO_GENERATION,
     GenerationRecord,
@@ -12,7 +13,7 @@ from parallel3d.elastic.protocol.membership import (
     StateReport,
     digest_entries,
 )
-from parallel3d.elastic.protocol.state_machine import Action, FetchEntries, MembershipProtocol, Propose
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.parallel.grid import Grid
 
 GRID = Grid.uniform(tp_size=1, pp_size=2, dp_size=3)  # stage 0: ranks 0 1 2, stage 1: ranks 3 4 5

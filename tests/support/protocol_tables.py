@@ -7,8 +7,9 @@ from functools import cache
 from math import lcm
 from typing import Any
 
+from parallel3d.elastic.protocol.actions import Action
 from parallel3d.elastic.protocol.membership import GenerationRecord
-from parallel3d.elastic.protocol.state_machine import Action, MembershipProtocol
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.optim.shard_map import ShardMap, plan_moves, plan_shard_map
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_world import Frame, Share, Violation, Worker, World, freeze

@@ -18,10 +18,11 @@ from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.witness import Witness
+from parallel3d.elastic.protocol.actions import Action, FinishRun
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
 from parallel3d.elastic.protocol.record_delta import decode_record
-from parallel3d.elastic.protocol.state_machine import Action, FinishRun, MembershipProtocol
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.monitor.sinks import RunReporter
 

@@ -17,10 +17,7 @@ from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
 from parallel3d.elastic.coordinator.run_status import RunStatus, describe_error
 from parallel3d.elastic.coordinator.shutdown import Shutdown
 from parallel3d.elastic.frame_schemas import parse
-from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
-from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker, StateReport
-from parallel3d.elastic.protocol.record_delta import record_frame
-from parallel3d.elastic.protocol.state_machine import (
+from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
     Commit,
@@ -28,10 +25,13 @@ from parallel3d.elastic.protocol.state_machine import (
     DrainRequest,
     FetchEntries,
     FinishRun,
-    MembershipProtocol,
     Propose,
     StopRun,
 )
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, check_quorum
+from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker, StateReport
+from parallel3d.elastic.protocol.record_delta import record_frame
+from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid
 

@@ -19,8 +19,18 @@ tests/support/protocol_model.py shows by exhaustive exploration that this is rig
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
+from parallel3d.elastic.protocol.actions import (
+    AbortGeneration,
+    Action,
+    Commit,
+    DrainRefused,
+    DrainRequest,
+    FetchEntries,
+    FinishRun,
+    Propose,
+    StopRun,
+)
 from parallel3d.elastic.protocol.membership import (
     NO_GENERATION,
     GenerationRecord,
@@ -35,77 +45,6 @@ from parallel3d.parallel.grid import Grid
 
 MAX_CHANGES_WITHOUT_STEP = 8
 """More consecutive changes without a step in between end the run: their common cause is not an accident."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AbortGeneration:
-    """End these workers' generation and make them report to `generation`."""
-
-    ranks: tuple[int, ...]
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchEntries:
-    """Ask this worker for the entries that it has reported."""
-
-    rank: int
-    generation: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Propose:
-    """Send the record to its members, the entries with it to those that are behind."""
-
-    record: GenerationRecord
-    base: GenerationRecord | None
-    """The last committed record, which all members hold."""
-    behind: tuple[int, ...] = ()
-    entries: bytes = b""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    """Notify the members that all have confirmed; draining members leave with this."""
-
-    generation: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrainRequest:
-    """Ask this worker, which should leave, to request a change at its next step boundary."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrainRefused:
-    """The run can't go on without this worker, which should leave: the caller stops the run instead.
-
-    An earlier DrainRequest to this worker is void.
-    """
-
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopRun:
-    """The run can't go on."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishRun:
-    """All workers are done: these may end."""
-
-    ranks: tuple[int, ...]
-
-
-Action = AbortGeneration | FetchEntries | Propose | Commit | DrainRequest | DrainRefused | StopRun | FinishRun
 
 
 class MembershipProtocol:
