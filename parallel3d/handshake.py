@@ -70,15 +70,42 @@ class AcceptedHandshake:
         return b""
 
 
+class ConnectingHandshake:
+    """The connecting end, without input and output: after `request`, `feed` takes what arrives and returns what to
+    send."""
+
+    def __init__(self, secret: bytes):
+        self._secret = secret
+        self._own = secrets.token_bytes(NONCE_BYTES)
+        self._received = bytearray()
+        self.request = REQUEST + self._own
+        self.is_proven = False
+        """Whether the other end has proven that it knows the secret."""
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes of the answer that are still to come; what follows them is not part of it."""
+        return NONCE_BYTES + PROOF_BYTES - len(self._received)
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes at most `num_missing` bytes. Raises NotOfThisRunError if they are not right."""
+        assert len(data) <= self.num_missing
+        self._received += data
+        if self.num_missing:
+            return b""
+        answer = bytes(self._received)
+        nonces = self._own + answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(self._secret, b"accept", nonces)):
+            raise NotOfThisRunError("the other end does not know this run's secret")
+        self.is_proven = True
+        return _proof(self._secret, b"connect", nonces)
+
+
 def connect_handshake(connection: socket.socket, secret: bytes) -> None:
     """Runs the connecting end on a blocking socket with a timeout; raises OSError, NotOfThisRunError among them."""
-    own = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(REQUEST + own)
-    answer = _receive(connection, NONCE_BYTES + PROOF_BYTES)
-    nonces = own + answer[:NONCE_BYTES]
-    if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, b"accept", nonces)):
-        raise NotOfThisRunError("the other end does not know this run's secret")
-    connection.sendall(_proof(secret, b"connect", nonces))
+    handshake = ConnectingHandshake(secret)
+    connection.sendall(handshake.request)
+    connection.sendall(handshake.feed(_receive(connection, handshake.num_missing)))
 
 
 def accept_handshake(connection: socket.socket, secret: bytes) -> None:

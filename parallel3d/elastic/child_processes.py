@@ -64,9 +64,6 @@ class ParentLink:
         """Announces long work without beats."""
         self._slot[0] = NO_BEAT
 
-    def close(self) -> None:
-        self.connection.close()
-
 
 class ChildProcess:
     """The stub's end: a child that runs `main`, which returns its exit code."""

@@ -1,4 +1,4 @@
-"""The control channel's wire format, used at both ends: frames over TCP, no torch.
+"""The control channel's wire format, used at all ends: frames over TCP and socket pairs, no torch.
 
 torch's TCPStore is not an option: it ignores its timeouts when its host hangs, dies with the rank that hosts it, and
 cannot push news. A connection begins with a handshake (parallel3d/handshake.py); then come frames:
@@ -17,9 +17,13 @@ Operations (`op` of the header), by sender:
                               abort_generation, fetch_entries, entries, record, commit, fetch_committed
                   to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker
 
-A peer may relay for the workers of a host: `from_workers` carries a batch of their frames, `to_workers` one frame for
-several of them, both as they are. Guardians don't yet; benchmarks/scale.py does. What the coordinator accepts is
-checked before it is handled (frame_schemas.py).
+A guardian relays for its workers, each at the other end of a socket pair: `from_workers` carries a batch of their
+frames, `to_workers` one frame for several of them, both as they are. Between a guardian and its workers alone:
+
+    worker        located                                           where it has found the coordinator
+    guardian      connected, coordinator_lost, ping
+
+What the coordinator accepts is checked before it is handled (frame_schemas.py).
 """
 
 from __future__ import annotations
@@ -38,6 +42,10 @@ from parallel3d.handshake import connect_handshake
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
+MAX_VALUE_BYTES = 16 * 2**20
+"""Of a frame that a worker sends: a value that it stores."""
+MAX_RELAYED_BYTES = MAX_VALUE_BYTES + MAX_HEADER_BYTES + 8
+"""Of a frame that a guardian sends: a worker's largest frame, with its header."""
 CHUNK_BYTES = 2**16
 RETRY_S = 0.1
 KEEPALIVE_S = 8
@@ -73,7 +81,7 @@ def decode_from_workers(header: dict[str, Any], payload: bytes) -> Iterator[tupl
     view, end = memoryview(payload), 0
     for rank, size in zip(ranks, sizes):
         start, end = end, end + size
-        frames = list(FrameReader().feed(view[start:end]))
+        frames = list(FrameReader(MAX_VALUE_BYTES).feed(view[start:end]))
         if len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames of rank {rank} in {size} bytes, not one")
         yield rank, *frames[0]
@@ -98,6 +106,16 @@ class FrameReader:
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yields (header, payload) of each frame that `data` completes; raises ProtocolError if it isn't a frame."""
+        for header, frame, start in self._split(data):
+            yield header, frame[start:]
+
+    def feed_whole(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Yields (header, whole frame as it came) of each frame that `data` completes; raises ProtocolError."""
+        for header, frame, _ in self._split(data):
+            yield header, frame
+
+    def _split(self, data: bytes | memoryview) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+        """Yields (header, frame, where its payload begins)."""
         self._bytes += data
         while len(self._bytes) >= _LENGTHS.size:
             header_bytes, payload_bytes = _LENGTHS.unpack_from(self._bytes)
@@ -112,9 +130,9 @@ class FrameReader:
                 raise ProtocolError(f"not a control frame: {error}") from None
             if not isinstance(header, dict):
                 raise ProtocolError(f"not a control frame: header {header!r}")
-            payload = bytes(self._bytes[start:end])
+            frame = bytes(self._bytes[:end])
             del self._bytes[:end]
-            yield header, payload
+            yield header, frame, start
 
 
 def open_connection(

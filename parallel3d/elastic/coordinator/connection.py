@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
-from parallel3d.elastic.frames import FrameReader
+from parallel3d.elastic.frames import MAX_RELAYED_BYTES, FrameReader
+from parallel3d.elastic.outbox import Outbox
 from parallel3d.handshake import AcceptedHandshake
-
-MAX_VALUE_BYTES = 16 * 2**20
-"""Of a value that a worker stores."""
-MAX_PARTS = 64
-"""Parts of the outbox that one system call takes; Linux allows 1,024."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,30 +39,14 @@ class SocketConnection(Connection):
     """Of the other end."""
     since_s: float
     """When it was accepted."""
-    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_VALUE_BYTES))
-    outbox: deque[bytes | memoryview] = field(default_factory=deque)
-    """What is still to be sent. Connections share the bytes of a frame that goes to many."""
+    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_RELAYED_BYTES))
+    outbox: Outbox = field(default_factory=Outbox)
     awaits_room: bool = False
     """Whether the selector reports when it takes more."""
     silent_pings: int = 0
     """Pings sent since its last frame."""
     relayed: dict[int, RelayedConnection] = field(default_factory=dict)
     """The workers that speak through this guardian."""
-
-    def send_outbox(self) -> None:
-        """Sends what the socket takes now; raises OSError if it is broken."""
-        while self.outbox:
-            try:
-                num_sent = self.socket.sendmsg(list(islice(self.outbox, MAX_PARTS)))  # bounded: does not block
-            except BlockingIOError:
-                return
-            while num_sent:
-                first = self.outbox.popleft()
-                if num_sent < len(first):
-                    self.outbox.appendleft(memoryview(first)[num_sent:])
-                    num_sent = 0
-                else:
-                    num_sent -= len(first)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -111,6 +111,12 @@ class ConnectionServer:
         connection.rank = rank
         self.workers[rank] = connection
 
+    def end_worker(self, rank: int) -> None:
+        """Forgets a worker whose guardian has reported its exit: nothing is sent to it any more."""
+        worker = self.workers.get(rank)
+        if isinstance(worker, RelayedConnection):
+            self._forget(worker)
+
     def guardians(self) -> list[SocketConnection]:
         return [connection for connection in self.connections if connection.guarded_ranks]
 
@@ -183,7 +189,7 @@ class ConnectionServer:
             connection.socket.close()
 
     def _write(self, connection: SocketConnection, *parts: bytes) -> None:
-        connection.outbox += parts
+        connection.outbox.add(*parts)
         if not connection.awaits_room:
             self._flush(connection)
 
@@ -261,7 +267,7 @@ class ConnectionServer:
         if not connection.is_open:
             return
         try:
-            connection.send_outbox()
+            connection.outbox.send(connection.socket)
         except OSError:
             self._drop(connection)
             return

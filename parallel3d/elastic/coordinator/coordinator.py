@@ -239,6 +239,8 @@ class Coordinator:
         match op:
             case "ended":
                 self._on_worker_exits(connection.guarded_ranks, header["ends"])
+                for end in header["ends"]:
+                    self._server.end_worker(end["rank"])
             case "stop":
                 self._shutdown.stop(header["signal"], at_once=header["at_once"])
             case "announce_drain":

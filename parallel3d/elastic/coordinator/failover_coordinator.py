@@ -202,8 +202,8 @@ class FailoverCoordinator(Coordinator):
 
     def _fetch_newest_record(self) -> GenerationRecord | None:
         """Returns the record of the newest committed generation, from the first worker that has it and answers."""
-        generations = self._committed_generations()
-        for rank in sorted(generations, key=lambda rank: (-generations[rank], rank)):
+        generations, ended = self._committed_generations(), {end["rank"] for end in self._ends()}
+        for rank in sorted(generations.keys() - ended, key=lambda rank: (-generations[rank], rank)):
             if generations[rank] == NO_GENERATION:
                 return None
             self._asked_rank = rank

@@ -1,20 +1,14 @@
-"""Coordinator discovery: how workers and guardians find the coordinator, and its successor.
+"""Coordinator discovery: how guardians find the coordinator that a run begins with.
 
 a coordinator on this host    the port of the listener that the stub has opened
+a launcher without a store    the coordinator listens at the master's address
 torchrun                      rank 0 puts the address and the run's secret into torchrun's TCPStore, under
                               `parallel3d/coordinator`. Only workers import torch, so each sends both to its guardian
-                              through a pipe
-a launcher without a store    the coordinator listens at the master's address
-failover                      guardians find the successor, and each sends its address to its workers, each through
-                              a pipe of its own
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
@@ -27,73 +21,22 @@ LOOPBACK = "127.0.0.1"
 
 
 class CoordinatorDiscovery:
-    """Created before the forks. A worker calls `find`, `report` and `await_new_address`, its guardian the rest."""
+    """Created before the forks. `known_address`: that of the coordinator on this host."""
 
     def __init__(
-        self,
-        *,
-        env: LauncherEnv | None,
-        known_address: Address | None,
-        ranks: Sequence[int],
-        run_secret: RunSecret,
-        timeout_s: float,
+        self, *, env: LauncherEnv | None, known_address: Address | None, run_secret: RunSecret, timeout_s: float
     ):
         self.run_secret = run_secret
+        self.address = known_address or address_of_first_coordinator(env)
+        """The coordinator's, if it need not be looked up."""
         self._env = env
+        self._known_address = known_address
         self._timeout_s = timeout_s
-        self.pipe, self._address_writer = os.pipe()
-        self._new_address_pipes = {rank: os.pipe() for rank in ranks}
-        """By worker: the ends to read and to write."""
-        self.known_address = known_address
-        """The coordinator's, if it need not be found: it is on this host, or another guardian has found it."""
 
-    def find(self) -> Address:
-        """Returns the coordinator's address; raises LaunchError."""
-        if self._env is not None and self._env.agent_store:
-            return self._look_up(self._env)
-        address = self.known_address or address_of_first_coordinator(self._env)
-        assert address is not None
-        return address
-
-    def report(self, address: Address) -> None:
-        """Sends the guardian the address at which its worker has reached the coordinator, and the secret that it proved
-        there."""
-        secret = self.run_secret.read()
-        self.run_secret.set(secret)
-        if self.known_address is None:
-            os.write(self._address_writer, "{} {} {}\n".format(*address, secret.hex()).encode())
-
-    def await_new_address(self, rank: int) -> Address | None:
-        """Waits in worker `rank` for the guardian to send the successor's address; returns None without one."""
-        line = b""
-        while not line.endswith(b"\n"):
-            line += os.read(self._new_address_pipes[rank][0], 1)
-        return _address_of(line)
-
-    def close_worker_ends(self) -> None:
-        """Leaves the workers as the pipe's only writers, so that it ends with them."""
-        os.close(self._address_writer)
-        for reader, _ in self._new_address_pipes.values():
-            os.close(reader)
-
-    def send_new_address(self, address: Address | None) -> None:
-        """Sends the workers the successor's address, or None without a successor."""
-        for _, writer in self._new_address_pipes.values():
-            with contextlib.suppress(BrokenPipeError):  # the worker has ended
-                os.write(writer, "{} {}\n".format(*address).encode() if address else b"\n")
-
-    def close(self) -> None:
-        os.close(self.pipe)
-        for _, writer in self._new_address_pipes.values():
-            os.close(writer)
-
-    def read_address(self) -> Address | None:
-        """Returns the address that a worker has reported; None if all have ended without a report."""
-        message, _, secret = os.read(self.pipe, 4096).decode().partition("\n")[0].rpartition(" ")
-        if not message:
-            return None
-        self.run_secret.set(bytes.fromhex(secret))
-        return _address_of(message.encode())
+    def look_up(self) -> Address | None:
+        """Meets the others at the launcher's store, in a worker: puts the address there, or returns what it finds;
+        None without a store. Raises LaunchError."""
+        return self._look_up(self._env) if self._env is not None and self._env.agent_store else None
 
     def _look_up(self, env: LauncherEnv) -> Address:
         from torch.distributed import TCPStore  # only in workers
@@ -102,10 +45,10 @@ class CoordinatorDiscovery:
         try:
             store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
             key = f"{STORE_KEY}/{env.attempt}"
-            if self.known_address:
-                own_port, secret = self.known_address[1], self.run_secret.read()
+            if self._known_address:
+                own_port, secret = self._known_address[1], self.run_secret.read()
                 store.set(key, f"{_reachable_host(env)} {own_port} {secret.hex()}")
-                return self.known_address
+                return self._known_address
             host, port, secret_hex = store.get(key).decode().rsplit(" ", 2)
         except RuntimeError as error:
             raise LaunchError(
@@ -114,11 +57,6 @@ class CoordinatorDiscovery:
             ) from None
         self.run_secret.set(bytes.fromhex(secret_hex))
         return host, int(port)
-
-
-def _address_of(message: bytes) -> Address | None:
-    host, _, port = message.decode().partition("\n")[0].rpartition(" ")
-    return (host, int(port)) if host else None
 
 
 def host_address(env: LauncherEnv | None) -> str:

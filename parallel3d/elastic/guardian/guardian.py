@@ -4,6 +4,8 @@ It detects a death within milliseconds (SIGCHLD, waitpid) and reports it to the 
 no sign of life before it reports it (so that none wakes up in a generation that is over), forwards stop signals, kills
 workers that do not exit in time, and stays until the coordinator has the run's exit code. The stub's exit code is that
 one, so that a launcher above it never takes a lost worker for success.
+
+It relays between its workers (worker_channels.py) and the coordinator (coordinator_link.py). It never waits for either.
 """
 
 from __future__ import annotations
@@ -19,40 +21,37 @@ from typing import Any
 
 from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
-from parallel3d.elastic.frames import (
-    CHUNK_BYTES,
-    PING_S,
-    FrameReader,
-    NotServingError,
-    connect,
-    encode_frame,
-    max_silent_pings,
-    open_connection,
-)
-from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
+from parallel3d.elastic.frames import RETRY_S
+from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
+from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
-from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
+from parallel3d.elastic.guardian.worker_channels import WorkerChannels
+from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
-from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError, ProtocolError
+from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError
 
 TICK_S = 0.5
-CANDIDATE_CONNECT_S = 1.0
 
 
 class Guardian:
     """Guards `children` (pid -> rank), the workers that this process has forked; `own_info` describes it to others.
 
-    `lost_ranks`: the workers of the guardian before this one, which died with it.
+    `ends`: this end of each worker's channel, by rank. `address`: the coordinator's; None until a worker finds it.
+    `is_at_coordinator`: it began on this host. `lost_ranks`: the workers of the guardian before this one, which died
+    with it.
     """
 
     def __init__(
         self,
         children: Mapping[int, int],
         *,
+        ends: Mapping[int, socket.socket],
         monitor: HeartbeatMonitor,
-        discovery: CoordinatorDiscovery,
+        address: Address | None,
+        is_at_coordinator: bool,
+        run_secret: RunSecret,
         signals: Signals,
         timeouts: LaunchTimeouts,
         own_info: GuardianInfo,
@@ -63,150 +62,94 @@ class Guardian:
         self._monitor = monitor
         self._declared_dead: dict[int, str] = {}
         """Unresponsive workers that it has killed: pid -> reason."""
+        self._broken: dict[int, str] = {}
+        """Workers that it can't relay for any more: rank -> reason."""
         self._own_info = own_info
         self._stub = link
-        self._failover_plan: FailoverPlan | None = None
-        self._candidates: list[GuardianInfo] | None = None
-        """Failover candidates not tried yet; None while there is a coordinator."""
-        self._candidate: GuardianInfo | None = None
-        """The one being tried."""
-        self._welcome_deadline = float("inf")
         self._timeouts = timeouts
         self._signals = signals
+        self._run_secret = run_secret
+        self._is_at_coordinator = is_at_coordinator
         self._stops_seen = 0
         self._status_requests_seen = 0
         self._request: dict[str, Any] | None = None
         """The frame of the newest stop signal."""
         self._deadline = float("inf")
         self._enforced: set[int] = set()
-        self._link: socket.socket | None = None
-        self._reader = FrameReader()
-        self._next_ping_s = 0.0
-        self._silent_pings = 0
-        """Pings sent since the coordinator's last frame."""
         self._exit_code: int | None = None
         """The run's, once the coordinator has sent it or is lost."""
         self._ends = [_lost_with_guardian(rank) for rank in lost_ranks]
         """Exits of its workers, repeated to every new coordinator."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
-        self._discovery = discovery
         self._selector.register(link.connection, selectors.EVENT_READ, self._on_stub_message)
-        self._is_discovering = discovery.known_address is None
-        if discovery.known_address:
-            self._connect_first(discovery.known_address)
-        else:
-            self._selector.register(discovery.pipe, selectors.EVENT_READ, self._on_address_found)
+        events = LinkEvents(
+            greet=self._greeting,
+            on_welcome=lambda: self._channels.on_welcome(self._run_secret.read()),
+            on_frame=self._handle,
+            on_lost=self._on_coordinator_lost,
+            on_end=self._end_without_coordinator,
+        )
+        self._link = CoordinatorLink(
+            self._selector, own_info=own_info, run_secret=run_secret, stub=link, timeouts=timeouts, events=events
+        )
+        self._channels = WorkerChannels(
+            self._selector, ends, link=self._link, on_located=self._on_located, on_broken=self._broken.__setitem__
+        )
+        if address:
+            self._link.find(address)
 
     def monitor(self) -> int:
         """Guards the workers until the run is over; returns its exit code."""
         try:
-            while self._children or self._is_discovering or self._exit_code is None:
+            while self._children or self._exit_code is None:
                 self._reap()
                 self._handle_stop_signals()
                 self._forward_status_requests()
                 self._kill_unresponsive()
                 self._enforce_deadline()
-                self._try_candidate()
+                self._link.turn()
                 self._stub.beat()
-                for key, _ in self._selector.select(CHECK_INTERVAL_S if self._monitor.active else TICK_S):
+                for key, _ in self._selector.select(self._turn_s()):
                     key.data()
-                self._ping()
+                self._channels.turn()
             return self._exit_code
         finally:
             self._kill_all(enforced=False)
-            if self._link is not None:
-                self._link.close()
+            self._link.close()
+            self._channels.close_all()
             self._selector.close()
 
-    # --- the stub -------------------------------------------------------------------------------------------------
+    def _turn_s(self) -> float:
+        if self._link.is_searching:
+            return RETRY_S
+        return CHECK_INTERVAL_S if self._monitor.active else TICK_S
 
     def _on_stub_message(self) -> None:
         for message in self._stub.receive():
             self._signals.add(message["number"])
 
-    # --- connection to the coordinator ----------------------------------------------------------------------------
+    # --- the coordinator ------------------------------------------------------------------------------------------
 
-    def _on_address_found(self) -> None:
-        address = self._discovery.read_address()
-        self._selector.unregister(self._discovery.pipe)
-        self._is_discovering = False
-        if address:
-            self._connect_first(address)
+    def _on_located(self, message: dict[str, Any]) -> None:
+        """Connects to where a worker has found the coordinator."""
+        if not (self._link.was_found or self._link.is_searching or self._exit_code is not None):
+            self._run_secret.set(bytes.fromhex(message["secret"]))
+            host, port = message["address"]
+            self._link.find((host, port))
 
-    def _connect_first(self, address: Address) -> None:
-        self._stub.pause()
-        try:
-            self._use(
-                open_connection(
-                    address,
-                    self._hello(),
-                    get_secret=self._discovery.run_secret.read,
-                    timeout_s=self._timeouts.connect_s,
-                )
-            )
-            self._report_address(address)
-        except LaunchError as error:
-            self._end_without_coordinator(str(error))
+    def _greeting(self) -> list[dict[str, Any]]:
+        """Returns what every coordinator must know first."""
+        hello = {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
+        ended = [{"op": "ended", "ends": self._ends}] if self._ends else []
+        return [hello, *ended, *([self._request] if self._request else [])]
 
-    def _hello(self) -> dict[str, Any]:
-        return {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
-
-    def _report_address(self, address: Address) -> None:
-        """Sends the stub what a guardian in this one's place would have to know."""
-        secret = self._discovery.run_secret.read().hex()
-        self._stub.send({"op": "located", "address": list(address), "secret": secret})
-
-    def _use(self, link: socket.socket) -> None:
-        self._link = link
-        self._reader, self._silent_pings = FrameReader(), 0
-        self._selector.register(self._link, selectors.EVENT_READ, self._receive)
-        if self._ends:
-            self._send({"op": "ended", "ends": self._ends})
-        if self._request:
-            self._send(self._request)
-
-    def _receive(self) -> None:
-        assert self._link is not None
-        try:
-            data = self._link.recv(CHUNK_BYTES)  # bounded: the selector reports data
-            self._silent_pings = 0
-            for header, _ in self._reader.feed(data):
-                self._handle(header)
-        except (OSError, ProtocolError):
-            data = b""
-        if not data:
-            self._on_broken_link()
-
-    def _on_broken_link(self) -> None:
-        self._disconnect()
-        if self._exit_code is None and self._candidate is None:  # else: the candidate has closed; it is tried again
-            self._lose_coordinator()
-
-    def _ping(self) -> None:
-        """Shows the coordinator that this process runs; one that has long shown nothing counts as lost."""
-        now_s = time.monotonic()
-        if self._link is None or now_s < self._next_ping_s:
-            return
-        self._next_ping_s = now_s + PING_S
-        self._silent_pings += 1
-        if self._silent_pings <= max_silent_pings(self._timeouts.control_s):
-            self._send({"op": "ping"})
-            return
-        self._on_broken_link()
-
-    def _disconnect(self) -> None:
-        if self._link is not None:
-            self._selector.unregister(self._link)
-            self._link.close()
-            self._link = None
-
-    def _handle(self, header: dict[str, Any]) -> None:
+    def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         match header["op"]:
-            case "welcome":
-                self._on_welcome()
-            case "failover_plan":
-                self._failover_plan = FailoverPlan.from_json(header["failover_plan"])
+            case "to_workers":
+                self._channels.send(header["ranks"], payload)
+            case "close_worker":
+                self._channels.close(header["rank"])
             case "monitor":
                 self._monitor.begin(
                     HeartbeatTimeouts(
@@ -225,82 +168,33 @@ class Guardian:
                 self._set_kill_deadline(header["grace_s"])
             case "over":
                 self._exit_code = header["exit_code"]
-                self._discovery.send_new_address(None)
+                self._link.end()
                 self._set_kill_deadline(self._timeouts.abort_grace_s)
 
-    # --- loss of the coordinator ----------------------------------------------------------------------------------
+    def _on_coordinator_lost(self) -> None:
+        self._channels.lose_coordinator("the coordinator is gone", is_final=self._exit_code is not None)
 
-    def _lose_coordinator(self) -> None:
-        """Begins a failover: at the coordinator's own host first, whose stub replaces a process that it saw end."""
-        plan = self._failover_plan
-        if plan is None:
-            self._end_without_coordinator("the run's coordinator is gone")
-            return
-        others = () if self._own_info.host == plan.coordinator.host else plan.candidates
-        self._candidates = [plan.coordinator, *others]
-        self._next_candidate()
-
-    def _next_candidate(self) -> None:
-        assert self._candidates is not None and self._failover_plan is not None
-        self._disconnect()
-        if self._candidates:
-            self._candidate = self._candidates.pop(0)
-            self._welcome_deadline = time.monotonic() + self._timeouts.failover_s
-            return
-        plan = self._failover_plan
-        if self._own_info.host != plan.coordinator.host:
-            self._end_without_coordinator("the run's coordinator is gone, and no other host can take over")
-        else:
-            speaks = self._own_info in (plan.coordinator, *plan.same_host_guardians[:1])
-            self._end_without_coordinator("the run's coordinator is gone", should_print=speaks)
-
-    def _try_candidate(self) -> None:
-        """Connects to the failover candidate; goes on to the next if it can't be reached or does not answer in time."""
-        if self._candidate is None or self._exit_code is not None:
-            return
-        if time.monotonic() >= self._welcome_deadline:
-            self._next_candidate()
-        elif self._link is None:
-            self._connect_to(self._candidate)
-
-    def _connect_to(self, candidate: GuardianInfo) -> None:
-        assert self._failover_plan is not None
-        secret = self._discovery.run_secret.read()
-        if candidate.ranks == self._own_info.ranks:  # repeated, since the stub refuses while its coordinator serves
-            plan = self._failover_plan.to_json()
-            self._stub.send({"op": "take_over", "failover_plan": plan, "secret": secret.hex()})
-        try:
-            self._use(connect(candidate.address, self._hello(), secret, timeout_s=CANDIDATE_CONNECT_S))
-        except NotServingError:
-            pass
-        except OSError:
-            self._next_candidate()
-
-    def _on_welcome(self) -> None:
-        """Ends the failover: the candidate serves."""
-        if self._candidate is not None:
-            self._discovery.send_new_address(self._candidate.address)
-            self._report_address(self._candidate.address)
-            self._candidate = self._candidates = None
-            self._welcome_deadline = float("inf")
-
-    def _end_without_coordinator(self, message: str, *, should_print: bool = True) -> None:
+    def _end_without_coordinator(self, message: str, should_print: bool) -> None:
         """Ends the run here: no coordinator can be reached."""
         if should_print:
-            self._print(message)
-        self._exit_code = EXIT_COORDINATOR_LOST
-        self._discovery.send_new_address(None)
+            role = "guardian of rank" if self._link.was_found else "rank"
+            self._print(message, role=role)
+        never_began = not self._link.was_found and not self._ends
+        self._exit_code = LaunchError.exit_code if never_began else EXIT_COORDINATOR_LOST
+        self._link.end()
+        self._channels.lose_coordinator(message, is_final=True)
         self._set_kill_deadline(self._timeouts.abort_grace_s)
 
     # --- duties ---------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Collects workers that have exited and reports them."""
+        """Collects workers that have exited and reports them, after their last words."""
         ends = []
         for pid, rank in list(self._children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._children[pid]
+                self._channels.drain(rank)
                 ends.append(
                     {
                         "rank": rank,
@@ -313,9 +207,9 @@ class Guardian:
                 )
         if ends:
             self._ends += ends
-            self._send({"op": "ended", "ends": ends})
-        never_met = self._failover_plan is None and self._link is None
-        if not self._children and not self._is_discovering and never_met and self._exit_code is None:
+            self._link.send({"op": "ended", "ends": ends})
+        never_met = not (self._link.was_found or self._link.is_searching)
+        if not self._children and never_met and self._exit_code is None:
             self._end_alone()
 
     def _end_alone(self) -> None:
@@ -329,28 +223,33 @@ class Guardian:
         for number in self._signals.stops[self._stops_seen :]:
             self._stops_seen += 1
             at_once = self._stops_seen > 1 and signal.SIGINT in self._signals.stops[: self._stops_seen]
-            if self._is_discovering:
+            is_alone = not (self._link.was_found or self._is_at_coordinator)
+            if is_alone:
                 self._exit_code = EXIT_BY_SIGNAL + number
-            if self._is_discovering or at_once:
+                self._link.end()
+            if is_alone or at_once:
                 self._kill_all(enforced=True)
             if number == signal.SIGTERM and not at_once:
                 self._request = {"op": "announce_drain"}
             else:
                 self._request = {"op": "stop", "signal": number, "at_once": at_once}
-            self._send(self._request)
+            self._link.send(self._request)
 
     def _forward_status_requests(self) -> None:
         if self._signals.num_status_requests > self._status_requests_seen:
             self._status_requests_seen = self._signals.num_status_requests
-            self._send({"op": "request_status"})
+            self._link.send({"op": "request_status"})
 
     def _kill_unresponsive(self) -> None:
         for pid, why in self._monitor.check(self._children.keys() - self._declared_dead.keys()).items():
             self._declared_dead[pid] = why
             os.kill(pid, signal.SIGKILL)
+        if self._broken:
+            self._kill_lost(self._broken)
+            self._broken.clear()
 
     def _kill_lost(self, why: dict[int, str]) -> None:
-        """Kills workers that the coordinator can't wait for; each counts as lost once its exit is reported."""
+        """Kills workers that the run can't wait for; each counts as lost once its exit is reported."""
         self._reap()  # one that has ended by itself has a reason of its own
         for pid, rank in self._children.items():
             if rank in why and pid not in self._declared_dead:
@@ -372,17 +271,10 @@ class Guardian:
                 self._enforced.add(pid)
             os.kill(pid, signal.SIGKILL)
 
-    def _send(self, header: dict[str, Any]) -> None:
-        if self._link is not None:
-            try:
-                self._link.sendall(encode_frame(header))
-            except OSError:
-                return  # the coordinator is gone: the next read shows it
-
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, role: str = "guardian of rank") -> None:
         """Prints to this process's own terminal what the coordinator can't publish."""
         ranks = ", ".join(str(rank) for rank in self._own_info.ranks)
-        print(f"guardian of rank {ranks}: {text}", file=sys.stderr, flush=True)
+        print(f"{role} {ranks}: {text}", file=sys.stderr, flush=True)
 
 
 def _lost_with_guardian(rank: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import select
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from parallel3d.child_process import STOP_SIGNALS
 from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.guardian import Guardian
-from parallel3d.elastic.guardian.heartbeat import HeartbeatMonitor, HeartbeatPage
+from parallel3d.elastic.guardian.heartbeat import HeartbeatMonitor, HeartbeatPage, HeartbeatSlot
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
@@ -82,37 +83,36 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
     """Forks the workers and guards them until the run is over; returns its exit code."""
     lost_at = start.get("lost_at")
     run_secret = spec.make_secret(value=bytes.fromhex(start["secret"]) if "secret" in start else None)
-    ranks = [worker.rank for worker in spec.workers]
     discovery = CoordinatorDiscovery(
-        env=spec.env,
-        known_address=(lost_at[0], lost_at[1]) if lost_at else spec.local_coordinator,
-        ranks=ranks,
-        run_secret=run_secret,
-        timeout_s=spec.timeouts.start_s,
+        env=spec.env, known_address=spec.local_coordinator, run_secret=run_secret, timeout_s=spec.timeouts.start_s
     )
-    page = HeartbeatPage(len(ranks))
-    children, slots = {}, {}
+    page = HeartbeatPage(len(spec.workers))
+    children: dict[int, int] = {}
+    slots: dict[int, HeartbeatSlot] = {}
+    ends: dict[int, socket.socket] = {}
     for number, worker in enumerate(() if lost_at else spec.workers):
-        pid = fork_worker(
-            worker,
-            spec.worker_main,
-            discovery=discovery,
-            slot=page.slot(number),
-            timeouts=spec.timeouts,
-            close_guardians=link.close,
-        )
+        ends[worker.rank], theirs = socket.socketpair()
+        with theirs:
+            pid = fork_worker(
+                worker,
+                spec.worker_main,
+                connection=theirs,
+                discovery=discovery,
+                slot=page.slot(number),
+                timeouts=spec.timeouts,
+                guardians=(link.connection, *ends.values()),
+            )
         children[pid], slots[pid] = worker.rank, page.slot(number)
-    discovery.close_worker_ends()
-    guardian = Guardian(
+    return Guardian(
         children,
+        ends=ends,
         monitor=HeartbeatMonitor(slots, stopped_s=spec.timeouts.control_s),
-        discovery=discovery,
+        address=(lost_at[0], lost_at[1]) if lost_at else discovery.address,
+        is_at_coordinator=spec.local_coordinator is not None,
+        run_secret=run_secret,
         signals=signals,
         timeouts=spec.timeouts,
         own_info=spec.own_info,
         link=link,
-        lost_ranks=ranks if lost_at else (),
-    )
-    exit_code = guardian.monitor()
-    discovery.close()
-    return exit_code
+        lost_ranks=[worker.rank for worker in spec.workers] if lost_at else (),
+    ).monitor()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Iterable
 
 from parallel3d.elastic.child_processes import fork_bound
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
@@ -25,22 +26,32 @@ def fork_worker(
     spec: WorkerSpec,
     worker_main: WorkerMain,
     *,
+    connection: socket.socket,
     discovery: CoordinatorDiscovery,
     slot: HeartbeatSlot,
     timeouts: LaunchTimeouts,
-    close_guardians: Callable[[], None],
+    guardians: Iterable[socket.socket],
 ) -> int:
-    """Forks a worker, which calls `worker_main` once connected to the coordinator; returns its pid.
+    """Forks a worker, which calls `worker_main` once its guardian has reached the coordinator; returns its pid.
 
-    It writes its heartbeats to `slot`. `close_guardians` closes in it what only its guardian may hold.
+    Its control channel is `connection`, the other end of a socket pair. It writes its heartbeats to `slot`. Sockets in
+    `guardians` are closed in it: only its guardian may hold them, so that a pair ends with either of its processes.
     """
 
     def main() -> int:
-        close_guardians()
+        for held in guardians:
+            held.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _keep_freed_memory()
-        return run_worker_process(spec, worker_main, discovery=discovery, heartbeat=Heartbeat(slot), timeouts=timeouts)
+        return run_worker_process(
+            spec,
+            worker_main,
+            connection=connection,
+            discovery=discovery,
+            heartbeat=Heartbeat(slot),
+            timeouts=timeouts,
+        )
 
     return fork_bound(f"rank-{spec.rank}", main)
 

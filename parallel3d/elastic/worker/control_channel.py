@@ -1,7 +1,7 @@
 """A worker's end of the control channel: the key-value store, records, stop and drain requests, membership frames.
 
-One thread reads, one writes, so that a worker answers the coordinator while its main thread trains or hangs. When the
-coordinator is lost, both go on with the connection to its successor.
+The other end of its socket pair is the guardian, which relays to the coordinator. One thread reads, one writes, so that
+a worker answers the coordinator while its main thread trains or hangs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame
+from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
 from parallel3d.elastic.worker.path_probe import likely_first, unreachable_ranks
@@ -37,12 +39,11 @@ class _Response:
     payload: bytes = b""
 
 
-Reconnect = Callable[[dict[str, Any]], socket.socket | None]
-"""Connects to the coordinator's successor, given this worker's membership state; returns None if there is none."""
-
-
 class ControlChannel:
-    """A worker's connection to the coordinator. Methods may be called from any thread; only the store's calls wait."""
+    """A worker's way to the coordinator. Methods may be called from any thread; `connect` and the store's calls wait.
+
+    `hello`: its first frame, which each coordinator gets.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ControlChannel:
         rank: int,
         world_size: int,
         control_s: float = LaunchTimeouts.control_s,
-        reconnect: Reconnect = lambda membership_state: None,
+        hello: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.rank = rank
         self.world_size = world_size
@@ -62,15 +63,17 @@ class ControlChannel:
         """Returns this worker's status; called on the channel's thread."""
         self._connection = connection
         self._control_s = control_s
-        self._reconnect = reconnect
-        self._replaced = threading.Condition()
-        """Guards `_connection`; notified when it is replaced or closed."""
+        self._hello = dict(hello)
+        self._connected = threading.Event()
+        self._secret = b""
+        self._lost_because = ""
+        """Why the run can't go on without its coordinator."""
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._finish_acked = threading.Event()
         self.lost_coordinator = False
         """Whether the coordinator is gone without having ended the run, and has no successor."""
-        self._is_finishing = self._closed = False
+        self._is_finishing = False
         self._kept_records: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_RECORDS)
         """The newest published steps and evaluations: a coordinator may be lost before it has written them."""
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -78,6 +81,20 @@ class ControlChannel:
         self._ids = itertools.count()
         for work, name in ((self._read_until_closed, "control-reader"), (self._write_until_closed, "control-writer")):
             threading.Thread(target=work, name=name, daemon=True).start()
+
+    def connect(self, location: tuple[Address, bytes] | None = None) -> bytes:
+        """Says hello and waits until the guardian has reached the coordinator; returns the run's secret.
+
+        `location`: the coordinator's address and the secret, if this worker has found them. Raises RunEnded if there
+        is no coordinator.
+        """
+        self._send(self._hello)
+        if location is not None:
+            address, secret = location
+            self._send({"op": "located", "address": list(address), "secret": secret.hex()})
+        while not self._connected.wait(POLL_S):
+            self.token.check()
+        return self._secret
 
     @property
     def stop_requested(self) -> bool:
@@ -149,70 +166,47 @@ class ControlChannel:
             del self._responses[number]
 
     def _write_until_closed(self) -> None:
-        while self._write(self._outbox.get()):  # bounded: a daemon thread that is never joined
-            pass
-
-    def _write(self, frame: bytes) -> bool:
-        """Sends a frame, over the next connection if this one breaks; False if there is none."""
-        while not self._closed:
-            connection = self._connection
+        while True:  # bounded: a daemon thread that is never joined
             try:
-                connection.sendall(frame)
-                return True
-            except OSError:
-                _shut(connection)  # so that the reader notices
-                self._await_replacement(connection)
-        return False
-
-    def _await_replacement(self, connection: socket.socket) -> None:
-        with self._replaced:
-            self._replaced.wait_for(  # bounded: the reader finds another one, or closes
-                lambda: self._closed or self._connection is not connection
-            )
+                self._connection.sendall(self._outbox.get())  # bounded: as above
+            except OSError:  # the reader notices
+                return
 
     def _read_until_closed(self) -> None:
-        while not self._closed:
-            reason = self._read(self._connection)
-            if not self._reconnect_to_new_coordinator(reason):
-                self.lost_coordinator = not (self._is_finishing or self.token.aborted)
-                self._close(reason)
+        reason = self._read()
+        self.lost_coordinator = not (self._is_finishing or self.token.aborted)
+        self._close(self._lost_because or reason)
 
-    def _read(self, connection: socket.socket) -> str:
-        """Handles the frames of a connection until it ends; returns why it did."""
+    def _read(self) -> str:
+        """Handles the guardian's frames until the channel ends; returns why it did."""
         reader, silent_s, poll = FrameReader(), 0.0, select.poll()
-        poll.register(connection, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
         try:
             while True:
                 if not poll.poll(PING_S * 1000):
                     silent_s += PING_S
                     if silent_s >= self._control_s:
-                        _shut(connection)
-                        return f"the coordinator has been silent for {silent_s:.0f} s"
+                        return f"the guardian has been silent for {silent_s:.0f} s"
                     continue
                 silent_s = 0.0
-                if not (data := connection.recv(CHUNK_BYTES)):  # bounded: there is data, or the end
+                if not (data := self._connection.recv(CHUNK_BYTES)):  # bounded: there is data, or the end
                     break
                 for header, payload in reader.feed(data):
                     self._handle(header, payload)
         except (OSError, ProtocolError) as error:
-            return f"the connection to the coordinator broke ({error})"
-        return "the coordinator is gone"
+            return f"the connection to the guardian broke ({error})"
+        return "the guardian has closed the channel"
 
-    def _reconnect_to_new_coordinator(self, reason: str) -> bool:
+    def _lose_coordinator(self, reason: str, *, is_final: bool) -> None:
         """Ends the generation, whose fate only the lost coordinator knew; a new one may begin the next."""
-        if self._is_finishing or self.token.aborted:
-            return False
+        if is_final or self._is_finishing or self.token.aborted:
+            self._lost_because = reason
+            self._shut()
+            return
         self.membership.leave_generation(reason)
-        connection = self._reconnect(self.membership.membership_state())
-        if connection is None:
-            return False
-        with self._replaced:
-            self._connection.close()
-            self._connection = connection
-            self._replaced.notify_all()
+        self._send({**self._hello, "membership_state": self.membership.membership_state()})
         for record in list(self._kept_records):  # it knows which of them are in the run folder
             self._send({"op": "publish", "record": record})
-        return True
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         match header.get("op"):
@@ -222,6 +216,11 @@ class ControlChannel:
                     response.arrived.set()
             case "ping":
                 pass
+            case "connected":
+                self._secret = bytes.fromhex(header["secret"])
+                self._connected.set()
+            case "coordinator_lost":
+                self._lose_coordinator(header["reason"], is_final=header["is_final"])
             case "stop":
                 self._stop.set()
             case "drain_request":
@@ -249,14 +248,10 @@ class ControlChannel:
     def _close(self, reason: str) -> None:
         self._finish_acked.set()
         self.token.abort(reason)
-        with self._replaced:
-            self._closed = True
-            self._replaced.notify_all()
-        _shut(self._connection)
+        self._shut()
         self._connection.close()
 
-
-def _shut(connection: socket.socket) -> None:
-    """Ends a connection for both threads: close() alone would leave the other one in its system call."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    def _shut(self) -> None:
+        """Ends the connection for both threads: close() alone would leave the other one in its system call."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)

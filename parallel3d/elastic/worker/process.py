@@ -16,18 +16,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from parallel3d.child_process import STOP_SIGNALS
 from parallel3d.elastic.coordinator.run_status import describe_error
-from parallel3d.elastic.frames import open_connection
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.heartbeat import Heartbeat
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
-from parallel3d.errors import EXIT_COORDINATOR_LOST, LaunchError, UserError
+from parallel3d.errors import EXIT_COORDINATOR_LOST, GenerationEnded, UserError
 from parallel3d.parallel.abort import Wait
 
 
@@ -71,16 +69,27 @@ def run_worker_process(
     spec: WorkerSpec,
     worker_main: WorkerMain,
     *,
+    connection: socket.socket,
     discovery: CoordinatorDiscovery,
     heartbeat: Heartbeat,
     timeouts: LaunchTimeouts,
 ) -> int:
-    """Connects to the coordinator, runs `worker_main` and closes the channel; returns the exit code."""
+    """Opens the control channel, runs `worker_main` and closes the channel; returns the exit code."""
+    control = ControlChannel(
+        connection,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        control_s=timeouts.control_s,
+        hello={"op": "hello", "role": "worker", "ranks": [spec.rank], "host": spec.host, "log": str(spec.log)},
+    )
     try:
-        control = connect_to_coordinator(spec, discovery, timeouts)
+        address = discovery.look_up()
+        secret = control.connect(address and (address, discovery.run_secret.read()))
     except UserError as error:
         print(f"rank {spec.rank}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except GenerationEnded:  # the guardian has said why
+        return EXIT_COORDINATOR_LOST
     context = WorkerContext(
         rank=spec.rank,
         world_size=spec.world_size,
@@ -88,7 +97,7 @@ def run_worker_process(
         local_world_size=spec.local_world_size,
         host=spec.host,
         address=spec.address,
-        secret=discovery.run_secret.read(),
+        secret=secret,
         control=control,
         heartbeat=heartbeat,
         worker_status=observe_waits(control, heartbeat),
@@ -101,38 +110,6 @@ def run_worker_process(
         stream.flush()
     control.finish(exit_code)
     return exit_code
-
-
-def connect_to_coordinator(
-    spec: WorkerSpec, discovery: CoordinatorDiscovery, timeouts: LaunchTimeouts
-) -> ControlChannel:
-    """Opens the control channel, which reconnects to a failover coordinator; raises UserError."""
-    hello = {"op": "hello", "role": "worker", "ranks": [spec.rank], "host": spec.host, "log": str(spec.log)}
-    address = discovery.find()
-    connection = open_connection(address, hello, get_secret=discovery.run_secret.read, timeout_s=timeouts.connect_s)
-    discovery.report(address)
-
-    def reconnect(membership_state: dict[str, Any]) -> socket.socket | None:
-        new_address = discovery.await_new_address(spec.rank)
-        if new_address is None:
-            return None
-        try:
-            return open_connection(
-                new_address,
-                {**hello, "membership_state": membership_state},
-                get_secret=discovery.run_secret.read,
-                timeout_s=timeouts.connect_s,
-            )
-        except LaunchError:
-            return None
-
-    return ControlChannel(
-        connection,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        control_s=timeouts.control_s,
-        reconnect=reconnect,
-    )
 
 
 def observe_waits(control: ControlChannel, heartbeat: Heartbeat) -> WorkerStatusTracker:

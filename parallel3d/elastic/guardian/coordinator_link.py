@@ -1,0 +1,354 @@
+"""The guardian's connection to the coordinator: the first one, and after its loss the search for a successor.
+
+Nothing here waits: the socket does not block, and the guardian's loop calls `turn` again and again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from parallel3d.elastic.child_processes import ParentLink
+from parallel3d.elastic.frames import (
+    CHUNK_BYTES,
+    PING_S,
+    RETRY_S,
+    FrameReader,
+    encode_frame,
+    max_silent_pings,
+    set_socket_options,
+)
+from parallel3d.elastic.guardian.run_secret import RunSecret
+from parallel3d.elastic.outbox import Outbox
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
+from parallel3d.elastic.protocol.membership import Address
+from parallel3d.elastic.settings import LaunchTimeouts
+from parallel3d.errors import ProtocolError
+from parallel3d.handshake import ConnectingHandshake, NotOfThisRunError
+
+CANDIDATE_CONNECT_S = 1.0
+"""For one attempt to reach a failover candidate; then it is asked again to take over."""
+LAST_WORDS_S = 1.0
+"""For what is still to be sent when the guardian ends."""
+
+
+class _Phase(Enum):
+    CONNECTING = "connecting"
+    PROVING = "proving"
+    OPEN = "open"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """Attempts to reach one address."""
+
+    address: Address
+    candidate: GuardianInfo | None
+    """None: the coordinator that the run begins with."""
+    deadline_s: float
+    attempt_s: float
+    """Longest attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkEvents:
+    """What the guardian does when something happens to the connection."""
+
+    greet: Callable[[], list[dict[str, Any]]]
+    """Returns the first frames, `hello` and what a new coordinator must know."""
+    on_welcome: Callable[[], None]
+    """A coordinator serves at the other end."""
+    on_frame: Callable[[dict[str, Any], bytes], None]
+    on_lost: Callable[[], None]
+    """A coordinator that has served is gone."""
+    on_end: Callable[[str, bool], None]
+    """No coordinator can be reached: why, and whether this guardian is the one to say so."""
+
+
+class CoordinatorLink:
+    """Connects, pings, and after a loss tries the failover plan's candidates in turn."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        own_info: GuardianInfo,
+        run_secret: RunSecret,
+        stub: ParentLink,
+        timeouts: LaunchTimeouts,
+        events: LinkEvents,
+    ):
+        self._selector = selector
+        self._own_info = own_info
+        self._run_secret = run_secret
+        self._stub = stub
+        self._timeouts = timeouts
+        self._events = events
+        self.is_open = False
+        """Whether a coordinator has welcomed this guardian."""
+        self.was_found = False
+        """Whether this guardian has ever reached a coordinator."""
+        self._is_over = False
+        self._failover_plan: FailoverPlan | None = None
+        self._candidates: list[GuardianInfo] = []
+        """Failover candidates not tried yet."""
+        self._search: _Search | None = None
+        self._socket: socket.socket | None = None
+        self._phase = _Phase.CONNECTING
+        self._handshake: ConnectingHandshake | None = None
+        self._secret = b""
+        self._reader, self._outbox = FrameReader(), Outbox()
+        self._retry_s = self._attempt_deadline_s = self._next_ping_s = 0.0
+        self._error = ""
+        """Of the newest attempt."""
+        self._silent_pings = 0
+        """Pings sent since the coordinator's last frame."""
+
+    @property
+    def is_searching(self) -> bool:
+        return self._search is not None
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return self._outbox.num_bytes
+
+    def find(self, address: Address) -> None:
+        """Begins to connect to the run's first coordinator."""
+        seconds = self._timeouts.connect_s
+        self._search = _Search(
+            address=address, candidate=None, deadline_s=time.monotonic() + seconds, attempt_s=seconds
+        )
+        self.turn()
+
+    def turn(self) -> None:
+        """Does what is due: attempts to connect, pings."""
+        now_s, search = time.monotonic(), self._search
+        if search is not None:
+            if now_s >= search.deadline_s:
+                self._give_up(search)
+            elif self._socket is not None and self._phase is not _Phase.OPEN and now_s >= self._attempt_deadline_s:
+                self._fail("no answer")
+            elif self._socket is None and now_s >= self._retry_s:
+                self._attempt(search, now_s)
+        self._ping(now_s)
+
+    def send(self, header: dict[str, Any]) -> None:
+        """Sends a frame, if there is a coordinator, without waiting."""
+        self.send_encoded(encode_frame(header))
+
+    def send_encoded(self, frame: bytes) -> None:
+        if self._phase is _Phase.OPEN and self._socket is not None:
+            self._outbox.add(frame)
+            self._flush()
+
+    def end(self) -> None:
+        """The run is over: a coordinator that is gone is not searched for."""
+        self._is_over, self._search = True, None
+        if self._phase is not _Phase.OPEN:
+            self._disconnect()
+
+    def close(self) -> None:
+        """Closes the connection once everything has been sent, at the latest after a second."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._socket is not None and self._outbox and (left_s := deadline - time.monotonic()) > 0:
+            select.select([], [self._socket], [], left_s)
+            try:
+                self._outbox.send(self._socket)
+            except OSError:
+                break
+        self._disconnect()
+
+    # --- attempts to connect --------------------------------------------------------------------------------------
+
+    def _attempt(self, search: _Search, now_s: float) -> None:
+        candidate = search.candidate
+        self._phase = _Phase.CONNECTING
+        try:
+            self._secret = self._run_secret.read()
+            if candidate is not None and candidate.ranks == self._own_info.ranks:
+                self._ask_to_take_over()  # in each attempt, since the stub refuses while its coordinator serves
+            self._socket = socket.socket()
+            self._socket.setblocking(False)
+            set_socket_options(self._socket)
+            self._attempt_deadline_s = min(search.deadline_s, now_s + search.attempt_s)
+            self._socket.connect(socket.getaddrinfo(*search.address, socket.AF_INET, socket.SOCK_STREAM)[0][4])
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._fail(str(error))
+            return
+        assert self._socket is not None
+        self._selector.register(self._socket, selectors.EVENT_WRITE, partial(self._on_ready, self._socket))
+
+    def _ask_to_take_over(self) -> None:
+        assert self._failover_plan is not None
+        plan = self._failover_plan.to_json()
+        self._stub.send({"op": "take_over", "failover_plan": plan, "secret": self._secret.hex()})
+
+    def _fail(self, error: str) -> None:
+        """Ends an attempt. Another one follows, unless not even a listener is there: then the next candidate's turn."""
+        search, was_connected = self._search, self._phase is not _Phase.CONNECTING
+        self._error = error
+        self._disconnect()
+        self._retry_s = time.monotonic() + RETRY_S
+        if search is not None and search.candidate is not None and not was_connected:
+            self._next_candidate()
+
+    def _give_up(self, search: _Search) -> None:
+        self._disconnect()
+        if search.candidate is not None:
+            self._next_candidate()
+            return
+        self._search, (host, port) = None, search.address
+        where = f"{host}:{port} within {self._timeouts.connect_s:g} s"
+        self._events.on_end(f"could not reach the run's coordinator at {where} ({self._error})", True)
+
+    def _next_candidate(self) -> None:
+        plan = self._failover_plan
+        assert plan is not None
+        self._disconnect()
+        if self._candidates:
+            candidate = self._candidates.pop(0)
+            self._search = _Search(
+                address=candidate.address,
+                candidate=candidate,
+                deadline_s=time.monotonic() + self._timeouts.failover_s,
+                attempt_s=CANDIDATE_CONNECT_S,
+            )
+            self._retry_s = 0.0
+            return
+        self._search = None
+        if self._own_info.host != plan.coordinator.host:
+            self._events.on_end("the run's coordinator is gone, and no other host can take over", True)
+        else:
+            speaks = self._own_info in (plan.coordinator, *plan.same_host_guardians[:1])
+            self._events.on_end("the run's coordinator is gone", speaks)
+
+    # --- the connection -------------------------------------------------------------------------------------------
+
+    def _on_ready(self, connection: socket.socket) -> None:
+        """Goes on with the connection once its socket is ready for anything."""
+        if connection is not self._socket:  # closed earlier in this turn
+            return
+        try:
+            if self._phase is _Phase.CONNECTING:
+                self._on_connected(connection)
+            elif self._phase is _Phase.PROVING:
+                self._prove(connection)
+            else:
+                self._receive(connection)
+        except BlockingIOError:
+            pass
+        except (OSError, ProtocolError) as error:
+            self._on_broken(str(error))
+            return
+        self._flush()
+
+    def _on_connected(self, connection: socket.socket) -> None:
+        if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(code, os.strerror(code))
+        self._phase, self._handshake = _Phase.PROVING, ConnectingHandshake(self._secret)
+        self._outbox.add(self._handshake.request)
+
+    def _prove(self, connection: socket.socket) -> None:
+        assert self._handshake is not None
+        data = connection.recv(self._handshake.num_missing)  # bounded: does not block
+        if not data:
+            raise NotOfThisRunError("closed during the handshake")
+        self._outbox.add(self._handshake.feed(data))
+        if not self._handshake.is_proven:
+            return
+        self._phase, self._silent_pings = _Phase.OPEN, 0
+        self._run_secret.set(self._secret)
+        self._outbox.add(*map(encode_frame, self._events.greet()))
+        if self._search is not None and self._search.candidate is None:
+            self._report_address(self._search.address)
+            self._search, self.was_found = None, True
+
+    def _receive(self, connection: socket.socket) -> None:
+        data = connection.recv(CHUNK_BYTES)  # bounded: does not block
+        if not data:
+            raise OSError("closed")
+        self._silent_pings = 0
+        for header, payload in self._reader.feed(data):
+            match header["op"]:
+                case "ping":
+                    pass
+                case "welcome":
+                    self._on_welcome()
+                case "failover_plan":
+                    self._failover_plan = FailoverPlan.from_json(header["failover_plan"])
+                case _:
+                    self._events.on_frame(header, payload)
+
+    def _on_welcome(self) -> None:
+        """Ends the failover: the candidate serves."""
+        if self._search is not None:
+            self._report_address(self._search.address)
+            self._search, self._candidates = None, []
+        self.is_open = True
+        self._events.on_welcome()
+
+    def _report_address(self, address: Address) -> None:
+        """Sends the stub what a guardian in this one's place would have to know."""
+        self._stub.send({"op": "located", "address": list(address), "secret": self._secret.hex()})
+
+    def _on_broken(self, error: str) -> None:
+        if self._search is not None:  # the candidate has closed, or was never there
+            self._fail(error)
+            return
+        self._disconnect()
+        self._events.on_lost()
+        if not self._is_over:
+            self._begin_failover()
+
+    def _begin_failover(self) -> None:
+        """Begins a failover: at the coordinator's own host first, whose stub replaces a process that it saw end."""
+        plan = self._failover_plan
+        if plan is None:
+            self._events.on_end("the run's coordinator is gone", True)
+            return
+        others = () if self._own_info.host == plan.coordinator.host else plan.candidates
+        self._candidates = [plan.coordinator, *others]
+        self._next_candidate()
+
+    def _ping(self, now_s: float) -> None:
+        """Shows the coordinator that this process runs; one that has long shown nothing counts as lost."""
+        if self._socket is None or self._phase is not _Phase.OPEN or now_s < self._next_ping_s:
+            return
+        self._next_ping_s = now_s + PING_S
+        self._silent_pings += 1
+        if self._silent_pings <= max_silent_pings(self._timeouts.control_s):
+            self.send({"op": "ping"})
+        else:
+            self._on_broken("silent")
+
+    def _flush(self) -> None:
+        """Sends what the socket takes now. One that is broken shows it in the next turn, as readable."""
+        if self._socket is None or self._phase is _Phase.CONNECTING:
+            return
+        try:
+            self._outbox.send(self._socket)
+        except OSError:
+            self._outbox = Outbox()
+        writing = selectors.EVENT_WRITE if self._outbox else 0
+        if self._selector.get_key(self._socket).events != selectors.EVENT_READ | writing:
+            on_ready = partial(self._on_ready, self._socket)
+            self._selector.modify(self._socket, selectors.EVENT_READ | writing, on_ready)
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            if self._socket in self._selector.get_map():
+                self._selector.unregister(self._socket)
+            self._socket.close()
+            self._socket = None
+        self.is_open = False
+        self._phase, self._reader, self._outbox = _Phase.CONNECTING, FrameReader(), Outbox()
