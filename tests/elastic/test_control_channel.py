@@ -17,7 +17,7 @@ from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.errors import GenerationEnded, LaunchError, ProtocolError
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
-from tests.support.run_secrets import get_secret
+from tests.support.run_secrets import SECRET, get_secret
 
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3)
 
@@ -117,42 +117,70 @@ def test_a_broken_connection_aborts_the_worker():
         control.token.sleep(5)
 
 
-def test_a_worker_goes_on_with_the_coordinators_successor():
-    ours, first = socket.socketpair()
-    next_ours, new_coordinator = socket.socketpair()
-    asked: list[dict] = []
-    found = threading.Event()
+class FakeGuardian:
+    """The other end of a worker's channel."""
 
-    def reconnect(membership_state: dict) -> socket.socket | None:
-        asked.append(membership_state)
-        if len(asked) > 1 or not found.wait(5):
-            return None
-        return next_ours
+    def __init__(self, **settings):
+        ours, self.connection = socket.socketpair()
+        self.connection.settimeout(5)
+        self.control = ControlChannel(ours, rank=0, world_size=1, hello={"op": "hello"}, **settings)
+        self._reader = FrameReader()
+        self._heard: list[dict] = []
 
-    control = ControlChannel(ours, rank=0, world_size=1, reconnect=reconnect)
+    def send(self, header: dict, payload: bytes = b"") -> None:
+        self.connection.sendall(encode_frame(header, payload))
+
+    def lose_coordinator(self, *, is_final: bool = False) -> None:
+        self.send({"op": "coordinator_lost", "reason": "it is gone", "is_final": is_final})
+
+    def next(self) -> dict:
+        while not self._heard:
+            self._heard += [header for header, _ in self._reader.feed(self.connection.recv(10_000))]
+        return self._heard.pop(0)
+
+
+def commit(guardian: FakeGuardian, generation: int) -> None:
     record = GenerationRecord(
-        generation=3, grid=Grid.uniform(tp_size=1, pp_size=1, dp_size=1), previous=None, members=(0,)
+        generation=generation, grid=Grid.uniform(tp_size=1, pp_size=1, dp_size=1), previous=None, members=(0,)
     )
-    for frame in (record_frame(record, None), ({"op": "commit", "generation": 3},)):
-        first.sendall(encode_frame(*frame))
-    deadline = time.monotonic() + 5
-    while control.membership.membership_state()["committed_generation"] != 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    first.close()
+    guardian.send(*record_frame(record, None))
+    guardian.send({"op": "commit", "generation": generation})
+
+
+def test_a_worker_says_hello_and_learns_the_secret():
+    guardian = FakeGuardian()
+    guardian.send({"op": "connected", "secret": SECRET.hex()})
+    assert guardian.control.connect((("10.0.0.1", 4), SECRET)) == SECRET
+    location = {"op": "located", "address": ["10.0.0.1", 4], "secret": SECRET.hex()}
+    assert [guardian.next(), guardian.next()] == [{"op": "hello"}, location]
+
+
+def test_a_worker_whose_guardian_finds_no_coordinator_gives_up():
+    guardian = FakeGuardian()
+    guardian.lose_coordinator(is_final=True)
+    with pytest.raises(GenerationEnded, match="it is gone"):
+        guardian.control.connect()
+
+
+def test_a_worker_goes_on_with_the_coordinators_successor():
+    guardian = FakeGuardian()
+    control = guardian.control
+    step = {"kind": "step", "step": 7}
+    control.publish(step)
+    commit(guardian, 3)
+    guardian.lose_coordinator()
+    assert guardian.next()["record"] == step
+    state = {"newest_generation": 0, "committed_generation": 3}
+    assert guardian.next() == {"op": "hello", "membership_state": state}
+    assert guardian.next()["record"] == step  # the lost one may not have written it
     for number in range(100):
-        control.publish({"number": number})  # without a coordinator
-    found.set()
-    reader, heard = FrameReader(), []
-    while not heard or heard[-1][0].get("record") != {"number": 99}:
-        heard += reader.feed(new_coordinator.recv(10_000))
-    numbers = [header["record"]["number"] for header, _ in heard if header["op"] == "publish"]
-    assert numbers == list(range(100)) and not control.token.aborted
-    assert asked == [{"newest_generation": 0, "committed_generation": 3}]
-    assert control.membership._pending.token.aborted  # the generation itself is over
-    new_coordinator.close()
-    with pytest.raises(GenerationEnded):
+        control.publish({"number": number})
+    assert [guardian.next()["record"]["number"] for _ in range(100)] == list(range(100))
+    assert control.membership._pending.token.aborted and not control.token.aborted  # the generation alone is over
+    guardian.lose_coordinator(is_final=True)
+    with pytest.raises(GenerationEnded, match="it is gone"):
         control.token.sleep(5)
+    assert control.lost_coordinator
 
 
 def test_nobody_at_the_address_is_one_message_in_time():

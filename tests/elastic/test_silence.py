@@ -30,14 +30,14 @@ def fast_pings(monkeypatch):
         monkeypatch.setattr(module, "PING_S", PING_S)
 
 
-def test_a_silent_coordinator_ends_the_worker(fast_pings):
+def test_a_silent_guardian_ends_its_worker(fast_pings):
     ours, _theirs = socket.socketpair()
     control = ControlChannel(ours, rank=0, world_size=1, control_s=10 * PING_S)
-    with pytest.raises(GenerationEnded, match="the coordinator has been silent for"):
+    with pytest.raises(GenerationEnded, match="the guardian has been silent for"):
         control.token.sleep(10)
 
 
-def test_a_coordinator_that_only_pings_is_there(fast_pings):
+def test_a_guardian_that_only_pings_is_there(fast_pings):
     ours, theirs = socket.socketpair()
     control = ControlChannel(ours, rank=0, world_size=1, control_s=10 * PING_S)
     for _ in range(20):

@@ -1,0 +1,235 @@
+"""A guardian's connection to the coordinator, in one thread: it never waits, and finds what there is to be found."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.elastic.coordinator.connection import Connection
+from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.coordinator import open_listener
+from parallel3d.elastic.frames import encode_frame
+from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
+from parallel3d.elastic.guardian.run_secret import RunSecret
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
+from parallel3d.elastic.settings import LaunchTimeouts
+from tests.support.run_secrets import SECRET
+
+HELLO: dict[str, Any] = {"op": "hello", "role": "guardian", "ranks": [0], "host": "b", "address": ["127.0.0.1", 1]}
+OWN = GuardianInfo(ranks=(0,), host="b", address=("127.0.0.1", 1))
+
+
+class Served:
+    """A coordinator's connections: it welcomes, and keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.listener = open_listener("127.0.0.1", 0)
+        self.address = ("127.0.0.1", self.listener.getsockname()[1])
+        self.got: list[dict[str, Any]] = []
+        self.lost: list[Connection] = []
+        self.server = ConnectionServer(
+            self.listener, secret=SECRET, control_s=30.0, on_message=self._on_message, on_lost=self.lost.append
+        )
+
+    def _on_message(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
+        self.got.append(header)
+        if header["op"] == "hello":
+            connection.hello, connection.guarded_ranks = header, tuple(header["ranks"])
+            self.server.send(connection, {"op": "welcome"})
+
+
+class FakeStub:
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, header: dict[str, Any]) -> None:
+        self.messages.append(header)
+
+
+class World:
+    """A link, and the coordinators that `until` serves."""
+
+    def __init__(self, *, secret: bytes = SECRET, **timeouts: float):
+        self.selector = selectors.DefaultSelector()
+        self.stub = FakeStub()
+        self.servers: list[Served] = []
+        self.frames: list[tuple[dict[str, Any], bytes]] = []
+        self.events: list[Any] = []
+        self.link = CoordinatorLink(
+            self.selector,
+            own_info=OWN,
+            run_secret=RunSecret(None, Path(), value=secret),
+            stub=self.stub,  # type: ignore[arg-type]
+            timeouts=LaunchTimeouts(**timeouts),
+            events=LinkEvents(
+                greet=lambda: [HELLO, {"op": "ended", "ends": []}],
+                on_welcome=lambda: self.events.append("welcome"),
+                on_frame=lambda header, payload: self.frames.append((header, payload)),
+                on_lost=lambda: self.events.append("lost"),
+                on_end=lambda why, speaks: self.events.append((why, speaks)),
+            ),
+        )
+
+    def serve(self) -> Served:
+        self.servers.append(Served())
+        return self.servers[-1]
+
+    def until(self, is_done: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not is_done():
+            assert time.monotonic() < deadline, (self.events, self.frames)
+            for key, _ in self.selector.select(0.01):
+                key.data()
+            self.link.turn()
+            for served in self.servers:
+                served.server.poll(0.0)
+
+    def plan(self, *candidates: GuardianInfo) -> FailoverPlan:
+        return FailoverPlan(coordinator=candidates[0], guardians=(*candidates, OWN), hosts=("a", "b", "c"))
+
+
+def guardian(served: Served, rank: int, host: str) -> GuardianInfo:
+    return GuardianInfo(ranks=(rank,), host=host, address=served.address)
+
+
+@pytest.fixture
+def make():
+    worlds: list[World] = []
+
+    def make_world(**settings: Any) -> World:
+        worlds.append(World(**settings))
+        return worlds[-1]
+
+    yield make_world
+    for world in worlds:
+        world.link.close()
+        world.selector.close()
+        for served in world.servers:
+            served.server.close()
+
+
+def test_it_greets_and_is_welcomed(make):
+    world = make()
+    served = world.serve()
+    world.link.find(served.address)
+    assert not world.link.is_open and world.link.is_searching
+    world.until(lambda: world.link.is_open)
+    assert world.events == ["welcome"] and served.got == [HELLO, {"op": "ended", "ends": []}]
+    assert world.stub.messages == [{"op": "located", "address": list(served.address), "secret": SECRET.hex()}]
+
+
+def test_a_coordinator_that_begins_late_is_found(make):
+    world = make()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = probe.getsockname()
+    world.link.find(address)
+    late = time.monotonic() + 0.3
+    world.until(lambda: time.monotonic() > late)
+    served = Served.__new__(Served)
+    served.got, served.lost, served.listener = [], [], open_listener(*address)
+    served.server = ConnectionServer(
+        served.listener, secret=SECRET, control_s=30.0, on_message=served._on_message, on_lost=served.lost.append
+    )
+    world.servers.append(served)
+    world.until(lambda: world.link.is_open)
+
+
+def test_a_listener_that_does_not_answer_is_not_waited_for(make):
+    world = make(connect_s=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        world.link.find(silent.getsockname())
+        world.link.turn()
+        assert time.monotonic() - started < 0.4
+        world.until(lambda: world.events)
+    ((why, speaks),) = world.events
+    assert speaks and why.startswith("could not reach the run's coordinator at 127.0.0.1:") and "within 0.5 s" in why
+
+
+def test_another_runs_coordinator_is_named(make):
+    world = make(secret=b"another secret", connect_s=0.5)
+    world.link.find(world.serve().address)
+    world.until(lambda: world.events)
+    assert "does not know this run's secret" in world.events[0][0]
+
+
+def test_frames_larger_than_the_sockets_buffers_in_both_directions(make):
+    world = make()
+    served = world.serve()
+    world.link.find(served.address)
+    world.until(lambda: world.link.is_open)
+    big = "x" * 8_000_000
+    world.link.send({"op": "ended", "ends": [], "text": big})
+    assert world.link.num_unsent_bytes > 0
+    (connection,) = served.server.connections
+    served.server.send(connection, {"op": "to_workers", "ranks": [0]}, big.encode())
+    world.until(lambda: world.frames and served.got[-1].get("text") == big)
+    assert world.frames[0][1] == big.encode() and world.link.num_unsent_bytes == 0
+
+
+def lose_first(world: World, *others: tuple[str, bool]) -> list[Served]:
+    """A link whose coordinator on host a is lost; `others`: the candidates' hosts, and whether somebody listens."""
+    first, candidates = world.serve(), [world.serve() for _ in others]
+    infos = [guardian(served, rank, host) for rank, (served, (host, _)) in enumerate(zip(candidates, others), 10)]
+    plan = world.plan(guardian(first, 9, "a"), *infos)
+    world.link.find(first.address)
+    world.until(lambda: world.link.is_open)
+    (connection,) = first.server.connections
+    first.server.send(connection, {"op": "failover_plan", "failover_plan": plan.to_json()})
+    first.server.send(connection, {"op": "abort"})
+    world.until(lambda: world.frames)
+    for served in (first, *(served for served, (_, is_there) in zip(candidates, others) if not is_there)):
+        world.servers.remove(served)
+        served.server.close()
+    return candidates
+
+
+def test_the_next_candidate_is_tried_where_nobody_listens(make):
+    world = make()
+    candidates = lose_first(world, ("b", False), ("c", True))
+    world.until(lambda: world.events[-1] == "welcome" and "lost" in world.events)
+    assert world.events == ["welcome", "lost", "welcome"] and candidates[1].got[0] == HELLO
+    assert world.stub.messages[-1]["address"] == list(candidates[1].address)
+
+
+def test_without_any_candidate_the_run_ends_here(make):
+    world = make()
+    lose_first(world, ("c", False))
+    world.until(lambda: isinstance(world.events[-1], tuple))
+    assert world.events[1:] == [
+        "lost",
+        ("the run's coordinator is gone, and no other host can take over", True),
+    ]
+
+
+def test_after_the_end_of_the_run_nobody_is_searched_for(make):
+    world = make()
+    served = world.serve()
+    world.link.find(served.address)
+    world.until(lambda: world.link.is_open)
+    world.link.end()
+    world.servers.clear()
+    served.server.close()
+    world.until(lambda: "lost" in world.events)
+    assert world.events == ["welcome", "lost"] and not world.link.is_searching
+
+
+def test_last_words_are_sent_before_the_end(make):
+    world = make()
+    served = world.serve()
+    world.link.find(served.address)
+    world.until(lambda: world.link.is_open)
+    world.link.send_encoded(encode_frame({"op": "stop", "signal": 2, "at_once": False}))
+    world.link.close()
+    world.servers = [served]
+    deadline = time.monotonic() + 10
+    while not served.lost:
+        assert time.monotonic() < deadline
+        served.server.poll(0.01)
+    assert served.got[-1]["op"] == "stop"
