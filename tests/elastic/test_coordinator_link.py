@@ -28,13 +28,13 @@ OWN = GuardianInfo(ranks=(0,), host="b", address=("127.0.0.1", 1))
 class Served:
     """A coordinator's connections: it welcomes, and keeps what it gets."""
 
-    def __init__(self) -> None:
-        self.listener = open_listener("127.0.0.1", 0)
-        self.address = ("127.0.0.1", self.listener.getsockname()[1])
+    def __init__(self, port: int = 0) -> None:
+        listener = open_listener("127.0.0.1", port)
+        self.address = ("127.0.0.1", listener.getsockname()[1])
         self.got: list[dict[str, Any]] = []
         self.lost: list[Connection] = []
         self.server = ConnectionServer(
-            self.listener, secret=SECRET, control_s=30.0, on_message=self._on_message, on_lost=self.lost.append
+            listener, secret=SECRET, control_s=30.0, on_message=self._on_message, on_lost=self.lost.append
         )
 
     def _on_message(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
@@ -131,12 +131,7 @@ def test_a_coordinator_that_begins_late_is_found(make):
     world.link.find(address)
     late = time.monotonic() + 0.3
     world.until(lambda: time.monotonic() > late)
-    served = Served.__new__(Served)
-    served.got, served.lost, served.listener = [], [], open_listener(*address)
-    served.server = ConnectionServer(
-        served.listener, secret=SECRET, control_s=30.0, on_message=served._on_message, on_lost=served.lost.append
-    )
-    world.servers.append(served)
+    world.servers.append(Served(address[1]))
     world.until(lambda: world.link.is_open)
 
 

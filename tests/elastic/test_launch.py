@@ -45,6 +45,11 @@ def test_a_good_run_exchanges_values_and_leaves_its_folder(tmp_path):
         assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == f"hello from rank {rank} of 2\n"
 
 
+def test_the_largest_values_travel_through_the_guardian(tmp_path):
+    process = start("large", tmp_path)
+    assert read_to_the_end(process)[1] == "" and process.returncode == 0
+
+
 def test_a_killed_worker_is_named_and_ends_the_run(tmp_path):
     code, _, err = end(start("killed", tmp_path), tmp_path)
     log = tmp_path / "logs" / "rank-1.log"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from parallel3d.elastic.frames import (
+    MAX_VALUE_BYTES,
     FrameReader,
     decode_from_workers,
     encode_frame,
@@ -104,6 +105,32 @@ def test_a_guardian_speaks_for_its_own_workers_alone(world):
     relay.send(rank0=hello(0))
     with pytest.raises((AssertionError, ConnectionResetError)):
         relay.next("response")
+
+
+def test_the_largest_value(relay):
+    value = bytes(MAX_VALUE_BYTES)
+    relay.connection.sendall(encode_from_workers([(0, encode_frame({"op": "set", "key": "a"}, value))]))
+    relay.send(rank1={"op": "get", "key": "a", "id": 1})
+    ranks, _, payload = relay.next("response")
+    assert ranks == [1] and payload == value
+
+
+def test_a_value_that_is_too_large_costs_its_guardian(relay):
+    """Which checks what its workers send, and would have killed this one."""
+    value = bytes(MAX_VALUE_BYTES + 1)
+    with pytest.raises((AssertionError, ConnectionResetError, BrokenPipeError)):
+        relay.connection.sendall(encode_from_workers([(0, encode_frame({"op": "set", "key": "a"}, value))]))
+        relay.next("response")
+
+
+def test_a_worker_whose_exit_is_reported_gets_nothing_more(relay):
+    relay.send(rank0={"op": "get", "key": "a", "id": 1}, rank1={"op": "check", "keys": [], "id": 2})
+    assert relay.next("response")[0] == [1]
+    end = {"rank": 0, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.1, "step": 1}
+    relay.connection.sendall(encode_frame({"op": "ended", "ends": [end]}))
+    relay.send(rank1={"op": "set", "key": "a"})
+    relay.send(rank1={"op": "get", "key": "a", "id": 3})
+    assert relay.next("response")[:2] == ([1], {"op": "response", "id": 3})
 
 
 @pytest.mark.parametrize("sizes", [[1], [10**6], [3, 3]])

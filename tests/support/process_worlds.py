@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from parallel3d.elastic.frames import MAX_VALUE_BYTES
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.settings import LaunchTimeouts
@@ -66,6 +67,14 @@ def good(context: WorkerContext) -> int:
         control.publish({"kind": "notice", "text": "nearly there"})
         control.publish({"kind": "evaluation", "step": 3, "loss": 1.25})
         control.publish({"kind": "summary", "final_loss": 1.0, "unigram_entropy": 4.0, "tokens": 24, "world": "2"})
+    return 0
+
+
+def large(context: WorkerContext) -> int:
+    """Each rank stores a value of the largest size, and gets the other's."""
+    control, rank = context.control, context.rank
+    control.set(f"value/{rank}", bytes([rank]) * MAX_VALUE_BYTES)
+    assert control.get(f"value/{1 - rank}", control.token) == bytes([1 - rank]) * MAX_VALUE_BYTES
     return 0
 
 

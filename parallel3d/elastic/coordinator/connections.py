@@ -155,7 +155,8 @@ class ConnectionServer:
         relayed: dict[SocketConnection, list[int]] = {}
         for connection in connections:
             if isinstance(connection, RelayedConnection):
-                relayed.setdefault(connection.relay, []).append(connection.relay_rank)
+                if connection.is_open:
+                    relayed.setdefault(connection.relay, []).append(connection.relay_rank)
             elif isinstance(connection, SocketConnection):
                 self._write(connection, frame)
         for relay, ranks in relayed.items():
