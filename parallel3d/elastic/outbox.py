@@ -1,4 +1,4 @@
-"""What is still to be sent over a socket that does not block."""
+"""Bytes still to be sent over a socket that does not block."""
 
 from __future__ import annotations
 

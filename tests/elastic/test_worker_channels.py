@@ -1,4 +1,4 @@
-"""A guardian's end of its workers' channels, without processes: what goes up, in which order, and what a worker costs."""
+"""A guardian's end of its workers' channels, without processes: what goes up, in which order, what a worker costs."""
 
 from __future__ import annotations
 

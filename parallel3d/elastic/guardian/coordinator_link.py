@@ -60,7 +60,7 @@ class _Search:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEvents:
-    """What the guardian does when something happens to the connection."""
+    """The guardian's part when something happens to the connection."""
 
     greet: Callable[[], list[dict[str, Any]]]
     """Returns the first frames, `hello` and what a new coordinator must know."""

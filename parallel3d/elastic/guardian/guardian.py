@@ -83,16 +83,7 @@ class Guardian:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
         self._selector.register(link.connection, selectors.EVENT_READ, self._on_stub_message)
-        events = LinkEvents(
-            greet=self._greeting,
-            on_welcome=lambda: self._channels.on_welcome(self._run_secret.read()),
-            on_frame=self._handle,
-            on_lost=self._on_coordinator_lost,
-            on_end=self._end_without_coordinator,
-        )
-        self._link = CoordinatorLink(
-            self._selector, own_info=own_info, run_secret=run_secret, stub=link, timeouts=timeouts, events=events
-        )
+        self._link = self._make_link()
         self._channels = WorkerChannels(
             self._selector, ends, link=self._link, on_located=self._on_located, on_broken=self._broken.__setitem__
         )
@@ -130,6 +121,23 @@ class Guardian:
             self._signals.add(message["number"])
 
     # --- the coordinator ------------------------------------------------------------------------------------------
+
+    def _make_link(self) -> CoordinatorLink:
+        events = LinkEvents(
+            greet=self._greeting,
+            on_welcome=lambda: self._channels.on_welcome(self._run_secret.read()),
+            on_frame=self._handle,
+            on_lost=self._on_coordinator_lost,
+            on_end=self._end_without_coordinator,
+        )
+        return CoordinatorLink(
+            self._selector,
+            own_info=self._own_info,
+            run_secret=self._run_secret,
+            stub=self._stub,
+            timeouts=self._timeouts,
+            events=events,
+        )
 
     def _on_located(self, message: dict[str, Any]) -> None:
         """Connects to where a worker has found the coordinator."""

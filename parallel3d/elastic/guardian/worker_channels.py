@@ -153,7 +153,7 @@ class WorkerChannels:
     def drain(self, rank: int) -> None:
         """Takes what a worker that has ended has still said, and closes its channel."""
         channel = self._channels[rank]
-        while channel.is_open and self._receive(channel):  # bounded: nobody writes any more
+        while channel.is_open and self._receive(channel):  # bounded: its writer has ended
             pass
         self.close(rank)
         self._broken.pop(rank, None)

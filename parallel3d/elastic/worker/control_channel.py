@@ -85,8 +85,8 @@ class ControlChannel:
     def connect(self, location: tuple[Address, bytes] | None = None) -> bytes:
         """Says hello and waits until the guardian has reached the coordinator; returns the run's secret.
 
-        `location`: the coordinator's address and the secret, if this worker has found them. Raises RunEnded if there
-        is no coordinator.
+        `location`: the coordinator's address and the secret, if this worker has found them. Raises GenerationEnded
+        without a coordinator.
         """
         self._send(self._hello)
         if location is not None:
