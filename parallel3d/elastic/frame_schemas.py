@@ -8,7 +8,8 @@ coordinator nothing. What a frame means at its time is checked by those who hand
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from string import hexdigits
+from typing import Any, TypeGuard, TypeVar
 
 from parallel3d.errors import OutOfPlaceError, ProtocolError, shorten
 
@@ -44,7 +45,12 @@ def is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def is_address(value: object) -> bool:
+def is_hex(value: object) -> TypeGuard[str]:
+    """True for bytes as hexadecimal digits."""
+    return isinstance(value, str) and len(value) % 2 == 0 and all(digit in hexdigits for digit in value)
+
+
+def is_address(value: object) -> TypeGuard[list[Any]]:
     """True for [host, port]."""
     return isinstance(value, list) and len(value) == 2 and is_text(value[0]) and is_count(value[1])
 

@@ -107,6 +107,13 @@ def test_a_guardian_speaks_for_its_own_workers_alone(world):
         relay.next("response")
 
 
+@pytest.mark.parametrize("fields", [{"ranks": [1]}, {"role": "guardian", "address": ["x", 1]}])
+def test_a_worker_speaks_for_itself_alone(world, fields):
+    relay = Relay(world[2])
+    relay.send(rank0={**hello(0), **fields})
+    assert relay.next("close_worker")[1]["rank"] == 0
+
+
 def test_the_largest_value(relay):
     value = bytes(MAX_VALUE_BYTES)
     relay.connection.sendall(encode_from_workers([(0, encode_frame({"op": "set", "key": "a"}, value))]))

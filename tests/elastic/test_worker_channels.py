@@ -39,7 +39,7 @@ class World:
     def __init__(self) -> None:
         self.link = FakeLink()
         self.selector = selectors.DefaultSelector()
-        self.located: list[dict[str, Any]] = []
+        self.located: list[Any] = []
         self.broken: dict[int, str] = {}
         pairs = [socket.socketpair() for _ in range(2)]
         self.workers = [theirs for _, theirs in pairs]
@@ -48,7 +48,7 @@ class World:
             self.selector,
             {rank: ours for rank, (ours, _) in enumerate(pairs)},
             link=self.link,  # type: ignore[arg-type]
-            on_located=self.located.append,
+            on_located=lambda address, secret: self.located.append((address, secret)),
             on_broken=self.broken.__setitem__,
         )
 
@@ -98,8 +98,8 @@ def numbered(rank: int, *numbers: int) -> list[dict[str, Any]]:
 
 def test_what_is_said_before_there_is_a_coordinator_waits_for_it(world):
     world.say(0, HELLO, *numbered(0, 1, 2))
-    world.say(1, {"op": "located", "address": ["x", 1], "secret": ""})
-    assert world.turn() == [] and [message["address"] for message in world.located] == [["x", 1]]
+    world.say(1, {"op": "located", "address": ["x", 1], "secret": "0a"})
+    assert world.turn() == [] and world.located == [(("x", 1), b"\n")]
     world.welcome()
     assert world.turn() == [(0, HELLO), *((0, frame) for frame in numbered(0, 1, 2))]
     assert world.heard(0) == ["connected"] == world.heard(1)
@@ -178,15 +178,32 @@ def test_a_worker_that_does_not_read_costs_itself_alone(world, monkeypatch):
             key.data()
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x02\x7f\0\0\0{}", b"\0\0\0\x02\0\0\0\0[]"])
-def test_a_malformed_frame_costs_its_worker_alone(world, data):
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not a control frame"),
+        (b"\0\0\0\x02\x7f\0\0\0{}", "not a control frame"),
+        (b"\0\0\0\x02\0\0\0\0[]", "not a control frame"),
+        (encode_frame(HELLO), "a hello that was not asked for"),
+        (encode_frame({"op": "located", "address": ["x"], "secret": ""}), "without address"),
+        (encode_frame({"op": "located", "address": ["x", 1], "secret": "x"}), "without address"),
+    ],
+)
+def test_a_malformed_frame_costs_its_worker_alone(world, data, why):
     world.welcome()
     world.say(0, HELLO)
     world.turn()
     world.workers[0].sendall(data)
-    world.say(1, HELLO)
-    assert world.turn() == [(1, HELLO)]
-    assert list(world.broken) == [0] and "not a control frame" in world.broken[0]
+    world.say(1, HELLO, {"op": ["of another", "form"]})
+    assert world.turn() == [(1, HELLO), (1, {"op": ["of another", "form"]})]  # the coordinator judges that one
+    assert list(world.broken) == [0] and why in world.broken[0]
+
+
+def test_a_worker_that_never_says_hello_is_not_held_for_ever(world, monkeypatch):
+    monkeypatch.setattr(worker_channels, "MAX_UNSENT_BYTES", 1000)
+    world.say(0, *numbered(0, *range(100)))
+    world.turn()
+    assert "without a hello" in world.broken[0]
 
 
 def test_last_words_come_before_the_end_of_the_channel(world):

@@ -1,4 +1,4 @@
-"""One connection of the coordinator: a worker's, a guardian's, or a worker's through its guardian."""
+"""One connection of the coordinator: a guardian's, or a worker's through its guardian (in tests: its own)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from parallel3d.elastic.frames import MAX_RELAYED_BYTES, FrameReader
 from parallel3d.elastic.outbox import Outbox
+from parallel3d.errors import ProtocolError, shorten
 from parallel3d.handshake import AcceptedHandshake
 
 
@@ -27,6 +28,9 @@ class Connection:
     def role(self) -> str:
         """The role of its hello; "" before that."""
         return str(self.hello.get("role", ""))
+
+    def check_hello(self, header: dict[str, Any]) -> None:
+        """Raises ProtocolError if this connection may not say this hello."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,3 +60,9 @@ class RelayedConnection(Connection):
     relay: SocketConnection
     relay_rank: int
     """Its rank, before its hello too."""
+
+    def check_hello(self, header: dict[str, Any]) -> None:
+        if (header["role"], header["ranks"]) != ("worker", [self.relay_rank]):
+            raise ProtocolError(
+                f"hello from {header['role']} {shorten(str(header['ranks']))} as rank {self.relay_rank}"
+            )

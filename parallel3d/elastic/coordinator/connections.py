@@ -1,7 +1,7 @@
 """The coordinator's connections to workers and guardians. One thread, one selector, no blocking sends.
 
 A connection that has not proven the run's secret (parallel3d/handshake.py) is a stranger: no frame of it is parsed.
-Workers speak through their guardians' connections, or over their own.
+Workers speak through their guardians' connections (or over their own, which only tests use).
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ class ConnectionServer:
         if connection.is_open:
             try:
                 check_frame(connection.role, header, payload)
+                if header["op"] == "hello":
+                    connection.check_hello(header)
                 self._on_message(connection, header, payload)
             except ProtocolError as error:
                 connection.lost_because = str(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -336,14 +336,6 @@ class Coordinator:
             for lost_worker in lost_workers:
                 self._status.record_fatal_loss(lost_worker)
         self._shutdown.abort_after_failure()
-        if not self._shutdown.aborting:
-            self._end_evicted([lost_worker.rank for lost_worker in lost_workers])
-
-    def _end_evicted(self, ranks: Iterable[int]) -> None:
-        """Ends workers that run on although they are no longer part of the run: their guardian is stopped, not dead."""
-        for rank in ranks:
-            reason = f"{self._status.name(rank)} is no longer part of the run: its guardian is gone"
-            self._server.send_to_workers([rank], {"op": "abort", "reason": reason, "grace_s": 0.0})
 
     @property
     def _elastic_membership(self) -> MembershipManager | None:

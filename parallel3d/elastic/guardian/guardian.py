@@ -139,12 +139,11 @@ class Guardian:
             events=events,
         )
 
-    def _on_located(self, message: dict[str, Any]) -> None:
-        """Connects to where a worker has found the coordinator."""
+    def _on_located(self, address: Address, secret: bytes) -> None:
+        """Connects to where the first worker has found the coordinator."""
         if not (self._link.was_found or self._link.is_searching or self._exit_code is not None):
-            self._run_secret.set(bytes.fromhex(message["secret"]))
-            host, port = message["address"]
-            self._link.find((host, port))
+            self._run_secret.set(secret)
+            self._link.find(address)
 
     def _greeting(self) -> list[dict[str, Any]]:
         """Returns what every coordinator must know first."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel3d.elastic.frame_schemas import is_address, is_hex
 from parallel3d.elastic.frames import (
     CHUNK_BYTES,
     MAX_VALUE_BYTES,
@@ -26,6 +27,7 @@ from parallel3d.elastic.frames import (
 )
 from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink
 from parallel3d.elastic.outbox import Outbox
+from parallel3d.elastic.protocol.membership import Address
 from parallel3d.errors import ProtocolError
 
 MAX_BATCH_BYTES = 2**20
@@ -70,7 +72,7 @@ class _Channel:
 class WorkerChannels:
     """Relays for the workers at the other end of `ends`, by rank.
 
-    on_located: the first worker that has found the coordinator says where.
+    on_located: a worker has found the coordinator's address and the run's secret.
     on_broken: a worker can't be relayed any more, and why.
     """
 
@@ -80,7 +82,7 @@ class WorkerChannels:
         ends: Mapping[int, socket.socket],
         *,
         link: CoordinatorLink,
-        on_located: Callable[[dict[str, Any]], None],
+        on_located: Callable[[Address, bytes], None],
         on_broken: Callable[[int, str], None],
     ):
         self._selector = selector
@@ -199,20 +201,34 @@ class WorkerChannels:
         return bool(data)
 
     def _take(self, channel: _Channel, header: dict[str, Any], frame: bytes) -> None:
-        op = header.get("op")
+        """Handles or keeps a worker's frame. Raises ProtocolError for one that makes no sense here."""
+        op = str(header.get("op"))
         if op == "located":
-            self._on_located(header)
-            return
-        channel.has_finished |= op == "finish"
-        if op == "hello":
-            channel.num_hellos_due -= 1
-            channel.hello = b"" if channel.num_hellos_due else frame
-            self._pass_on(channel)
+            self._locate(header)
+        elif op == "hello":
+            self._on_hello(channel, frame)
         elif channel.is_passed_on:
             self._batch.append((channel.rank, frame))
         elif channel.hello or op not in TO_ITS_COORDINATOR:
             channel.held.append(frame)
             channel.num_held_bytes += len(frame)
+            if not channel.hello and channel.num_held_bytes > MAX_UNSENT_BYTES:
+                raise ProtocolError(f"{channel.num_held_bytes:,} bytes without a hello")
+        channel.has_finished |= op == "finish"
+
+    def _locate(self, header: dict[str, Any]) -> None:
+        address, secret = header.get("address"), header.get("secret")
+        if not is_address(address) or not is_hex(secret):
+            raise ProtocolError("'located' without address or secret")
+        self._on_located((address[0], address[1]), bytes.fromhex(secret))
+
+    def _on_hello(self, channel: _Channel, frame: bytes) -> None:
+        if not channel.num_hellos_due:
+            raise ProtocolError("a hello that was not asked for")
+        channel.num_hellos_due -= 1
+        if not channel.num_hellos_due:
+            channel.hello = frame
+            self._pass_on(channel)
 
     def _pass_on(self, channel: _Channel) -> None:
         """Begins to relay for a worker that has said hello, if there is a coordinator."""
@@ -234,8 +250,7 @@ class WorkerChannels:
         """Registers the socket for what can be done with it now."""
         events = 0
         if channel.is_open:
-            is_held_up = channel.hello and channel.num_held_bytes > MAX_UNSENT_BYTES
-            if not is_held_up and self._link.num_unsent_bytes <= MAX_UNSENT_BYTES:
+            if channel.num_held_bytes <= MAX_UNSENT_BYTES and self._link.num_unsent_bytes <= MAX_UNSENT_BYTES:
                 events |= selectors.EVENT_READ
             if channel.outbox:
                 events |= selectors.EVENT_WRITE
