@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.elastic.frames import PING_S, FrameReader, encode_frame, encode_from_workers, open_connection
+from parallel3d.elastic.frames import PING_S, FrameReader, encode_frame, encode_from_workers, set_socket_options
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import (
     NO_GENERATION,
@@ -21,6 +21,7 @@ from parallel3d.elastic.protocol.membership import (
     digest_entries,
 )
 from parallel3d.elastic.protocol.record_delta import encode_record
+from parallel3d.handshake import connect_handshake
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.entry_codec import encode_entries
@@ -95,8 +96,11 @@ class Clients:
         membership_state: dict[str, Any] | None = None,
     ) -> None:
         for info in infos:
-            hello = {"op": "hello", "role": "guardian", **info.to_json()}
-            connection = open_connection(address, hello, get_secret=lambda: secret, timeout_s=60.0)
+            connection = socket.create_connection(address, timeout=60.0)
+            set_socket_options(connection)
+            connect_handshake(connection, secret)
+            connection.sendall(encode_frame({"op": "hello", "role": "guardian", **info.to_json()}))
+            connection.settimeout(None)
             guardian = Guardian(info, connection, ranks=set(info.ranks))
             self._guardians |= dict.fromkeys(info.ranks, guardian)
             self._selector.register(connection, selectors.EVENT_READ, guardian)

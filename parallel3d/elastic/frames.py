@@ -32,13 +32,10 @@ import json
 import socket
 import struct
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from parallel3d.elastic.protocol.membership import Address
-from parallel3d.errors import LaunchError, ProtocolError
-from parallel3d.handshake import connect_handshake
+from parallel3d.errors import ProtocolError
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
@@ -133,42 +130,6 @@ class FrameReader:
             frame = bytes(self._bytes[:end])
             del self._bytes[:end]
             yield header, frame, start
-
-
-def open_connection(
-    address: Address, hello: dict[str, Any], *, get_secret: Callable[[], bytes], timeout_s: float
-) -> socket.socket:
-    """Connects to the coordinator, exchanges proofs of the run's secret and sends `hello`; retries until `timeout_s`,
-    then raises LaunchError."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return connect(address, hello, get_secret(), timeout_s=max(RETRY_S, deadline - time.monotonic()))
-        except OSError as error:
-            if time.monotonic() + RETRY_S > deadline:
-                host, port = address
-                raise LaunchError(
-                    f"could not reach the run's coordinator at {host}:{port} within {timeout_s:g} s ({error})"
-                ) from None
-            time.sleep(RETRY_S)
-
-
-class NotServingError(OSError):
-    """A listener has accepted a connection, but no process has answered with this run's secret."""
-
-
-def connect(address: Address, hello: dict[str, Any], secret: bytes, *, timeout_s: float) -> socket.socket:
-    """Connects once; raises NotServingError if only the listener is there, else OSError."""
-    connection = socket.create_connection(address, timeout=timeout_s)
-    try:
-        set_socket_options(connection)
-        connect_handshake(connection, secret)
-        connection.sendall(encode_frame(hello))
-        connection.settimeout(None)
-        return connection
-    except OSError as error:
-        connection.close()
-        raise NotServingError(str(error)) from error
 
 
 def set_socket_options(connection: socket.socket) -> None:

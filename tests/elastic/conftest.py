@@ -6,12 +6,11 @@ import pytest
 
 from parallel3d.config.schema import TimeoutConfig
 from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
-from parallel3d.elastic.frames import open_connection
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.parallel.grid import Grid
 from tests.support.coordinator_threads import ServingThread
-from tests.support.run_secrets import SECRET, get_secret
+from tests.support.run_secrets import SECRET, open_connection
 
 
 @pytest.fixture
@@ -47,13 +46,11 @@ def world(elastic):
     )
     serving = ServingThread(coordinator)
     hello = {"op": "hello", "role": "guardian", "ranks": [0, 1], "host": "here", "address": list(address)}
-    guardian = open_connection(address, hello, get_secret=get_secret, timeout_s=5)
+    guardian = open_connection(address, hello)
 
     def connect(rank: int) -> ControlChannel:
         hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}
-        controls.append(
-            ControlChannel(open_connection(address, hello, get_secret=get_secret, timeout_s=5), rank=rank, world_size=2)
-        )
+        controls.append(ControlChannel(open_connection(address, hello), rank=rank, world_size=2))
         return controls[-1]
 
     controls: list[ControlChannel] = []

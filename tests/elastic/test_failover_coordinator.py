@@ -11,14 +11,14 @@ import pytest
 from parallel3d.elastic.coordinator.coordinator import open_listener
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
 from parallel3d.elastic.coordinator.witness import Witness
-from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
 from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.parallel.grid import Grid
 from tests.support.coordinator_threads import ServingThread
-from tests.support.run_secrets import SECRET, get_secret
+from tests.support.run_secrets import SECRET, open_connection
 
 GRID = Grid.uniform(tp_size=1, pp_size=1, dp_size=4)
 HOSTS = {rank: host for rank, host in enumerate("abcd")}
@@ -78,7 +78,7 @@ class World:
         return self.report
 
     def connect(self, **hello: Any) -> socket.socket:
-        connection = open_connection(self.address, {"op": "hello", **hello}, get_secret=get_secret, timeout_s=5)
+        connection = open_connection(self.address, {"op": "hello", **hello})
         connection.settimeout(5)
         self.readers[connection] = FrameReader()
         return connection

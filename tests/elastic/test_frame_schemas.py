@@ -14,12 +14,12 @@ import pytest
 
 from parallel3d.elastic.coordinator.run_status import describe_error
 from parallel3d.elastic.frame_schemas import FRAMES, HELLO, check_frame, parse
-from parallel3d.elastic.frames import FrameReader, encode_frame, encode_from_workers, open_connection
+from parallel3d.elastic.frames import FrameReader, encode_frame, encode_from_workers
 from parallel3d.elastic.protocol.membership import StateReport
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
-from tests.support.run_secrets import get_secret
+from tests.support.run_secrets import open_connection
 
 END = dict(rank=1, exit_code=-9, by_guardian=False, why="", detect_s=0.5, step=None)
 STATUS = dict(doing="step 3", for_s=0.5, is_waiting=True, what="world", peers=[1])
@@ -176,7 +176,7 @@ ILL = [
 def test_a_worker_that_sends_it_is_killed_by_its_guardian(world, frame):
     address, connect, guardian, _ = world
     first = connect(0)
-    bad = open_connection(address, hello_of("worker"), get_secret=get_secret, timeout_s=5)
+    bad = open_connection(address, hello_of("worker"))
     bad.sendall(encode_frame(frame))
     assert is_closed(bad)
     ((rank, why),) = next_frame(guardian, "kill")["ends"]
@@ -190,7 +190,7 @@ def test_a_hello_that_can_not_be_is_refused(world, ranks):
     """One rank of a worker that is connected, several, none, an unknown one: the worker itself goes on."""
     address, connect, _, _ = world
     first = connect(0)
-    other = open_connection(address, {**hello_of("worker"), "ranks": ranks}, get_secret=get_secret, timeout_s=5)
+    other = open_connection(address, {**hello_of("worker"), "ranks": ranks})
     assert is_closed(other)
     first.set("key", b"1")
     assert first.get("key", AbortToken()) == b"1" and not first.token.aborted
@@ -201,7 +201,7 @@ def test_noise_of_a_known_peer_changes_nothing(world):
     first = connect(0)
     draw = random.Random(1)
     for number in range(20):
-        bad = open_connection(address, hello_of("worker"), get_secret=get_secret, timeout_s=5)
+        bad = open_connection(address, hello_of("worker"))
         noise = draw.randbytes(200)
         bad.sendall(noise if number % 2 else struct.pack(">II", len(noise), 0) + noise)
         bad.shutdown(socket.SHUT_WR)
@@ -214,7 +214,7 @@ def test_a_guardian_may_report_its_own_workers_alone(world):
     address, connect, _, _ = world
     first = connect(0)
     hello = {**hello_of("guardian"), "ranks": [1]}
-    other = open_connection(address, hello, get_secret=get_secret, timeout_s=5)
+    other = open_connection(address, hello)
     other.sendall(encode_frame({"op": "ended", "ends": [{**END, "rank": 0}]}))
     assert is_closed(other)
     first.set("key", b"1")
@@ -238,7 +238,7 @@ def test_a_guardian_that_relays_what_it_may_not_is_lost(world, case):
     address, connect, _, _ = world
     first = connect(0)
     ranks, sizes, payload = RELAYED[case]
-    other = open_connection(address, {**hello_of("guardian"), "ranks": [1]}, get_secret=get_secret, timeout_s=5)
+    other = open_connection(address, {**hello_of("guardian"), "ranks": [1]})
     other.sendall(encode_frame({"op": "from_workers", "ranks": ranks, "sizes": sizes}, payload))
     assert is_closed(other)
     first.set("key", b"1")
@@ -248,7 +248,7 @@ def test_a_guardian_that_relays_what_it_may_not_is_lost(world, case):
 def test_a_relayed_frame_that_its_worker_may_not_send_costs_that_worker_alone(world):
     address, connect, _, _ = world
     first = connect(0)
-    guardian = open_connection(address, {**hello_of("guardian"), "ranks": [1]}, get_secret=get_secret, timeout_s=5)
+    guardian = open_connection(address, {**hello_of("guardian"), "ranks": [1]})
     frames = [encode_frame(hello_of("worker")), encode_frame({"op": "ended", "ends": []})]
     guardian.sendall(encode_from_workers([(1, frame) for frame in frames]))
     ((rank, why),) = next_frame(guardian, "kill")["ends"]
@@ -262,7 +262,7 @@ def test_an_evicted_worker_neither_fails_nor_changes_the_run(world):
     address, connect, guardian, records = world
     first, second = connect(0), connect(1)
     hello = {**hello_of("guardian"), "ranks": [1]}
-    open_connection(address, hello, get_secret=get_secret, timeout_s=5).close()
+    open_connection(address, hello).close()
     deadline = time.monotonic() + 10
     while not first.membership.membership_state()["newest_generation"]:  # the change that evicts it
         assert time.monotonic() < deadline

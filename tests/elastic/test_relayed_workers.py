@@ -13,13 +13,12 @@ from parallel3d.elastic.frames import (
     decode_from_workers,
     encode_frame,
     encode_from_workers,
-    open_connection,
 )
 from parallel3d.elastic.protocol.membership import StateReport
 from parallel3d.elastic.protocol.record_delta import decode_record
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.grid import Grid
-from tests.support.run_secrets import get_secret
+from tests.support.run_secrets import open_connection
 
 RANKS = [0, 1]
 
@@ -100,7 +99,7 @@ def test_a_frame_out_of_place_costs_that_worker_alone(relay):
 def test_a_guardian_speaks_for_its_own_workers_alone(world):
     address, *_ = world
     fields = {"role": "guardian", "ranks": [1], "host": "here", "address": ["127.0.0.1", 1]}
-    other = open_connection(address, {"op": "hello", **fields}, get_secret=get_secret, timeout_s=5)
+    other = open_connection(address, {"op": "hello", **fields})
     relay = Relay(other)
     relay.send(rank0=hello(0))
     with pytest.raises((AssertionError, ConnectionResetError)):

@@ -4,14 +4,13 @@ import os
 import signal
 import socket
 import time
-from functools import partial
 
 import pytest
 
 from parallel3d.elastic import frames
 from parallel3d.elastic.coordinator import connections
 from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
-from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker import control_channel
 from parallel3d.elastic.worker.control_channel import ControlChannel
@@ -19,7 +18,7 @@ from parallel3d.errors import GenerationEnded
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 from tests.support.coordinator_threads import ServingThread
-from tests.support.run_secrets import SECRET, get_secret
+from tests.support.run_secrets import SECRET, open_connection
 
 PING_S = 0.02
 
@@ -60,14 +59,15 @@ def served(elastic_settings, fast_pings):
         elastic=elastic_settings(Grid.uniform(tp_size=1, pp_size=1, dp_size=4)),
     )
     serving = ServingThread(coordinator)
-    enter = partial(open_connection, address, get_secret=get_secret, timeout_s=10)
     guardians = [
-        enter({"op": "hello", "role": "guardian", "ranks": ranks, "host": "here", "address": address})
+        open_connection(
+            address, {"op": "hello", "role": "guardian", "ranks": ranks, "host": "here", "address": address}
+        )
         for ranks in ([0, 1], [2, 3])
     ]
     controls = [
         ControlChannel(
-            enter({"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}),
+            open_connection(address, {"op": "hello", "role": "worker", "ranks": [rank], "host": "here", "log": ""}),
             rank=rank,
             world_size=4,
         )

@@ -11,22 +11,21 @@ import threading
 import pytest
 
 from parallel3d.elastic.coordinator.connections import REPORT_EVERY_S, Rejections
-from parallel3d.elastic.frames import FrameReader, encode_frame, open_connection
+from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.guardian.run_secret import FILE_NAME, RunSecret
-from parallel3d.errors import LaunchError, ProtocolError
+from parallel3d.errors import ProtocolError
 from parallel3d.handshake import (
     NONCE_BYTES,
     PROOF_BYTES,
     REQUEST,
     AcceptedHandshake,
     NotOfThisRunError,
-    accept_handshake,
     connect_handshake,
     new_secret,
 )
 from parallel3d.parallel.abort import AbortToken
-from tests.support.run_secrets import SECRET, enter, get_secret
+from tests.support.run_secrets import SECRET, enter
 
 OPS = ("hello", "publish", "error", "finish", "announce_drain", "set", "report", "confirm", "suspect", "ended", "stop")
 FRAMES = [encode_frame({"op": op, "role": "guardian", "ranks": [0, 1], "signal": 15, "at_once": True}) for op in OPS]
@@ -115,22 +114,6 @@ def test_hundreds_that_say_nothing(world):
             stranger = stack.enter_context(socket.create_connection(address, timeout=10))
             stranger.sendall(REQUEST[: number % len(REQUEST)])
         assert_serves(connect)
-
-
-def test_a_coordinator_of_another_run_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        is_over = threading.Event()
-
-        def other_run():
-            listener.settimeout(0.05)
-            while not is_over.is_set():
-                with contextlib.suppress(OSError):
-                    accept_handshake(listener.accept()[0], b"another secret")
-
-        with in_thread(other_run):
-            with pytest.raises(LaunchError, match="the other end does not know this run's secret"):
-                open_connection(listener.getsockname(), {"op": "hello"}, get_secret=get_secret, timeout_s=0.5)
-            is_over.set()
 
 
 def test_bytes_of_a_handshake_may_come_one_by_one():
