@@ -47,6 +47,31 @@ def test_a_successor_in_every_phase(grid: Grid, faults: dict[str, int]):
     assert found.ends.keys() == {"released", "halted"} and found.num_worlds > 1000
 
 
+RELAYED = {0: "a", 1: "b", 2: "b"}
+"""Two workers of one guardian, beside another."""
+
+
+@pytest.mark.parametrize("faults", [{"relay_stops": 1}, {"relay_stops": 1, "suspicions": 1}])
+def test_a_relay_stops_in_the_middle_of_a_batch(faults: dict[str, int]):
+    """Its workers run on, and take part in what needs no coordinator."""
+    model = Model(uniform(1, 3), num_iterations=1, hosts=RELAYED, reduced=False)
+    found = explore(model, model.start(**faults))
+    assert found.ends.keys() == {"released", "halted"} and found.num_worlds > 1000
+
+
+class LosesOneWithAGuardian(Model):
+    """The coordinator takes only the first worker of a silent guardian for dead."""
+
+    def lost_with_guardian(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return ranks[:1]
+
+
+def test_all_workers_of_a_guardian_are_lost_with_it():
+    model = LosesOneWithAGuardian(uniform(1, 3), num_iterations=1, hosts=RELAYED, reduced=False)
+    with pytest.raises(Violation):
+        explore(model, model.start(relay_stops=1))
+
+
 class DifferenceFromProposed(MembershipProtocol):
     """Sends the difference from the last record that was proposed, which a worker may never have committed."""
 

@@ -96,7 +96,7 @@ class Model(WorkerModel):
         """Frames that arrive. An abort takes effect at once, even if the frames before it have not been handled."""
         aborted = False
         for rank, worker in enumerate(world.workers):
-            if worker.outbox:
+            if worker.outbox and rank not in world.silent:
                 yield f"{worker.outbox[0]} of rank {rank} arrives", lambda r=rank: self._deliver(world, r)
             if not worker.alive:
                 continue
@@ -107,6 +107,8 @@ class Model(WorkerModel):
                 yield f"rank {rank} takes {worker.inbox[0]}", lambda r=rank: self._take(world, r)
         for rank in world.unseen:
             yield f"rank {rank} is found dead", lambda r=rank: self._notice(world, r)
+        if world.silent:
+            yield f"the guardian of {world.silent} is found silent", lambda: self._find_silent(world)
 
     def _steps(self, world: World) -> Iterator[Step]:
         """Moves of the workers themselves."""
@@ -118,12 +120,18 @@ class Model(WorkerModel):
 
     def _faults(self, world: World) -> Iterator[Step]:
         for rank, worker in enumerate(world.workers):
-            if worker.alive and world.deaths:
+            if worker.alive and world.deaths and rank not in world.silent:
                 yield f"rank {rank} dies", lambda r=rank: self._kill(world, r)
             if worker.alive and not worker.evicted and world.false_deaths:
                 yield f"rank {rank} is taken for dead", lambda r=rank: self._evict(world, r)
             if world.host_deaths and worker.alive and rank == self._on_host(rank)[0]:
                 yield f"the host of rank {rank} dies", lambda r=rank: self._kill_host(world, r)
+            if world.relay_stops and worker.alive and rank == self._on_host(rank)[0] and not world.silent:
+                yield f"the guardian of rank {rank} stops", lambda r=rank: self._stop_relay(world, r, passed_on=True)
+                yield (
+                    f"the guardian of rank {rank} stops, with frames for its workers",
+                    lambda r=rank: self._stop_relay(world, r, passed_on=False),
+                )
             if worker.mode in (RUN, RESOLVED, DONE) and world.suspicions:
                 yield f"rank {rank} suspects", lambda r=rank: self._suspect(world, r)
             if worker.alive and world.drains:
@@ -154,6 +162,24 @@ class Model(WorkerModel):
         for other in ranks:
             world = self._put(world, other, Worker(mode=DEAD))
         return self._notice_lost(world, ranks)
+
+    def _stop_relay(self, world: World, rank: int, *, passed_on: bool) -> World:
+        """A guardian stops. What of its batch had arrived is a move before this one; `passed_on`: so is what it had for
+        its workers."""
+        ranks = tuple(other for other in self._on_host(rank) if world.workers[other].alive)
+        for other in () if passed_on else ranks:
+            world = self._put(world, other, world.workers[other]._replace(inbox=()))
+        return world._replace(relay_stops=world.relay_stops - 1, silent=ranks)
+
+    def _find_silent(self, world: World) -> World:
+        """The coordinator takes all workers of a silent guardian for dead."""
+        ranks = self.lost_with_guardian(world.silent)
+        for rank in ranks:
+            world = self._put(world, rank, world.workers[rank]._replace(evicted=True))
+        return self._notice_lost(world._replace(silent=()), ranks)
+
+    def lost_with_guardian(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return ranks
 
     def _notice_lost(self, world: World, ranks: tuple[int, ...]) -> World:
         if self.protocol(world).over or not self.protocol(world).live.intersection(ranks):
@@ -292,7 +318,7 @@ class Model(WorkerModel):
     def _send(self, world: World, ranks: tuple[int, ...], frame: Frame) -> World:
         workers = list(world.workers)
         for rank in ranks:
-            if workers[rank].alive:
+            if workers[rank].alive and rank not in world.silent:
                 workers[rank] = workers[rank]._replace(inbox=(*workers[rank].inbox, frame))
         return world._replace(workers=tuple(workers))
 

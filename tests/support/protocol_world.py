@@ -77,6 +77,10 @@ class World(NamedTuple):
     host_deaths: int = 0
     takeovers: int = 0
     """Losses of the coordinator (protocol_takeover.py)."""
+    relay_stops: int = 0
+    """A guardian stops, in the middle of a batch: its workers run on, but nothing goes up or down any more."""
+    silent: tuple[int, ...] = ()
+    """The workers of a guardian that has stopped, and the coordinator does not know yet."""
     unseen: tuple[int, ...] = ()
     """Dead, and the coordinator does not know yet."""
     ended: str = ""
