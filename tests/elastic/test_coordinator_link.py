@@ -68,7 +68,7 @@ class World:
             stub=self.stub,  # type: ignore[arg-type]
             timeouts=LaunchTimeouts(**timeouts),
             events=LinkEvents(
-                greet=lambda: [HELLO, {"op": "ended", "ends": []}],
+                greet=lambda: HELLO,
                 on_welcome=lambda: self.events.append("welcome"),
                 on_frame=lambda header, payload: self.frames.append((header, payload)),
                 on_lost=lambda: self.events.append("lost"),
@@ -120,7 +120,7 @@ def test_it_greets_and_is_welcomed(make):
     world.link.find(served.address)
     assert not world.link.is_open and world.link.is_searching
     world.until(lambda: world.link.is_open)
-    assert world.events == ["welcome"] and served.got == [HELLO, {"op": "ended", "ends": []}]
+    assert world.events == ["welcome"] and served.got == [HELLO]
     assert world.stub.messages == [{"op": "located", "address": list(served.address), "secret": SECRET.hex()}]
 
 

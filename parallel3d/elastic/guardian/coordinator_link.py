@@ -62,8 +62,8 @@ class _Search:
 class LinkEvents:
     """The guardian's part when something happens to the connection."""
 
-    greet: Callable[[], list[dict[str, Any]]]
-    """Returns the first frames, `hello` and what a new coordinator must know."""
+    greet: Callable[[], dict[str, Any]]
+    """Returns the first frame, `hello`."""
     on_welcome: Callable[[], None]
     """A coordinator serves at the other end."""
     on_frame: Callable[[dict[str, Any], bytes], None]
@@ -141,13 +141,12 @@ class CoordinatorLink:
         self._ping(now_s)
 
     def send(self, header: dict[str, Any]) -> None:
-        """Sends a frame, if there is a coordinator, without waiting."""
+        """Sends a frame, if a coordinator serves, without waiting."""
         self.send_encoded(encode_frame(header))
 
     def send_encoded(self, frame: bytes) -> None:
-        if self._phase is _Phase.OPEN and self._socket is not None:
-            self._outbox.add(frame)
-            self._flush()
+        if self.is_open:
+            self._write(frame)
 
     def end(self) -> None:
         """The run is over: a coordinator that is gone is not searched for."""
@@ -268,7 +267,7 @@ class CoordinatorLink:
             return
         self._phase, self._silent_pings = _Phase.OPEN, 0
         self._run_secret.set(self._secret)
-        self._outbox.add(*map(encode_frame, self._events.greet()))
+        self._outbox.add(encode_frame(self._events.greet()))
         if self._search is not None and self._search.candidate is None:
             self._report_address(self._search.address)
             self._search, self.was_found = None, True
@@ -327,9 +326,13 @@ class CoordinatorLink:
         self._next_ping_s = now_s + PING_S
         self._silent_pings += 1
         if self._silent_pings <= max_silent_pings(self._timeouts.control_s):
-            self.send({"op": "ping"})
+            self._write(encode_frame({"op": "ping"}))
         else:
             self._on_broken("silent")
+
+    def _write(self, frame: bytes) -> None:
+        self._outbox.add(frame)
+        self._flush()
 
     def _flush(self) -> None:
         """Sends what the socket takes now. One that is broken shows it in the next turn, as readable."""

@@ -112,9 +112,8 @@ class Guardian:
             self._selector.close()
 
     def _turn_s(self) -> float:
-        if self._link.is_searching:
-            return RETRY_S
-        return CHECK_INTERVAL_S if self._monitor.active else TICK_S
+        seconds = CHECK_INTERVAL_S if self._monitor.active else TICK_S
+        return min(RETRY_S, seconds) if self._link.is_searching else seconds
 
     def _on_stub_message(self) -> None:
         for message in self._stub.receive():
@@ -124,8 +123,8 @@ class Guardian:
 
     def _make_link(self) -> CoordinatorLink:
         events = LinkEvents(
-            greet=self._greeting,
-            on_welcome=lambda: self._channels.on_welcome(self._run_secret.read()),
+            greet=self._hello,
+            on_welcome=self._on_welcome,
             on_frame=self._handle,
             on_lost=self._on_coordinator_lost,
             on_end=self._end_without_coordinator,
@@ -145,11 +144,16 @@ class Guardian:
             self._run_secret.set(secret)
             self._link.find(address)
 
-    def _greeting(self) -> list[dict[str, Any]]:
-        """Returns what every coordinator must know first."""
-        hello = {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
-        ended = [{"op": "ended", "ends": self._ends}] if self._ends else []
-        return [hello, *ended, *([self._request] if self._request else [])]
+    def _hello(self) -> dict[str, Any]:
+        return {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
+
+    def _on_welcome(self) -> None:
+        """Tells a coordinator what it must know: the workers' words first, then which of them have ended."""
+        self._channels.on_welcome(self._run_secret.read())
+        if self._ends:
+            self._link.send({"op": "ended", "ends": self._ends})
+        if self._request:
+            self._link.send(self._request)
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         match header["op"]:

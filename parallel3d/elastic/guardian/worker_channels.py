@@ -131,6 +131,7 @@ class WorkerChannels:
                 channel.is_greeted = True
                 self.send([channel.rank], encode_frame({"op": "connected", "secret": secret.hex()}))
             self._pass_on(channel)
+        self.flush()
 
     def lose_coordinator(self, reason: str, *, is_final: bool) -> None:
         """Has the workers leave their generation and say hello again; `is_final`: or end, since none will take over."""
