@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.coordinator import open_listener
-from parallel3d.elastic.frames import encode_frame
 from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
@@ -185,8 +185,8 @@ def lose_first(world: World, *others: tuple[str, bool]) -> list[Served]:
     return candidates
 
 
-def test_the_next_candidate_is_tried_where_nobody_listens(make):
-    world = make()
+def test_the_next_candidate_is_tried_at_once_where_nobody_listens(make):
+    world = make(failover_s=60.0)
     candidates = lose_first(world, ("b", False), ("c", True))
     world.until(lambda: world.events[-1] == "welcome" and "lost" in world.events)
     assert world.events == ["welcome", "lost", "welcome"] and candidates[1].got[0] == HELLO
@@ -216,15 +216,22 @@ def test_after_the_end_of_the_run_nobody_is_searched_for(make):
 
 
 def test_last_words_are_sent_before_the_end(make):
+    """More of them than fit into the socket's buffers."""
     world = make()
     served = world.serve()
     world.link.find(served.address)
     world.until(lambda: world.link.is_open)
-    world.link.send_encoded(encode_frame({"op": "stop", "signal": 2, "at_once": False}))
+    world.link.send({"op": "ended", "ends": [], "text": "x" * 12_000_000})
+    world.link.send({"op": "stop", "signal": 2, "at_once": False})
+    assert world.link.num_unsent_bytes > 0
+
+    def serve() -> None:
+        deadline = time.monotonic() + 10
+        while not served.lost and time.monotonic() < deadline:
+            served.server.poll(0.01)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
     world.link.close()
-    world.servers = [served]
-    deadline = time.monotonic() + 10
-    while not served.lost:
-        assert time.monotonic() < deadline
-        served.server.poll(0.01)
+    serving.join(10)
     assert served.got[-1]["op"] == "stop"

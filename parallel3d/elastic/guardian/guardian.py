@@ -148,7 +148,7 @@ class Guardian:
         return {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
 
     def _on_welcome(self) -> None:
-        """Tells a coordinator what it must know: the workers' words first, then which of them have ended."""
+        """Sends a coordinator what it must know: the workers' words first, then which of them have ended."""
         self._channels.on_welcome(self._run_secret.read())
         if self._ends:
             self._link.send({"op": "ended", "ends": self._ends})
