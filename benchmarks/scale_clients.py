@@ -73,6 +73,7 @@ class Clients:
         guardian = self._guardians[rank]
         guardian.ranks.discard(rank)
         end = {"rank": rank, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 3}
+        end["permission"] = ""
         guardian.socket.sendall(encode_frame({"op": "ended", "ends": [end]}))
         return self._run_until_committed()
 

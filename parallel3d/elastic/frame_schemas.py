@@ -82,6 +82,7 @@ _END = object_of(
     why=is_text,
     detect_s=or_none(is_number),
     step=or_none(is_count),
+    permission=is_text,
 )
 _ERROR = object_of(text=is_text, is_run_wide=is_flag, exit_code=is_integer, consequence=is_flag, step=or_none(is_count))
 _STATE = object_of(newest_generation=is_integer, committed_generation=is_integer)
@@ -97,7 +98,7 @@ FRAMES: dict[str, dict[str, Fields]] = {
     "worker": {
         "publish": {"record": is_object},
         "error": {"error": _ERROR},
-        "finish": {"exit_code": is_integer},
+        "finish": {"exit_code": is_integer, "permission": is_text},
         "announce_drain": {},
         "worker_status": {"status": _STATUS},
         "probed": {"round": is_count, "unreachable": list_of(is_count)},

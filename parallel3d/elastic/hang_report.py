@@ -71,6 +71,12 @@ class HangReport:
         """True once all ranks have answered or the timeout has passed."""
         return not self._unanswered or now_s >= self._deadline_s
 
+    def blocking_ranks(self) -> frozenset[int]:
+        """Returns the ranks that keep others or themselves: those that do not wait for a rank, and cycles."""
+        by_rank = self._statuses
+        chains = [_chain(rank, by_rank) for rank in by_rank]
+        return frozenset(rank for chain in chains for rank in _end_of(chain))
+
     def format(self) -> str:
         return f"{self._why}\n{format_hang_report(build_hang_report(list(self._statuses.values())))}"
 
@@ -131,6 +137,11 @@ def _chain(rank: int, by_rank: Mapping[int, WorkerStatus]) -> list[int]:
         if awaited[0] in chain[:-1]:
             break
     return chain
+
+
+def _end_of(chain: list[int]) -> list[int]:
+    """The rank with which a chain ends, or all of the cycle."""
+    return chain[chain.index(chain[-1]) + 1 :] or chain[-1:]
 
 
 def _remark(

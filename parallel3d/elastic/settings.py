@@ -22,6 +22,8 @@ class LaunchTimeouts:
     """Until the coordinator accepts a connection."""
     control_s: float = 30.0
     """Longest silence of the coordinator, or of a guardian, before it counts as lost."""
+    change_s: float = 120.0
+    """For all reports, and for all confirmations, of a change of membership."""
     failover_s: float = 5.0
     """From the loss of the coordinator until every survivor must have reached its successor."""
     abort_grace_s: float = 3.0
@@ -35,6 +37,7 @@ class LaunchTimeouts:
         return LaunchTimeouts(
             start_s=config.run.timeout_s,
             control_s=config.elastic.control_timeout_s,
+            change_s=config.elastic.change_timeout_s,
             stop_grace_s=STOP_AND_SAVE_S if saves else LaunchTimeouts.stop_grace_s,
         )
 

@@ -94,7 +94,7 @@ def test_a_lost_worker_aborts_the_other_with_the_reason(world):
     _, connect, guardian, _ = world
     control = connect(0)
     assert not control.check(["x"], AbortToken())  # it is greeted, so the news has to be pushed
-    end = {"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 6}
+    end = {"rank": 1, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 6, "permission": ""}
     send(guardian, op="ended", ends=[end])
     with pytest.raises(GenerationEnded, match="rank 1 was killed by SIGKILL"):
         control.token.sleep(5)

@@ -50,7 +50,7 @@ def begin(*controls: ControlChannel) -> list[PendingGeneration]:
 
 def report_killed(guardian: socket.socket, *, rank: int, detect_s: float | None) -> None:
     end = {"rank": rank, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": detect_s, "step": 6}
-    send(guardian, op="ended", ends=[end])
+    send(guardian, op="ended", ends=[{**end, "permission": ""}])
 
 
 def test_a_generation_begins_continues_without_a_lost_worker_and_finishes(world):
@@ -237,6 +237,17 @@ def test_frames_that_arrive_before_the_worker_reads_the_last_ones():
     assert membership.membership_state()["committed_generation"] == 1 and pending.token.aborted
     with pytest.raises(GenerationEnded, match="rank 2 was lost"):
         membership.finish()
+
+
+def test_a_worker_may_end_once_it_is_drained_or_the_run_finished():
+    membership = MembershipClient(rank=1, send=lambda frame: None, run_token=AbortToken())
+    record = GenerationRecord(generation=0, grid=GRID, previous=None, members=(0, 1), draining=(1,))
+    membership.handle(*record_frame(record, None))
+    assert membership.permission == ""  # it still hands over
+    membership.handle({"op": "commit", "generation": 0})
+    assert membership.permission == "drained"
+    membership.handle({"op": "finish_run"})
+    assert membership.permission == "finished"
 
 
 @pytest.mark.parametrize("request_", [{"op": "stop", "signal": 2, "at_once": False}, {"op": "announce_drain"}], ids=str)

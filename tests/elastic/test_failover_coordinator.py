@@ -120,8 +120,9 @@ class World:
                 self.received.setdefault(connection, []).append({**header, "payload": payload} if payload else header)
 
 
-def end_of(rank: int, exit_code: int) -> dict[str, Any]:
-    return {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None, "step": 6}
+def end_of(rank: int, exit_code: int, permission: str = "") -> dict[str, Any]:
+    end = {"rank": rank, "exit_code": exit_code, "by_guardian": False, "why": "", "detect_s": None, "step": 6}
+    return {**end, "permission": permission}
 
 
 @pytest.fixture
@@ -195,10 +196,28 @@ def test_what_the_old_coordinator_knew_is_not_reported_again(world):
 def test_a_run_that_had_been_released_is_over(world):
     for rank in (2, 3):
         world.guardian(rank)
-    world.guardian(1, end_of(1, 0))
+    world.guardian(1, end_of(1, 0, "finished"))
     waiting = [world.worker(rank, record(4), 4) for rank in (2, 3)]
     for worker in waiting:
         assert [frame["op"] for frame in world.receive(worker, "finish_run")] == ["finish_run"]
+
+
+def test_a_drained_worker_does_not_end_the_run(world):
+    """Rank 2 alone has learnt that generation 5 was committed, with which it left."""
+    for rank in (1, 3):
+        world.guardian(rank)
+    world.guardian(2, end_of(2, 0, "drained"))
+    waiting = [world.worker(rank, record(4), 5) for rank in (1, 3)]
+    (abort_generation,) = world.receive(waiting[0], "abort_generation")
+    assert abort_generation["generation"] == 6
+    assert "lost rank 0" in abort_generation["reason"] and "lost rank 2: drained" in abort_generation["reason"]
+    for rank, worker in zip((1, 3), waiting):
+        report = StateReport(
+            rank=rank, generation=6, state_generation=4, position=LogPosition(iteration=5), host=HOSTS[rank]
+        )
+        worker.sendall(encode_frame({"op": "report", "report": report.to_json()}))
+    assert decode_record(world.receive(waiting[0], "record")[-1]["payload"], record(4)).members == (1, 3)
+    assert not world.coordinator._status.failures
 
 
 def test_without_a_quorum_nothing_is_opened(elastic_settings):

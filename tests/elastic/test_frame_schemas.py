@@ -21,14 +21,14 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 from tests.support.run_secrets import open_connection
 
-END = dict(rank=1, exit_code=-9, by_guardian=False, why="", detect_s=0.5, step=None)
+END = dict(rank=1, exit_code=-9, by_guardian=False, why="", detect_s=0.5, step=None, permission="")
 STATUS = dict(doing="step 3", for_s=0.5, is_waiting=True, what="world", peers=[1])
 ERROR = dict(text="ValueError", is_run_wide=False, exit_code=1, consequence=False, step=3)
 GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "worker": {
         "publish": {"record": {"kind": "step", "step": 1, "loss": 0.5, "tokens": 8}},
         "error": {"error": ERROR},
-        "finish": {"exit_code": 0},
+        "finish": {"exit_code": 0, "permission": "finished"},
         "announce_drain": {},
         "worker_status": {"status": STATUS},
         "probed": {"round": 0, "unreachable": []},

@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from parallel3d.elastic.coordinator.connections import REPORT_EVERY_S, Rejections
+from parallel3d.elastic.coordinator.connections import REPORT_EVERY_S, ConnectionServer, Rejections
+from parallel3d.elastic.coordinator.coordinator import open_listener
 from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.guardian.run_secret import FILE_NAME, RunSecret
@@ -114,6 +115,22 @@ def test_hundreds_that_say_nothing(world):
             stranger = stack.enter_context(socket.create_connection(address, timeout=10))
             stranger.sendall(REQUEST[: number % len(REQUEST)])
         assert_serves(connect)
+
+
+def test_all_connections_that_wait_are_accepted_in_one_turn():
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(open_listener("127.0.0.1", 0))
+        server = ConnectionServer(listener, secret=SECRET, control_s=30.0, on_message=ignore, on_lost=ignore)
+        for _ in range(50):
+            stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
+        server.poll(10.0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        server.close()
+
+
+def ignore(*arguments: object) -> None:
+    pass
 
 
 def test_bytes_of_a_handshake_may_come_one_by_one():

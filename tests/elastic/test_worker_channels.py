@@ -208,17 +208,18 @@ def test_a_worker_that_never_says_hello_is_not_held_for_ever(world, monkeypatch)
 
 def test_last_words_come_before_the_end_of_the_channel(world):
     world.welcome()
-    world.say(0, HELLO, *numbered(0, *range(100)))
+    finish = {"op": "finish", "exit_code": 0, "permission": "drained"}
+    world.say(0, HELLO, *numbered(0, *range(100)), finish)
     world.workers[0].close()
-    world.channels.drain(0)
-    assert [frame for _, frame in world.link.take()] == [HELLO, *numbered(0, *range(100))]
+    assert world.channels.drain(0) == "drained"
+    assert [frame for _, frame in world.link.take()] == [HELLO, *numbered(0, *range(100)), finish]
     world.turn()
     assert not world.broken
 
 
 def test_a_worker_without_its_channel_is_lost_unless_it_has_finished(world, monkeypatch):
     monkeypatch.setattr(worker_channels, "BROKEN_CHANNEL_S", 0.0)
-    world.say(0, HELLO, {"op": "finish", "exit_code": 0})
+    world.say(0, HELLO, {"op": "finish", "exit_code": 0, "permission": "drained"})
     world.say(1, HELLO)
     for worker in world.workers:
         worker.close()

@@ -115,6 +115,10 @@ class ElasticConfig(Section):
     control_timeout_s: Annotated[float, Field(ge=3.0)] = 30.0
     """Longest silence, in seconds, of the coordinator or of a worker's guardian before it counts as lost: a stopped
     process, or a host that is cut off."""
+    change_timeout_s: Annotated[float, Field(ge=3.0)] = 120.0
+    """Longest wait, in seconds, of a change of membership for its workers' reports, and then for their confirmations,
+    before it goes on without those that hang. Before they confirm, workers send each other optimizer state and weights:
+    a slow network may need more."""
     witness: str | None = None
     """A file in a folder that all hosts share. If the hosts split into two groups that can't reach each other, the
     group that locks this file continues. Null: a group that has lost the coordinator's host stops."""

@@ -95,7 +95,7 @@ class ConnectionServer:
         """Waits for events, at most `timeout_s`, and handles them."""
         for key, events in self._selector.select(timeout_s):
             if key.data is None:
-                self._accept()
+                self._accept_all()
                 continue
             if key.data.socket in self._strangers:
                 self._greet(key.data)
@@ -196,18 +196,25 @@ class ConnectionServer:
         if not connection.awaits_room:
             self._flush(connection)
 
-    def _accept(self) -> None:
-        try:
-            accepted_socket, address = self._listener.accept()  # bounded: the selector reports a waiting connection
-        except OSError:  # it has gone again, or no descriptor is left
-            self._drop_oldest_stranger()
-            return
+    def _accept_all(self) -> None:
+        """Accepts the connections that wait, as many as there may be strangers: others want their turn too."""
+        for _ in range(MAX_STRANGERS):
+            try:
+                accepted_socket, address = self._listener.accept()  # bounded: does not block
+            except BlockingIOError:
+                return
+            except OSError:  # it has gone again, or no descriptor is left
+                self._drop_oldest_stranger()
+                return
+            self._add_stranger(accepted_socket, str(address[0]))
+
+    def _add_stranger(self, accepted_socket: socket.socket, address: str) -> None:
         accepted_socket.setblocking(False)
         set_socket_options(accepted_socket)
         connection = SocketConnection(
             socket=accepted_socket,
             handshake=AcceptedHandshake(self._secret),
-            address=str(address[0]),
+            address=address,
             since_s=time.monotonic(),
         )
         self._strangers[accepted_socket] = connection

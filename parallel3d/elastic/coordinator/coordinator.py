@@ -268,6 +268,7 @@ class Coordinator:
                 self._stall_check.paths.add(rank, header["round"], header["unreachable"])
             case "worker_status":
                 self._hang_reporter.add_status(rank, header["status"])
+                self._stall_check.change_deadline.add_status(rank, header["status"])
             case op if op in MEMBERSHIP_OPS and self._membership:
                 self._membership.handle(rank, header, payload)
             case _ if self._shutdown.aborting:

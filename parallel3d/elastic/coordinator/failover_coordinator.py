@@ -20,7 +20,7 @@ from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.protocol.actions import Action, FinishRun
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo, QuorumCheck, check_quorum
-from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord, LostWorker
 from parallel3d.elastic.protocol.record_delta import decode_record
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
@@ -150,8 +150,9 @@ class FailoverCoordinator(Coordinator):
         ]
         self._server.send_to_workers(behind, {"op": "commit", "generation": base.generation})
         lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - self._guarded_ranks())]
+        lost += [LostWorker(rank=rank, why="drained") for rank in sorted(protocol.live & self._let_go("drained"))]
         membership.recovery_log.begin(self._lost_s)
-        if self._was_finished(protocol):
+        if protocol.live & self._let_go("finished"):
             protocol.over = True
             membership.execute([FinishRun(ranks=tuple(sorted(protocol.live)))])
         if lost:
@@ -189,9 +190,10 @@ class FailoverCoordinator(Coordinator):
         """Worker exits that guardians have reported during the quorum check."""
         return [end for _, header, _ in self._deferred if header["op"] == "ended" for end in header["ends"]]
 
-    def _was_finished(self, protocol: MembershipProtocol) -> bool:
-        """True if the old coordinator had already finished the run: no worker exits with 0 before that."""
-        return any(end["exit_code"] == 0 and end["rank"] in protocol.live for end in self._ends())
+    def _let_go(self, permission: str) -> set[int]:
+        """The workers that the old coordinator has let go: all, since it had finished the run, or those that were
+        drained, of whose generation no other worker may have learnt that it was committed."""
+        return {end["rank"] for end in self._ends() if end["exit_code"] == 0 and end["permission"] == permission}
 
     def _committed_generations(self) -> dict[int, int]:
         """The newest committed generation that each worker knows."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.run_status import RunStatus
-from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import OutOfPlaceError
 
 BROKEN_CHANNEL_S = 2.0
@@ -19,13 +18,9 @@ BROKEN_CHANNEL_S = 2.0
 class Fences:
     """Keeps the reasons for which workers are to be killed."""
 
-    def __init__(self, server: ConnectionServer, status: RunStatus, *, change_s: float):
+    def __init__(self, server: ConnectionServer, status: RunStatus):
         self._server = server
         self._status = status
-        self._change_s = change_s
-        """For all reports and confirmations of a change of membership."""
-        self._generation: int | None = None
-        self._change_deadline_s = float("inf")
         self._broken: dict[int, tuple[float, str]] = {}
         """Workers without a connection: the time at which they are killed, and why."""
         self._connected: set[int] = set()
@@ -67,16 +62,6 @@ class Fences:
         for rank in due:
             del self._broken[rank]
         self.kill({rank: why for rank, why in due.items() if self._needs(rank)})
-
-    def check_change(self, protocol: MembershipProtocol, now_s: float) -> None:
-        """Kills workers that have neither reported to a change of membership, nor confirmed it, in time."""
-        generation = protocol.pending
-        if generation != self._generation:
-            self._generation, self._change_deadline_s = generation, now_s + self._change_s
-        elif generation is not None and now_s > self._change_deadline_s:
-            self._change_deadline_s = now_s + self._change_s
-            why = f"no answer to the change to generation {generation} within {self._change_s:g} s"
-            self.kill({rank: why for rank in protocol.unanswered})
 
     def _needs(self, rank: int) -> bool:
         return self._status.is_needed(rank) and not self._status.workers[rank].ended

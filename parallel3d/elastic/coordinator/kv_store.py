@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
@@ -22,14 +23,28 @@ Column = list[int] | None
 WORD_BYTES = 8
 
 
+@dataclass(kw_only=True)
+class _Request:
+    """A worker that waits for the values of keys."""
+
+    connection: Connection
+    number: int
+    keys: list[str]
+    column: Column
+    num_found: int = 0
+    """Of the keys, from the first one on."""
+
+
 class KeyValueStore:
     """A key-value store with initial `values`; `send` answers a connection."""
 
     def __init__(self, values: Mapping[str, bytes], send: Callable[[Connection, dict[str, Any], bytes], None]):
         self._send = send
         self._values = dict(values)
-        self._waiting: defaultdict[str, list[tuple[Connection, int]]] = defaultdict(list)
-        self._waiting_for_all: defaultdict[str, list[tuple[Connection, int, list[str], Column]]] = defaultdict(list)
+        self._waiting: dict[str, list[_Request]] = {}
+        """Requests, each by its first key that is not set."""
+        self._generations: defaultdict[float, set[str]] = defaultdict(set)
+        """The keys of each generation, set or waited for."""
 
     def handle(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         """Handles a worker's frame, one of `OPS`."""
@@ -37,10 +52,10 @@ class KeyValueStore:
             case "set":
                 self._set(header["key"], payload)
             case "get":
-                self._waiting[header["key"]].append((connection, header["id"]))
-                self._respond_to_waiting(header["key"])
+                self._respond(_Request(connection=connection, number=header["id"], keys=[header["key"]], column=None))
             case "get_all":
-                self._respond_with_all(connection, header["id"], header["keys"], header.get("column"))
+                keys, column = header["keys"], header.get("column")
+                self._respond(_Request(connection=connection, number=header["id"], keys=keys, column=column))
             case "check":
                 found = all(key in self._values for key in header["keys"])
                 self._send(connection, {"op": "response", "id": header["id"], "found": found}, b"")
@@ -50,30 +65,30 @@ class KeyValueStore:
                 self._send(connection, {"op": "response", "id": header["id"], "value": value}, b"")
 
     def drop_generations_before(self, generation: int) -> None:
-        for table in (self._values, self._waiting, self._waiting_for_all):
-            for key in [key for key in table if generation_of(key) < generation]:
-                del table[key]
+        for old in [each for each in self._generations if each < generation]:
+            for key in self._generations.pop(old):
+                self._values.pop(key, None)
+                self._waiting.pop(key, None)
 
     def _set(self, key: str, value: bytes) -> None:
+        self._generations[generation_of(key)].add(key)
         self._values[key] = value
-        self._respond_to_waiting(key)
+        for request in self._waiting.pop(key, ()):
+            self._respond(request)
 
-    def _respond_to_waiting(self, key: str) -> None:
-        if key in self._values:
-            for connection, number in self._waiting.pop(key, []):
-                self._send(connection, {"op": "response", "id": number}, self._values[key])
-            for connection, number, keys, column in self._waiting_for_all.pop(key, []):
-                self._respond_with_all(connection, number, keys, column)
-
-    def _respond_with_all(self, connection: Connection, number: int, keys: list[str], column: Column) -> None:
-        """Answers now, or tries again when the first missing key is set."""
-        missing = next((key for key in keys if key not in self._values), None)
-        if missing is not None:
-            self._waiting_for_all[missing].append((connection, number, keys, column))
+    def _respond(self, request: _Request) -> None:
+        """Answers now, or goes on when the first missing key is set."""
+        keys = request.keys
+        while request.num_found < len(keys) and keys[request.num_found] in self._values:
+            request.num_found += 1
+        if request.num_found < len(keys):
+            missing = keys[request.num_found]
+            self._generations[generation_of(missing)].add(missing)
+            self._waiting.setdefault(missing, []).append(request)
             return
-        values = [cut_column(self._values[key], column) for key in keys]
-        header = {"op": "response", "id": number, "sizes": [len(value) for value in values]}
-        self._send(connection, header, b"".join(values))
+        values = [cut_column(self._values[key], request.column) for key in keys]
+        header = {"op": "response", "id": request.number, "sizes": [len(value) for value in values]}
+        self._send(request.connection, header, b"".join(values))
 
 
 def generation_of(key: str) -> float:

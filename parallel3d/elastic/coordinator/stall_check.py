@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parallel3d.elastic.coordinator.change_deadline import ChangeDeadline
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.fences import Fences
 from parallel3d.elastic.coordinator.path_check import PathCheck
@@ -16,7 +17,8 @@ class StallCheck:
     """Checks in each of the coordinator's turns whether the run still moves."""
 
     def __init__(self, server: ConnectionServer, status: RunStatus, *, timeouts: LaunchTimeouts, own_host: str):
-        self.fences = Fences(server, status, change_s=timeouts.start_s)
+        self.fences = Fences(server, status)
+        self.change_deadline = ChangeDeadline(server, self.fences, change_s=timeouts.change_s)
         self.paths = PathCheck(server, status, self.fences, control_s=timeouts.control_s, own_host=own_host)
 
     def check(self, protocol: MembershipProtocol | None, published: Mapping[str, int], now_s: float) -> str:
@@ -28,6 +30,6 @@ class StallCheck:
         self.fences.check(now_s)
         if protocol is None or protocol.committed is None:  # workers may be loading for long
             return ""
-        self.fences.check_change(protocol, now_s)
+        self.change_deadline.check(protocol, now_s)
         progress = (protocol.pending, protocol.num_changes, *sorted(published.items()))
         return self.paths.check(protocol, progress, now_s, has_trained="step" in published)

@@ -205,7 +205,7 @@ class Guardian:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._children[pid]
-                self._channels.drain(rank)
+                permission = self._channels.drain(rank)
                 ends.append(
                     {
                         "rank": rank,
@@ -214,6 +214,7 @@ class Guardian:
                         "why": self._declared_dead.get(pid, ""),
                         "detect_s": self._monitor.silent_s(pid),
                         "step": self._monitor.step(pid),
+                        "permission": permission,
                     }
                 )
         if ends:
@@ -296,4 +297,5 @@ def _lost_with_guardian(rank: int) -> dict[str, Any]:
         "why": "lost with its guardian",
         "detect_s": None,
         "step": None,
+        "permission": "",
     }

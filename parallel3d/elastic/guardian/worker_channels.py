@@ -64,6 +64,8 @@ class _Channel:
     is_greeted: bool = False
     """Whether it knows that a coordinator has been found."""
     has_finished: bool = False
+    permission: str = ""
+    """Why it may end, in its last words."""
     is_open: bool = True
     watched: int = 0
     """The events for which its socket is registered."""
@@ -153,14 +155,15 @@ class WorkerChannels:
             channel.outbox.add(frame)
             self._flush_down(channel)
 
-    def drain(self, rank: int) -> None:
-        """Takes what a worker that has ended has still said, and closes its channel."""
+    def drain(self, rank: int) -> str:
+        """Takes what a worker that has ended has still said, and closes its channel; returns why it could end."""
         channel = self._channels[rank]
         while channel.is_open and self._receive(channel):  # bounded: its writer has ended
             pass
         self.close(rank)
         self._broken.pop(rank, None)
         self.flush()
+        return channel.permission
 
     def close(self, rank: int) -> None:
         """Closes a worker's channel, which ends it."""
@@ -215,7 +218,8 @@ class WorkerChannels:
             channel.num_held_bytes += len(frame)
             if not channel.hello and channel.num_held_bytes > MAX_UNSENT_BYTES:
                 raise ProtocolError(f"{channel.num_held_bytes:,} bytes without a hello")
-        channel.has_finished |= op == "finish"
+        if op == "finish":
+            channel.has_finished, channel.permission = True, str(header.get("permission", ""))
 
     def _locate(self, header: dict[str, Any]) -> None:
         address, secret = header.get("address"), header.get("secret")

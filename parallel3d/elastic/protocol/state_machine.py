@@ -80,22 +80,27 @@ class MembershipProtocol:
         """Proposed, not yet confirmed by all."""
         self._digests: dict[int, str] = {}
         self._draining: frozenset[int] = frozenset()
-        self._finished: frozenset[int] = frozenset()
+        self._unfinished: dict[int, None] = {}
+        """The ranks of the grid that have not completed their last step in this generation."""
         self._newest = LogPosition()
         self._num_changes_without_step = 0
 
     def __copy__(self) -> MembershipProtocol:
         copied = self.__class__.__new__(self.__class__)
-        tables = {name: dict(getattr(self, name)) for name in ("_hosts", "_reports", "_digests")}
+        tables = {name: dict(getattr(self, name)) for name in ("_hosts", "_reports", "_digests", "_unfinished")}
         copied.__dict__.update(self.__dict__, **tables)
         return copied
 
     @property
     def pending(self) -> int | None:
         """The number of the change under way; None while a committed generation runs."""
-        return (
-            None if self.committed is not None and self.committed.generation == self._generation else self._generation
-        )
+        committed = self.committed
+        return None if committed is not None and committed.generation == self._generation else self._generation
+
+    @property
+    def awaited(self) -> tuple[int, bool, bool] | None:
+        """The wait under way: the generation, whether for entries, whether for what precedes the record; or None."""
+        return None if self.pending is None else (self.pending, self._lead is not None, self._record is None)
 
     @property
     def unanswered(self) -> frozenset[int]:
@@ -163,8 +168,7 @@ class MembershipProtocol:
         return self._begin(reason) if survivability.can_continue else self._stop_run(survivability.reason)
 
     def suspect(self, rank: int, generation: int, reason: str) -> list[Action]:
-        """Handles a worker that has left `generation` for a reason that only it has seen: begins a change, possibly
-        with the same members."""
+        """Handles a worker that has left `generation` for a reason that only it has seen: begins a change."""
         if not self._is_current(rank, generation):
             return []
         if self.pending is not None:
@@ -189,8 +193,8 @@ class MembershipProtocol:
             return []
         if self.pending is not None:
             raise OutOfPlaceError(f"rank {rank} finished in generation {generation}, which has not begun")
-        self._finished |= {rank}
-        if not self._finished.issuperset(self._grid.ranks):
+        self._unfinished.pop(rank, None)
+        if self._unfinished:
             return []
         self.over = True
         return [FinishRun(ranks=tuple(sorted(self.live)))]
@@ -204,7 +208,7 @@ class MembershipProtocol:
     def _begin(self, reason: str) -> list[Action]:
         self._generation += 1
         self._reasons += (reason,)
-        self._reports, self._lead, self._record, self._digests, self._finished = {}, None, None, {}, frozenset()
+        self._reports, self._lead, self._record, self._digests = {}, None, None, {}
         return [AbortGeneration(ranks=tuple(sorted(self.live)), generation=self._generation, reason=reason)]
 
     def _decide(self) -> list[Action]:
@@ -251,8 +255,7 @@ class MembershipProtocol:
             last_reported_step=self.last_reported_step,
             reason="; ".join(self._reasons),
         )
-        propose = Propose(record=self._record, base=self.committed, behind=self._behind(lead), entries=entries)
-        return [*refused, propose]
+        return [*refused, Propose(record=self._record, base=self.committed, behind=self._behind(lead), entries=entries)]
 
     def _find_newest(self) -> StateReport:
         """Returns the report of a worker that holds the newest entry; raises ProtocolError if reports are inconsistent.
@@ -303,6 +306,7 @@ class MembershipProtocol:
         self.live -= set(record.draining)
         self._draining -= set(record.draining)
         self._reports, self._record, self._digests = {}, None, {}
+        self._unfinished = dict.fromkeys(self._grid.ranks)
         self.evicted, self._reasons = (), ()
         return [Commit(generation=record.generation, members=record.members), *self._drain_spares()]
 

@@ -145,7 +145,7 @@ class ControlChannel:
     def finish(self, exit_code: int) -> None:
         """Closes the channel once the coordinator has read everything sent before, at the latest after 5 s."""
         self._is_finishing = True
-        self._send({"op": "finish", "exit_code": exit_code})
+        self._send({"op": "finish", "exit_code": exit_code, "permission": self.membership.permission})
         self._finish_acked.wait(FINISH_ACK_S)
         self._close("this worker has finished")
 

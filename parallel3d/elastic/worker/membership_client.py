@@ -152,6 +152,14 @@ class MembershipClient:
                 return False
         return True
 
+    @property
+    def permission(self) -> str:
+        """Why this worker may end: the run is "finished", or it is "drained"; "" if it may not."""
+        if self._is_finished:
+            return "finished"
+        record = self._committed_record
+        return "drained" if record is not None and self.rank in record.draining else ""
+
     def membership_state(self) -> dict[str, Any]:
         """Returns what a new coordinator must know of this worker."""
         with self._changed:
