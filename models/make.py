@@ -27,14 +27,15 @@ def make_stage(
 ) -> DecoderStage:
     """Builds layers `layers` of the configuration's model, for the trainer; `gemm` computes their products."""
     module, name = apex_norm.SYMBOL
-    asked = config.model.norm_backend
+    asked, gemm = config.model.norm_backend, gemm or Gemm()
+    form = choose_kernels(config.run.kernels, device, agreed=gemm.kernels)
     context = LayerContext(
         tp=tp,
         policy=policy_of(config.precision),
         device=device,
-        kernels=layer_kernels(choose_kernels(config.run.kernels, device), compiles=config.run.compile == "elementwise"),
+        kernels=layer_kernels(form, compiles=config.run.compile == "elementwise"),
         norm_backend=choose_backend("model.norm_backend", asked, module=module, name=name, device_type=device.type),
-        gemm=gemm or Gemm(),
+        gemm=gemm,
     )
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
     return make_decoder(config.model, layers, num_positions=num_positions, context=context, recompute=recompute)

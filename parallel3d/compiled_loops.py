@@ -1,7 +1,7 @@
-"""The C functions of random_bits.c, compiled at their first use if the machine has a C compiler.
+"""C functions, compiled at their first use if the machine has a C compiler; those of random_bits.c are called here.
 
-They take 0.1 to 0.2 ns an element where torch's operators take 2 to 3. The compiler needs 0.3 s, once for each source
-and CPU: the library is kept in ~/.cache/parallel3d. Without a compiler the callers use torch, with the same bits.
+They take 0.1 to 0.2 ns an element where torch's operators take 2 to 3. The compiler needs 0.3 to 0.6 s, once for each
+source and CPU: the library is kept in ~/.cache/parallel3d. Without a compiler the callers use torch.
 """
 
 from __future__ import annotations
@@ -16,50 +16,58 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("random_bits.c")
-_COMMAND = ("cc", "-O3", "-march=native", "-shared", "-fPIC")
+_RANDOM_BITS = Path(__file__).with_name("random_bits.c")
+_COMMAND = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 _TIMEOUT_S = 60.0
 
 
 def run_loop(name: str, *arguments: Tensor | int) -> bool:
-    """Calls the C function `name`, with contiguous CPU tensors and integers of up to 64 bits; False: there is none."""
-    library = _library()
+    """Calls the C function `name` of random_bits.c; False: there is none, and torch's operators give the same bits."""
+    library = loop_library(_RANDOM_BITS)
     if library is None:
         return False
-    # ctypes releases the interpreter's lock: other ranks of this process go on
-    getattr(library, name)(*(ctypes.c_uint64(_word(each)) for each in arguments))
+    call_loop(library, name, *arguments)
     return True
 
 
-def _word(argument: Tensor | int) -> int:
-    if isinstance(argument, int):
-        return argument & (2**64 - 1)
-    assert argument.is_contiguous() and argument.device.type == "cpu"
-    return argument.data_ptr()
+def call_loop(library: ctypes.CDLL, name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls a C function with contiguous CPU tensors, integers of up to 64 bits, doubles, and null pointers."""
+    # ctypes releases the interpreter's lock: other ranks of this process go on
+    getattr(library, name)(*map(_argument, arguments))
+
+
+def _argument(argument: Tensor | int | float | None) -> ctypes.c_uint64 | ctypes.c_double:
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    if isinstance(argument, Tensor):
+        assert argument.is_contiguous() and argument.device.type == "cpu"
+        argument = argument.data_ptr()
+    return ctypes.c_uint64((argument or 0) & (2**64 - 1))
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def loop_library(source: Path, *flags: str) -> ctypes.CDLL | None:
+    """The functions of a C file, compiled with some flags more; None without a compiler that knows them."""
     try:
-        return _load(Path.home() / ".cache" / "parallel3d")
+        return _load(source, flags, Path.home() / ".cache" / "parallel3d")
     except (OSError, RuntimeError, subprocess.SubprocessError):
         pass  # no home, or one that can't be written to
     try:
         with TemporaryDirectory() as folder:
-            return _load(Path(folder))
+            return _load(source, flags, Path(folder))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _load(folder: Path) -> ctypes.CDLL:
+def _load(source: Path, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Loads the library from `folder`, and compiles it if it is not there."""
-    text = _SOURCE.read_text() + " ".join((*_COMMAND, platform.machine(), _cpu()))
-    path = folder / f"random_bits-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    text = source.read_text() + " ".join((*_COMMAND, *flags, platform.machine(), _cpu()))
+    path = folder / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with TemporaryDirectory(dir=folder) as work:
             made = Path(work) / path.name
-            command = [*_COMMAND, "-o", str(made), str(_SOURCE)]
+            command = [*_COMMAND, *flags, "-o", str(made), str(source)]
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
             made.rename(path)  # whole or not at all: other processes do the same
     return ctypes.CDLL(str(path))

@@ -14,7 +14,13 @@ from parallel3d.random_keys import Key, bits, bits_by_operators, key_of
 
 WORD = st.integers(-(2**63), 2**63 - 1)
 PATTERNS = [0, 1, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7F7FFFFF, 0x007FFFFF, 0x3F80FFFF]
-needs_compiler = pytest.mark.skipif(compiled_loops._library() is None, reason="no C compiler")
+HAS_COMPILER = compiled_loops.loop_library(compiled_loops._RANDOM_BITS) is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+
+
+def fresh_library(source=compiled_loops._RANDOM_BITS, load=compiled_loops.loop_library.__wrapped__):
+    """As in a process that has not called it."""
+    return load(source)
 
 
 @needs_compiler
@@ -55,20 +61,20 @@ def test_without_a_compiler(failure, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(subprocess, "run", fail)
-    monkeypatch.setattr(compiled_loops, "_library", compiled_loops._library.__wrapped__)
+    monkeypatch.setattr(compiled_loops, "loop_library", fresh_library)
     index = torch.arange(100)
-    assert compiled_loops._library() is None and not list(tmp_path.rglob("*.so"))
+    assert fresh_library() is None and not list(tmp_path.rglob("*.so"))
     assert torch.equal(bits(key_of("w"), index), bits_by_operators(key_of("w"), index))
 
 
 @needs_compiler
 def test_the_library_is_kept_where_the_home_can_be_written_to(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert compiled_loops._library.__wrapped__() is not None
+    assert fresh_library() is not None
     (kept,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     monkeypatch.setattr(subprocess, "run", None)  # the second process compiles nothing
-    assert compiled_loops._library.__wrapped__() is not None and kept.suffix == ".so"
+    assert fresh_library() is not None and kept.suffix == ".so"
     monkeypatch.undo()
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "a file")
     (tmp_path / "a file").touch()
-    assert compiled_loops._library.__wrapped__() is not None
+    assert fresh_library() is not None

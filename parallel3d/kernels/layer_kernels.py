@@ -159,6 +159,8 @@ def layer_kernels(form: KernelForm, *, compiles: bool = False) -> LayerKernels:
     table: LayerKernels = TORCH_KERNELS
     if form == "triton":
         table = import_module("parallel3d.kernels.triton_layer_kernels").triton_layer_kernels()
+    elif form == "c":
+        table = import_module("parallel3d.kernels.c_layer_kernels").c_layer_kernels()
     elif compiles:
         table = import_module("parallel3d.kernels.compiled_layer_kernels").compiled_layer_kernels()
     return table

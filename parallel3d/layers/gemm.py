@@ -1,5 +1,5 @@
-"""The products of linear layers, each on the library that is fastest for its shape on this machine, and the choice of
-attention's form.
+"""The products of linear layers, each on the library that is fastest for its shape on this machine, and the choices of
+attention's form and of all other kernels'.
 
 On CPUs torch sends fp32 products to MKL. On AMD's processors MKL runs its AVX2 kernels, half of what the machine can
 do; oneDNN, which torch uses for bf16, generates AVX-512 code on both vendors'. On Intel's it is the slower one, most of
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.accelerator import is_accelerator
+from parallel3d.kernels.c_sums import add_product
+from parallel3d.kernels.choice import KernelForm
 
 _SMALL = 1 << 18  # multiplications under which the operator's own overhead (some 10 us) shows
 
@@ -44,12 +46,15 @@ class ProductKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Gemm:
-    """The three products of a linear layer y = x W^T, on plain tensors, without autograd; and what attention uses."""
+    """The three products of a linear layer y = x W^T, on plain tensors, without autograd; and the other choices of a
+    run on CPUs, which are the same on every rank."""
 
     default: Library = "onednn"
     choices: Mapping[ProductKey, Library] = field(default_factory=dict)
     """Measured ones, where they differ from the default."""
     attention: AttentionForm = "sdpa"
+    kernels: KernelForm = "torch"
+    """What `run.kernels` auto means on CPUs."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """x (tokens, in), weight (out, in), bias (out,) -> (tokens, out), in `out` if it is given.
@@ -72,28 +77,28 @@ class Gemm:
         add_matmul(total, grad.t(), x, self._library("weight_grad", total), wide=wide, overwrite=overwrite)
 
     def to_json(self) -> dict[str, str]:
-        """The choices, by "role OUTxIN" and "attention"; what is not the default."""
+        """The choices, by "role OUTxIN", "attention" and "kernels"; what is not the default."""
         found: dict[str, str] = {
             f"{key.role} {key.out_features}x{key.in_features}": library for key, library in self.choices.items()
         }
-        return found if self.attention == "sdpa" else {**found, "attention": self.attention}
+        others = {"attention": (self.attention, Gemm.attention), "kernels": (self.kernels, Gemm.kernels)}
+        return found | {name: value for name, (value, default) in others.items() if value != default}
 
     @staticmethod
     def from_json(choices: Mapping[str, str]) -> Gemm:
         """The inverse of `to_json`; raises ValueError for anything else."""
+        products = dict(choices)
+        attention, kernels = products.pop("attention", Gemm.attention), products.pop("kernels", Gemm.kernels)
+        if attention not in get_args(AttentionForm) or kernels not in get_args(KernelForm):
+            raise ValueError(f"unknown form of attention or kernels: {attention}, {kernels}")
         found: dict[ProductKey, Library] = {}
-        attention = choices.get("attention", "sdpa")
-        if attention not in get_args(AttentionForm):
-            raise ValueError(f"unknown form of attention: {attention}")
-        for text, library in choices.items():
-            if text == "attention":
-                continue
+        for text, library in products.items():
             role, _, size = text.partition(" ")
             if role not in get_args(Role) or library not in get_args(Library):
                 raise ValueError(f"unknown product {text}: {library}")
             out_features, in_features = map(int, size.split("x"))
             found[ProductKey(cast(Role, role), out_features, in_features)] = cast(Library, library)
-        return Gemm(choices=found, attention=cast(AttentionForm, attention))
+        return Gemm(choices=found, attention=cast(AttentionForm, attention), kernels=cast(KernelForm, kernels))
 
     def _library(self, role: Role, weight: Tensor) -> Library:
         return self.choices.get(ProductKey(role, weight.shape[0], weight.shape[1]), self.default)
@@ -140,7 +145,7 @@ def add_matmul(
     if overwrite:
         total.copy_(product)
     else:
-        total.add_(product)
+        add_product(total, product)
 
 
 def _fits_onednn(a: Tensor, b: Tensor, library: Library) -> bool:

@@ -3,7 +3,7 @@
 Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
 products up to twice as fast as MKL, on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
 oneDNN (docs/experiments.md). One rank measures and all take over its choices, because last bits depend on them; with
-them goes the form of attention (`worker/attention_timing.py`).
+them go the form of attention (`worker/attention_timing.py`) and that of all other kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from parallel3d.checkpoint.directory import read_index
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows, gradient_rows
 from parallel3d.layers.gemm import Gemm, Library, ProductKey, Role
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -72,6 +73,12 @@ def is_choice_measured(config: Config, device: torch.device) -> bool:
     is_fp32 = policy_of(config.precision).compute in (torch.float32, torch.float16)
     is_free = config.run.cpu_gemm == "auto" and config.precision.sums != "exact"
     return device.type == "cpu" and is_fp32 and is_free and torch.backends.mkldnn.is_available()
+
+
+def is_form_chosen(config: Config, device: torch.device) -> bool:
+    """Whether the leader's machine decides on C forms of kernels: on CPUs, unless bits must not depend on it."""
+    is_free = config.run.kernels == "auto" and config.run.compile == "never" and config.precision.sums != "exact"
+    return device.type == "cpu" and is_free and policy_of(config.precision).compute in (torch.bfloat16, torch.float32)
 
 
 def linear_shapes(stage: nn.Module, num_tokens: int) -> set[LinearShape]:
@@ -150,26 +157,31 @@ def agree_on_gemm(
     *,
     is_leader: bool,
 ) -> Gemm:
-    """Returns what computes the products and attention of all ranks: as configured, as in the checkpoint that the run
-    resumes from, or as the leader has measured."""
-    configured = _configured(config, device)
-    if not is_choice_measured(config, device) and not is_attention_measured(config, device):
+    """Returns what computes the products, attention and all else on all ranks: as configured, as in the checkpoint that
+    the run resumes from, or as the leader has measured and found on its machine."""
+    configured, is_measured = _configured(config, device), is_choice_measured(config, device)
+    has_attention, has_form = is_attention_measured(config, device), is_form_chosen(config, device)
+    if not (is_measured or has_attention or has_form):
         return configured
     if start.checkpoint is not None:
-        measured = Gemm.from_json(read_index(Path(start.checkpoint)).facts.cpu_gemm)
+        chosen = Gemm.from_json(read_index(Path(start.checkpoint)).facts.cpu_gemm)
     elif is_leader:
         shapes, attention = _shapes_of_the_run(config, make_stage, device)
-        measured, text = known_or_measured(shapes, Path(str(config.data.cache_directory)), attention)
-        context.control.set(f"cpu_gemm/{start.attempt}", json.dumps(measured.to_json()).encode())
-        context.control.publish({"kind": "notice", "text": text})
-        context.control.publish({"kind": "environment", "cpu_gemm": measured.to_json()})
+        cache = Path(str(config.data.cache_directory))
+        chosen, text = known_or_measured(shapes, cache, attention) if shapes or attention else (Gemm(), "")
+        chosen = replace(chosen, kernels="c" if has_form and has_c_loops() else "torch")
+        context.control.set(f"cpu_gemm/{start.attempt}", json.dumps(chosen.to_json()).encode())
+        if text:
+            context.control.publish({"kind": "notice", "text": text})
+        context.control.publish({"kind": "environment", "cpu_gemm": chosen.to_json()})
     else:
         published = context.control.get(f"cpu_gemm/{start.attempt}", context.control.token)
-        measured = Gemm.from_json(json.loads(published))
+        chosen = Gemm.from_json(json.loads(published))
     return Gemm(
         default=configured.default,
-        choices=measured.choices if is_choice_measured(config, device) else {},
-        attention=measured.attention if is_attention_measured(config, device) else configured.attention,
+        choices=chosen.choices if is_measured else {},
+        attention=chosen.attention if has_attention else configured.attention,
+        kernels=chosen.kernels if has_form else configured.kernels,
     )
 
 

@@ -87,7 +87,9 @@ def test_when_a_measurement_decides(changes, device, expected):
 
 def test_all_ranks_take_over_the_leaders_choice(tmp_path, monkeypatch):
     """In bf16 products have no choice, so attention alone is measured."""
-    config = make_config(precision=BF16, data=dict(cache_directory=str(tmp_path)))
+    config = make_config(
+        precision=BF16, data=dict(cache_directory=str(tmp_path)), run=dict(kernels="torch", num_steps=1)
+    )
     context = SimpleNamespace(control=Store())
     monkeypatch.setattr(gemm_timing, "time_attention", lambda shape: {"sdpa": 2.0, "blocks": 1.0})
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
@@ -98,7 +100,7 @@ def test_all_ranks_take_over_the_leaders_choice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device, expected", [("cpu", "blocks"), ("meta", "sdpa")])
 def test_the_configured_form_is_for_cpus(device, expected):
-    run = dict(cpu_attention="blocks", cpu_gemm="mkl")
+    run = dict(cpu_attention="blocks", cpu_gemm="mkl", kernels="torch")
     config = make_config(precision=BF16, run=run)
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
     chosen = agree_on_gemm(config, SimpleNamespace(), torch.device(device), begin, make_stage, is_leader=True)

@@ -11,6 +11,10 @@ import torch
 from models.make import make_stage
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
+from parallel3d.errors import ConfigError
+from parallel3d.kernels import choice
+from parallel3d.kernels.c_loops import has_c_loops
+from parallel3d.kernels.choice import choose_kernels
 from parallel3d.layers.gemm import Gemm, ProductKey
 from parallel3d.worker import gemm_timing
 from parallel3d.worker.gemm_timing import (
@@ -19,6 +23,7 @@ from parallel3d.worker.gemm_timing import (
     choose_libraries,
     describe_choices,
     is_choice_measured,
+    is_form_chosen,
     known_or_measured,
     linear_shapes,
     time_products,
@@ -100,9 +105,15 @@ def test_the_choices_are_made_once_for_a_machine(tmp_path, monkeypatch):
 
 
 def test_choices_survive_json():
-    gemm = Gemm(choices={FORWARD: "mkl", WEIGHT: "onednn"}, attention="blocks")
+    gemm = Gemm(choices={FORWARD: "mkl", WEIGHT: "onednn"}, attention="blocks", kernels="c")
     assert Gemm.from_json(json.loads(json.dumps(gemm.to_json()))) == gemm
-    for wrong in ({"sideways 8x4": "mkl"}, {"forward 8x4": "blas"}, {"forward 8": "mkl"}, {"attention": "mkl"}):
+    for wrong in (
+        {"sideways 8x4": "mkl"},
+        {"forward 8x4": "blas"},
+        {"forward 8": "mkl"},
+        {"attention": "mkl"},
+        {"kernels": "mkl"},
+    ):
         with pytest.raises(ValueError):
             Gemm.from_json(wrong)
 
@@ -139,16 +150,49 @@ class Store:
         self.records.append(record)
 
 
-def test_all_ranks_take_over_the_leaders_choices(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_all_ranks_take_over_the_leaders_choices(tmp_path, monkeypatch, has_compiler):
     config = make_config(precision=dict(policy="fp32"), data=dict(cache_directory=str(tmp_path)))
     context = SimpleNamespace(control=Store())
     monkeypatch.setattr(gemm_timing, "time_products", lambda shapes: {FORWARD: {"mkl": 1.0, "onednn": 2.0}})
+    monkeypatch.setattr(gemm_timing, "has_c_loops", lambda: has_compiler)
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
     chosen = [
         agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=is_leader) for is_leader in (True, False)
     ]
-    assert chosen[0] == chosen[1] == Gemm(choices={FORWARD: "mkl"})
-    assert {"kind": "environment", "cpu_gemm": {"forward 8x4": "mkl"}} in context.control.records
+    assert chosen[0] == chosen[1] == Gemm(choices={FORWARD: "mkl"}, kernels="c" if has_compiler else "torch")
+    kernels = {"kernels": "c"} if has_compiler else {}
+    assert {"kind": "environment", "cpu_gemm": {"forward 8x4": "mkl"} | kernels} in context.control.records
+
+
+@pytest.mark.parametrize(
+    "changes, device, expected",
+    [
+        ({}, "cpu", True),
+        (dict(precision=dict(policy="bf16")), "cpu", True),
+        (dict(precision=dict(policy="fp64")), "cpu", False),
+        (dict(precision=dict(policy="fp32", sums="exact")), "cpu", False),
+        (dict(run=dict(num_steps=1, kernels="torch")), "cpu", False),
+        (dict(run=dict(num_steps=1, compile="elementwise")), "cpu", False),
+        ({}, "meta", False),
+    ],
+)
+def test_when_the_machine_decides_on_kernels_in_c(changes, device, expected):
+    config = make_config(**dict(precision=dict(policy="fp32")) | changes)
+    assert is_form_chosen(config, torch.device(device)) == expected
+
+
+def test_kernels_in_c_need_a_cpu_and_a_compiler(monkeypatch):
+    """Auto is never in C by itself: another rank without a compiler would compute other bits."""
+    assert choose_kernels("auto", CPU) == "torch" and choose_kernels("torch", CPU, agreed="c") == "torch"
+    monkeypatch.setattr(choice, "has_c_loops", lambda: True)
+    assert choose_kernels("auto", CPU, agreed="c") == choose_kernels("c", CPU) == "c"
+    with pytest.raises(ConfigError, match="the run is on meta"):
+        choose_kernels("c", torch.device("meta"))
+    monkeypatch.setattr(choice, "has_c_loops", lambda: False)
+    for asked in ("auto", "c"):
+        with pytest.raises(ConfigError, match="no C compiler"):
+            choose_kernels(asked, CPU, agreed="c")
 
 
 @pytest.mark.full
@@ -185,7 +229,9 @@ def test_a_run_that_resumes_keeps_the_choices(tmp_path):
     (file,) = (tmp_path / "cache").glob("cpu_gemm-*.json")
     given = {"forward 192x64": "mkl", "weight_grad 64x128": "mkl"}
     file.write_text(json.dumps({"choices": given, "text": "fp32 products: as given"}))
-    assert train()[0] == given
+    assert train("run.kernels=torch")[0] == given
+    given = train()[0] | given
     file.unlink()
+    assert given["kernels"] == "c" or not has_c_loops()
     train("run.resume=auto", "run.num_steps=3")
     assert read_index(CheckpointDirectory(tmp_path / "run" / "checkpoints").path_of(3)).facts.cpu_gemm == given

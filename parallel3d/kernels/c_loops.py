@@ -1,0 +1,40 @@
+"""Calls the functions of layer_loops.c, on as many threads as torch uses."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel3d.compiled_loops import call_loop, loop_library
+
+_SOURCE = Path(__file__).with_name("layer_loops.c")
+_FORMATS = (torch.bfloat16, torch.float32)
+
+
+def has_c_loops() -> bool:
+    """Whether this machine has a C compiler with OpenMP; the first call compiles."""
+    return _library() is not None
+
+
+def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:
+    """Whether there is a C form for x, computed in `wide_dtype`: bf16 or fp32 in memory, fp32 in between."""
+    return x.dtype in _FORMATS and wide_dtype is torch.float32 and x.device.type == "cpu"
+
+
+def run_layer_loop(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls a function of layer_loops.c, whose last argument is the number of threads."""
+    library = _library()
+    assert library is not None, "run.kernels c was chosen without a compiler"
+    call_loop(library, name, *arguments, torch.get_num_threads())
+
+
+def is_narrow(x: Tensor) -> int:
+    """The functions' argument of that name: 1 for bf16, 0 for fp32."""
+    return int(x.dtype is torch.bfloat16)
+
+
+def _library() -> ctypes.CDLL | None:
+    return loop_library(_SOURCE, "-fopenmp")
