@@ -36,6 +36,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from parallel3d.errors import ProtocolError
+from parallel3d.keepalive import keep_alive
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
@@ -135,12 +136,6 @@ class FrameReader:
 def set_socket_options(connection: socket.socket) -> None:
     """Disables Nagle's delay, and has a host that vanished silently detected within `KEEPALIVE_S`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_alive(connection, idle_s=2, interval_s=1, num_probes=KEEPALIVE_S - 2)
     if sys.platform == "linux":
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 2),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, KEEPALIVE_S - 2),
-            (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000),
-        ):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000)

@@ -21,6 +21,7 @@ from torch import Tensor
 from parallel3d.accelerator import Accelerator
 from parallel3d.errors import GenerationEnded, ProtocolError
 from parallel3d.handshake import HANDSHAKE_S, NotOfThisRunError, accept_handshake, connect_handshake
+from parallel3d.keepalive import keep_alive
 from parallel3d.parallel.abort import ABORT_GRACE_S, AbortToken
 from parallel3d.parallel.p2p_messages import HEADER_BYTES, Header, Links, verify_header
 from parallel3d.parallel.socket_stream import SocketStream
@@ -29,6 +30,9 @@ from parallel3d.parallel.stream import StreamSource
 
 _HELLO = struct.Struct("<II?")  # generation, source rank, whether a stream follows instead of messages
 Address = tuple[str, int]
+LINK_IDLE_S = 30
+"""After as long again a link to a host that is gone breaks: later than the coordinator finds a host or a path that is
+cut (elastic.control_timeout_s is 30 s), sooner than a wait gives up."""
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
@@ -245,6 +249,7 @@ class SocketLinks(Links):
     def _keep(self, connection: socket.socket) -> None:
         """Lets the end of the generation close a new connection."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connection, idle_s=LINK_IDLE_S, interval_s=10, num_probes=3)
         with self._changed:
             self._sockets.append(connection)
             ended = self._token.aborted

@@ -15,6 +15,7 @@ import pytest
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.coordinator import open_listener
+from parallel3d.elastic.guardian import name_lookup
 from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
@@ -122,6 +123,31 @@ def test_it_greets_and_is_welcomed(make):
     world.until(lambda: world.link.is_open)
     assert world.events == ["welcome"] and served.got == [HELLO]
     assert world.stub.messages == [{"op": "located", "address": list(served.address), "secret": SECRET.hex()}]
+
+
+def test_a_host_may_have_a_name(make):
+    world = make()
+    served = world.serve()
+    world.link.find(("localhost", served.address[1]))
+    world.until(lambda: world.link.is_open)
+    assert world.events == ["welcome"]
+
+
+@pytest.mark.parametrize(
+    "resolver, why", [(time.sleep, "no answer to the look-up of node7"), (None, "Name or service not known")]
+)
+def test_a_look_up_holds_nothing_up(make, monkeypatch, resolver, why):
+    def getaddrinfo(*arguments: Any, flags: int = 0) -> Any:
+        if resolver and not flags:  # in the child
+            resolver(600.0)
+        raise socket.gaierror(why)
+
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", getaddrinfo)
+    world = make(connect_s=1.0)
+    world.link.find(("node7", 29500))
+    world.until(lambda: world.events)
+    assert world.events == [(f"could not reach the run's coordinator at node7:29500 within 1 s ({why})", True)]
+    assert world.link._lookup is None
 
 
 def test_a_coordinator_that_begins_late_is_found(make):

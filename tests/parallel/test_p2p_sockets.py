@@ -310,3 +310,14 @@ def test_each_thread_of_the_links_takes_the_device_first():
         each.close()
     assert set(devices[0].taken) == {"links-_accept", "links-_write_to"}
     assert set(devices[1].taken) == {"links-_accept", "links-_read_from"}
+
+
+def test_an_idle_link_ends_when_the_other_host_no_longer_answers(connect):
+    one, two = connect(2)
+    header, tensor = message(1)
+    one.send(1, header, tensor)
+    two.receive(0, header)
+    for links in (one, two):
+        (link,) = [each for each in links._sockets if each is not links._listener]
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == module.LINK_IDLE_S

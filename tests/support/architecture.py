@@ -35,6 +35,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.backends": 0,
     "parallel3d.child_process": 0,
     "parallel3d.handshake": 0,
+    "parallel3d.keepalive": 0,
     "parallel3d.compiled_loops": -1,  # random_keys calls them
     "parallel3d.random_keys": 0,
     "parallel3d.accelerator": 0,

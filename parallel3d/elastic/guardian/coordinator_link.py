@@ -5,6 +5,7 @@ Nothing here waits: the socket does not block, and the guardian's loop calls `tu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
@@ -26,6 +27,7 @@ from parallel3d.elastic.frames import (
     max_silent_pings,
     set_socket_options,
 )
+from parallel3d.elastic.guardian.name_lookup import NameLookup, as_numeric
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.outbox import Outbox
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
@@ -101,6 +103,9 @@ class CoordinatorLink:
         self._candidates: list[GuardianInfo] = []
         """Failover candidates not tried yet."""
         self._search: _Search | None = None
+        self._lookup: NameLookup | None = None
+        """Of the attempt under way, before it has a socket."""
+        self._looked_up: dict[Address, Address] = {}
         self._socket: socket.socket | None = None
         self._phase = _Phase.CONNECTING
         self._handshake: ConnectingHandshake | None = None
@@ -132,11 +137,12 @@ class CoordinatorLink:
         """Does what is due: attempts to connect, pings."""
         now_s, search = time.monotonic(), self._search
         if search is not None:
-            if now_s >= search.deadline_s:
+            is_attempting = self._phase is not _Phase.OPEN and (self._socket is not None or self._lookup is not None)
+            if is_attempting and now_s >= self._attempt_deadline_s:
+                self._fail("no answer" if self._lookup is None else f"no answer to the look-up of {search.address[0]}")
+            elif now_s >= search.deadline_s:
                 self._give_up(search)
-            elif self._socket is not None and self._phase is not _Phase.OPEN and now_s >= self._attempt_deadline_s:
-                self._fail("no answer")
-            elif self._socket is None and now_s >= self._retry_s:
+            elif self._socket is None and self._lookup is None and now_s >= self._retry_s:
                 self._attempt(search, now_s)
         self._ping(now_s)
 
@@ -170,21 +176,37 @@ class CoordinatorLink:
     def _attempt(self, search: _Search, now_s: float) -> None:
         candidate = search.candidate
         self._phase = _Phase.CONNECTING
+        self._attempt_deadline_s = min(search.deadline_s, now_s + search.attempt_s)
         try:
             self._secret = self._run_secret.read()
             if candidate is not None and candidate.ranks == self._own_info.ranks:
                 self._ask_to_take_over()  # in each attempt, since the stub refuses while its coordinator serves
-            self._socket = socket.socket()
-            self._socket.setblocking(False)
-            set_socket_options(self._socket)
-            self._attempt_deadline_s = min(search.deadline_s, now_s + search.attempt_s)
-            self._socket.connect(socket.getaddrinfo(*search.address, socket.AF_INET, socket.SOCK_STREAM)[0][4])
-        except BlockingIOError:
-            pass
+            if address := as_numeric(search.address) or self._looked_up.get(search.address):
+                self._connect(address)
+                return
+            self._lookup = NameLookup(search.address)
         except OSError as error:
             self._fail(str(error))
             return
-        assert self._socket is not None
+        self._selector.register(self._lookup, selectors.EVENT_READ, partial(self._on_looked_up, self._lookup, search))
+
+    def _on_looked_up(self, lookup: NameLookup, search: _Search) -> None:
+        if lookup is not self._lookup:  # closed earlier in this turn
+            return
+        try:
+            address = self._looked_up[search.address] = lookup.address()
+            self._end_lookup()
+            self._connect(address)
+        except OSError as error:
+            self._fail(str(error))
+
+    def _connect(self, address: Address) -> None:
+        """Begins to connect; raises OSError."""
+        self._socket = socket.socket()
+        self._socket.setblocking(False)
+        set_socket_options(self._socket)
+        with contextlib.suppress(BlockingIOError):
+            self._socket.connect(address)
         self._selector.register(self._socket, selectors.EVENT_WRITE, partial(self._on_ready, self._socket))
 
     def _ask_to_take_over(self) -> None:
@@ -347,7 +369,14 @@ class CoordinatorLink:
             on_ready = partial(self._on_ready, self._socket)
             self._selector.modify(self._socket, selectors.EVENT_READ | writing, on_ready)
 
+    def _end_lookup(self) -> None:
+        if self._lookup is not None:
+            self._selector.unregister(self._lookup)
+            self._lookup.close()
+            self._lookup = None
+
     def _disconnect(self) -> None:
+        self._end_lookup()
         if self._socket is not None:
             if self._socket in self._selector.get_map():
                 self._selector.unregister(self._socket)
