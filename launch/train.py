@@ -85,7 +85,8 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers, guarded by this process; returns the run's exit code."""
     if config.monitor.tensorboard:
         check_tensorboard()
-    raise_open_files(world_size(config))
+    grid = build_grid(config)
+    raise_open_files(grid)
     directory, restart = Path(str(config.run.directory)), config.restart
     checkpoint_dir = CheckpointDirectory(Path(str(config.checkpoint.directory)))
 
@@ -120,7 +121,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         env=env,
         preload=("torch",),
         timeouts=LaunchTimeouts.from_config(config),
-        elastic=ElasticSettings.from_config(config, build_grid(config)),
+        elastic=ElasticSettings.from_config(config, grid),
     )
     if code > EXIT_BY_SIGNAL and env is None and (steps := checkpoint_dir.steps()):
         print(f"to continue after step {steps[-1]}, run the same command with run.resume=auto", file=sys.stderr)
