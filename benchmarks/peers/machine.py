@@ -24,6 +24,8 @@ from torch import Tensor
 
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
+from parallel3d.kernels.c_loops import has_c_loops
+from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.block_attention import attend_in_blocks
 from parallel3d.layers.gemm import matmul
 
@@ -124,7 +126,11 @@ def attention_kernel(workload: Workload, num_heads: int, count: int, dtype: torc
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         torch.autograd.grad(attend(*(part.transpose(1, 2) for part in (q, k, v))), (q, k, v), grad)
 
-    ways = {"torch": partial(F.scaled_dot_product_attention, is_causal=True), "ours": attend_in_blocks}
+    kernels = layer_kernels("c" if has_c_loops() else "torch").attention
+    ways = {
+        "torch": partial(F.scaled_dot_product_attention, is_causal=True),
+        "ours": partial(attend_in_blocks, kernels=kernels),
+    }
     flops = 3.5 * 2.0 * batch * num_heads * seq**2 * head_size
     return Kernel(
         name="attention", count=count, flops=flops, ways={way: partial(run, attend) for way, attend in ways.items()}

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel3d.kernels import c_activations, c_cross_entropy, c_norms, c_rotary
-from parallel3d.kernels.layer_kernels import TORCH_KERNELS, Activation, LayerKernels, NormKernels, RotaryKernels
+from parallel3d.kernels import c_activations, c_attention, c_cross_entropy, c_norms, c_rotary
+from parallel3d.kernels.layer_kernels import (
+    TORCH_KERNELS,
+    Activation,
+    AttentionKernels,
+    LayerKernels,
+    NormKernels,
+    RotaryKernels,
+)
 
 
 def c_layer_kernels() -> LayerKernels:
@@ -14,6 +21,12 @@ def c_layer_kernels() -> LayerKernels:
         TORCH_KERNELS,
         rms_norm=NormKernels(forward=c_norms.rms_norm, backward=c_norms.rms_norm_grads),
         rotary=RotaryKernels(forward=c_rotary.split_and_rotate, backward=c_rotary.packed_grads),
+        attention=AttentionKernels(
+            prepare_keys=c_attention.prepare_keys,
+            multiply_rows=c_attention.multiply_rows,
+            softmax=c_attention.causal_softmax,
+            softmax_grads=c_attention.softmax_grads,
+        ),
         silu_times=Activation(forward=c_activations.silu_times, backward=c_activations.silu_times_grads),
         cross_entropy=c_cross_entropy.cross_entropy,
     )

@@ -19,6 +19,11 @@ def has_c_loops() -> bool:
     return _library() is not None
 
 
+def has_layer_loop(name: str) -> bool:
+    """Whether the machine's processor has what this function needs."""
+    return hasattr(_library(), name)
+
+
 def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:
     """Whether there is a C form for x, computed in `wide_dtype`: bf16 or fp32 in memory, fp32 in between."""
     return x.dtype in _FORMATS and wide_dtype is torch.float32 and x.device.type == "cpu"

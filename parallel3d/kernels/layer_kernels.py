@@ -14,6 +14,7 @@ from torch.nn.functional import gelu
 
 from parallel3d.kernels import (
     torch_activations,
+    torch_attention,
     torch_cross_entropy,
     torch_dropout,
     torch_embedding,
@@ -107,6 +108,21 @@ class DropoutKernels:
     backward: Callable[[Tensor, DropoutMask, Tensor], Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernels:
+    """The parts of causal attention over blocks of queries that are not products in torch."""
+
+    prepare_keys: Callable[[Tensor], Tensor]
+    """keys or values (units, seq, size) -> what `multiply_rows` takes."""
+    multiply_rows: Callable[[Tensor, Tensor, slice, int, float], Tensor]
+    """(rows (units, rows, size), prepared keys, units, end, scale) -> rows times the keys before `end`, in fp32."""
+    softmax: Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]
+    """(scores, queries, format) -> probabilities in the scores' format, and rounded; may overwrite the scores."""
+    softmax_grads: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    """(gradient of the probabilities, probabilities, format) -> the rounded gradient of the scores; may overwrite the
+    first."""
+
+
 AddRowsFn = Callable[[Tensor, Tensor, Tensor], None]
 """buffer[index[i]] += rows[i] where index[i] is a row of the buffer."""
 
@@ -122,6 +138,7 @@ class LayerKernels:
     rms_norm: NormKernels
     layer_norm: NormKernels
     rotary: RotaryKernels
+    attention: AttentionKernels
     silu_times: Activation
     gelu: Mapping[GeluForm, Activation]
     cross_entropy: CrossEntropyFn
@@ -142,6 +159,12 @@ TORCH_KERNELS = LayerKernels(
     rms_norm=NormKernels(forward=torch_norms.rms_norm, backward=torch_norms.rms_norm_grads),
     layer_norm=NormKernels(forward=torch_norms.layer_norm, backward=torch_norms.layer_norm_grads),
     rotary=RotaryKernels(forward=torch_rotary.split_and_rotate, backward=torch_rotary.packed_grads),
+    attention=AttentionKernels(
+        prepare_keys=torch_attention.prepare_keys,
+        multiply_rows=torch_attention.multiply_rows,
+        softmax=torch_attention.causal_softmax,
+        softmax_grads=torch_attention.softmax_grads,
+    ),
     silu_times=Activation(forward=torch_activations.silu_times, backward=torch_activations.silu_times_grads),
     gelu={form: _torch_gelu(form) for form in get_args(GeluForm)},
     cross_entropy=torch_cross_entropy.cross_entropy,

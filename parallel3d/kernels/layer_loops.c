@@ -3,7 +3,8 @@
 
    All arithmetic is on vectors of 16 lanes, whatever the processor has, without contracted multiplications and
    additions, and sums are cut into lanes and blocks of rows by index alone: bits depend neither on the processor nor on
-   the number of threads. A row, or a block of rows, belongs to one thread. */
+   the number of threads. A row, or a block of rows, belongs to one thread. Only attention's products in bf16 are those
+   of the processor, like all other products. */
 
 #include <math.h>
 #include <stdint.h>
@@ -348,6 +349,99 @@ void softmax_grads(void *logits, int64_t stride, const float *largest, const flo
         void *own = row_of(logits, row * stride, (int)narrow);
         if (narrow) softmax_grads_row(own, largest[row], total[row], target[row], (float)factor, width, 1);
         else softmax_grads_row(own, largest[row], total[row], target[row], (float)factor, width, 0);
+    }
+}
+
+/* --- attention's products in bf16 with results in fp32, where the processor has them --- */
+
+#ifdef __AVX512BF16__
+#define TILE 64 /* columns; c_attention.py knows it too */
+
+/* Four rows of a (size bf16 each) times 64 columns of b, which has each pair of a column's elements side by side. */
+INLINE void multiply_tile(const uint32_t *a, const uint32_t *b, float *out, int64_t pairs, int64_t width, float scale) {
+    __m512 sums[4][4];
+    for (int row = 0; row < 4; row++)
+        for (int part = 0; part < 4; part++) sums[row][part] = _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        __m512bh columns[4];
+        for (int part = 0; part < 4; part++)
+            columns[part] = (__m512bh)_mm512_loadu_si512(b + pair * TILE + part * LANES);
+        for (int row = 0; row < 4; row++) {
+            __m512bh both = (__m512bh)_mm512_set1_epi32((int)a[row * pairs + pair]);
+            for (int part = 0; part < 4; part++)
+                sums[row][part] = _mm512_dpbf16_ps(sums[row][part], both, columns[part]);
+        }
+    }
+    for (int row = 0; row < 4; row++)
+        for (int part = 0; part < 4; part++)
+            _mm512_storeu_ps(out + row * width + part * LANES, _mm512_mul_ps(sums[row][part], _mm512_set1_ps(scale)));
+}
+
+/* out (units, rows, width) = a (units, rows, 2 pairs) times b (units, tiles, pairs, 64), times scale. */
+void bf16_product(const uint32_t *a, const uint32_t *b, int64_t b_unit, float *out, double scale, int64_t units,
+                  int64_t rows, int64_t width, int64_t pairs, int64_t threads) {
+    ROWS(threads)
+    for (int64_t each = 0; each < units * (rows / 4); each++) {
+        int64_t unit = each / (rows / 4), first = each * 4; /* of all units' rows */
+        for (int64_t column = 0; column < width; column += TILE)
+            multiply_tile(a + first * pairs, b + unit * b_unit + column * pairs, out + first * width + column, pairs,
+                          width, (float)scale);
+    }
+}
+#endif
+
+/* --- attention's softmax --- */
+
+INLINE vec first_lanes(vec x, int64_t n) { /* the others are 0 */
+    vec found = {0};
+    memcpy(&found, &x, n * sizeof(float));
+    return found;
+}
+
+INLINE void causal_softmax_row(float *scores, void *rounded, int64_t seen, int64_t width, int narrow) {
+    float largest = row_max_of(scores, seen, 0);
+    vec sums = {0};
+    EACH_LANES(seen,
+        vec power = exp_of(load(scores, i, n, 0) - largest, narrow);
+        if (n < LANES) power = first_lanes(power, n);
+        store(scores, i, n, 0, power);
+        sums += power;)
+    float share = 1.0f / sum_of(sums);
+    memset(scores + seen, 0, (width - seen) * sizeof(float));
+    EACH_LANES(width,
+        vec probability = load(scores, i, n, 0) * share;
+        store(scores, i, n, 0, probability);
+        if (narrow) store(rounded, i, n, 1, probability);)
+}
+
+/* Scores become probabilities, rounded ones go to `rounded` if it is narrow. Row r sees the keys before
+   width - queries + r % queries + 1. */
+void causal_softmax(float *scores, void *rounded, int64_t rows, int64_t width, int64_t queries, int64_t narrow,
+                    int64_t threads) {
+    ROWS(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t seen = width - queries + row % queries + 1;
+        if (narrow) causal_softmax_row(scores + row * width, row_of(rounded, row * width, 1), seen, width, 1);
+        else causal_softmax_row(scores + row * width, rounded, seen, width, 0);
+    }
+}
+
+INLINE void softmax_input_grads_row(const float *grad, const float *probability, void *result, int64_t width,
+                                    int narrow) {
+    vec products = {0};
+    EACH_LANES(width, products += load(grad, i, n, 0) * load(probability, i, n, 0);)
+    float inner = sum_of(products);
+    EACH_LANES(width, store(result, i, n, narrow, load(probability, i, n, 0) * (load(grad, i, n, 0) - inner));)
+}
+
+/* `result` may be `grad`. */
+void softmax_input_grads(const float *grad, const float *probability, void *result, int64_t rows, int64_t width,
+                         int64_t narrow, int64_t threads) {
+    ROWS(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t first = row * width;
+        if (narrow) softmax_input_grads_row(grad + first, probability + first, row_of(result, first, 1), width, 1);
+        else softmax_input_grads_row(grad + first, probability + first, row_of(result, first, 0), width, 0);
     }
 }
 

@@ -18,6 +18,7 @@ from parallel3d.kernels import (
 )
 from parallel3d.kernels.launch_kernel import Launch, launch_triton
 from parallel3d.kernels.layer_kernels import (
+    TORCH_KERNELS,
     Activation,
     DropoutKernels,
     GeluForm,
@@ -47,6 +48,7 @@ def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
             )
             for form in get_args(GeluForm)
         },
+        attention=TORCH_KERNELS.attention,
         cross_entropy=bind(triton_cross_entropy.cross_entropy),
         dropout=DropoutKernels(forward=bind(triton_dropout.drop), backward=bind(triton_dropout.drop_grad)),
         add_rows=bind(triton_embedding.add_rows),

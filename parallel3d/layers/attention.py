@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.accelerator import is_accelerator
+from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
 from parallel3d.layers.block_attention import attend_in_blocks
 from parallel3d.layers.gemm import AttentionForm
@@ -64,7 +65,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.table = table
         self.window = window
-        self.form = context.gemm.attention
+        self.form, self.kernels = context.gemm.attention, context.kernels.attention
         head_size = hidden_size // num_heads
         kv_size = num_kv_heads * head_size
         self.heads = HeadLayout(
@@ -105,30 +106,38 @@ class CausalSelfAttention(nn.Module):
         with recompute_context.attention():
             documents = micro_batch.documents
             if documents is None:
-                mixed = attend(q, k, v, self.window, form=self.form)
+                mixed = attend(q, k, v, self.window, form=self.form, kernels=self.kernels)
             else:
                 mixed = attend_per_document(documents, q, k, v, self.window)
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, *, form: AttentionForm = "sdpa") -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    *,
+    form: AttentionForm = "sdpa",
+    kernels: AttentionKernels = TORCH_KERNELS.attention,
+) -> Tensor:
     """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q.
 
-    `form` is for CPUs; a window that hides something always takes SDPA.
+    `form` and `kernels`, which blocks use, are for CPUs; a window that hides something always takes SDPA.
     """
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     if window is None or window >= q.shape[2]:
-        whole = attend_in_blocks if form == "blocks" else _attention
-        return whole(q, k, v).transpose(1, 2)
+        mixed = attend_in_blocks(q, k, v, kernels=kernels) if form == "blocks" else _attention(q, k, v)
+        return mixed.transpose(1, 2)
     # splits once and concatenates once: the gradient of each slice would have the size of the whole tensor
     blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
-    mixed = [_attention(*blocks[0])]
+    parts = [_attention(*blocks[0])]
     for (_, k_before, v_before), (q_block, k_block, v_block) in zip(blocks, blocks[1:]):
         keys, values = torch.cat([k_before, k_block], dim=2), torch.cat([v_before, v_block], dim=2)
         # query i of the block is at key i + window: it sees keys i + 1 to i + window
         mask = torch.ones(q_block.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
-        mixed.append(_attention(q_block, keys, values, mask=mask.triu_(1).tril_(window)))
-    return torch.cat(mixed, dim=2).transpose(1, 2)
+        parts.append(_attention(q_block, keys, values, mask=mask.triu_(1).tril_(window)))
+    return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

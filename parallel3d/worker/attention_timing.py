@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from parallel3d.config.schema import Config
+from parallel3d.kernels.choice import KernelForm
+from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.attention import CausalSelfAttention, attend
 from parallel3d.layers.gemm import AttentionForm
 from parallel3d.precision.policy import policy_of
@@ -43,6 +45,7 @@ class AttentionShape:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    kernels: KernelForm = "torch"
 
 
 def is_attention_measured(config: Config, device: torch.device) -> bool:
@@ -53,7 +56,7 @@ def is_attention_measured(config: Config, device: torch.device) -> bool:
     return not (config.data.document_mask or keeps_results) and policy_of(config.precision).compute != torch.float64
 
 
-def attention_shape(config: Config, stage: nn.Module) -> AttentionShape | None:
+def attention_shape(config: Config, stage: nn.Module, kernels: KernelForm = "torch") -> AttentionShape | None:
     """The shape of attention without a window in `stage` (it may be on the meta device); None if there is none."""
     assert config.batch.micro_batch_size is not None, "needs a resolved configuration"
     length = config.batch.sequence_length
@@ -67,6 +70,7 @@ def attention_shape(config: Config, stage: nn.Module) -> AttentionShape | None:
                 num_kv_heads=heads.num_kv_heads,
                 head_size=heads.head_size,
                 dtype=torch.float32 if dtype is torch.float16 else dtype,
+                kernels=kernels,
             )
     return None
 
@@ -79,7 +83,7 @@ def time_attention(shape: AttentionShape, clock: Callable[[], float] = time.perf
         (*rows, heads, shape.head_size) for heads in (shape.num_query_heads, shape.num_kv_heads, shape.num_kv_heads)
     ]
     q, k, v = (torch.ones(size, dtype=shape.dtype, requires_grad=True) for size in sizes)
-    grad = torch.ones_like(q)
+    grad, kernels = torch.ones_like(q), layer_kernels(shape.kernels).attention
     shortest: dict[AttentionForm, float] = {form: float("inf") for form in get_args(AttentionForm)}
     begun = clock()
     for number in range(ROUNDS):
@@ -87,7 +91,7 @@ def time_attention(shape: AttentionShape, clock: Callable[[], float] = time.perf
             break
         for form in shortest:
             started = clock()
-            torch.autograd.grad(attend(q, k, v, form=form), (q, k, v), grad)
+            torch.autograd.grad(attend(q, k, v, form=form, kernels=kernels), (q, k, v), grad)
             if number:
                 shortest[form] = min(shortest[form], clock() - started)
     return shortest

@@ -26,6 +26,7 @@ from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.kernels.c_loops import has_c_loops
+from parallel3d.kernels.choice import KernelForm, choose_kernels
 from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows, gradient_rows
 from parallel3d.layers.gemm import Gemm, Library, ProductKey, Role
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -52,7 +53,7 @@ MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.2
 """After that each shape is timed once."""
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Grows when the way of measuring changes: earlier choices are measured again."""
 
 Timings = Mapping[ProductKey, Mapping[Library, float]]
@@ -166,10 +167,11 @@ def agree_on_gemm(
     if start.checkpoint is not None:
         chosen = Gemm.from_json(read_index(Path(start.checkpoint)).facts.cpu_gemm)
     elif is_leader:
-        shapes, attention = _shapes_of_the_run(config, make_stage, device)
+        form = choose_kernels(config.run.kernels, device, agreed="c" if has_form and has_c_loops() else "torch")
+        shapes, attention = _shapes_of_the_run(config, make_stage, device, form)
         cache = Path(str(config.data.cache_directory))
         chosen, text = known_or_measured(shapes, cache, attention) if shapes or attention else (Gemm(), "")
-        chosen = replace(chosen, kernels="c" if has_form and has_c_loops() else "torch")
+        chosen = replace(chosen, kernels=form if has_form else Gemm.kernels)
         context.control.set(f"cpu_gemm/{start.attempt}", json.dumps(chosen.to_json()).encode())
         if text:
             context.control.publish({"kind": "notice", "text": text})
@@ -228,7 +230,7 @@ def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None) -
 
 
 def _shapes_of_the_run(
-    config: Config, make_stage: MakeStage, device: torch.device
+    config: Config, make_stage: MakeStage, device: torch.device, form: KernelForm = "torch"
 ) -> tuple[set[LinearShape], AttentionShape | None]:
     """The shapes of all products and of attention, as far as measurements decide."""
     assert config.batch.micro_batch_size is not None, "needs a resolved configuration"
@@ -237,5 +239,5 @@ def _shapes_of_the_run(
     num_tokens = config.batch.micro_batch_size * config.batch.sequence_length
     return (
         linear_shapes(stage, num_tokens) if is_choice_measured(config, device) else set(),
-        attention_shape(config, stage) if is_attention_measured(config, device) else None,
+        attention_shape(config, stage, form) if is_attention_measured(config, device) else None,
     )

@@ -7,7 +7,7 @@ import torch
 
 from parallel3d.compiled_loops import loop_library
 from parallel3d.inprocess.world import run_threads
-from parallel3d.kernels import c_loops, c_norms
+from parallel3d.kernels import c_attention, c_loops, c_norms
 from parallel3d.kernels.c_sums import add_product
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
 from parallel3d.kernels.torch_rotary import HeadLayout
@@ -190,7 +190,8 @@ def test_sums_do_not_depend_on_what_follows():
 
 
 def test_the_constants_are_those_of_the_source():
-    assert f"#define BLOCK_ROWS {c_norms._BLOCK_ROWS} " in c_loops._SOURCE.read_text()
+    text = c_loops._SOURCE.read_text()
+    assert f"#define BLOCK_ROWS {c_norms._BLOCK_ROWS} " in text and f"#define TILE {c_attention._TILE} " in text
 
 
 # fp32: operations in another order. bf16: torch's operators round after each, a kernel once; 8 bits. fp64: torch's.

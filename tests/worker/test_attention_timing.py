@@ -10,6 +10,7 @@ import torch
 
 from models.make import make_stage
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
+from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.layers.gemm import Gemm
 from parallel3d.worker import gemm_timing
 from parallel3d.worker.attention_timing import (
@@ -62,6 +63,8 @@ def test_both_forms_are_timed_and_the_budget_ends_it():
         num_sequences=2, length=8, num_query_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32
     )
     timings = time_attention(shape)
+    if has_c_loops():
+        time_attention(replace(shape, kernels="c"))
     assert set(timings) == {"sdpa", "blocks"} and 0 < max(timings.values()) < 60
     ticks = iter(range(1000))
     time_attention(shape, clock=lambda: next(ticks))  # a second at each look: one round that counts

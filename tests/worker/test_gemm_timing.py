@@ -229,9 +229,8 @@ def test_a_run_that_resumes_keeps_the_choices(tmp_path):
     (file,) = (tmp_path / "cache").glob("cpu_gemm-*.json")
     given = {"forward 192x64": "mkl", "weight_grad 64x128": "mkl"}
     file.write_text(json.dumps({"choices": given, "text": "fp32 products: as given"}))
-    assert train("run.kernels=torch")[0] == given
-    given = train()[0] | given
+    given |= {"kernels": "c"} if has_c_loops() else {}
+    assert train()[0] == given
     file.unlink()
-    assert given["kernels"] == "c" or not has_c_loops()
     train("run.resume=auto", "run.num_steps=3")
     assert read_index(CheckpointDirectory(tmp_path / "run" / "checkpoints").path_of(3)).facts.cpu_gemm == given

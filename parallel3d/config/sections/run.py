@@ -68,10 +68,10 @@ class RunConfig(Section):
     kernels: Literal["auto", "torch", "triton", "c"] = "auto"
     """Form of all computations but matrix products and attention. torch: operators of torch, the definition. triton:
     fused kernels for GPUs; the update, its rounding and dropout give the same bits as torch, the others are as exact.
-    c: loops in C for CPUs, compiled when first used, for RMSNorm, rotary positions, SwiGLU and the cross-entropy in
-    bf16 and fp32; as exact as torch. auto: triton on a GPU where it is installed; on CPUs c if the first rank's machine
-    has a C compiler (all must have one then), recorded and kept as with cpu_gemm; torch otherwise, with precision.sums
-    exact and with run.compile elementwise."""
+    c: loops in C for CPUs, compiled when first used, for RMSNorm, rotary positions, SwiGLU, the cross-entropy and
+    attention by blocks, in bf16 and fp32; as exact as torch. auto: triton on a GPU where it is installed; on CPUs c if
+    the first rank's machine has a C compiler (all must have one then), recorded and kept as with cpu_gemm; torch
+    otherwise, with precision.sums exact and with run.compile elementwise."""
     cpu_gemm: Literal["auto", "mkl", "onednn"] = "auto"
     """Library for the fp32 products of a run on CPUs. auto: the first rank times both at the run's shapes when the run
     starts (up to 0.3 s for a small model), and all ranks use the faster one for each; environment.json and checkpoints
