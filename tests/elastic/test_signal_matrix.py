@@ -22,6 +22,7 @@ AT_ONCE = 6
         *((1, process, 0) for process in ("stub", "guardian", "coordinator", "worker")),
         *((3, process, 0) for process in ("stub", "guardian", "coordinator", "worker")),
         *((3, process, 1) for process in ("stub", "guardian")),
+        *((hosts, "stub and coordinator", 0) for hosts in (1, 3)),
     ],
 )
 def test_signals(tmp_path, hosts, process, host):

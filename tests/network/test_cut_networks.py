@@ -223,6 +223,18 @@ def test_under_torchrun_training_goes_on_without_a_worker_host(start, undisturbe
     assert lost_ranks(run) == [2]
 
 
+@pytest.mark.full
+def test_under_torchrun_the_first_host_takes_the_rendezvous_with_it(start, undisturbed):
+    """Training goes on beyond the cut until the torchruns there, without a store, end their workers."""
+    run = start(3, "torchrun", num_steps=20_000)
+    run.wait_for_step(5)
+    run.network.cut_host(1)
+    ended = run.end()
+    steps = run.steps()
+    assert steps == list(range(1, len(steps) + 1)) and steps[-1] < 20_000, ended
+    assert run.losses() == pytest.approx(undisturbed[: len(steps)], rel=LOSS_TOLERANCE)
+
+
 def test_a_run_listens_at_the_interface_of_its_hosts_alone(start):
     run = start(2, num_steps=20_000)
     run.wait_for_step(2)

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -198,18 +199,19 @@ class Member:
             if what == "hang":
                 time.sleep(60)  # its heart goes on beating
             if what == "dawdle":
-                self.dawdle()
+                dawdle(Path(sys.argv[1]), self.context.rank, self.context.heartbeat.tick)
                 return
             os.kill(os.getpid(), SIGNALS[what])
 
-    def dawdle(self) -> None:
-        """Stays here until the test has struck, and a moment longer."""
-        Path(sys.argv[1], f"dawdling-{self.context.rank}").touch()
-        deadline = time.monotonic() + DAWDLE_S
-        while not Path(sys.argv[1], "struck").exists() and time.monotonic() < deadline:
-            self.context.heartbeat.tick()
-            time.sleep(0.01)
-        time.sleep(0.2)
+
+def dawdle(directory: Path, rank: int, tick: Callable[[], None]) -> None:
+    """Announces that a worker is where it should be struck; stays there until that has happened, and a moment more."""
+    Path(directory, f"dawdling-{rank}").touch()
+    deadline = time.monotonic() + DAWDLE_S
+    while not Path(directory, "struck").exists() and time.monotonic() < deadline:
+        tick()
+        time.sleep(0.01)
+    time.sleep(0.2)
 
 
 def member(spec: dict[str, Any], context: WorkerContext) -> int:

@@ -1,0 +1,57 @@
+"""launch/train.py with slow steps, whose rank 1 waits in a phase until it is struck: FOLDER PHASE STEP ARGUMENTS.
+
+PHASE is one of the training loop's (trainer/loop.py), STEP the one at which it begins. The files by which rank 1 and
+the test understand each other are those of member_processes.py, in FOLDER.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.elastic.worker import process
+from tests.support.member_processes import dawdle
+
+if TYPE_CHECKING:
+    from parallel3d.trainer.loop import Phase
+    from parallel3d.worker.hooks import WorkerHooks
+
+TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
+STEP_S = 0.1
+
+
+def main() -> None:
+    folder, phase, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    run_main = process.run_main
+
+    def run_dawdling(log: Path, worker_main: process.WorkerMain, context: process.WorkerContext) -> int:
+        slow_down(folder, phase, step, context)
+        return run_main(log, worker_main, context)
+
+    process.run_main = run_dawdling
+    sys.argv = [str(TRAIN), *sys.argv[4:]]
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+def slow_down(folder: Path, phase: str, step: int, context: process.WorkerContext) -> None:
+    """Changes what this worker does as it begins a phase; imports torch, which its ancestors need not."""
+    from parallel3d.worker.hooks import WorkerHooks
+
+    begin: Callable[..., Any] = WorkerHooks.begin
+
+    def begin_slowly(hooks: WorkerHooks, coming: Phase, number: int) -> None:
+        begin(hooks, coming, number)
+        if coming.value == "step":
+            time.sleep(STEP_S)
+        if context.rank == 1 and (coming.value, number) == (phase, step):
+            dawdle(folder, context.rank, context.heartbeat.tick)
+
+    WorkerHooks.begin = begin_slowly  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A run in processes, one of which is stopped, stopped for a moment, or killed; what is left when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.processes import DEADLINE_S
+
+MOMENTS_S = {"STOP": None, "CONT 0.3": 0.3, "CONT 3": 3.0, "KILL": None}
+"""How long a process is stopped; None: for good."""
+START_S = 120.0
+"""Until the run has come to its phase. Six worlds start at once: some 10 s on two idle cores."""
+END_S = 120.0
+"""Until the run has ended; it takes some 8 s, and patience, on machines that are not busy."""
+
+
+@dataclass(frozen=True)
+class StruckWorld:
+    """`processes` are those that were started, each in a session of its own; all others name `directory`, too."""
+
+    processes: Sequence[subprocess.Popen[str]]
+    directory: Path
+
+    def await_files(self, names: Sequence[str]) -> None:
+        """Waits until the run has made these files; fails, with all that it has said, once it can't any more."""
+        deadline = time.monotonic() + START_S
+        while missing := [name for name in names if not (self.directory / name).exists()]:
+            if time.monotonic() > deadline or all(process.poll() is not None for process in self.processes):
+                raise AssertionError(f"{missing} never came\n{self._last_words()}")
+            time.sleep(0.01)
+
+    def strike(self, pid: int, what: str) -> None:
+        """Sends the signal, lets the run go on from its phase, and ends the moment."""
+        os.kill(pid, signal.SIGKILL if what == "KILL" else signal.SIGSTOP)
+        (self.directory / "struck").touch()
+        if moment_s := MOMENTS_S[what]:
+            time.sleep(moment_s)
+            with contextlib.suppress(ProcessLookupError):  # a worker has been killed meanwhile
+                os.kill(pid, signal.SIGCONT)
+
+    def end(self, stopped: int | None) -> list[str]:
+        """Waits for all processes; returns their outputs. `stopped`, one of them or a stub below a launcher, is
+        continued once nothing but its end is missing."""
+        deadline = time.monotonic() + END_S
+        if stopped is not None:
+            others = [process for process in self.processes if process.pid != stopped]
+            is_below = len(others) == len(self.processes)
+            while time.monotonic() < deadline and not (
+                are_workers_gone(stopped) and (is_below or all(process.poll() is not None for process in others))
+            ):
+                time.sleep(0.1)
+            os.kill(stopped, signal.SIGCONT)
+        outputs = []
+        for process in self.processes:
+            try:
+                out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"still running\n{self._last_words()}") from None
+            outputs.append(out + err)
+        return outputs
+
+    def logs(self) -> list[str]:
+        """The workers' logs."""
+        return [log.read_text() for log in sorted(self.directory.glob("**/logs/*.log"))]
+
+    def left_behind(self) -> list[str]:
+        """Processes of the run that are still there after a moment."""
+        deadline = time.monotonic() + 10
+        while (left := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [f"{pid} {name}" for pid, name in left.items()]
+
+    def pids(self) -> dict[int, str]:
+        """The names of all processes of the run, which are below the started ones or were."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{self.directory}\0" in (path / "cmdline").read_text():
+                    found[int(path.name)] = (path / "comm").read_text().strip()
+        return found
+
+    def kill(self) -> None:
+        """Kills what still runs."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _last_words(self) -> str:
+        ended = [process.poll() is not None for process in self.processes]
+        self.kill()
+        said = []
+        for process, has_ended in zip(self.processes, ended):
+            out, err = process.communicate(timeout=DEADLINE_S)
+            said.append(f"--- {'ended with ' + str(process.returncode) if has_ended else 'ran'}\n{out}{err}")
+        return "\n".join([*said, *(f"--- a log\n{log}" for log in self.logs())])
+
+
+def are_workers_gone(stub: int) -> bool:
+    """Whether no child of a stub has a child."""
+    children = Path(f"/proc/{stub}/task/{stub}/children").read_text().split()
+    return not any(Path(f"/proc/{child}/task/{child}/children").read_text().split() for child in children)
