@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 TRAIN = str(Path(__file__).parents[2] / "launch" / "train.py")
+TORCHRUN_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+"""How torchrun says that one of its processes has ended with another code than 0."""
 
 
 def start(*arguments, launcher=()):

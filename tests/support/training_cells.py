@@ -17,7 +17,7 @@ from typing import Any
 from parallel3d.checkpoint.directory import CheckpointDirectory, verify_resumable
 from parallel3d.errors import CheckpointError
 from tests.support import dawdling_training
-from tests.support.launch_runs import metrics
+from tests.support.launch_runs import TORCHRUN_FAILED, metrics
 from tests.support.struck_worlds import StruckWorld
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,6 @@ STRIKE_STEP = 16
 LOSS_TOLERANCE = 1e-5
 """fp32 sums in another order after a loss."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-TORCHRUN_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
-"""How torchrun says that one of its processes has ended with another code than 0."""
 CONTROL_S = 6.0
 
 
