@@ -1,9 +1,9 @@
 """Measures the pure parts of a change of membership at sizes that no test machine has: CPU seconds, one process.
 
-    python benchmarks/scale.py [--workers 1024 4096 10240 100096]
+    python benchmarks/scale_pure.py [--workers 1024 4096 10240 100096]
 
 Pipelines of 8 stages and 8 tensor-parallel ranks, 8 workers a host, ten workers lost on as many replicas. Of the rows,
-"reports and confirms" and "survivable" are the coordinator's, the others each worker's.
+the answers (reports and confirmations, to the commit) and "survivable" are the coordinator's, the others each worker's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.elastic.protocol.membership import NO_GENERATION, LogPosition, LostWorker, StateReport
+from parallel3d.elastic.protocol.membership import LostWorker, StateReport
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.optim.reshard import plan_equal_ranges
@@ -41,8 +41,11 @@ def measure(num_workers: int) -> None:
     hosts = {rank: f"host{rank // PER_HOST}" for rank in grid.ranks}
     step = max(1, num_workers // NUM_LOST)
     dead = {rank for rank in range(0, step * NUM_LOST, step) if rank < num_workers}
+    protocol = MembershipProtocol(grid, zero_stage=1, zero_backups=1)
+    first, second = (reports_of(grid, hosts, lost, number) for number, lost in enumerate((set(), dead)))
     parts: dict[str, Callable[[], object]] = {
-        "reports and confirms": lambda: run_protocol(grid, hosts, dead),
+        "answers at the start": lambda: answer(protocol, first, set()),
+        "answers after the losses": lambda: answer(protocol, second, dead),
         "survivable": lambda: check_survivability(grid, zero_stage=1, zero_backups=1, hosts=hosts, dead=dead),
         "new grid": lambda: grid.without(dead)[0].ranks,
         "shard maps of a worker": lambda: maps_of(grid, hosts),
@@ -57,26 +60,24 @@ def measure(num_workers: int) -> None:
         print(f"  {name:24} {time.process_time() - started:9.4f}", flush=True)
 
 
-def run_protocol(grid: Grid, hosts: dict[int, str], dead: set[int]) -> None:
-    """The first generation, then the loss of the dead, to its commit."""
-    protocol = MembershipProtocol(grid, zero_stage=1, zero_backups=1)
-    for generation, state_generation, lost in ((0, NO_GENERATION, ()), (1, 0, tuple(dead))):
-        if lost:
-            protocol.on_lost([LostWorker(rank=rank, why="killed") for rank in lost])
-        members = sorted(protocol.live)
-        for rank in members:
-            report = StateReport(
-                rank=rank,
-                generation=generation,
-                state_generation=state_generation,
-                position=LogPosition(),
-                version=0,
-                host=hosts[rank],
-            )
-            protocol.report(report)
-        for rank in members:
-            protocol.confirm(rank, generation, "the same plan")
-        assert protocol.committed is not None and protocol.committed.generation == generation
+def reports_of(grid: Grid, hosts: dict[int, str], dead: set[int], generation: int) -> list[StateReport]:
+    """Returns the reports of all that live to generation 0, or to the one after it."""
+    return [
+        StateReport(rank=rank, generation=generation, state_generation=generation - 1, host=hosts[rank])
+        for rank in grid.ranks
+        if rank not in dead
+    ]
+
+
+def answer(protocol: MembershipProtocol, reports: list[StateReport], dead: set[int]) -> None:
+    """Gives the protocol the losses, then all reports and confirmations, to the commit."""
+    protocol.on_lost([LostWorker(rank=rank, why="killed") for rank in dead])
+    for report in reports:
+        protocol.report(report)
+    generation = reports[0].generation
+    for report in reports:
+        protocol.confirm(report.rank, generation, "the same plan")
+    assert protocol.committed is not None and protocol.committed.generation == generation
 
 
 def maps_of(grid: Grid, hosts: dict[int, str]) -> ShardMap:

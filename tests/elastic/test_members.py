@@ -150,6 +150,17 @@ def test_a_worker_that_does_not_get_on_is_killed(tmp_path):
     assert re.search(r"lost rank 1: stuck for 2 s at instruction \d+ in step 5", ended.changes[0]["why"])
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("point", ["report", "confirm"])
+def test_a_worker_that_does_not_answer_to_a_change_is_evicted(tmp_path, point):
+    """Neither its guardian's watchdog nor the probes find it."""
+    faults = [[3, "step", 5, "kill"], [0, point, 1, "hang"]]
+    ended = run(tmp_path, faults=faults, watchdog_s=60.0, change_s=1.0)
+    assert_went_on(ended, num_changes=1)
+    assert [gone["rank"] for gone in ended.changes[0]["who"]] == [0, 3]
+    assert "lost rank 0: no answer to the change to generation 1 within 1 s in step 5" in ended.changes[0]["why"]
+
+
 def test_a_suspicion_is_a_change_with_the_same_members(tmp_path):
     ended = run(tmp_path, faults=[[2, "step", 5, "suspect"]])
     assert_went_on(ended, num_changes=1)

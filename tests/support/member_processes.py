@@ -245,6 +245,7 @@ def main() -> int:
                 abort_grace_s=1.0,
                 stop_grace_s=3.0,
                 control_s=spec.get("control_s", 30.0),
+                change_s=spec.get("change_s", 120.0),
             ),
             elastic=ElasticSettings(
                 grid=grid,
