@@ -111,7 +111,11 @@ def describe_control(config: Config, num_workers: int) -> Iterator[str]:
     num_sequences = config.batch.num_micro_batches * config.batch.micro_batch_size
     yield ""
     yield f"the coordinator of {num_workers:,} workers, {num_sequences:,} sequences a step (estimated):"
-    yield f"  {estimate_control(num_workers, num_sequences=num_sequences)}"
+    for workers_per_connection, when in ((8, "a guardian for 8 workers"), (1, "one for each, as under torchrun")):
+        estimate = estimate_control(
+            num_workers, num_sequences=num_sequences, workers_per_connection=workers_per_connection
+        )
+        yield f"  {when}: {estimate}"
 
 
 def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:

@@ -1,20 +1,19 @@
 """An estimate of the control plane's costs at any size, from measurements of benchmarks/scale.py. Pure.
 
-Costs are nearly linear in workers and in connections; the coefficients fit runs with 64 to 10,240 workers and 8 workers
-a connection, and with up to 4,096 and one (at 10,240 a loss took 2.0 s on a busy machine where this says 1.2). Measured
-on one core of an AMD EPYC (2026-11-22).
+Costs are nearly linear in workers and in connections; the coefficients fit runs with 64 to 10,240 workers, and 8 or one
+a connection, within a third. Measured on one core of an AMD EPYC (2026-11-22).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-WORKER_S, CONNECTION_S = 30e-6, 90e-6
+WORKER_S, CONNECTION_S = 25e-6, 100e-6
 """CPU seconds of one loss: for a worker's report and confirmation, for a connection's three frames and two batches."""
-START_WORKER_S, START_CONNECTION_S = 35e-6, 400e-6
-FRAMES_BYTES = 850
+START_WORKER_S, START_CONNECTION_S = 50e-6, 250e-6
+FRAMES_BYTES = 2_500
 """Of one connection: the frames of a change, without the missing entries."""
-BYTES_PER_CURSOR = 2.4
+BYTES_PER_CURSOR = 2.7
 WHOLE_RECORD_BYTES_PER_WORKER = 6.0
 """Hosts and ports, compressed."""
 
@@ -38,8 +37,9 @@ class ControlEstimate:
         )
 
 
-def estimate_control(num_workers: int, *, num_sequences: int, workers_per_connection: int = 1) -> ControlEstimate:
-    """Estimates a start and a loss; `num_sequences` is the global batch, whose cursors an entry carries."""
+def estimate_control(num_workers: int, *, num_sequences: int, workers_per_connection: int) -> ControlEstimate:
+    """Estimates a start and a loss; `num_sequences` is the global batch, whose cursors an entry carries, and
+    `workers_per_connection` the workers of one guardian, which relays for them."""
     num_connections = -(-num_workers // workers_per_connection)
     return ControlEstimate(
         num_connections=num_connections,
