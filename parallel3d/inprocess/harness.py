@@ -13,6 +13,7 @@ from parallel3d.elastic.protocol.membership import Address, GenerationRecord
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.scheduler import RankDied
 from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
+from parallel3d.inprocess.thread_joins import NO_JOINS, Joins, ThreadJoins
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
@@ -63,6 +64,8 @@ class ElasticRunResult:
     dead: tuple[int, ...]
     moved_bytes: int
     num_tokens: int
+    widths: tuple[int, ...] = ()
+    """Replicas of each stage at the end."""
     evaluations: Mapping[int, float] = field(default_factory=dict)
     """The leader's losses, by step."""
     notices: tuple[str, ...] = ()
@@ -112,33 +115,38 @@ def run_elastic_in_threads(
     *,
     save: Callable[[RankContext], CheckpointSaver] = lambda rank: NoSaver(),
     stop_at: int | None = None,
+    joins: Joins = NO_JOINS,
 ) -> ElasticRunResult:
-    """Trains to the end of `config`, or to the step `stop_at`, with the real trainer, while `faults` take ranks out.
+    """Trains to the end of `config`, or to the step `stop_at`, with the real trainer, while `faults` take ranks out and
+    new ones join.
 
     `prepare(rank, injector)` makes a rank as `build.prepare_rank` does, `save` its saver.
     """
     grid = build_grid(config)
-    world = ThreadWorld(len(grid.ranks), slots=config.parallel.p2p_slots)
+    num_workers = len(grid.ranks) + len(joins.steps)
+    world = ThreadWorld(num_workers, slots=config.parallel.p2p_slots)
     coordinator = ThreadCoordinator(
         world, grid, zero_stage=config.parallel.zero_stage, zero_backups=config.elastic.zero_backups
     )
     records = _Records(coordinator=coordinator)
+    thread_joins = ThreadJoins(world, coordinator, joins, first_rank=len(grid.ranks))
 
     def body(rank: int, world: ThreadWorld) -> RankResult | None:
         injector = FaultInjector(tuple(faults), rank, lambda kind: _inject_fault(coordinator, rank, kind))
-        runtime = prepare(rank, injector)
-        initial = local_weights(runtime)
-        network, membership = ThreadNetwork(world, rank), coordinator.memberships[rank]
-        trainer = Trainer(
-            rank=runtime,
-            recovery=RecoveryManager(runtime, membership, network, host="", publish=records.publish),
-            publish=records.publish,
-            stop_requested=lambda: stop_at is not None and runtime.state.iteration + 1 >= stop_at,
-            saver=save(runtime),
-            drain_requested=lambda: rank in coordinator.draining,
-            on_phase=lambda phase, step: injector.begin_step(step),
-        )
         try:
+            runtime = prepare(rank, injector) if grid.holds(rank) else thread_joins.build(rank, injector)
+            initial = local_weights(runtime)
+            network, membership = ThreadNetwork(world, rank), coordinator.memberships[rank]
+            trainer = Trainer(
+                rank=runtime,
+                recovery=RecoveryManager(runtime, membership, network, host="", publish=records.publish),
+                publish=records.publish,
+                stop_requested=lambda: stop_at is not None and runtime.state.iteration + 1 >= stop_at,
+                saver=save(runtime),
+                drain_requested=lambda: rank in coordinator.draining,
+                change_requested=lambda: membership.change_requested,
+                on_phase=lambda phase, step: thread_joins.begin_step(rank, injector, step),
+            )
             is_here = trainer.run()
         except RankDied:
             coordinator.on_lost(rank, "killed")
@@ -147,18 +155,20 @@ def run_elastic_in_threads(
             return None
         return _elastic_rank_result(runtime, initial) if is_here else None
 
-    runs = [run for run in run_threads(len(grid.ranks), body, world=world) if run is not None]
+    runs = [run for run in run_threads(num_workers, body, world=world) if run is not None]
     return _elastic_result(assemble_run(runs) if runs else None, grid, records)
 
 
 def _elastic_result(run: RunResult | None, grid: Grid, records: _Records) -> ElasticRunResult:
     coordinator = records.coordinator
+    committed = coordinator.protocol.committed
     return ElasticRunResult(
         run=run,
         steps=records.steps,
         num_changes=coordinator.protocol.num_changes,
         abort_reason=coordinator.abort_reason,
         dead=tuple(rank for rank in grid.ranks if rank not in coordinator.protocol.live),
+        widths=tuple(len(stage) for stage in committed.grid.stages) if committed else (),
         moved_bytes=coordinator.moved_bytes,
         num_tokens=max((record["tokens"] for record in records.steps.values()), default=0),
         evaluations=records.evaluations,

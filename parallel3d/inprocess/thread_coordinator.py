@@ -13,6 +13,7 @@ from typing import Any
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
+    ChangeRequest,
     Commit,
     DrainRefused,
     DrainRequest,
@@ -21,21 +22,21 @@ from parallel3d.elastic.protocol.actions import (
     Propose,
     StopRun,
 )
-from parallel3d.elastic.protocol.membership import LostWorker, StateReport
+from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker, StateReport
 from parallel3d.elastic.protocol.record_delta import record_frame
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.worker.membership_client import MembershipClient, Send
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.grid import Grid, PartId
 
 
 class ThreadMembershipClient(MembershipClient):
     """A membership client that waits through the world."""
 
-    def __init__(self, world: ThreadWorld, *, rank: int, send: Send, run_token: AbortToken):
-        super().__init__(rank=rank, send=send, run_token=run_token)
+    def __init__(self, world: ThreadWorld, *, rank: int, send: Send, run_token: AbortToken, joins: bool):
+        super().__init__(rank=rank, send=send, run_token=run_token, joins=joins)
         self._world = world
 
     def _await(self, ready: Callable[[], bool]) -> None:
@@ -60,13 +61,19 @@ class ThreadCoordinator:
         self.draining: set[int] = set()
         """Ranks that should leave at their next step boundary."""
         self.moved_bytes = 0
+        self._proposed: GenerationRecord | None = None
+        """The newest proposed record."""
         self.abort_reason = ""
         """Why the run could not go on, or ""."""
         self.memberships = {
             rank: ThreadMembershipClient(
-                world, rank=rank, send=partial(self._on_message, rank), run_token=self.run_token
+                world,
+                rank=rank,
+                send=partial(self._on_message, rank),
+                run_token=self.run_token,
+                joins=not grid.holds(rank),
             )
-            for rank in grid.ranks
+            for rank in range(world.num_ranks)
         }
         self._world = world
 
@@ -75,6 +82,10 @@ class ThreadCoordinator:
 
     def announce_drain(self, rank: int) -> None:
         self._world.run_locked(lambda: self._execute(self.protocol.announce_drain(rank)))
+
+    def admit(self, rank: int, part: PartId) -> None:
+        """Admits a new worker that has built `part`."""
+        self._world.run_locked(lambda: self._execute(self.protocol.admit(rank, part, "")))
 
     def _on_message(self, rank: int, frame: dict[str, Any], payload: bytes = b"") -> None:
         self._world.run_locked(lambda: self._execute(self._ask_protocol(rank, frame, payload)))
@@ -85,6 +96,9 @@ class ThreadCoordinator:
                 return self.protocol.report(StateReport.from_json(report))
             case {"op": "entries", "generation": generation}:
                 return self.protocol.entries(rank, generation, payload)
+            case {"op": "request_record", "generation": generation}:
+                self._send_whole_record(rank, generation)
+                return []
             case {"op": "confirm", "generation": generation, "digest": digest, "moved_bytes": moved_bytes}:
                 self.moved_bytes += moved_bytes
                 return self.protocol.confirm(rank, generation, digest)
@@ -101,7 +115,10 @@ class ThreadCoordinator:
                     self._send_to_ranks(ranks, {"op": "abort_generation", "generation": generation, "reason": reason})
                 case FetchEntries(rank=rank, generation=generation):
                     self._send_to_ranks([rank], {"op": "fetch_entries", "generation": generation})
+                case ChangeRequest(rank=rank, generation=generation):
+                    self._send_to_ranks([rank], {"op": "change_request", "generation": generation})
                 case Propose(record=record, base=base, behind=behind, entries=entries):
+                    self._proposed = record
                     self._send_to_ranks(behind, {"op": "entries", "generation": record.generation}, entries)
                     self._send_to_ranks(record.members, *record_frame(record, base))
                 case Commit(generation=generation, members=members):
@@ -113,6 +130,11 @@ class ThreadCoordinator:
                 case StopRun(reason=reason) | DrainRefused(reason=reason):
                     self.abort_reason = reason
                     self.run_token.abort(reason)
+
+    def _send_whole_record(self, rank: int, generation: int) -> None:
+        """Answers a worker that lacks the record from which the proposed one is the difference."""
+        if self._proposed is not None and self._proposed.generation == generation:
+            self._send_to_ranks([rank], *record_frame(self._proposed, None))
 
     def _send_to_ranks(self, ranks: Iterable[int], frame: dict[str, Any], payload: bytes = b"") -> None:
         for rank in ranks:

@@ -18,6 +18,7 @@ from typing import Literal
 
 Order = Literal["pp_dp_tp", "dp_pp_tp"]
 ReplicaId = tuple[int, int]  # (stage, replica)
+PartId = tuple[int, int]  # (stage, tensor-parallel rank): a part of the model
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -90,6 +91,15 @@ class Grid:
         """The coordinates of `rank`; KeyError if it is not in the grid."""
         return self._coordinates[rank]
 
+    def part(self, rank: int) -> PartId:
+        """The part of the model that `rank` computes: its stage and tensor-parallel rank."""
+        coordinates = self._coordinates[rank]
+        return coordinates.pp, coordinates.tp
+
+    def first_of(self, part: PartId) -> Coordinates:
+        """The coordinates of the first rank that computes `part`."""
+        return Coordinates(pp=part[0], dp=min(self.stages[part[0]]), tp=part[1])
+
     def holds(self, rank: int) -> bool:
         return rank in self._coordinates
 
@@ -137,6 +147,13 @@ class Grid:
         )
         spares = {rank for replica in broken for rank in self.tp_ranks(replica)} - gone
         return Grid(stages), tuple(sorted(spares))
+
+    def with_replica(self, replica: ReplicaId, ranks: tuple[int, ...]) -> Grid:
+        """Returns the grid with one more replica."""
+        stage, number = replica
+        assert number not in self.stages[stage], f"stage {stage} has a replica {number}"
+        wider = MappingProxyType({**self.stages[stage], number: ranks})
+        return Grid((*self.stages[:stage], wider, *self.stages[stage + 1 :]))
 
     def stages_lost(self) -> tuple[int, ...]:
         """Stages that have no replica left."""

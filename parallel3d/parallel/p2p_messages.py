@@ -29,6 +29,7 @@ class Kind(IntEnum):
     TARGETS = 3
     REDUCED = 4  # a bucket's reduced gradients, for its backup
     STATE = 5  # a part of optimizer state that moves to another rank
+    TRAIN_STATE = 6  # the train state, for a rank that joins
 
 
 _FLOATS: list[torch.dtype] = [getattr(torch, each.torch_name) for each in NUMBER_FORMATS]

@@ -30,7 +30,7 @@ from parallel3d.optim.kernels import choose_update_backend
 from parallel3d.optim.optimizer_settings import OptimizerSettings
 from parallel3d.optim.update_rules import has_exp_avg_sq
 from parallel3d.optim.updater import Updaters
-from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.grid import Coordinates, Grid, PartId
 from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -73,6 +73,7 @@ def prepare_rank(
     rank: int,
     grid: Grid,
     *,
+    part: PartId | None = None,
     make_stage: MakeStage,
     lanes: RunLanes,
     device: torch.device,
@@ -80,11 +81,13 @@ def prepare_rank(
     hooks: RankHooks | None = None,
     gemm: Gemm | None = None,
 ) -> RankContext:
-    """Builds what a rank of the run's first grid keeps for the whole run: layers with their weights, buckets, loaders.
+    """Builds what a rank keeps for the whole run: layers with their weights, buckets, loaders.
 
-    `initial` gives the initial weights; None draws them from the seed. `gemm` is the same on all ranks of a run.
+    `grid` is the run's first. `part` is what a new worker builds, its stage and tensor-parallel rank; None: `grid` has
+    a place for `rank`. `initial` gives the initial weights; None draws them from the seed. `gemm` is the same on all
+    ranks of a run.
     """
-    coordinates, hooks = grid.coordinates(rank), hooks or RankHooks()
+    coordinates, hooks = grid.coordinates(rank) if part is None else grid.first_of(part), hooks or RankHooks()
     tp = TensorParallel(
         group=AbsentGroup(name="none", rank=coordinates.tp, ranks=grid.tp_ranks(coordinates.replica)),
         sequence_parallel=config.parallel.sequence_parallel,
@@ -94,7 +97,7 @@ def prepare_rank(
     chunks = nn.ModuleList(make_stage(config, layers, tp, device, gemm=gemm) for layers in own_layers)
     share_parameters(chunks)
     train_loader, evaluate_loader = build_loaders(config, lanes, device)
-    state, weight_grads = build_start_state(config, lanes.train), WeightGradStore()
+    state, grads = build_start_state(config, lanes.train), WeightGradStore()
     return RankContext(
         config=config,
         rank=rank,
@@ -103,9 +106,9 @@ def prepare_rank(
         device=device,
         tp=tp,
         chunks=chunks,
-        weight_grads=weight_grads,
+        weight_grads=grads,
         optimizer=build_optimizer(
-            config, rank, grid, chunks, weight_grads=weight_grads, device=device, initial=initial, hooks=hooks
+            config, rank, coordinates, grid, chunks, weight_grads=grads, device=device, initial=initial, hooks=hooks
         ),
         gemm=gemm or Gemm(),
         train_loader=train_loader,
@@ -129,6 +132,7 @@ def share_parameters(chunks: nn.ModuleList) -> None:
 def build_optimizer(
     config: Config,
     rank: int,
+    coordinates: Coordinates,
     grid: Grid,
     chunks: nn.ModuleList,
     *,
@@ -138,7 +142,6 @@ def build_optimizer(
     hooks: RankHooks,
 ) -> ShardedOptimizer:
     """The optimizer of a rank's chunks; it owns buckets, initial weights and the rank's ranges of state."""
-    coordinates = grid.coordinates(rank)
     tp = TpShard(rank=coordinates.tp, size=grid.tp_size)
     return ShardedOptimizer(
         chunks,

@@ -48,6 +48,11 @@ class CheckpointSaver(ABC):
     has_failed = False
     """Whether the last `save_now` failed; the same on all ranks of the grid."""
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, which a change of membership would end."""
+        return False
+
     @abstractmethod
     def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
         """Whether to save now; `is_last`: no step follows, `is_stopped`: because the run was asked to stop."""
@@ -142,6 +147,10 @@ class AsyncSaver(CheckpointSaver):
         """Whether a rank failed to write its part of the newest save; the same on all ranks."""
         self._last_due_step: int | None = None
         """Iteration of this generation at which a save was last due, and started or skipped."""
+
+    @property
+    def is_saving(self) -> bool:
+        return self._save is not None
 
     def is_due(self, iteration: int, *, is_last: bool, is_stopped: bool = False) -> bool:
         if iteration in (self._last_due_step, self._rank.resumed_from):

@@ -80,7 +80,7 @@ class RankContext:
     config: Config
     rank: int
     coordinates: Coordinates
-    """Stage and replica keep their numbers for the whole run."""
+    """Its newest: stage and tensor-parallel rank never change, its replica may when vacancies are filled."""
     first_grid: Grid
     """The grid with which the run began, before any loss."""
     device: torch.device

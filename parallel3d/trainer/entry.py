@@ -48,7 +48,7 @@ class Contribution:
     norms: StateNorms | None = None
     """None in iterations that do not measure them; the same ones on all ranks."""
     rank: int = 0
-    """Its number in the run's first grid."""
+    """Its number among the ranks of the grid."""
     replica_check: Mapping[int, Sequence[int]] | None = None
     """Checksums of the replica check by stage; None in iterations without one; the same ones on all ranks."""
 

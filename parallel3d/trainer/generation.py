@@ -32,6 +32,7 @@ def join_generation(
     rank: RankContext, number: int, groups: Groups[Group], plans: Plans, transports: Transports
 ) -> None:
     """Makes `rank` a member of generation `number`, whose grid (`plans.grid`) holds it."""
+    rank.coordinates = plans.grid.coordinates(rank.rank)
     rank.tp.group = groups.tp
     rank.optimizer.join(number, groups, transports.links)
     links = transports.links

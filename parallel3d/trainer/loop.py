@@ -1,7 +1,7 @@
 """The training loop: a small state machine around the step.
 
     RECOVER --in a generation--> STEP --when due--> EVALUATE --when due--> SAVE --> STEP ... --> STOP
-    STEP --a stop was requested--> SAVE --> STOP      STEP --a worker leaves--> RECOVER
+    STEP --a stop was requested--> SAVE --> STOP      STEP --a worker leaves or joins--> RECOVER
     any --the generation ends--> RECOVER              STEP --training has diverged--> DIVERGED: pending saves are
                                                       finished, then all ranks end
 
@@ -50,6 +50,8 @@ class Trainer:
     """Takes records of progress for the run folder and the terminal (monitor/sinks.py)."""
     stop_requested: Callable[[], bool]
     drain_requested: Callable[[], bool] = lambda: False
+    change_requested: Callable[[], bool] = lambda: False
+    """Returns True while the membership should change at a step boundary, such as when workers wait to join."""
     saver: CheckpointSaver = field(default_factory=NoSaver)
     on_generation: Callable[[GenerationRecord], None] = lambda record: None
     """Called on every rank of the grid when a generation begins; may use its groups."""
@@ -68,7 +70,7 @@ class Trainer:
         """Trains to the end; False when this rank left earlier or was a spare at the end. Raises Diverged."""
         suspicion = ""
         while self.recovery.enter_generation(suspicion):
-            suspicion = "a worker leaves"
+            suspicion = "a worker leaves or joins"
             try:
                 self._begin_generation()
                 if self._train() is Phase.STOP:
@@ -131,7 +133,7 @@ class Trainer:
         report = train_step(
             self.rank,
             stop=self.stop_requested(),
-            leave=self.drain_requested(),
+            leave=self.drain_requested() or (self.change_requested() and not self.saver.is_saving),
             evaluate=self._reporter.wants_evaluation,
             save_status=self.saver.status(),
         )

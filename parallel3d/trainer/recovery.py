@@ -3,6 +3,7 @@
     leave_generation   seal      abort what is in flight, finish the local update: the rank's position is fixed
     enter_generation   report    the position, and the newest entries
                        resolve   apply the entry that another rank holds and this one lacks, and its update
+                       share     send the train state to ranks that join (joining.py)
                        reshard   build the new ranges of optimizer state next to the old ones
                        confirm   wait until all ranks have theirs
                        regroup   free the old ranges, create new groups, gather the weights
@@ -41,6 +42,7 @@ from parallel3d.parallel.p2p_messages import Links
 from parallel3d.trainer.context import RankContext, Transports
 from parallel3d.trainer.entry_codec import decode_entries, encode_entries
 from parallel3d.trainer.generation import build_rank_groups, join_generation, leave_generation, shard_maps_of
+from parallel3d.trainer.joining import share_train_state
 from parallel3d.trainer.planned_losses import PlannedLosses
 from parallel3d.trainer.plans import Plans
 
@@ -144,6 +146,7 @@ class RecoveryManager:
 
     def _join_with(self, record: GenerationRecord, transports: Transports) -> bool:
         rank = self.rank
+        share_train_state(rank, record, transports.links)
         has_place = record.grid.holds(rank.rank)
         building = run_in_background(  # meanwhile state moves
             lambda: build_rank_groups(rank, record.grid, record.generation, transports) if has_place else None,

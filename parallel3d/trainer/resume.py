@@ -35,6 +35,12 @@ UNREPORTED_FIELDS = ("description", "source", "run.directory", "run.resume", "ru
 
 def state_to_json(state: TrainState) -> Json:
     """The state as JSON, without requests that concern one moment: stop, leave, save counts."""
+    entries = tuple(replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0) for entry in state.entries)
+    return whole_state_to_json(replace(state, entries=entries))
+
+
+def whole_state_to_json(state: TrainState) -> Json:
+    """The state as JSON, all of it."""
     return {
         "iteration": state.iteration,
         "num_updates": state.num_updates,
@@ -42,9 +48,7 @@ def state_to_json(state: TrainState) -> Json:
         "tokens_dropped": state.tokens_dropped,
         "tokens_trained": state.tokens_trained,
         "cursors": [list(cursor) for cursor in state.cursors],
-        "entries": [
-            replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0).to_json() for entry in state.entries
-        ],
+        "entries": [entry.to_json() for entry in state.entries],
         "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
         "loss_scale": _loss_scale_to_json(state.loss_scale),
         "watch": state.monitor.to_json(),

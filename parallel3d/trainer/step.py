@@ -117,7 +117,7 @@ def build_contribution(
         evaluate=evaluate,
         save_status=save_status,
         norms=None if norms is None else norms(),
-        rank=rank.rank,
+        rank=rank.grid.ranks.index(rank.rank),
     )
     if rank.coordinates.tp == 0:
         part.loss_sum = ExactSum.of(losses())

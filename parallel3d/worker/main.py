@@ -169,6 +169,7 @@ def train_rank(rank: RankContext, context: WorkerContext, hooks: WorkerHooks, **
         publish=control.publish,
         stop_requested=lambda: control.stop_requested,
         drain_requested=lambda: control.drain_requested,
+        change_requested=lambda: control.membership.change_requested,
         on_phase=hooks.begin,
         **callbacks,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -101,3 +102,14 @@ def test_spares_are_members_without_place_that_stay():
     grid, _ = Grid.uniform(tp_size=2, pp_size=1, dp_size=3).without([1, 2])
     record = GenerationRecord(generation=1, grid=grid, previous=None, members=(0, 3, 4, 5), draining=(3,))
     assert record.spares == (0,)
+
+
+def test_a_record_with_a_filled_vacancy_travels():
+    first = Grid.uniform(tp_size=2, pp_size=1, dp_size=2)
+    base = GenerationRecord(generation=1, grid=first.without([0])[0], previous=first, members=(1, 2, 3))
+    filled = base.grid.with_replica((0, 0), (4, 1))
+    record = GenerationRecord(
+        generation=2, grid=filled, previous=base.grid, members=(1, 2, 3, 4, 5), parts=MappingProxyType({5: (0, 1)})
+    )
+    assert decode_record(encode_record(record, base), base) == record
+    assert record.joiners == (1, 4) and record.state_source == 2 and record.spares == (5,)

@@ -106,6 +106,7 @@ PURE: tuple[str, ...] = (
             "state_machine",
             "restart_policy",
             "probe_graph",
+            "vacancies",
         )
     ),
     "parallel3d.elastic.hang_report",

@@ -22,6 +22,8 @@ from itertools import chain, combinations, count, cycle, groupby, product
 
 from parallel3d.config.schema import Config, FaultConfig
 from parallel3d.elastic.protocol.survivability import check_survivability
+from parallel3d.elastic.protocol.vacancies import fill
+from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.plans import build_grid
 from tests.support.kill_layouts import (
     AFTER_GO,
@@ -245,7 +247,8 @@ class Outcome:
 
 def after(config: Config, *changes: Collection[int]) -> Outcome:
     """The outcome of deaths that are handled in this order, a set of ranks with each change."""
-    grid, dead = build_grid(config), frozenset[int]()
+    first, dead = build_grid(config), frozenset[int]()
+    grid = first
     for number, ranks in enumerate(changes):
         dead |= frozenset(ranks)
         survivability = check_survivability(
@@ -254,11 +257,25 @@ def after(config: Config, *changes: Collection[int]) -> Outcome:
             zero_backups=config.elastic.zero_backups,
             hosts={},
             dead=ranks,
+            next_grid=(left := _refilled(grid, first, dead)),
         )
         if not survivability.can_continue:
             return Outcome(dead, number, False)
-        grid, _ = grid.without(ranks)
+        grid = left
     return Outcome(dead, len(changes), True)
+
+
+def _refilled(grid: Grid, first: Grid, dead: Collection[int]) -> Grid:
+    """The grid after these deaths, its vacancies filled by spares."""
+    left, _ = grid.without(dead)
+    return fill(
+        left,
+        tp_size=first.tp_size,
+        target=[len(stage) for stage in first.stages],
+        candidates={rank: first.part(rank) for rank in first.ranks if rank not in dead and not left.holds(rank)},
+        hosts={},
+        holders=grid,
+    )
 
 
 def possible_outcomes(config: Config, faults: Iterable[FaultConfig]) -> set[Outcome]:

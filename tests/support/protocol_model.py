@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
+    ChangeRequest,
     Commit,
     DrainRefused,
     DrainRequest,
@@ -48,15 +49,23 @@ from parallel3d.elastic.protocol.actions import (
 )
 from parallel3d.elastic.protocol.membership import (
     NO_GENERATION,
-    LogPosition,
-    LostWorker,
-    StateReport,
-    digest_entries,
 )
-from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import ProtocolError
+from tests.support.protocol_events import feed
 from tests.support.protocol_workers import WorkerModel
-from tests.support.protocol_world import DEAD, DONE, MISSING, RESOLVED, RUN, Frame, Step, Violation, Worker, World
+from tests.support.protocol_world import (
+    DEAD,
+    DONE,
+    MISSING,
+    RESOLVED,
+    RUN,
+    SPARE,
+    Frame,
+    Step,
+    Violation,
+    Worker,
+    World,
+)
 
 
 class Model(WorkerModel):
@@ -64,7 +73,9 @@ class Model(WorkerModel):
 
     def start(self, *, deaths: int = 0, **faults: int) -> World:
         """The world in which no worker has reported to generation 0 yet."""
-        workers = tuple(Worker(inbox=(("abort_generation", 0),)) for _ in self.grid.ranks)
+        workers = tuple(
+            Worker(inbox=(("abort_generation", 0),), part=self.grid.part(rank)) for rank in self.grid.ranks
+        )
         return World(protocol=self._intern(self._first), workers=workers, deaths=deaths, **faults)
 
     # What can happen next
@@ -124,7 +135,7 @@ class Model(WorkerModel):
                 yield f"rank {rank} dies", lambda r=rank: self._kill(world, r)
             if worker.alive and not worker.evicted and world.false_deaths:
                 yield f"rank {rank} is taken for dead", lambda r=rank: self._evict(world, r)
-            if world.host_deaths and worker.alive and rank == self._on_host(rank)[0]:
+            if world.host_deaths and worker.alive and self.grid.holds(rank) and rank == self._on_host(rank)[0]:
                 yield f"the host of rank {rank} dies", lambda r=rank: self._kill_host(world, r)
             if world.relay_stops and worker.alive and rank == self._on_host(rank)[0] and not world.silent:
                 yield f"the guardian of rank {rank} stops", lambda r=rank: self._stop_relay(world, r, passed_on=True)
@@ -139,6 +150,9 @@ class Model(WorkerModel):
                     f"rank {rank} is asked to leave",
                     lambda r=rank: self._submit(world._replace(drains=world.drains - 1), ("announce_drain", r)),
                 )
+        if world.joins:
+            for part in sorted({self.grid.part(rank) for rank in self.grid.ranks}):
+                yield f"a new worker has built {part}", lambda p=part: self._join(world, p)
 
     # Faults
 
@@ -152,6 +166,12 @@ class Model(WorkerModel):
         world = world._replace(false_deaths=world.false_deaths - 1)
         return self._notice_lost(self._put(world, rank, world.workers[rank]._replace(evicted=True)), (rank,))
 
+    def _join(self, world: World, part: tuple[int, int]) -> World:
+        """A new worker, with a number that no other one has had, has built its part of the model and says so."""
+        worker = Worker(mode=SPARE, part=part, held=(MISSING,) * self.num_elements)
+        world = world._replace(workers=(*world.workers, worker), joins=world.joins - 1)
+        return self._submit(world, ("admit", len(world.workers) - 1, part))
+
     def _on_host(self, rank: int) -> list[int]:
         return [other for other in self.grid.ranks if self.hosts[other] == self.hosts[rank]]
 
@@ -160,7 +180,7 @@ class Model(WorkerModel):
         world = world._replace(host_deaths=world.host_deaths - 1)
         ranks = tuple(other for other in self._on_host(rank) if world.workers[other].alive)
         for other in ranks:
-            world = self._put(world, other, Worker(mode=DEAD))
+            world = self._put(world, other, Worker(mode=DEAD, part=world.workers[other].part))
         return self._notice_lost(world, ranks)
 
     def _stop_relay(self, world: World, rank: int, *, passed_on: bool) -> World:
@@ -182,7 +202,8 @@ class Model(WorkerModel):
         return ranks
 
     def _notice_lost(self, world: World, ranks: tuple[int, ...]) -> World:
-        if self.protocol(world).over or not self.protocol(world).live.intersection(ranks):
+        protocol = self.protocol(world)
+        if protocol.over or not (protocol.live | protocol._ready).intersection(ranks):
             return world
         world = self._submit(world, ("lost_together", ranks))
         lost = self.what_is_lost(world)
@@ -192,10 +213,10 @@ class Model(WorkerModel):
     def _notice(self, world: World, rank: int) -> World:
         worker = world.workers[rank]
         sent = {} if self.reduced else {name: getattr(worker, name) for name in ("run", "step", "own", "back")}
-        world = self._put(world, rank, Worker(mode=DEAD, **sent))
+        world = self._put(world, rank, Worker(mode=DEAD, part=worker.part, **sent))
         world = world._replace(unseen=tuple(r for r in world.unseen if r != rank))
         before = self.protocol(world)
-        if before.over or rank not in before.live:
+        if before.over or rank not in before.live | before._ready:
             return world
         world = self._submit(world, ("on_lost", rank))
         lost = self.what_is_lost(world)
@@ -234,7 +255,7 @@ class Model(WorkerModel):
         if key not in self._answers:
             protocol = copy.copy(self.protocol(world))
             try:
-                actions = self._feed(protocol, event)
+                actions = feed(protocol, event, self.hosts)
             except ProtocolError as error:
                 raise Violation(f"{event}: {error}") from error
             self._answers[key] = self._intern(protocol), actions
@@ -243,38 +264,6 @@ class Model(WorkerModel):
         for action in actions:
             world = self._carry_out(world, action, event)
         return world
-
-    def _feed(self, protocol: MembershipProtocol, event: Frame) -> list[Action]:
-        match event:
-            case ("report", rank, generation, state_generation, position, version):
-                return protocol.report(
-                    StateReport(
-                        rank=rank,
-                        generation=generation,
-                        state_generation=state_generation,
-                        position=LogPosition(iteration=position),
-                        digest=digest_entries(str(position).encode()),
-                        version=version,
-                        host=self.hosts[rank],
-                    )
-                )
-            case ("entries", rank, generation, position):
-                return protocol.entries(rank, generation, str(position).encode())
-            case ("confirm", rank, generation):
-                return protocol.confirm(rank, generation, "the same plan")
-            case ("on_lost", rank):
-                return protocol.on_lost([LostWorker(rank=rank, why="killed")])
-            case ("lost_together", ranks):
-                return protocol.on_lost([LostWorker(rank=rank, why="killed") for rank in ranks])
-            case ("begin",):
-                return protocol._begin("the coordinator is lost")
-            case ("suspect", rank, generation):
-                return protocol.suspect(rank, generation, "a peer is gone")
-            case ("announce_drain", rank):
-                return protocol.announce_drain(rank)
-            case ("finish", rank, generation):
-                return protocol.finish(rank, generation)
-        raise AssertionError(event)
 
     def _carry_out(self, world: World, action: Action, event: Frame) -> World:
         match action:
@@ -288,6 +277,8 @@ class Model(WorkerModel):
                 return self._send(world, members, ("commit", generation))
             case DrainRequest(rank=rank):
                 return self._send(world, (rank,), ("drain_request",))
+            case ChangeRequest(rank=rank, generation=generation):
+                return self._send(world, (rank,), ("change_request", generation))
             case DrainRefused(rank=rank):
                 return self._send(world, (rank,), ("stay",))
             case FinishRun(ranks=ranks):
@@ -302,6 +293,10 @@ class Model(WorkerModel):
         """Sends the difference from the base, with the entries to those that are behind."""
         record = self._intern_record(action.record)
         base = NO_GENERATION if action.base is None else self._intern_record(action.base)
+        strangers = set(action.record.grid.ranks) - set(action.record.members)
+        self._check(not strangers, "places workers that have not reported")
+        is_stale = action.record.weights_gathered and action.record.joiners
+        self._check(not is_stale, "a joiner's weights count as gathered")
         if action.behind:
             self._check(action.entries == str(action.record.position.iteration).encode(), "sends other entries")
         for rank in action.record.members:
@@ -331,14 +326,15 @@ class Model(WorkerModel):
         known = [
             (worker.alive and not worker.evicted) or rank in world.unseen for rank, worker in enumerate(world.workers)
         ]
-        for stage, replicas in enumerate(grid.stages):
-            if not any(all(known[rank] for rank in ranks) for ranks in replicas.values()):
+        parts = {worker.part for rank, worker in enumerate(world.workers) if known[rank]}
+        for stage in range(self.grid.pp_size):
+            if any((stage, tp) not in parts for tp in range(self.grid.tp_size)):
                 return f"stage {stage}"
         if record is None:
             return ""
         number = self._intern_record(record)
         for stage in range(grid.pp_size):
-            for tp in range(grid.tp_size):
+            for tp in range(self.grid.tp_size):
                 held = [self._holdings(world.workers[r], number) for r in grid.dp_ranks(stage, tp)]
                 for element in range(self.num_elements):
                     if all(not versions or versions[element] == MISSING for versions in held):

@@ -50,6 +50,10 @@ class TakeoverModel(Model):
         world = world._replace(protocol=self._intern(protocol), takeovers=world.takeovers - 1, unseen=())
         behind = tuple(rank for rank in live if rank in record.members and live[rank].shard_map != base)
         world = self.send_commit(world, behind, record.generation)
+        for rank, worker in live.items():
+            if rank not in protocol.live and not worker.evicted:
+                world = self._submit(world, ("admit", rank, worker.part))
+        protocol = self.protocol(world)
         lost = tuple(rank for rank in sorted(protocol.live) if world.workers[rank].mode == DEAD)
         world = self._submit(world, ("lost_together", lost) if lost else ("begin",))
         self._check(bool(world.ended) == bool(self.what_is_lost(world)), "goes on or halts wrongly after a takeover")

@@ -78,7 +78,8 @@ class WorkerModel(ModelTables):
         if worker.step // 4 == self.num_iterations:
             return self.after_last(worker)
         worker = self._begin_iteration(rank, worker)
-        return self._ask_for_change(worker, worker.run) if worker.draining else worker
+        asks = worker.draining or worker.asked == self.record(worker.run).generation
+        return self._ask_for_change(worker, worker.run) if asks else worker
 
     def after_last(self, worker: Worker) -> Worker:
         """Waits for the end of the run."""
@@ -134,6 +135,8 @@ class WorkerModel(ModelTables):
                 worker = worker._replace(outbox=(*worker.outbox, entries))
             case "commit":
                 worker = self._enter(rank, worker)
+            case "change_request":
+                worker = worker._replace(asked=rest[0])
             case "drain_request" | "stay":
                 worker = worker._replace(draining=kind == "drain_request")
         return self._put(world, rank, worker)
@@ -168,7 +171,8 @@ class WorkerModel(ModelTables):
                 worker = worker._replace(step=4 * newest + 2)
             if self.needs_update(worker):
                 worker = self._update(rank, worker)
-        return worker._replace(mode=RESOLVED, proposed=number, run=NO_GENERATION, step=4 * newest + 3)
+            worker = worker._replace(step=4 * newest + 3)
+        return worker._replace(mode=RESOLVED, proposed=number, run=NO_GENERATION)
 
     def needs_update(self, worker: Worker) -> bool:
         """A range at the record's version is left alone."""
@@ -177,6 +181,8 @@ class WorkerModel(ModelTables):
     def _can_move(self, world: World, rank: int) -> bool:
         proposed = world.workers[rank].proposed
         sources = {source for source, _ in self.sources(proposed, rank)}
+        if rank in self.record(proposed).joiners:
+            sources.add(self.record(proposed).state_source)
         return all(
             world.workers[source].proposed == proposed and world.workers[source].mode in (RESOLVED, CONFIRMED)
             for source in sources
@@ -194,10 +200,16 @@ class WorkerModel(ModelTables):
                 versions[element] == record.position.iteration,
                 f"rank {rank} gets version {versions[element]} of element {element} from rank {source}",
             )
+        if rank in record.joiners:
+            worker = self.take_state(worker, world.workers[record.state_source])
         confirm = ("confirm", record.generation)
         return self.after_confirm(
             worker._replace(mode=CONFIRMED, new=tuple(versions), outbox=(*worker.outbox, confirm))
         )
+
+    def take_state(self, worker: Worker, source: Worker) -> Worker:
+        """A joiner takes over the train state."""
+        return worker._replace(step=source.step)
 
     def after_confirm(self, worker: Worker) -> Worker:
         """The old ranges are kept."""

@@ -43,6 +43,10 @@ class Worker(NamedTuple):
     draining: bool = False
     inbox: tuple[Frame, ...] = ()
     outbox: tuple[Frame, ...] = ()
+    part: tuple[int, int] = (0, 0)
+    """The part of the model that it has built: a stage and a tensor-parallel rank."""
+    asked: int = NO_GENERATION
+    """The generation in which it was asked to request a change."""
     evicted: bool = False
     """It runs although the coordinator takes it for dead."""
 
@@ -75,6 +79,8 @@ class World(NamedTuple):
     false_deaths: int = 0
     """The coordinator takes a worker for dead that runs on."""
     host_deaths: int = 0
+    joins: int = 0
+    """New workers that may still come."""
     takeovers: int = 0
     """Losses of the coordinator (protocol_takeover.py)."""
     relay_stops: int = 0

@@ -41,6 +41,7 @@ class ResumedProtocol(MembershipProtocol):
         self.last_reported_step = committed.last_reported_step
         self._grid = committed.grid
         self._generation = max(newest_generation, committed.generation)
+        self._parts |= {rank: committed.grid.part(rank) for rank in committed.grid.ranks} | dict(committed.parts)
         self._hosts = dict(committed.hosts)
         self._newest = committed.position
 

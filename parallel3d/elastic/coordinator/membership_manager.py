@@ -20,6 +20,7 @@ from parallel3d.elastic.frame_schemas import parse
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
+    ChangeRequest,
     Commit,
     DrainRefused,
     DrainRequest,
@@ -164,6 +165,9 @@ class MembershipManager:
                 case DrainRequest():
                     self._drain_requested.add(action.rank)
                     self._server.send_to_workers([action.rank], {"op": "drain_request"})
+                case ChangeRequest():
+                    frame = {"op": "change_request", "generation": action.generation}
+                    self._server.send_to_workers([action.rank], frame)
                 case DrainRefused():
                     name = self._status.name(action.rank)
                     text = f"{name} should drain, but the run can't go on without it: {action.reason}"

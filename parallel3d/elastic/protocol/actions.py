@@ -51,6 +51,15 @@ class DrainRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangeRequest:
+    """Ask this worker, the leader, to request a change at a step boundary: live workers could fill vacancies."""
+
+    rank: int
+    generation: int
+    """The request is void in any other one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrainRefused:
     """The run can't go on without this worker, which should leave: the caller stops the run instead.
 
@@ -75,4 +84,14 @@ class FinishRun:
     ranks: tuple[int, ...]
 
 
-Action = AbortGeneration | FetchEntries | Propose | Commit | DrainRequest | DrainRefused | StopRun | FinishRun
+Action = (
+    AbortGeneration
+    | FetchEntries
+    | Propose
+    | Commit
+    | DrainRequest
+    | ChangeRequest
+    | DrainRefused
+    | StopRun
+    | FinishRun
+)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.grid import Grid, PartId
 
 Json = dict[str, Any]
 Address = tuple[str, int]
@@ -131,11 +131,23 @@ class GenerationRecord:
     """True if every rank of the grid has all weights of that position, so that none must be sent."""
     hosts: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     """Host of every rank that has ever reported, including lost ones."""
+    parts: Mapping[int, PartId] = field(default_factory=lambda: MappingProxyType({}))
+    """The parts of the model that spares have built."""
     addresses: Mapping[int, Address] = field(default_factory=lambda: MappingProxyType({}))
     last_reported_step: int = 0
     """The last step that the reporter has received: the leader publishes the later ones."""
     reason: str = ""
     """Why the membership changes, for messages."""
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        """Ranks of the grid that hold nothing by the previous one's shard map: they get all state from others."""
+        return () if self.previous is None else tuple(r for r in self.grid.ranks if not self.previous.holds(r))
+
+    @property
+    def state_source(self) -> int:
+        """The member that sends the train state to the joiners: the lowest one that has trained."""
+        return next(r for r in self.members if self.previous is not None and self.previous.holds(r))
 
     @property
     def spares(self) -> tuple[int, ...]:

@@ -18,11 +18,12 @@ tests/support/protocol_model.py shows by exhaustive exploration that this is rig
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
+    ChangeRequest,
     Commit,
     DrainRefused,
     DrainRequest,
@@ -40,8 +41,9 @@ from parallel3d.elastic.protocol.membership import (
     digest_entries,
 )
 from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
+from parallel3d.elastic.protocol.vacancies import choose_part, fill
 from parallel3d.errors import OutOfPlaceError, ProtocolError
-from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.grid import Grid, PartId
 
 MAX_CHANGES_WITHOUT_STEP = 8
 """More consecutive changes without a step in between end the run: their common cause is not an accident."""
@@ -65,6 +67,13 @@ class MembershipProtocol:
         """The last step that the reporter has received; set by the caller, carried by the next record."""
         self._grid = grid
         """The grid by whose shard map workers hold their ranges: the committed one's, at first the full one."""
+        self._tp_size = grid.tp_size
+        self._target = tuple(len(stage) for stage in grid.stages)
+        """Replicas that each stage should have."""
+        self._parts: dict[int, PartId] = {rank: grid.part(rank) for rank in grid.ranks}
+        """The part of the model that each worker has built, lost ones included: their numbers are never used again."""
+        self._ready: frozenset[int] = frozenset()
+        """New workers that have built their parts, and enter with the next change."""
         self._zero_stage = zero_stage
         self._zero_backups = zero_backups
         self._enabled = enabled
@@ -87,7 +96,8 @@ class MembershipProtocol:
 
     def __copy__(self) -> MembershipProtocol:
         copied = self.__class__.__new__(self.__class__)
-        tables = {name: dict(getattr(self, name)) for name in ("_hosts", "_reports", "_digests", "_unfinished")}
+        names = ("_hosts", "_parts", "_reports", "_digests", "_unfinished")
+        tables = {name: dict(getattr(self, name)) for name in names}
         copied.__dict__.update(self.__dict__, **tables)
         return copied
 
@@ -155,11 +165,12 @@ class MembershipProtocol:
 
     def on_lost(self, lost_workers: Sequence[LostWorker]) -> list[Action]:
         """Handles dead workers; ranks that are no longer live are ignored."""
+        lost = {lost_worker.rank for lost_worker in lost_workers}
+        self._ready, self._draining = self._ready - lost, self._draining - lost
         new = {lost_worker.rank: lost_worker for lost_worker in lost_workers if lost_worker.rank in self.live}
         if not new or self.over:
             return []
-        self.live -= set(new)
-        self._draining -= set(new)
+        self.live = (self.live - set(new)) | self._ready  # these take part in the change that begins
         self.evicted += tuple(new.values())
         reason = "; ".join(f"lost rank {lost_worker.rank}: {lost_worker.why}" for lost_worker in new.values())
         if not self._enabled:
@@ -175,9 +186,23 @@ class MembershipProtocol:
             self._num_changes_without_step += 1
         return self._begin(f"rank {rank}: {reason}")
 
+    def admit(self, rank: int, part: PartId, host: str) -> list[Action]:
+        """Handles a new worker that has built `part` of the model: it enters with the next change of membership."""
+        if rank in self._parts:
+            raise OutOfPlaceError(f"the new worker {rank} has the number of another one")
+        self._parts[rank], self._hosts[rank] = part, host
+        self._ready |= {rank}
+        return self._request_change()
+
+    def choose_part(self, building: Iterable[PartId] = ()) -> PartId | None:
+        """Returns the part of the model that one more worker should build, or None; others are building some."""
+        grid = self._next_grid(joining=self._ready)
+        idle = (self._parts[rank] for rank in self.live | self._ready if not grid.holds(rank))
+        return choose_part(grid, tp_size=self._tp_size, target=self._target, candidates=[*building, *idle])
+
     def announce_drain(self, rank: int) -> list[Action]:
         """Handles the announcement that a worker must leave."""
-        if rank not in self.live or rank in self._draining or self.over:
+        if rank not in self.live | self._ready or rank in self._draining or self.over:
             return []
         if not self._enabled:
             return [DrainRefused(rank=rank, reason="elastic.enabled is false")]
@@ -197,7 +222,7 @@ class MembershipProtocol:
         if self._unfinished:
             return []
         self.over = True
-        return [FinishRun(ranks=tuple(sorted(self.live)))]
+        return [FinishRun(ranks=tuple(sorted(self.live | self._ready)))]
 
     def _is_current(self, rank: int, generation: int) -> bool:
         """False for messages from dead ranks or earlier generations, which may still arrive."""
@@ -207,6 +232,7 @@ class MembershipProtocol:
 
     def _begin(self, reason: str) -> list[Action]:
         self._generation += 1
+        self.live, self._ready = self.live | self._ready, frozenset()
         self._reasons += (reason,)
         self._reports, self._lead, self._record, self._digests = {}, None, None, {}
         return [AbortGeneration(ranks=tuple(sorted(self.live)), generation=self._generation, reason=reason)]
@@ -236,7 +262,7 @@ class MembershipProtocol:
 
     def _propose(self, lead: StateReport, entries: bytes = b"") -> list[Action]:
         draining, refused = self._grant_drains()
-        grid, _ = self._grid.without(self._dead | draining)
+        grid = self._next_grid(draining)
         self._record = GenerationRecord(
             generation=self._generation,
             grid=grid,
@@ -246,10 +272,12 @@ class MembershipProtocol:
             evicted=self.evicted,
             position=lead.position,
             weights_gathered=all(
-                self._reports[rank].weights_gathered
+                self._grid.holds(rank)
+                and self._reports[rank].weights_gathered
                 and self._reports[rank].position.iteration == lead.position.iteration
                 for rank in grid.ranks
             ),
+            parts={rank: self._parts[rank] for rank in self.live - draining if not grid.holds(rank)},
             hosts=dict(self._hosts),
             addresses={rank: self._reports[rank].address for rank in sorted(self._reports)},
             last_reported_step=self.last_reported_step,
@@ -260,16 +288,18 @@ class MembershipProtocol:
     def _find_newest(self) -> StateReport:
         """Returns the report of a worker that holds the newest entry; raises ProtocolError if reports are inconsistent.
 
-        Spares are ignored: they have not taken part in an all-reduce since they left the grid.
+        Spares and new workers are ignored: they have not taken part in an all-reduce since the last commit.
         """
         state_generation = NO_GENERATION if self.committed is None else self.committed.generation
+        members = self.live if self.committed is None else frozenset(self.committed.members)
         for report in self._reports.values():
-            if report.state_generation != state_generation:
+            if report.rank in members and report.state_generation != state_generation:
                 raise ProtocolError(
                     f"rank {report.rank} holds the ranges of generation {report.state_generation}; "
                     f"committed is {state_generation}"
                 )
-        reports = [self._reports[rank] for rank in self._grid.ranks if rank in self._reports]
+        trained = self.live if self.committed is None else self._grid.ranks
+        reports = [self._reports[rank] for rank in trained if rank in self._reports]
         newest = max(reports, key=lambda report: (report.position, -report.rank))
         oldest = min(reports, key=lambda report: (report.position, report.rank))
         behind = newest.position.iteration - oldest.position.iteration
@@ -289,13 +319,13 @@ class MembershipProtocol:
         """Returns the ranks that leave with this change, and refusals for those that losses now make indispensable."""
         draining: frozenset[int] = frozenset()
         refused = []
-        for rank in sorted(self._draining):
+        for rank in sorted(self._draining & self.live):
             survivability = self._check_survivability(draining=draining | {rank})
             if survivability.can_continue:
                 draining |= {rank}
             else:
                 refused.append(DrainRefused(rank=rank, reason=survivability.reason))
-        self._draining = draining
+        self._draining = draining | (self._draining - self.live)
         return draining, refused
 
     def _commit(self, record: GenerationRecord) -> list[Action]:
@@ -308,7 +338,8 @@ class MembershipProtocol:
         self._reports, self._record, self._digests = {}, None, {}
         self._unfinished = dict.fromkeys(self._grid.ranks)
         self.evicted, self._reasons = (), ()
-        return [Commit(generation=record.generation, members=record.members), *self._drain_spares()]
+        commit = Commit(generation=record.generation, members=record.members)
+        return [commit, *self._drain_spares(), *self._request_change()]
 
     def _drain_spares(self) -> list[Action]:
         """Begins the change with which draining spares leave: they have no step boundary at which to request it."""
@@ -316,6 +347,25 @@ class MembershipProtocol:
         if not spares or self.pending is not None:
             return []
         return self._begin("; ".join(f"rank {rank} leaves" for rank in spares))
+
+    def _request_change(self) -> list[Action]:
+        """Asks the leader for a change if there are workers that could fill a vacancy."""
+        if self.pending is not None or self.over or self._next_grid(joining=self._ready) == self._grid:
+            return []
+        return [ChangeRequest(rank=self._grid.ranks[0], generation=self._generation)]
+
+    def _next_grid(self, leaving: Collection[int] = (), *, joining: Collection[int] = ()) -> Grid:
+        """The committed grid without the dead and `leaving` ranks, its vacancies filled by the other workers."""
+        grid, _ = self._grid.without({*self._dead, *leaving})
+        workers = self.live.union(joining) - frozenset(leaving)
+        return fill(
+            grid,
+            tp_size=self._tp_size,
+            target=self._target,
+            candidates={rank: self._parts[rank] for rank in workers if not grid.holds(rank)},
+            hosts=self._hosts,
+            holders=self._grid,
+        )
 
     def _stop_run(self, reason: str) -> list[Action]:
         self.over = True
@@ -328,12 +378,14 @@ class MembershipProtocol:
     def _check_survivability(
         self, draining: frozenset[int] = frozenset(), dead: frozenset[int] | None = None
     ) -> Survivability:
+        dead = self._dead if dead is None else dead
         return check_survivability(
             self._grid,
             zero_stage=self._zero_stage,
             zero_backups=self._zero_backups,
             hosts={} if self.committed is None else self.committed.hosts,
-            dead=self._dead if dead is None else dead,
+            dead=dead,
             draining=draining,
             fresh=self.committed is None,
+            next_grid=self._next_grid({*dead, *draining}),
         )

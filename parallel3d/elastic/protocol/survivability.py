@@ -32,15 +32,17 @@ def check_survivability(
     dead: Collection[int],
     draining: Collection[int] = (),
     fresh: bool = False,
+    next_grid: Grid | None = None,
 ) -> Survivability:
     """Decides whether training on `grid` can go on without the `dead`; `draining` ranks hand over their ranges.
 
-    `hosts` are those that the shard map of `grid` was planned for. `fresh`: no rank holds any state yet.
+    `hosts` are those that the shard map of `grid` was planned for. `fresh`: no rank holds any state yet. `next_grid` is
+    what would be left of `grid`, its vacancies filled; by default nothing fills them.
     """
     gone = {*dead, *draining}
     missing = [
         f"stage {stage} has no replica left: lost {_lost_coordinates(grid, stage, gone)}"
-        for stage in grid.without(gone)[0].stages_lost()
+        for stage in (next_grid or grid.without(gone)[0]).stages_lost()
     ]
     if not (missing or fresh):
         missing = list(_lost_ranges(grid, set(dead), zero_stage=zero_stage, zero_backups=zero_backups, hosts=hosts))

@@ -17,7 +17,16 @@ from parallel3d.elastic.protocol.record_delta import decode_record, encode_recor
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
 
-FRAMES = ("abort_generation", "fetch_entries", "fetch_committed", "entries", "record", "commit", "finish_run")
+FRAMES = (
+    "abort_generation",
+    "fetch_entries",
+    "fetch_committed",
+    "entries",
+    "record",
+    "commit",
+    "change_request",
+    "finish_run",
+)
 FIRST_GENERATION = 0
 
 
@@ -40,15 +49,16 @@ class PendingGeneration:
 class MembershipClient:
     """Takes part in changes of membership for one worker.
 
-    `run_token` is aborted when the run is over. All waits raise RunEnded then.
+    `run_token` is aborted when the run is over. All waits raise RunEnded then. A worker that joins a run reports to the
+    first change that it hears of, all others to the first generation at once.
     """
 
-    def __init__(self, *, rank: int, send: Send, run_token: AbortToken):
+    def __init__(self, *, rank: int, send: Send, run_token: AbortToken, joins: bool = False):
         self.rank = rank
         self._send = send
         self._run_token = run_token
         self._changed = threading.Condition()
-        self._newest_generation = FIRST_GENERATION
+        self._newest_generation = NO_GENERATION if joins else FIRST_GENERATION
         """The newest change of membership; the first one is never announced."""
         self._reason = "the run begins"
         self._reported_generation = NO_GENERATION
@@ -59,6 +69,8 @@ class MembershipClient:
         self._pending: PendingGeneration | None = None
         self._committed_generation = NO_GENERATION
         self._committed_record: GenerationRecord | None = None
+        self._requested_generation = NO_GENERATION
+        """The newest generation in which this worker was asked to request a change."""
         self._is_finished = False
         run_token.on_abort(self._end)
 
@@ -126,6 +138,8 @@ class MembershipClient:
                 case "commit":
                     assert self._pending is not None
                     self._committed_generation, self._committed_record = header["generation"], self._pending.record
+                case "change_request":
+                    self._requested_generation = header["generation"]
                 case "finish_run":
                     self._is_finished = True
             self._changed.notify_all()
@@ -133,6 +147,11 @@ class MembershipClient:
             self.leave_generation(header["reason"])
         elif self._run_token.aborted:  # just before the record came: its generation is over before it begins
             self.leave_generation(self._run_token.reason)
+
+    @property
+    def change_requested(self) -> bool:
+        """True while this worker should request a change at a step boundary."""
+        return self._requested_generation == self._committed_generation != NO_GENERATION
 
     def addresses(self) -> dict[int, Address]:
         """Returns where the members of the newest record listen."""

@@ -1,0 +1,79 @@
+"""Which workers fill which vacancies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.elastic.protocol.vacancies import choose_part, fill
+from parallel3d.parallel.grid import Grid, PartId
+
+FIRST = Grid.uniform(tp_size=2, pp_size=2, dp_size=2)  # stage 0: 0 1 | 2 3, stage 1: 4 5 | 6 7
+
+
+def refill(dead: set[int], new: dict[int, PartId], hosts: dict[int, str] | None = None) -> Grid:
+    left, spares = FIRST.without(dead)
+    candidates = {rank: FIRST.part(rank) for rank in spares} | new
+    target = [len(stage) for stage in FIRST.stages]
+    return fill(left, tp_size=2, target=target, candidates=candidates, hosts=hosts or {}, holders=FIRST)
+
+
+@pytest.mark.parametrize(
+    ("dead", "new", "stage", "replicas"),
+    [
+        ({0}, {}, 0, {1: (2, 3)}),  # a spare alone is not a replica
+        ({0}, {8: (0, 0)}, 0, {0: (8, 1), 1: (2, 3)}),
+        ({0}, {8: (0, 1)}, 0, {1: (2, 3)}),  # built the other part
+        ({0}, {8: (1, 0)}, 0, {1: (2, 3)}),  # or another stage's
+        ({0}, {9: (0, 0), 8: (0, 0)}, 0, {0: (8, 1), 1: (2, 3)}),
+        ({0}, {8: (0, 0), 9: (0, 1)}, 0, {0: (8, 1), 1: (2, 3)}),  # whoever holds state comes first
+        ({0, 3}, {}, 0, {0: (2, 1)}),
+        ({4, 5, 6, 7}, {8: (1, 1), 9: (1, 0)}, 1, {0: (9, 8)}),
+    ],
+)
+def test_what_is_filled(dead: set[int], new: dict[int, PartId], stage: int, replicas: dict[int, tuple[int, ...]]):
+    assert dict(refill(dead, new).stages[stage]) == replicas
+
+
+def test_a_replica_is_on_one_host_unless_its_stage_has_no_other():
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b", 8: "c"}
+    assert refill({0}, {8: (0, 0)}, hosts).stages[0].keys() == {1}
+    assert refill({0}, {8: (0, 0), 9: (0, 0)}, {**hosts, 9: "a"}).tp_ranks((0, 0)) == (9, 1)
+    assert refill({0, 3}, {}, hosts).tp_ranks((0, 0)) == (2, 1)
+
+
+def test_a_replica_goes_where_its_stage_has_the_fewest():
+    new = {8: (0, 0), 9: (0, 1), 10: (0, 0), 11: (0, 1)}
+    hosts = {2: "a", 3: "a", 8: "a", 9: "a", 10: "b", 11: "b"}
+    assert refill({0, 1}, new, hosts).tp_ranks((0, 0)) == (10, 11)
+
+
+@pytest.mark.parametrize(
+    ("dead", "built", "part"),
+    [
+        (set(), [], None),
+        ({5}, [], (1, 1)),
+        ({5}, [(1, 1)], None),
+        ({5}, [(0, 1)], (1, 1)),
+        ({0, 6, 7}, [], (0, 0)),
+        ({0, 6, 7}, [(0, 0)], (1, 0)),
+    ],
+)
+def test_the_part_that_a_new_worker_should_build(dead: set[int], built: list[PartId], part: PartId | None):
+    grid, spares = FIRST.without(dead)
+    candidates = [*built, *(FIRST.part(rank) for rank in spares)]
+    assert choose_part(grid, tp_size=2, target=[2, 2], candidates=candidates) == part
+
+
+@given(dead=st.sets(st.sampled_from(FIRST.ranks)), data=st.data())
+def test_whoever_builds_what_is_asked_for_makes_the_grid_whole(dead: set[int], data: st.DataObject):
+    left, spares = FIRST.without(dead)
+    candidates = {rank: FIRST.part(rank) for rank in spares}
+    while (part := choose_part(left, tp_size=2, target=[2, 2], candidates=candidates.values())) is not None:
+        candidates[8 + len(candidates)] = part
+    whole = fill(left, tp_size=2, target=[2, 2], candidates=candidates, hosts={}, holders=FIRST)
+    assert whole.replicas == FIRST.replicas and all(whole.part(rank) == part for rank, part in candidates.items())
+    order = data.draw(st.permutations(sorted(candidates)))
+    shuffled = {rank: candidates[rank] for rank in order}
+    assert fill(left, tp_size=2, target=[2, 2], candidates=shuffled, hosts={}, holders=FIRST) == whole
