@@ -176,7 +176,7 @@ INLINE void rms_norm_grads_row(const void *grad, const void *total, const void *
         store(total_grad, i, n, narrow, found);)
 }
 
-/* `partial` (blocks of rows, width) gets the weight's gradient by blocks. */
+/* `partial` (blocks of rows, width), zero before, gets the weight's gradient by blocks. */
 void rms_norm_grads(const void *grad, const void *total, const void *residual_grad, const float *weight,
                     const float *scale, void *total_grad, float *partial, int64_t rows, int64_t width, int64_t narrow,
                     int64_t threads) {
@@ -184,7 +184,6 @@ void rms_norm_grads(const void *grad, const void *total, const void *residual_gr
     for (int64_t block = 0; block < (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; block++) {
         int64_t end = (block + 1) * BLOCK_ROWS < rows ? (block + 1) * BLOCK_ROWS : rows;
         float *weight_grad = partial + block * width;
-        memset(weight_grad, 0, width * sizeof(float));
         for (int64_t row = block * BLOCK_ROWS; row < end; row++) {
             int64_t first = row * width;
 #define PASS(kind)                                                                                            \
