@@ -133,21 +133,36 @@ def test_a_host_may_have_a_name(make):
     assert world.events == ["welcome"]
 
 
-@pytest.mark.parametrize(
-    "resolver, why", [(time.sleep, "no answer to the look-up of node7"), (None, "Name or service not known")]
-)
-def test_a_look_up_holds_nothing_up(make, monkeypatch, resolver, why):
+def test_a_look_up_holds_nothing_up(make, monkeypatch):
     def getaddrinfo(*arguments: Any, flags: int = 0) -> Any:
-        if resolver and not flags:  # in the child
-            resolver(600.0)
-        raise socket.gaierror(why)
+        if not flags:  # in the child
+            time.sleep(600)
+        raise socket.gaierror
 
     monkeypatch.setattr(name_lookup.socket, "getaddrinfo", getaddrinfo)
-    world = make(connect_s=1.0)
+    world = make(connect_s=0.5)
     world.link.find(("node7", 29500))
     world.until(lambda: world.events)
-    assert world.events == [(f"could not reach the run's coordinator at node7:29500 within 1 s ({why})", True)]
-    assert world.link._lookup is None
+    why = "could not reach the run's coordinator at node7:29500 within 0.5 s (no answer to the look-up of node7)"
+    assert world.events == [(why, True)] and world.link._lookup is None
+
+
+def test_a_name_that_is_not_known_yet_is_looked_up_again(make, monkeypatch, tmp_path):
+    def getaddrinfo(*arguments: Any, flags: int = 0) -> Any:
+        if not flags:  # in the child
+            if (tmp_path / "known").exists():
+                return [(None, None, None, None, ("127.0.0.1", 0))]
+            (tmp_path / "asked").touch()
+        raise socket.gaierror
+
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", getaddrinfo)
+    world = make()
+    served = world.serve()
+    world.link.find(("node7", served.address[1]))
+    world.until(lambda: (tmp_path / "asked").exists())
+    (tmp_path / "known").touch()
+    world.until(lambda: world.link.is_open)
+    assert world.events == ["welcome"]
 
 
 def test_a_coordinator_that_begins_late_is_found(make):
