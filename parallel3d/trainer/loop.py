@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
+
 from parallel3d.config.schema import RunConfig
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.errors import Diverged, GenerationEnded
@@ -187,6 +189,7 @@ class Trainer:
         self.on_phase(Phase.DIVERGED, step)
         self._reporter.notices(self.saver.finish())
         self._reporter.diverged(reason)
+        self.rank.groups.world.all_reduce(torch.zeros(1))  # the leader has published: the first error ends the run
         raise Diverged(f"training has diverged in step {step}: {reason}")
 
 

@@ -1,5 +1,6 @@
 """A run that diverges ends on all ranks after the same entry, and leaves the checkpoints from before it, whole."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ from parallel3d.errors import EXIT_DIVERGED, Diverged
 from parallel3d.precision.loss_scale import LossScale
 from parallel3d.trainer.divergence_check import find_divergence
 from parallel3d.trainer.entry import Entry
+from parallel3d.trainer.loop import Trainer
+from parallel3d.trainer.reporting import StepReporter
 from parallel3d.trainer.resume import data_position_to_json, skip_data_to
 from parallel3d.trainer.state import TrainState
 from tests.support.kill_cells import kill_fault
@@ -100,3 +103,27 @@ def test_a_save_under_way_is_finished_first(tmp_path, monkeypatch):
     with pytest.raises(Diverged):
         train(diverging(), tmp_path, disk=disk)
     assert CheckpointDirectory(tmp_path).find_newest_valid().index.step == 1
+
+
+def test_no_rank_ends_before_the_leader_has_reported_it(tmp_path, monkeypatch):
+    """The first error ends the run for the coordinator, which needs to know what data a restart must leave out."""
+    happened = []
+    report, end = StepReporter.diverged, Trainer._end_diverged
+
+    def report_late(self, reason):
+        if self._rank.is_leader:
+            time.sleep(0.2)
+            happened.append("reported")
+        report(self, reason)
+
+    def end_diverged(self):
+        try:
+            end(self)
+        finally:
+            happened.append("ended")
+
+    monkeypatch.setattr(StepReporter, "diverged", report_late)
+    monkeypatch.setattr(Trainer, "_end_diverged", end_diverged)
+    with pytest.raises(Diverged):
+        train(diverging(), tmp_path)
+    assert happened == ["reported", *["ended"] * 4]
