@@ -91,7 +91,8 @@ def special_cells() -> Iterator[KillCell]:
     yield kill_cell(WIDE, (6, 2, "update", "kill"), (1, 2, "recovery_confirm", "kill"))
     yield kill_cell(WIDE, (4, 2, "all_reduce", "kill"), (0, 2, "recovery_groups", "kill"))
     yield DOWN_TO_ONE
-    yield kill_cell(CUBE, (0, 2, "backward", "kill"), (3, 2, "recovery_report", "kill"))
+    yield kill_cell(CUBE, (0, 2, "backward", "kill"), (3, 2, "recovery_report", "kill"))  # 2 and 1 become a replica
+    yield kill_cell(CUBE, (0, 2, "backward", "kill"), (2, 2, "recovery_report", "kill"))  # nobody has tp0 of stage 0
     yield kill_cell("pp2-dp2-interleaved", (1, 2, "backward", "kill"))
     yield kill_cell("pp2-dp2-zb-h1", (2, 2, "forward", "kill"))
     yield kill_cell("tied-pp2-dp2", (2, 2, "all_gather", "kill"))
