@@ -54,10 +54,14 @@ def test_heartbeat_timeouts_follow_the_round_trip_between_their_bounds():
         assert plan_heartbeat_timeouts(heartbeat_timeout, watchdog_timeout, round_trip_s) == HeartbeatTimeouts(
             heartbeat_timeout_s=heartbeat_timeout_s, watchdog_timeout_s=watchdog_timeout_s
         )
+
+
+def test_by_default_the_lower_limits_decide_at_the_round_trips_of_one_host():
     config = ElasticConfig()
-    assert (
-        plan_heartbeat_timeouts(config.heartbeat_timeout, config.watchdog_timeout, 0.0) == PATIENCE
-    )  # what people get by default
+    for round_trip_s, heartbeat_timeout_s in ((0.0, 1.0), (0.0004, 1.0), (0.001, 2.5), (0.003, 5.0)):
+        assert plan_heartbeat_timeouts(
+            config.heartbeat_timeout, config.watchdog_timeout, round_trip_s
+        ) == HeartbeatTimeouts(heartbeat_timeout_s=heartbeat_timeout_s, watchdog_timeout_s=300.0)
 
 
 @pytest.mark.parametrize(

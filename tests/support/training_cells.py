@@ -115,7 +115,6 @@ def _config(directory: Path, text: Path) -> dict[str, Any]:
         "elastic": {
             "control_timeout_s": CONTROL_S,
             "heartbeat_timeout": {"min_s": 1.0, "max_s": 1.0},  # ten times as long in these phases
-            "watchdog_timeout": {"min_s": 20.0},
         },
         "checkpoint": {"every": STRIKE_STEP, "keep_last": 99, "save_at_end": True},
         "run": {
