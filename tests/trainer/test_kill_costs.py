@@ -94,9 +94,9 @@ def test_without_backups_the_first_death_ends_the_run_with_the_reason(phase):
 
 
 def test_a_stage_without_a_replica_is_named():
-    done = run(config_of("pp2-dp2-tp2"), [kill_fault(6, "backward"), kill_fault(5, "recovery_moves")])
+    done = run(config_of("pp2-dp2-tp2"), [kill_fault(7, "backward"), kill_fault(5, "recovery_moves")])
     assert done.abort_reason.startswith(
-        "stage 1 has no replica left: lost pp1 dp0 tp1 (rank 5) and pp1 dp1 tp0 (rank 6)"
+        "stage 1 has no replica left: lost pp1 dp0 tp1 (rank 5) and pp1 dp1 tp1 (rank 7)"
     )
 
 
