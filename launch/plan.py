@@ -2,9 +2,9 @@
 
 Prints the grid, the layers and costs of each stage, the routes that leave their home replica, the bubble, the memory of
 the pipeline, and the timeline of the instruction lists that training executes, which the checker has proven. `--lost
-3,5` shows the iteration after the loss of these ranks. Where stages differ in their numbers of replicas, it prints all
-candidates. `--device H200` also predicts speed and memory on such a GPU (parallel3d/rehearsal), for models on one
-stage. Exit codes: 0 done, 2 invalid input.
+3,5` shows the iteration after the loss of these ranks at once, all on one host. Where stages differ in their numbers of
+replicas, it prints all candidates. `--device H200` also predicts speed and memory on such a GPU (parallel3d/rehearsal),
+for models on one stage. Exit codes: 0 done, 2 invalid input.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import describe_warmup
 from parallel3d.elastic.control_estimate import estimate_control
+from parallel3d.elastic.protocol.survivability import check_survivability
+from parallel3d.elastic.protocol.vacancies import fill
 from parallel3d.errors import UserError
 from parallel3d.parallel.grid import Grid, ReplicaId
 from parallel3d.pipeline.check import CheckReport, check_plan
@@ -75,12 +77,12 @@ def describe(config: Config, lost: tuple[int, ...], png: Path | None) -> Iterato
     num_micro_batches = config.batch.num_micro_batches
     assert num_micro_batches is not None
     whole = build_grid(config)
-    grid, spares = remove_ranks(whole, lost)
+    grid = remove_ranks(config, whole, lost)
     partition = split_layers(config)
     plan = complete_candidates(plan_schedule(config, grid, num_micro_batches))
     report = check_plan(plan, config.parallel.p2p_slots, estimate_message_sizes(config, partition))
     yield from describe_grid(config, grid)
-    yield from describe_lost_ranks(whole, lost, spares)
+    yield from describe_lost_ranks(whole, grid, lost)
     yield from describe_warmup(config)
     yield ""
     yield from describe_stages(config, partition, plan, report)
@@ -118,18 +120,33 @@ def describe_control(config: Config, num_workers: int) -> Iterator[str]:
         yield f"  {when}: {estimate}"
 
 
-def remove_ranks(whole: Grid, lost: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
-    """The remaining grid, and the live ranks that it no longer uses."""
+def remove_ranks(config: Config, whole: Grid, lost: tuple[int, ...]) -> Grid:
+    """The grid on which a run goes on after the loss, as its membership protocol decides."""
     if unknown := [rank for rank in lost if not whole.holds(rank)]:
         raise UserError(f"--lost {list_numbers(unknown)}: the ranks are 0 to {whole.ranks[-1]}")
-    grid, spares = whole.without(lost)
-    if gone := grid.stages_lost():
-        plural = "s" if len(gone) > 1 else ""
+    left, spares = whole.without(lost)
+    grid = fill(
+        left,
+        tp_size=whole.tp_size,
+        target=[len(stage) for stage in whole.stages],
+        candidates={rank: whole.part(rank) for rank in spares},
+        hosts={},
+        holders=whole,
+    )
+    survivability = check_survivability(
+        whole,
+        zero_stage=config.parallel.zero_stage,
+        zero_backups=config.elastic.zero_backups,
+        hosts={},
+        dead=lost,
+        next_grid=grid,
+    )
+    if not survivability.can_continue:
         raise UserError(
-            f"--lost {list_numbers(lost)}: stage{plural} {list_numbers(gone)} would have no replica left, "
-            "and training would end there. Lose fewer ranks, or raise parallel.dp_size"
+            f"--lost {list_numbers(lost)}: training would end there: {survivability.reason}. "
+            "Lose fewer ranks, or raise parallel.dp_size"
         )
-    return grid, spares
+    return grid
 
 
 def lost_replicas(whole: Grid, grid: Grid, stage: int) -> list[ReplicaId]:
@@ -151,11 +168,15 @@ def describe_grid(config: Config, grid: Grid) -> Iterator[str]:
     )
 
 
-def describe_lost_ranks(whole: Grid, lost: tuple[int, ...], spares: tuple[int, ...]) -> Iterator[str]:
-    """Yields lost ranks and spares with their coordinates."""
-    for what, ranks in (("lost", lost), ("spare, its replica is incomplete", spares)):
-        for rank in ranks:
-            yield f"rank {rank} ({whole.coordinates(rank)}): {what}"
+def describe_lost_ranks(whole: Grid, grid: Grid, lost: tuple[int, ...]) -> Iterator[str]:
+    """Yields lost ranks, ranks that move to another replica, and spares, with their first coordinates."""
+    for rank in lost:
+        yield f"rank {rank} ({whole.coordinates(rank)}): lost"
+    for rank in whole.ranks:
+        if grid.holds(rank) and grid.coordinates(rank) != whole.coordinates(rank):
+            yield f"rank {rank} ({whole.coordinates(rank)}): now {grid.coordinates(rank)}"
+        elif not grid.holds(rank) and rank not in lost:
+            yield f"rank {rank} ({whole.coordinates(rank)}): spare, its replica is incomplete"
 
 
 def describe_candidates(plan: Plan) -> Iterator[str]:

@@ -81,6 +81,17 @@ def test_the_report_after_losses(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
+def test_two_broken_replicas_become_a_whole_one(tmp_path):
+    """As in a run: the only replicas of the first stage are broken, and what is left of them is one."""
+    sizes = ["parallel.pp_size=1", "parallel.stage_replicas=null", "parallel.dp_size=2", "parallel.tp_size=2"]
+    done = run_script(tmp_path, *sizes, "--lost", "0,3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 stages x 1 replicas x 2 tensor ranks = 2 ranks" in done.stdout
+    assert "rank 3 (pp0 dp1 tp1): lost\nrank 2 (pp0 dp1 tp0): now pp0 dp0 tp0\n\n" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_report_of_virtual_stages(tmp_path):
     sizes = ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.stage_replicas=[1,1,1]"]
     done = run_script(tmp_path, *sizes, "batch.num_micro_batches=6", "--png", "plan.png")
@@ -101,13 +112,14 @@ def test_the_report_of_virtual_stages(tmp_path):
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("2", "--lost 2: stage 1 would have no replica left"),
+        ("2", "--lost 2: training would end there: stage 1 has no replica left: lost pp1 dp0 tp0 (rank 2). Lose fewer"),
         ("7,1", "--lost 7: the ranks are 0 to 4"),
         ("one", "--lost one: give the numbers of ranks"),
+        ("4", "--lost 4: training would end there: range 1 of the optimizer state of stage 2, tp 0 has no holder left"),
     ],
 )
 def test_losses_that_make_no_sense(tmp_path, lost, message):
-    done = run_script(tmp_path, "--lost", lost)
+    done = run_script(tmp_path, "elastic.zero_backups=0", "--lost", lost)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 
