@@ -65,6 +65,8 @@ class Generation:
 
     number: int
     grid: Grid
+    leader: int
+    """The rank that publishes for all."""
     groups: Groups[Group]
     links: Links
     token: AbortToken
@@ -143,8 +145,8 @@ class RankContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the lowest live rank of the grid, which publishes for all."""
-        return self.rank == self.grid.ranks[0]
+        """Whether this rank publishes for all."""
+        return self.rank == self.current.leader
 
     @property
     def learning_rate_now(self) -> float:

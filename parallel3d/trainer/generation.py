@@ -23,13 +23,13 @@ def start_rank(rank: RankContext, grid: Grid, transports: Transports, *, number:
     rank.optimizer.reshard(ReshardPlan(generation=number, old=None, new=new, live=grid.ranks), transports.links)
     rank.optimizer.commit()
     groups = build_rank_groups(rank, grid, number, transports)
-    join_generation(rank, number, groups, Plans(rank.config, grid), transports)
+    join_generation(rank, number, groups, Plans(rank.config, grid), transports, leader=grid.ranks[0])
     if not rank.optimizer.is_gathered:  # the run was resumed from a checkpoint
         rank.optimizer.gather()
 
 
 def join_generation(
-    rank: RankContext, number: int, groups: Groups[Group], plans: Plans, transports: Transports
+    rank: RankContext, number: int, groups: Groups[Group], plans: Plans, transports: Transports, *, leader: int
 ) -> None:
     """Makes `rank` a member of generation `number`, whose grid (`plans.grid`) holds it."""
     rank.coordinates = plans.grid.coordinates(rank.rank)
@@ -58,6 +58,7 @@ def join_generation(
     rank.generation = Generation(
         number=number,
         grid=plans.grid,
+        leader=leader,
         groups=groups,
         links=transports.links,
         token=transports.token,

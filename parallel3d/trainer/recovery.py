@@ -169,7 +169,7 @@ class RecoveryManager:
         if groups is None:
             return False
         rank.hooks.phase_hook("recovery_groups")
-        join_generation(rank, record.generation, groups, plans, transports)
+        join_generation(rank, record.generation, groups, plans, transports, leader=record.leader)
         self._planned.begin(record.grid, len(plans.next(rank.state).routes), transports.token)
         if not record.weights_gathered:
             rank.optimizer.gather()

@@ -109,7 +109,12 @@ def test_a_record_with_a_filled_vacancy_travels():
     base = GenerationRecord(generation=1, grid=first.without([0])[0], previous=first, members=(1, 2, 3))
     filled = base.grid.with_replica((0, 0), (4, 1))
     record = GenerationRecord(
-        generation=2, grid=filled, previous=base.grid, members=(1, 2, 3, 4, 5), parts=MappingProxyType({5: (0, 1)})
+        generation=2,
+        grid=filled,
+        previous=base.grid,
+        members=(1, 2, 3, 4, 5),
+        parts=MappingProxyType({5: (0, 1)}),
+        newcomers=(1, 4),
     )
     assert decode_record(encode_record(record, base), base) == record
-    assert record.joiners == (1, 4) and record.state_source == 2 and record.spares == (5,)
+    assert record.joiners == (1, 4) and record.state_source == record.leader == 2 and record.spares == (5,)

@@ -76,6 +76,24 @@ def test_the_leader_is_asked_for_a_change_once_a_replica_can_be_filled():
     assert record.joiners == (4,) and record.grid.tp_ranks((1, 1)) == (4,) and record.state_source == 0
 
 
+def test_a_rank_that_has_seen_every_step_leads_as_long_as_there_is_one():
+    """Ranks 1 (a spare for a while) and 4 enter later: they lead, and ask for changes, once 2 and 3 are gone."""
+    protocol = started(TP2)
+    on_lost(protocol, 0)
+    assert agree(protocol, host="one").leader == 2
+    assert protocol.admit(4, (0, 0), "one") == [ChangeRequest(rank=2, generation=1)]
+    protocol.suspect(2, 1, "a worker joins")
+    record = agree(protocol, 3, host="one")
+    assert record.grid.ranks == (1, 2, 3, 4) and record.newcomers == (1, 4) and record.leader == 2
+    protocol.suspect(1, 2, "a link broke")
+    record = agree(protocol, 4, host="one")
+    assert record.joiners == () and record.newcomers == (1, 4) and record.leader == 2
+    on_lost(protocol, 2)
+    record = agree(protocol, 5, host="one")
+    assert record.grid.ranks == (1, 4) and record.leader == 1
+    assert protocol.admit(5, (0, 0), "one") == [ChangeRequest(rank=1, generation=4)]
+
+
 def test_a_worker_that_comes_during_a_change_enters_with_the_next():
     protocol = started(uniform(1, 2))
     on_lost(protocol, 1)

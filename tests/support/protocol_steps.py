@@ -61,11 +61,11 @@ def send_entries(protocol: MembershipProtocol, actions: list[Action]) -> list[Ac
     return actions
 
 
-def report_all(protocol: MembershipProtocol, iteration: int = 0) -> list[Action]:
+def report_all(protocol: MembershipProtocol, iteration: int = 0, **fields: object) -> list[Action]:
     actions: list[Action] = []
     for rank in sorted(protocol.live):
         assert actions == []  # the last one decides
-        actions = protocol.report(make_report(protocol, rank, iteration))
+        actions = protocol.report(make_report(protocol, rank, iteration, **fields))
     return send_entries(protocol, actions)
 
 
@@ -77,9 +77,9 @@ def confirm_all(protocol: MembershipProtocol) -> list[Action]:
     return actions
 
 
-def agree(protocol: MembershipProtocol, iteration: int = 0) -> GenerationRecord:
+def agree(protocol: MembershipProtocol, iteration: int = 0, **fields: object) -> GenerationRecord:
     """Takes the change under way to its commit."""
-    *_, opened = report_all(protocol, iteration)
+    *_, opened = report_all(protocol, iteration, **fields)
     assert isinstance(opened, Propose)
     confirm_all(protocol)
     assert protocol.committed is opened.record

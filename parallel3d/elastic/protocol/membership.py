@@ -133,6 +133,8 @@ class GenerationRecord:
     """Host of every rank that has ever reported, including lost ones."""
     parts: Mapping[int, PartId] = field(default_factory=lambda: MappingProxyType({}))
     """The parts of the model that spares have built."""
+    newcomers: tuple[int, ...] = ()
+    """Ranks of the grid that have not trained since the start: new workers, and former spares."""
     addresses: Mapping[int, Address] = field(default_factory=lambda: MappingProxyType({}))
     last_reported_step: int = 0
     """The last step that the reporter has received: the leader publishes the later ones."""
@@ -145,6 +147,11 @@ class GenerationRecord:
         return () if self.previous is None else tuple(r for r in self.grid.ranks if not self.previous.holds(r))
 
     @property
+    def leader(self) -> int:
+        """The lowest rank of the grid that has seen every step, or else the lowest: it publishes for all."""
+        return next((r for r in self.grid.ranks if r not in self.newcomers), self.grid.ranks[0])
+
+    @property
     def state_source(self) -> int:
         """The member that sends the train state to the joiners: the lowest one that has trained."""
         return next(r for r in self.members if self.previous is not None and self.previous.holds(r))
@@ -153,6 +160,14 @@ class GenerationRecord:
     def spares(self) -> tuple[int, ...]:
         """Members outside the grid that stay."""
         return tuple(r for r in self.members if not self.grid.holds(r) and r not in self.draining)
+
+
+def find_newcomers(grid: Grid, committed: GenerationRecord | None) -> tuple[int, ...]:
+    """Returns the ranks of `grid` that have not been in every grid up to the one of `committed`."""
+    if committed is None:
+        return ()
+    former = frozenset(committed.newcomers)
+    return tuple(rank for rank in grid.ranks if rank in former or not committed.grid.holds(rank))
 
 
 def digest_entries(entries: bytes) -> str:

@@ -39,6 +39,7 @@ from parallel3d.elastic.protocol.membership import (
     LostWorker,
     StateReport,
     digest_entries,
+    find_newcomers,
 )
 from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
 from parallel3d.elastic.protocol.vacancies import choose_part, fill
@@ -278,6 +279,7 @@ class MembershipProtocol:
                 for rank in grid.ranks
             ),
             parts={rank: self._parts[rank] for rank in self.live - draining if not grid.holds(rank)},
+            newcomers=find_newcomers(grid, self.committed),
             hosts=dict(self._hosts),
             addresses={rank: self._reports[rank].address for rank in sorted(self._reports)},
             last_reported_step=self.last_reported_step,
@@ -350,9 +352,10 @@ class MembershipProtocol:
 
     def _request_change(self) -> list[Action]:
         """Asks the leader for a change if there are workers that could fill a vacancy."""
-        if self.pending is not None or self.over or self._next_grid(joining=self._ready) == self._grid:
+        if self.committed is None or self.pending is not None or self.over:
             return []
-        return [ChangeRequest(rank=self._grid.ranks[0], generation=self._generation)]
+        is_filled = self._next_grid(joining=self._ready) == self._grid
+        return [] if is_filled else [ChangeRequest(rank=self.committed.leader, generation=self._generation)]
 
     def _next_grid(self, leaving: Collection[int] = (), *, joining: Collection[int] = ()) -> Grid:
         """The committed grid without the dead and `leaving` ranks, its vacancies filled by the other workers."""
