@@ -5,10 +5,11 @@ with its documented code; none hangs, none leaves a process behind.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from tests.support.signal_cells import run_signal_cell, signal_cells
+from tests.support.signal_cells import SignalCell, run_signal_cell, signal_cells, torchrun_cells
 
 AT_ONCE = 6
 """Runs at the same time: they mostly wait."""
@@ -26,7 +27,20 @@ AT_ONCE = 6
     ],
 )
 def test_signals(tmp_path, hosts, process, host):
-    cells = signal_cells(hosts, process, host)
+    run_cells(signal_cells(hosts, process, host), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_signals_under_torchrun(tmp_path, hosts):
+    """Representatives (TORCHRUN_ENDS), since each process imports torch. One host: each process, the torchrun's own
+    among them, in one to three phases. Three: torchrun, a guardian and the coordinator, in start, step and confirm.
+    """
+    run_cells(torchrun_cells(hosts), tmp_path)
+
+
+def run_cells(cells: list[SignalCell], folder: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        wrong = list(pool.map(lambda cell: run_signal_cell(cell, tmp_path / cell.name), cells))
+        wrong = list(pool.map(lambda cell: run_signal_cell(cell, folder / cell.name), cells))
     assert not any(wrong), "\n\n".join(filter(None, wrong))

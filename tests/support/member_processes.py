@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,10 +55,12 @@ DAWDLE_S = 30.0
 """A member that dawdles goes on after that, whatever its test does."""
 
 
-def start(directory: Path, *, variables: dict[str, str] | None = None, **spec: Any) -> subprocess.Popen[str]:
-    """The launcher's process of a world, its output piped."""
+def start(
+    directory: Path, *, variables: dict[str, str] | None = None, launcher: Sequence[str] = (), **spec: Any
+) -> subprocess.Popen[str]:
+    """The launcher's process of a world, its output piped. `launcher`: Python's arguments for one above this file."""
     return subprocess.Popen(
-        [sys.executable, __file__, str(directory), json.dumps(spec)],
+        [sys.executable, *launcher, __file__, str(directory), json.dumps(spec)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,9 +71,7 @@ def start(directory: Path, *, variables: dict[str, str] | None = None, **spec: A
 
 def start_on_hosts(directory: Path, hosts: list[str], **spec: Any) -> list[subprocess.Popen[str]]:
     """As a launcher without a store of its own does: a process for each rank, `hosts` saying where it thinks it is."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [
         start(
             directory,
@@ -84,6 +84,26 @@ def start_on_hosts(directory: Path, hosts: list[str], **spec: Any) -> list[subpr
         )
         for rank, host in enumerate(hosts)
     ]
+
+
+def start_under_torchrun(
+    directory: Path, hosts: Sequence[str], *, ranks_per_host: int, **spec: Any
+) -> list[subprocess.Popen[str]]:
+    """A torchrun for each host, each with the first one's address."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks_per_host))
+    if len(hosts) == 1:
+        return [start(directory, launcher=[*torchrun, "--standalone"], **spec)]
+    rendezvous = ("--nnodes", str(len(hosts)), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+    names = [host for host in hosts for _ in range(ranks_per_host)]
+    return [
+        start(directory, launcher=[*torchrun, *rendezvous, "--node_rank", str(number)], hosts=names, **spec)
+        for number in range(len(hosts))
+    ]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -237,7 +257,7 @@ def main() -> int:
             ),
             reopen_report=lambda: RunReporter(ContinuedRunFolder(directory), title="members", charts=False),
             env=env,
-            host=spec["hosts"][env.rank] if env else None,
+            host=spec["hosts"][env.rank] if env and "hosts" in spec else None,
             timeouts=LaunchTimeouts(
                 start_s=spec.get("start_s", 20.0),
                 connect_s=spec.get("connect_s", 1.5),

@@ -1,12 +1,14 @@
 """The cells of the signal matrix: each process of a run, stopped, stopped for a moment, or killed, in each phase.
 
 A world of member_processes.py; rank 1 announces that it has come to the phase, and waits there for a moment. In the
-phases of a recovery the last rank has been killed before.
+phases of a recovery the last rank has been killed before. Above the stubs there is no launcher, or a torchrun for each
+host.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -14,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.launch_runs import child_of
-from tests.support.member_processes import start, start_on_hosts
-from tests.support.struck_worlds import MOMENTS_S, START_S, StruckWorld
+from tests.support.member_processes import start, start_on_hosts, start_under_torchrun
+from tests.support.struck_worlds import MOMENTS_S, START_S, StruckWorld, has_own_traceback, parent_of
 
 POINTS = {"start": ("report", 0), "step": ("step", 5), "idle": ("step", 10)}
 """idle: the last rank has been killed in step 5, and the one before it, a spare now, waits for the end."""
@@ -35,23 +37,61 @@ SPEC = {
 }
 STUB_AND_COORDINATOR = "stub and coordinator"
 """The stub is stopped, and its coordinator, which only it could replace, killed."""
+TORCHRUN_ENDS = {
+    1: (
+        ("launcher", 0, (("STOP", "start"), ("KILL", "start"), ("KILL", "confirm"))),
+        ("stub", 0, (("CONT 3", "step"), ("STOP", "report"), ("KILL", "commit"))),
+        ("guardian", 0, (("STOP", "step"), ("KILL", "moves"))),
+        ("coordinator", 0, (("KILL", "start"), ("STOP", "idle"), ("KILL", "confirm"))),
+        ("worker", 0, (("STOP", "commit"),)),
+    ),
+    3: (
+        ("launcher", 0, (("STOP", "start"), ("KILL", "step"), ("CONT 3", "confirm"))),
+        ("launcher", 1, (("KILL", "confirm"),)),
+        ("guardian", 1, (("STOP", "start"),)),
+        ("coordinator", 0, (("KILL", "confirm"),)),
+    ),
+}
+"""Process, host, what happens to it in which phase: every process and every phase, not every pair. A launcher that is
+stopped at the start stays so through all phases. It isn't killed there on one of several hosts: it depends on the
+moment in which its stub notices that whether anything is agreed by then.
+"""
 AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
 """How a member leaves a run that is over, or that it was evicted from (it may be killed while it says so)."""
 
 
 @dataclass(frozen=True)
 class SignalCell:
-    """One run: what happens to which process of which host, when."""
+    """One run: what happens to which process of which host, when. The process `launcher` is the host's torchrun."""
 
     hosts: int
     process: str
     host: int
     what: str
     phase: str
+    has_torchrun: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.hosts}-{self.process}-{self.host}-{self.what}-{self.phase}".replace(" ", "-")
+        launcher = "torchrun-" if self.has_torchrun else ""
+        return f"{launcher}{self.hosts}-{self.process}-{self.host}-{self.what}-{self.phase}".replace(" ", "-")
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """With as few ranks as the phase needs below torchrun, where each imports torch."""
+        if self.phase == "idle":
+            return 1, 2, 2
+        if self.hosts > 1:
+            return 1, self.hosts, 1
+        if self.has_torchrun:
+            return 1, 3 if self.phase in RECOVERY else 2, 1
+        return 2, 2, 1
+
+    @property
+    def is_torchrun_without_end(self) -> bool:
+        """Whether the other hosts' torchruns, once training is over, wait five minutes for one that was killed. Its
+        store is on host 0; without that they don't wait."""
+        return self.process == "launcher" and self.what == "KILL" and self.host > 0
 
 
 def signal_cells(hosts: int, process: str, host: int) -> list[SignalCell]:
@@ -66,8 +106,34 @@ def signal_cells(hosts: int, process: str, host: int) -> list[SignalCell]:
     return [SignalCell(hosts, process, host, what, phase) for what, phase in itertools.product(kinds, phases)]
 
 
+def torchrun_cells(hosts: int) -> list[SignalCell]:
+    """Representatives of all pairs of a process and a phase."""
+    return [
+        SignalCell(hosts, process, host, what, phase, has_torchrun=True)
+        for process, host, ends in TORCHRUN_ENDS[hosts]
+        for what, phase in ends
+    ]
+
+
 def expected_codes(cell: SignalCell) -> list[int]:
-    """The exit code of each stub."""
+    """The exit code of each process that was started."""
+    return _codes_of_torchruns(cell) if cell.has_torchrun else _codes_of_stubs(cell)
+
+
+def _codes_of_torchruns(cell: SignalCell) -> list[int]:
+    """1 where a stub has ended with another code than 0."""
+    codes = [0] * cell.hosts
+    if cell.process == "stub" and cell.what == "KILL":
+        codes = [1] * cell.hosts  # torchrun ends all others
+    if cell.process == "coordinator" and cell.what in ("STOP", "KILL") and cell.phase == "start":
+        codes = [1] * cell.hosts
+    if cell.process == "launcher" and cell.what == "KILL":
+        codes = [-signal.SIGKILL if cell.is_torchrun_without_end else 0] * cell.hosts
+        codes[cell.host] = -signal.SIGKILL
+    return codes
+
+
+def _codes_of_stubs(cell: SignalCell) -> list[int]:
     is_lost = cell.what in ("STOP", "KILL")
     codes = [0] * cell.hosts
     if cell.process == "stub" and cell.what == "KILL":
@@ -87,17 +153,23 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
     """Runs a cell; returns what is wrong with its end, "" if nothing is."""
     directory.mkdir()
     world = StruckWorld(_start(cell, directory), directory)
-    num_ranks = cell.hosts if cell.hosts > 1 else 4
     try:
         # a worker that has not connected yet would end otherwise
-        world.await_files(["dawdling-1", *(f"pid-{rank}" for rank in range(num_ranks))])
+        world.await_files(["dawdling-1", *(f"pid-{rank}" for rank in range(math.prod(cell.layout)))])
         pid = _pid_of(cell, world)
         if cell.process == STUB_AND_COORDINATOR:
             coordinator = child_of(pid, "coordinator")
             os.kill(pid, signal.SIGSTOP)
             os.kill(coordinator, signal.SIGKILL)
         world.strike(pid, cell.what)
-        outputs = world.end(pid if pid in _stubs(world) and cell.what == "STOP" else None)
+        if cell.process == "launcher":
+            world.await_end_below()
+            if cell.what == "STOP":
+                os.kill(pid, signal.SIGCONT)  # the others wait for it
+        if cell.is_torchrun_without_end:
+            for process in world.processes:
+                process.kill()
+        outputs = world.end(pid if cell.what == "STOP" and cell.process in ("stub", STUB_AND_COORDINATOR) else None)
         wrong = _wrong(cell, world, outputs)
     except AssertionError as error:
         return f"{cell.name}: {error}"
@@ -110,33 +182,46 @@ def _wrong(cell: SignalCell, world: StruckWorld, outputs: list[str]) -> list[str
     codes = [stub.returncode for stub in world.processes]
     return [
         *([f"exit codes {codes}, not {expected_codes(cell)}"] if codes != expected_codes(cell) else []),
-        *(text for text in outputs if "Traceback" in text),
+        *(text for text in outputs if (has_own_traceback(text) if cell.has_torchrun else "Traceback" in text)),
         *(log for log in world.logs() if "Traceback" in log and not any(end in log for end in AS_IT_ENDS)),
+        *_wrong_finishers(cell, world),
         *([f"left behind: {left}"] if (left := world.left_behind()) else []),
     ]
 
 
-def _stubs(world: StruckWorld) -> list[int]:
-    return [stub.pid for stub in world.processes]
+def _wrong_finishers(cell: SignalCell, world: StruckWorld) -> list[str]:
+    """Workers end with their launcher and with their stub, long before their last step. Otherwise one comes to it."""
+    finishers = {rank for rank, log in enumerate(world.logs()) if "done" in log}
+    ranks = set(range(math.prod(cell.layout)))
+    is_above = cell.process == "launcher" or (cell.process == "stub" and not cell.has_torchrun)
+    lost = (ranks if cell.hosts == 1 else {cell.host}) if is_above and cell.what == "KILL" else set()
+    must_finish = lost != ranks and set(expected_codes(cell)) <= {0, -signal.SIGKILL}
+    return [
+        *([f"without launcher or stub to their end: {finishers & lost}"] if finishers & lost else []),
+        *(["none has finished"] if must_finish and not finishers else []),
+    ]
 
 
 def _start(cell: SignalCell, directory: Path) -> list[subprocess.Popen[str]]:
-    last = 3 if cell.hosts == 1 else cell.hosts - 1
+    last = math.prod(cell.layout) - 1
     point, number = POINTS.get(cell.phase, (cell.phase, 1))
     has_loss = cell.phase in (*RECOVERY, "idle")
     faults = [[1, point, number, "dawdle"], *([[last, "step", 5, "kill"]] if has_loss else [])]
-    if cell.hosts > 1:
-        return start_on_hosts(directory, list("abc"[: cell.hosts]), faults=faults, **SPEC)
-    layout = (1, 2, 2) if cell.phase == "idle" else (2, 2, 1)
-    return [start(directory, faults=faults, layout=layout, **SPEC)]
+    spec = {**SPEC, "faults": faults, "layout": cell.layout}
+    hosts = list("abc"[: cell.hosts])
+    if cell.has_torchrun:
+        return start_under_torchrun(directory, hosts, ranks_per_host=(last + 1) // cell.hosts, **spec)
+    return start_on_hosts(directory, hosts, **spec) if cell.hosts > 1 else [start(directory, **spec)]
 
 
 def _pid_of(cell: SignalCell, world: StruckWorld) -> int:
-    stub = _stubs(world)[cell.host]
-    if cell.process in ("stub", STUB_AND_COORDINATOR):
-        return stub
-    if cell.process == "coordinator" or cell.process == "guardian":
-        return child_of(stub, cell.process)
+    if cell.process == "launcher":
+        return world.processes[cell.host].pid
     rank = cell.host if cell.hosts > 1 else 2 if cell.phase == "idle" else 1
-    world.await_files([f"pid-{rank}"])
-    return int((world.directory / f"pid-{rank}").read_text().split()[0])
+    if cell.process in ("coordinator", STUB_AND_COORDINATOR):
+        rank = 0
+    worker, guardian = map(int, (world.directory / f"pid-{rank}").read_text().split())
+    stub = parent_of(guardian)
+    if cell.process == "coordinator":
+        return child_of(stub, "coordinator")
+    return {"worker": worker, "guardian": guardian}.get(cell.process, stub)

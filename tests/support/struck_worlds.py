@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.support.processes import DEADLINE_S
 
+ROOT = Path(__file__).parents[2]
 MOMENTS_S = {"STOP": None, "CONT 0.3": 0.3, "CONT 3": 3.0, "KILL": None}
 """How long a process is stopped; None: for good."""
 START_S = 120.0
@@ -44,6 +45,14 @@ class StruckWorld:
             time.sleep(moment_s)
             with contextlib.suppress(ProcessLookupError):  # a worker has been killed meanwhile
                 os.kill(pid, signal.SIGCONT)
+
+    def await_end_below(self) -> None:
+        """Waits until nothing of the run is left but the processes that were started."""
+        deadline = time.monotonic() + END_S
+        while left := self.pids().keys() - {process.pid for process in self.processes}:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{left} still running\n{self._last_words()}")
+            time.sleep(0.1)
 
     def end(self, stopped: int | None) -> list[str]:
         """Waits for all processes; returns their outputs. `stopped`, one of them or a stub below a launcher, is
@@ -106,3 +115,13 @@ def are_workers_gone(stub: int) -> bool:
     """Whether no child of a stub has a child."""
     children = Path(f"/proc/{stub}/task/{stub}/children").read_text().split()
     return not any(Path(f"/proc/{child}/task/{child}/children").read_text().split() for child in children)
+
+
+def has_own_traceback(text: str) -> bool:
+    """Whether there is a traceback through a file of the project. torchrun writes some of its own, of a child's exit
+    code or of a store that is gone."""
+    return "Traceback" in text and any(f'File "{ROOT / top}/' in text for top in ("parallel3d", "launch", "tests"))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -17,10 +17,9 @@ from typing import Any
 from parallel3d.checkpoint.directory import CheckpointDirectory, verify_resumable
 from parallel3d.errors import CheckpointError
 from tests.support import dawdling_training
-from tests.support.launch_runs import TORCHRUN_FAILED, metrics
-from tests.support.struck_worlds import StruckWorld
+from tests.support.launch_runs import metrics
+from tests.support.struck_worlds import ROOT, StruckWorld, has_own_traceback, parent_of
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 80
 STRIKE_STEP = 16
 """Both an evaluation and a save follow it."""
@@ -50,11 +49,13 @@ UNDISTURBED = TrainingCell(False, "launcher", "CONT 0.3", "never")
 
 
 def training_cells(has_torchrun: bool) -> list[TrainingCell]:
-    """All cells of a launcher; moments, which are rarely more than a delay, for some of them."""
+    """All cells of a launcher; moments, which are rarely more than a delay, and evaluations under torchrun for some."""
     phases = ("save",) if has_torchrun else ("evaluate", "save")
     processes = ("launcher", *(("stub",) if has_torchrun else ()), "guardian", "coordinator", "worker")
     lost = [TrainingCell(has_torchrun, *rest) for rest in itertools.product(processes, ("STOP", "KILL"), phases)]
     moments = ("stub",) if has_torchrun else processes
+    evaluations = (("launcher", "KILL"), ("guardian", "STOP"), ("coordinator", "KILL")) if has_torchrun else ()
+    lost += [TrainingCell(has_torchrun, process, what, "evaluate") for process, what in evaluations]
     return [*lost, *(TrainingCell(has_torchrun, process, "CONT 3", "save") for process in moments)]
 
 
@@ -135,15 +136,8 @@ def _pid_of(cell: TrainingCell, world: StruckWorld) -> int:
     if cell.process == "coordinator":
         return workers["p3d-coordinator"]
     worker = workers["p3d-rank-1"]
-    return worker if cell.process == "worker" else _parent(worker) if cell.process == "guardian" else _stub(worker)
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _stub(worker: int) -> int:
-    return _parent(_parent(worker))
+    guardian = parent_of(worker)
+    return {"worker": worker, "guardian": guardian, "stub": parent_of(guardian)}[cell.process]
 
 
 def _wrong(cell: TrainingCell, world: StruckWorld, outputs: list[str], undisturbed: list[float]) -> list[str]:
@@ -153,7 +147,7 @@ def _wrong(cell: TrainingCell, world: StruckWorld, outputs: list[str], undisturb
     return [
         *([f"exit code {code}, not {expected}"] if code != expected else []),
         *([f"left behind: {left}"] if (left := world.left_behind()) else []),
-        *(text for text in (*outputs, *world.logs()) if "Traceback" in text and TORCHRUN_FAILED not in text),
+        *(text for text in (*outputs, *world.logs()) if has_own_traceback(text)),
         *([f"steps {steps}"] if steps != list(range(1, len(steps) + 1)) else []),
         *(["other losses"] if not _are_close(losses, undisturbed) else []),
         *(["it ended before its last step"] if expected == 0 and len(steps) != NUM_STEPS else []),
