@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.member_processes import free_port
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -95,11 +96,6 @@ def environment(**more: str) -> dict[str, str]:
 def run(command: list[str], **variables: str) -> tuple[int, str]:
     done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=180)
     return done.returncode, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("cell", ["one of each stage", *OTHERS])

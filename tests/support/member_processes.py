@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -51,6 +52,8 @@ from parallel3d.parallel.grid import Grid
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 BYTES_MOVED = 2**19
 STEP_S = 0.01
+LISTENER_PORTS = range(15000, 32768)
+"""Below those that the system gives to outgoing connections."""
 DAWDLE_S = 30.0
 """A member that dawdles goes on after that, whatever its test does."""
 
@@ -102,8 +105,18 @@ def start_under_torchrun(
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A port for a listener that comes later.
+
+    Those who look for the listener before it is there try again and again from ports that the system chooses: it may
+    choose the very port that they look for, which then is theirs.
+    """
+    for port in random.SystemRandom().sample(LISTENER_PORTS, 100):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+    raise AssertionError("no free port")
 
 
 @dataclass
