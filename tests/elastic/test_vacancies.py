@@ -27,7 +27,7 @@ def refill(dead: set[int], new: dict[int, PartId], hosts: dict[int, str] | None 
         ({0}, {8: (0, 1)}, 0, {1: (2, 3)}),  # built the other part
         ({0}, {8: (1, 0)}, 0, {1: (2, 3)}),  # or another stage's
         ({0}, {9: (0, 0), 8: (0, 0)}, 0, {0: (8, 1), 1: (2, 3)}),
-        ({0}, {8: (0, 0), 9: (0, 1)}, 0, {0: (8, 1), 1: (2, 3)}),  # whoever holds state comes first
+        ({0}, {8: (0, 0), 9: (0, 1)}, 0, {0: (8, 1), 1: (2, 3)}),  # holders of state come first
         ({0, 3}, {}, 0, {0: (2, 1)}),
         ({4, 5, 6, 7}, {8: (1, 1), 9: (1, 0)}, 1, {0: (9, 8)}),
     ],
