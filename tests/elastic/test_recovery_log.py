@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker
 from parallel3d.parallel.grid import Grid
@@ -56,6 +58,7 @@ def test_a_further_loss_belongs_to_the_same_change():
         "generation": 2,
         "step": 8,
         "who": [{"rank": 3, "coordinates": "pp0 dp1 tp1"}, {"rank": 4, "coordinates": "pp0 dp2 tp0"}],
+        "joined": [],
         "why": "in words",
         "detect_s": 0.5,
         "agree_s": 2.0,
@@ -94,6 +97,25 @@ def test_those_that_leave_and_suspicions():
     assert recovery_log.record_resumed(2, regroup_s=0.0, plan="")[0]["text"].startswith(
         "generation 2: in words; 8 live"
     )
+
+
+def test_those_that_join_and_the_loss_of_one_that_has():
+    """8 takes the place of 3 in the same replica; then it is lost itself, and 9, which never had a place, with it."""
+    recovery_log, broken = RecoveryLog(GRID), GRID.without([3])[0]
+    whole = broken.with_replica((0, 1), (2, 8))
+    recovery_log.begin(0.0)
+    change(recovery_log, replace(record(2, previous=broken), grid=whole), at_s=0.0)
+    (line,) = recovery_log.record_resumed(2, regroup_s=0.0, plan="")
+    assert line["text"].startswith("generation 2: rank 2 (pp0 dp1 tp0) joins; rank 8 (pp0 dp1 tp1) joins; 8 live, ")
+    (account,) = recovery_log.close()
+    assert account["joined"] == [{"rank": 2, "coordinates": "pp0 dp1 tp0"}, {"rank": 8, "coordinates": "pp0 dp1 tp1"}]
+    assert (account["who"], account["live"], account["lost"]) == ([], 8, 0)
+    recovery_log.begin(0.0)
+    change(recovery_log, record(3, 8, 9, previous=whole), at_s=0.0)
+    assert recovery_log.close()[0]["who"] == [
+        {"rank": 8, "coordinates": "pp0 dp1 tp1"},
+        {"rank": 9, "coordinates": ""},
+    ]
 
 
 def test_a_change_whose_leader_is_lost_before_it_trains_is_told_with_the_next():

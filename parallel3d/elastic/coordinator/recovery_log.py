@@ -39,7 +39,9 @@ class RecoveryLog:
     """Follows a run that began on `grid`; all times are of one clock. Some methods return records to emit."""
 
     def __init__(self, grid: Grid):
-        self._grid = grid
+        self._num_places = len(grid.ranks)
+        self._coordinates = {rank: grid.coordinates(rank) for rank in grid.ranks}
+        """The newest of every rank that has ever had some."""
         self._change: _MembershipChange | None = None
         """Under way, or committed but not yet published."""
 
@@ -58,6 +60,8 @@ class RecoveryLog:
     def add_record(self, record: GenerationRecord, now_s: float) -> None:
         if self._change:
             self._change.record, self._change.agree_s = record, now_s - self._change.began_s
+        for grid in filter(None, (record.previous, record.grid)):
+            self._coordinates |= {rank: grid.coordinates(rank) for rank in grid.ranks}
 
     def record_confirm(self, rank: int, moved_bytes: int) -> None:
         if self._change:
@@ -93,9 +97,8 @@ class RecoveryLog:
                 "event": "membership",
                 "generation": record.generation,
                 "step": record.position.iteration + 1,
-                "who": [
-                    {"rank": rank, "coordinates": str(self._grid.coordinates(rank))} for rank in _removed_ranks(record)
-                ],
+                "who": [self._identify(rank) for rank in _removed_ranks(record)],
+                "joined": [self._identify(rank) for rank in record.joiners],
                 "why": record.reason,
                 "detect_s": change.detect_s,
                 "agree_s": change.agree_s,
@@ -112,6 +115,7 @@ class RecoveryLog:
     def _describe(self, change: _MembershipChange, record: GenerationRecord) -> str:
         lost = [f"lost {self._name(lost_worker.rank)}: {lost_worker.why}" for lost_worker in record.evicted]
         left = [f"{self._name(rank)} has left" for rank in record.draining]
+        joined = [f"{self._name(rank)} joins" for rank in record.joiners]
         counts = self._counts(record)
         parts = {
             "noticed": change.detect_s or 0.0,
@@ -121,7 +125,7 @@ class RecoveryLog:
         }
         return "; ".join(
             [
-                f"generation {record.generation}: {'; '.join(lost + left) or record.reason}",
+                f"generation {record.generation}: {'; '.join(lost + left + joined) or record.reason}",
                 f"{counts['live']} live, {counts['spare']} spare, {counts['lost']} lost",
                 f"back in {_rounded(sum(parts.values()))} s "
                 f"({', '.join(f'{name} {_rounded(seconds)}' for name, seconds in parts.items())}), "
@@ -131,12 +135,15 @@ class RecoveryLog:
         )
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._grid.coordinates(rank)})"
+        return f"rank {rank} ({self._coordinates[rank]})" if rank in self._coordinates else f"rank {rank}"
+
+    def _identify(self, rank: int) -> Json:
+        return {"rank": rank, "coordinates": str(self._coordinates.get(rank, ""))}
 
     def _counts(self, record: GenerationRecord) -> dict[str, int]:
-        """live: in the grid; lost: including workers that left after a drain."""
+        """live: in the grid; lost: of the first grid's places, those that no live worker could take."""
         live, spare = len(record.grid.ranks), len(record.spares)
-        return {"live": live, "spare": spare, "lost": len(self._grid.ranks) - live - spare}
+        return {"live": live, "spare": spare, "lost": max(0, self._num_places - live - spare)}
 
 
 def _removed_ranks(record: GenerationRecord) -> list[int]:
