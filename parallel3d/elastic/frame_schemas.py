@@ -114,12 +114,14 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "confirm": {"generation": is_integer, "digest": is_text, "moved_bytes": is_count},
         "suspect": {"generation": is_integer, "reason": is_text},
         "finish_generation": {"generation": is_integer},
+        "ready": {},
     },
     "guardian": {
         "ended": {"ends": list_of(_END)},
         "stop": {"signal": is_count, "at_once": is_flag},
         "announce_drain": {},
         "request_status": {},
+        "offer_worker": {"slot": is_count},
         "ping": {},
         "from_workers": {"ranks": list_of(is_count), "sizes": list_of(is_count)},
     },
@@ -140,6 +142,8 @@ OPTIONAL: Fields = {
     "column": or_none(is_pair),
     "membership_state": _STATE,
     "num_workers": is_count,
+    "joined": list_of(is_count),
+    "part": or_none(is_pair),
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),
 }
 """Checked in frames and records that have them."""

@@ -72,7 +72,6 @@ def run_workers(
     listener = _open_listener(env)  # others may connect while a checkpoint is being read
     workers = _worker_specs(world_size, logs, env, host or socket.gethostname())
     own_info = _guardian_info(workers, listener.getsockname()[1])
-
     make_secret = partial(RunSecret, env, logs.parent)
     guardian = GuardianSpec(
         worker_main=worker_main,
@@ -83,6 +82,7 @@ def run_workers(
         preload=() if env else preload,
         make_secret=make_secret,
         timeouts=timeouts,
+        max_rejoins=elastic.max_rejoins if elastic and elastic.enabled else 0,
     )
     coordinator = CoordinatorSpec(
         listener=listener,

@@ -61,6 +61,8 @@ class ElasticSettings:
     zero_stage: int
     zero_backups: int
     enabled: bool = True
+    max_rejoins: int = 0
+    """New workers in the place of lost ones, for each place, in an hour."""
     heartbeat_timeout: TimeoutConfig
     watchdog_timeout: TimeoutConfig
     witness: str | None = None
@@ -75,6 +77,7 @@ class ElasticSettings:
             zero_stage=config.parallel.zero_stage,
             zero_backups=elastic.zero_backups,
             enabled=elastic.enabled,
+            max_rejoins=elastic.max_rejoins,
             heartbeat_timeout=elastic.heartbeat_timeout,
             watchdog_timeout=elastic.watchdog_timeout,
             witness=elastic.witness,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,11 @@ from parallel3d.data.run_data import (
     open_run_corpus,
 )
 from parallel3d.debug.trace import NoTrace, make_trace
+from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.protocol.restart_policy import START_KEY, StartInstruction
+from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.init import InitMethod
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.parallel.abort import AbortToken
@@ -51,6 +56,8 @@ from parallel3d.worker.hooks import WorkerHooks
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
 
+JOIN_KEY = "join"
+"""Key of what joiners must know in the key-value store; each generation's leader sets it."""
 OpenInitialWeights = Callable[[Config], InitMethod | None]
 """Opens the weights that a run starts from; None: random ones."""
 
@@ -65,11 +72,8 @@ def run_worker(
     control, token = context.control, context.control.token
     device = set_up_device(config, context)
     grid = build_grid(config)
-    start = join_run(context, grid)
-
-    def log_notice(text: str) -> None:
-        control.publish({"kind": "notice", "text": text})
-
+    start, given = join_run(context, grid)
+    log_notice = partial(publish_notice, control)
     is_leader = context.rank == grid.ranks[0]
     log_notice_once = log_notice if is_leader else lambda text: None
     warn_unused_gpus(config, device, log_notice_once)
@@ -81,12 +85,13 @@ def run_worker(
         config,
         context.rank,
         grid,
+        part=context.part,
         make_stage=make_stage,
         lanes=lanes,
         device=device,
-        initial=open_initial_weights(config) if start.checkpoint is None else None,
+        initial=open_initial_weights(config) if start.checkpoint is None and context.part is None else None,
         hooks=hooks.for_rank(),
-        gemm=agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
+        gemm=given or agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
     )
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     data_fingerprint = fingerprint_data(config, corpus)
@@ -97,7 +102,7 @@ def run_worker(
         context,
         hooks,
         saver=build_saver(rank, data_fingerprint, corpus.tokenizer.files if corpus.tokenizer else {}),
-        on_generation=report.on_generation,
+        on_generation=partial(begin_generation, rank, context, start, report),
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=report.summary,
     )
@@ -119,10 +124,37 @@ def set_up_device(config: Config, context: WorkerContext) -> torch.device:
     return device
 
 
-def join_run(context: WorkerContext, grid: Grid) -> StartInstruction:
-    """Introduces this worker to the coordinator and waits for its start instruction."""
-    context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    return StartInstruction.from_json(json.loads(context.control.get(START_KEY, context.control.token)))
+def join_run(context: WorkerContext, grid: Grid) -> tuple[StartInstruction, Gemm | None]:
+    """Introduces this worker to the coordinator and waits for its start instruction; a worker that joins later gets it
+    from the leader, and what computes the run's products."""
+    control, is_first = context.control, context.part is None
+    if is_first:
+        control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
+    told = json.loads(control.get(START_KEY if is_first else JOIN_KEY, control.token))
+    return (StartInstruction.from_json(told), None) if is_first else read_for_joiners(told)
+
+
+def tell_joiners(start: StartInstruction, gemm: Gemm) -> dict[str, Any]:
+    """Returns, as JSON, what a worker that joins the run must know."""
+    return {"attempt": start.attempt, "gemm": gemm.to_json(), "default": gemm.default}
+
+
+def read_for_joiners(told: dict[str, Any]) -> tuple[StartInstruction, Gemm]:
+    """The inverse; a joiner's state comes from the others, not from a checkpoint."""
+    return StartInstruction(attempt=told["attempt"]), replace(Gemm.from_json(told["gemm"]), default=told["default"])
+
+
+def begin_generation(
+    rank: RankContext, context: WorkerContext, start: StartInstruction, report: RunReport, record: GenerationRecord
+) -> None:
+    """Reports a new generation, and puts what joiners must know into the store: its coordinator may be a new one."""
+    if rank.is_leader:
+        context.control.set(JOIN_KEY, json.dumps(tell_joiners(start, rank.gemm)).encode())
+    report.on_generation(record)
+
+
+def publish_notice(control: ControlChannel, text: str) -> None:
+    control.publish({"kind": "notice", "text": text})
 
 
 def warn_unused_gpus(config: Config, device: torch.device, log_notice: Callable[[str], None]) -> None:
@@ -173,6 +205,7 @@ def train_rank(rank: RankContext, context: WorkerContext, hooks: WorkerHooks, **
         on_phase=hooks.begin,
         **callbacks,
     )
+    control.membership.announce_ready()
     is_here = trainer.run()
     if is_here:
         close_generation(rank)

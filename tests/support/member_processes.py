@@ -4,11 +4,11 @@ A member takes part in the protocol as a trainer does, but what it trains is not
 through the store, which ends when all of the grid have contributed. SPEC is JSON:
 
     faults   [[rank, point, number, what], ...]: what happens to it when it comes to that point of that number
-             point: step, finish (number 0), and in the generation of that number report, moves, confirm, go
-             what: kill, stop, term, exit, hang, dawdle, suspect
+             point: step, build or finish (number 0), and in the generation of that number report, moves, confirm, go
+             what: kill, stop, term, exit, fail, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, step_s, zero_stage, zero_backups, witness
+    num_steps, step_s, zero_stage, zero_backups, max_rejoins, witness
     start_s, connect_s, control_s, failover_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
 """
@@ -134,6 +134,8 @@ class Member:
 
     def run(self) -> int:
         membership = self.context.control.membership
+        self.come_to("build", 0)
+        membership.announce_ready()
         while (pending := membership.next_generation(self.report, suspicion=self.suspicion)) is not None:
             self.token = pending.token
             try:
@@ -169,7 +171,7 @@ class Member:
 
     def join(self, pending: PendingGeneration) -> None:
         rank, control, record = self.context.rank, self.context.control, pending.record
-        self.state = int(pending.entries or self.state)
+        self.state = record.position.iteration if rank in record.joiners else int(pending.entries or self.state)
         self.come_to("moves", record.generation)
         has_place = record.grid.holds(rank)
         self.come_to("confirm", record.generation)
@@ -209,12 +211,13 @@ class Member:
             if b"stop" in words:
                 return
             if b"leave" in words:
-                raise GenerationEnded("a worker leaves")
+                raise GenerationEnded("a worker leaves or joins")
 
     def gather(self, record: GenerationRecord, what: str) -> list[bytes]:
         """The contributions of all ranks of the grid: their wishes."""
         control, key = self.context.control, f"generation{record.generation}/{what}"
-        wish = b"stop" if control.stop_requested else b"leave" if control.drain_requested else b""
+        leaves = control.drain_requested or control.membership.change_requested
+        wish = b"stop" if control.stop_requested else b"leave" if leaves else b""
         control.set(f"{key}/{self.context.rank}", wish)
         return [control.get(f"{key}/{rank}", self.token) for rank in record.grid.ranks]
 
@@ -227,6 +230,8 @@ class Member:
             self.context.control.check([""], self.context.control.token)  # all that was said before has been heard
             if what == "exit":
                 os._exit(0)
+            if what == "fail":
+                raise ValueError("injected")
             if what == "suspect":
                 raise GenerationEnded("something only I have seen")
             if what == "hang":
@@ -284,6 +289,7 @@ def main() -> int:
                 grid=grid,
                 zero_stage=spec.get("zero_stage", 1),
                 zero_backups=spec.get("zero_backups", 1),
+                max_rejoins=spec.get("max_rejoins", 0),
                 heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("heartbeat_s", 0.3), max_s=5.0),
                 watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("watchdog_s", 1.5), max_s=60.0),
                 witness=spec.get("witness"),

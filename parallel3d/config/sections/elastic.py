@@ -108,6 +108,9 @@ class ElasticConfig(Section):
     """Copies of every shard of optimizer state on another replica of its stage, which updates it too: twice the
     optimizer memory and update work. 0: under zero_stage 1 the loss of any worker loses its shard and ends the run. No
     effect at zero_stage 0."""
+    max_rejoins: NonNegativeInt = 0
+    """How often in an hour a worker is started in the place of a lost one, after 1, 2, 4 ... seconds. It builds its
+    part of the model beside the run and enters between two steps. 0: lost workers do not come back."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
     """How long a worker may go without a heartbeat before its guardian kills it."""
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()

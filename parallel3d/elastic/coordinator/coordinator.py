@@ -117,6 +117,8 @@ class Coordinator:
             shutdown=self._shutdown,
             emit=self._emit,
             own_info=self._own_info,
+            fences=self._stall_check.fences,
+            build_s=self._timeouts.start_s,
         )
 
     # --- serving --------------------------------------------------------------------------------------------------
@@ -191,6 +193,8 @@ class Coordinator:
             self._shutdown.abort_after_failure()
         if protocol is not None and protocol.committed is not None:
             self._witness.mark(protocol.committed.generation)
+        if self._elastic_membership and self._status.stop_signal is None:
+            self._elastic_membership.start_joiners(time.monotonic())
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,8 @@ class Coordinator:
         is_worker = header["role"] == "worker"
         if not ranks or (is_worker and len(ranks) > 1) or any(rank not in self._status.workers for rank in ranks):
             raise ProtocolError(f"hello from ranks {ranks}")
+        if not is_worker:
+            ranks += self._joined_ranks(header)
         gone = all(self._status.workers[rank].ended for rank in ranks)  # evicted before it found this coordinator
         if gone and is_worker:
             raise ProtocolError(f"hello from ranks {ranks}, which no longer take part")
@@ -225,6 +231,10 @@ class Coordinator:
                 self._server.send(connection, {"op": "over", "exit_code": EXIT_COORDINATOR_LOST})
                 return
         self._send_current_state(connection)
+
+    def _joined_ranks(self, guardian: dict[str, Any]) -> tuple[int, ...]:
+        """The workers that this guardian, given by its hello, has started during the run; only those known here."""
+        return tuple(rank for rank in guardian.get("joined", ()) if rank in self._status.workers)
 
     def _send_current_state(self, connection: Connection) -> None:
         """Sends a late connection the frames that it has missed."""
@@ -245,6 +255,8 @@ class Coordinator:
                 self._shutdown.stop(header["signal"], at_once=header["at_once"])
             case "announce_drain":
                 self._drains.add(connection.guarded_ranks, time.monotonic())
+            case "offer_worker" if self._membership:
+                self._membership.joins.offer(connection, header["slot"])
             case "request_status":
                 self._begin_hang_report("status of all ranks:")
 
@@ -256,6 +268,8 @@ class Coordinator:
                 self._on_record(rank, header["record"])
             case op if op in KV_STORE_OPS:
                 self._kv_store.handle(connection, header, payload)
+            case "error" if self._membership and self._membership.is_joining(rank):
+                self._emit_notice(f"{self._status.name(rank)} fails: {header['error']['text']}")
             case "error":
                 self._status.record_error(rank, header["error"])
                 self._shutdown.abort_after_failure()
@@ -308,8 +322,10 @@ class Coordinator:
                 continue
             self._status.record_step(rank, end["step"])
             is_lost = exit_code < 0 or (exit_code == EXIT_COORDINATOR_LOST and rank in reasons)
-            if is_lost and not by_guardian and self._elastic_membership:
-                because = end["why"] or (reasons[rank] if exit_code > 0 else "")
+            is_joining = self._membership is not None and self._membership.is_joining(rank)
+            if (is_lost or (is_joining and exit_code)) and not by_guardian and self._elastic_membership:
+                ended = f"ended with exit code {exit_code}" if exit_code > 0 else ""
+                because = end["why"] or (reasons.get(rank, ended) if ended else "")
                 lost_workers.append(self._status.lost_by_signal(rank, -exit_code, because=because))
                 detect_s += [] if end["detect_s"] is None else [end["detect_s"]]
             elif exit_code == 0 and self._elastic_membership and self._status.is_needed(rank):

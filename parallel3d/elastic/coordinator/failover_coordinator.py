@@ -135,12 +135,17 @@ class FailoverCoordinator(Coordinator):
         )
         protocol = ResumedProtocol(self._elastic, base, newest_generation=newest_generation)
         membership = self._membership = self._manage(protocol)
+        self._readmit(membership)
         report = self._open_report()
         self._emit_record = report.publish
         protocol.last_reported_step = self._last_published["step"] = max(base.last_reported_step, report.last_step)
         self._last_published["evaluation"] = report.last_evaluation
+        for rank in base.hosts.keys() - self._status.workers.keys():  # their numbers are never used again
+            self._status.add_worker(rank, host=base.hosts[rank], coordinates="")
+        self._status.place(base)
         self._status.restore_after_failover(base.hosts, protocol.last_reported_step)
-        self._status.mark_gone(set(self._status.workers) - protocol.live)
+        joining = {rank for rank in self._status.workers if membership.is_joining(rank)}
+        self._status.mark_gone(self._status.workers.keys() - protocol.live - joining)
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
         how = "with a new coordinator" if self._is_same_host else "without its coordinator"
         self._emit_notice(f"the run goes on {how} on {self._lost_host}, from generation {base.generation}")
@@ -161,6 +166,23 @@ class FailoverCoordinator(Coordinator):
         elif not protocol.over:
             membership.execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
 
+    def _readmit(self, membership: MembershipManager) -> None:
+        """Takes over workers that were on their way into the run. Those that are ready enter with the first change."""
+        now_s, ended = time.monotonic(), {end["rank"] for end in self._ends()}
+        for rank, connection in self._server.workers.items():
+            part = connection.hello.get("part")
+            if part is None or rank in membership.protocol.live | ended:
+                continue
+            membership.joins.add(rank, (part[0], part[1]), now_s)
+            if connection.hello["membership_state"].get("is_ready"):
+                membership.joins.admit(rank, membership.protocol)
+
+    def _joined_ranks(self, guardian: dict[str, Any]) -> tuple[int, ...]:
+        if self._is_checking_quorum:
+            for rank in set(guardian.get("joined", ())) - self._status.workers.keys():
+                self._status.add_worker(rank, host=guardian["host"], coordinates="")
+        return super()._joined_ranks(guardian)
+
     def _give_up(self, reason: str) -> None:
         """Ends the run on this side. Workers out of reach have guardians of their own."""
         self._status.record_lost_quorum(reason)
@@ -180,7 +202,7 @@ class FailoverCoordinator(Coordinator):
         return {rank for connection in self._server.guardians() for rank in connection.guarded_ranks}
 
     def _check_quorum(self) -> QuorumCheck:
-        connected = {connection.guarded_ranks for connection in self._server.guardians()}
+        connected = {tuple(connection.hello["ranks"]) for connection in self._server.guardians()}
         reached = self._failover_plan.reached_hosts(connected)
         return check_quorum(reached, self._failover_plan.hosts, lock_witness=self._lock_witness)
 

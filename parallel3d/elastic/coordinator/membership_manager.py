@@ -12,10 +12,12 @@ from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.fences import Fences
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
 from parallel3d.elastic.coordinator.run_status import RunStatus, describe_error
 from parallel3d.elastic.coordinator.shutdown import Shutdown
+from parallel3d.elastic.coordinator.worker_joins import WorkerJoins
 from parallel3d.elastic.frame_schemas import parse
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
@@ -36,7 +38,7 @@ from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid
 
-OPS = ("report", "entries", "request_record", "confirm", "suspect", "finish_generation")
+OPS = ("report", "entries", "request_record", "confirm", "suspect", "finish_generation", "ready")
 """The workers' frames that are for the protocol."""
 
 
@@ -54,8 +56,12 @@ class MembershipManager:
         shutdown: Shutdown,
         emit: Callable[[dict[str, Any]], None],
         own_info: GuardianInfo | None,
+        fences: Fences,
+        build_s: float,
     ):
         self.protocol = protocol
+        self.joins = WorkerJoins(server, status, build_s=build_s)
+        self._fences = fences
         self.recovery_log = RecoveryLog(grid)
         self._server = server
         self._status = status
@@ -98,6 +104,8 @@ class MembershipManager:
                     self.execute(self.protocol.suspect(rank, header["generation"], header["reason"]))
                 case "finish_generation":
                     self.execute(self.protocol.finish(rank, header["generation"]))
+                case "ready":
+                    self.execute(self.joins.admit(rank, self.protocol))
         except OutOfPlaceError:
             raise
         except ProtocolError as error:
@@ -130,8 +138,19 @@ class MembershipManager:
         """Removes lost workers; `detect_s` are the times from their last signs of life to the evidence."""
         if lost_workers:
             for lost_worker in lost_workers:
+                if self.is_joining(lost_worker.rank) and not self.protocol.over:
+                    text = f"{self._status.name(lost_worker.rank)} does not join: {lost_worker.why}"
+                    self._emit({"kind": "notice", "text": text})
                 self._status.record_survived_loss(lost_worker)
             self.execute(self.protocol.on_lost(lost_workers), detect_s=detect_s)
+
+    def start_joiners(self, now_s: float) -> None:
+        """Has workers started for what is missing, and ends those that take too long."""
+        self.joins.accept(self.protocol, now_s)
+        self._fences.kill(self.joins.overdue(now_s))
+
+    def is_joining(self, rank: int) -> bool:
+        return self.joins.is_joining(rank, self.protocol)
 
     def announce_drain(self, rank: int) -> None:
         self.execute(self.protocol.announce_drain(rank))
@@ -175,7 +194,8 @@ class MembershipManager:
                     self._shutdown.stop(signal.SIGTERM)
                 case FinishRun():
                     self._server.send_to_workers(action.ranks, {"op": "finish_run"})
-                    self._status.mark_done(action.ranks)
+                    self._fences.kill(dict.fromkeys(building := self.joins.take_building(), "the run is over"))
+                    self._status.mark_done([*action.ranks, *building])
                 case StopRun():
                     self._status.record_stop_run(action.reason)
                     self._shutdown.abort_after_failure()
@@ -209,6 +229,7 @@ class MembershipManager:
         self._status.mark_done(set(action.members) - self.protocol.live)
         self._abort_generation_frame = None
         assert self.protocol.committed is not None
+        self._status.place(self.protocol.committed)
         self._send_failover_plan(self.protocol.committed)
         self._kv_store.drop_generations_before(action.generation)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.elastic.protocol.membership import LostWorker
+from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, GenerationEnded, RunEnded
 from parallel3d.parallel.grid import Grid
 
@@ -94,6 +94,15 @@ class RunStatus:
     @property
     def over(self) -> bool:
         return all(worker.ended for worker in self.workers.values())
+
+    def add_worker(self, rank: int, *, host: str, coordinates: str) -> None:
+        """Adds a worker that its guardian on `host` starts during the run."""
+        self.workers[rank] = WorkerState(host=host, coordinates=coordinates)
+
+    def place(self, record: GenerationRecord) -> None:
+        """Takes the coordinates of workers: in each generation some may get a place."""
+        for rank in record.grid.ranks:
+            self.workers[rank].coordinates = str(record.grid.coordinates(rank))
 
     def record_hello(self, rank: int, *, host: str, log: str) -> None:
         self.workers[rank].host, self.workers[rank].log = host, log

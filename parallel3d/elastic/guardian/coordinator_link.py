@@ -125,6 +125,10 @@ class CoordinatorLink:
     def num_unsent_bytes(self) -> int:
         return self._outbox.num_bytes
 
+    def sockets(self) -> list[socket.socket]:
+        """The connection's, if there is one."""
+        return [] if self._socket is None else [self._socket]
+
     def find(self, address: Address) -> None:
         """Begins to connect to the run's first coordinator."""
         seconds = self._timeouts.connect_s

@@ -13,10 +13,9 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from parallel3d.elastic.child_processes import ParentLink
@@ -26,29 +25,30 @@ from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEv
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
+from parallel3d.elastic.guardian.spawn import HeldResource
 from parallel3d.elastic.guardian.worker_channels import WorkerChannels
+from parallel3d.elastic.guardian.worker_forks import ForkedWorker, WorkerForks
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError
+from parallel3d.parallel.grid import PartId
 
 TICK_S = 0.5
 
 
 class Guardian:
-    """Guards `children` (pid -> rank), the workers that this process has forked; `own_info` describes it to others.
+    """Guards `workers`, which this process has forked, and forks others; `own_info` describes it to others.
 
-    `ends`: this end of each worker's channel, by rank. `address`: the coordinator's; None until a worker finds it.
-    `is_at_coordinator`: it began on this host. `lost_ranks`: the workers of the guardian before this one, which died
-    with it.
+    `address`: the coordinator's; None until a worker finds it. `is_at_coordinator`: it began on this host.
+    `lost_ranks`: the workers of the guardian before this one, which died with it.
     """
 
     def __init__(
         self,
-        children: Mapping[int, int],
+        workers: Sequence[ForkedWorker],
         *,
-        ends: Mapping[int, socket.socket],
-        monitor: HeartbeatMonitor,
+        forks: WorkerForks,
         address: Address | None,
         is_at_coordinator: bool,
         run_secret: RunSecret,
@@ -58,8 +58,9 @@ class Guardian:
         link: ParentLink,
         lost_ranks: Sequence[int] = (),
     ):
-        self._children = dict(children)
-        self._monitor = monitor
+        self._children = {worker.pid: worker.rank for worker in workers}
+        self._forks = forks
+        self._monitor = HeartbeatMonitor({each.pid: each.heartbeats for each in workers}, stopped_s=timeouts.control_s)
         self._declared_dead: dict[int, str] = {}
         """Unresponsive workers that it has killed: pid -> reason."""
         self._broken: dict[int, str] = {}
@@ -78,15 +79,17 @@ class Guardian:
         self._enforced: set[int] = set()
         self._exit_code: int | None = None
         """The run's, once the coordinator has sent it or is lost."""
-        self._ends = [_lost_with_guardian(rank) for rank in lost_ranks]
+        self._ends = [_never_ran(rank, "lost with its guardian") for rank in lost_ranks]
         """Exits of its workers, repeated to every new coordinator."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
         self._selector.register(link.connection, selectors.EVENT_READ, self._on_stub_message)
         self._link = self._make_link()
+        ends = {worker.rank: worker.end for worker in workers}
         self._channels = WorkerChannels(
             self._selector, ends, link=self._link, on_located=self._on_located, on_broken=self._broken.__setitem__
         )
+        forks.on_lost(lost_ranks)
         if address:
             self._link.find(address)
 
@@ -100,6 +103,7 @@ class Guardian:
                 self._kill_unresponsive()
                 self._enforce_deadline()
                 self._link.turn()
+                self._offer_slots(self._forks.rejoins.take_due(time.monotonic()))
                 self._stub.beat()
                 for key, _ in self._selector.select(self._turn_s()):
                     key.data()
@@ -145,7 +149,8 @@ class Guardian:
             self._link.find(address)
 
     def _hello(self) -> dict[str, Any]:
-        return {"op": "hello", "role": "guardian", **self._own_info.to_json(), "num_workers": len(self._children)}
+        known = {"num_workers": len(self._children), "joined": self._forks.joined}
+        return {"op": "hello", "role": "guardian", **self._own_info.to_json(), **known}
 
     def _on_welcome(self) -> None:
         """Sends a coordinator what it must know: the workers' words first, then which of them have ended."""
@@ -154,11 +159,14 @@ class Guardian:
             self._link.send({"op": "ended", "ends": self._ends})
         if self._request:
             self._link.send(self._request)
+        self._offer_slots(self._forks.rejoins.offered)
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         match header["op"]:
             case "to_workers":
                 self._channels.send(header["ranks"], payload)
+            case "start_worker":
+                self._start_worker(header["slot"], header["rank"], (header["part"][0], header["part"][1]))
             case "close_worker":
                 self._channels.close(header["rank"])
             case "monitor":
@@ -206,10 +214,12 @@ class Guardian:
             if ended:
                 del self._children[pid]
                 permission = self._channels.drain(rank)
+                if exit_code := os.waitstatus_to_exitcode(status):
+                    self._forks.on_lost([rank])
                 ends.append(
                     {
                         "rank": rank,
-                        "exit_code": os.waitstatus_to_exitcode(status),
+                        "exit_code": exit_code,
                         "by_guardian": pid in self._enforced,
                         "why": self._declared_dead.get(pid, ""),
                         "detect_s": self._monitor.silent_s(pid),
@@ -231,6 +241,25 @@ class Guardian:
         if min(codes, default=0) < 0:
             self._print(f"killed by {signal_name(-min(codes))} before the coordinator was found")
 
+    def _offer_slots(self, slots: Iterable[int]) -> None:
+        """Offers to start workers; without a coordinator the next one gets the offers."""
+        for slot in slots:
+            self._link.send({"op": "offer_worker", "slot": slot})
+
+    def _start_worker(self, slot: int, rank: int, part: PartId) -> None:
+        """Forks a worker that joins the run as `rank`; if that can't be, it is one that has ended."""
+        try:
+            held: list[HeldResource] = [self._selector, self._stub.connection]
+            held += [*self._link.sockets(), *self._channels.sockets()]
+            worker = self._forks.fork_joiner(slot, rank=rank, part=part, held=held)
+        except OSError as error:
+            self._ends.append(_never_ran(rank, f"not started ({error})"))
+            self._link.send({"op": "ended", "ends": self._ends[-1:]})
+            return
+        self._children[worker.pid] = rank
+        self._monitor.add(worker.pid, worker.heartbeats)
+        self._channels.add(rank, worker.end, self._run_secret.read())
+
     def _handle_stop_signals(self) -> None:
         for number in self._signals.stops[self._stops_seen :]:
             self._stops_seen += 1
@@ -241,6 +270,7 @@ class Guardian:
                 self._link.end()
             if is_alone or at_once:
                 self._kill_all(enforced=True)
+            self._forks.rejoins.end()
             if number == signal.SIGTERM and not at_once:
                 self._request = {"op": "announce_drain"}
             else:
@@ -270,6 +300,7 @@ class Guardian:
 
     def _set_kill_deadline(self, grace_s: float) -> None:
         """Gives workers `grace_s` from now to exit; an earlier deadline stays."""
+        self._forks.rejoins.end()
         self._deadline = min(self._deadline, time.monotonic() + grace_s)
 
     def _enforce_deadline(self) -> None:
@@ -289,12 +320,13 @@ class Guardian:
         print(f"{role} {ranks}: {text}", file=sys.stderr, flush=True)
 
 
-def _lost_with_guardian(rank: int) -> dict[str, Any]:
+def _never_ran(rank: int, why: str) -> dict[str, Any]:
+    """The end of a worker that this guardian has not had."""
     return {
         "rank": rank,
         "exit_code": -signal.SIGKILL,
         "by_guardian": False,
-        "why": "lost with its guardian",
+        "why": why,
         "detect_s": None,
         "step": None,
         "permission": "",

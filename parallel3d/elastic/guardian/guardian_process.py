@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib
 import select
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +26,11 @@ from parallel3d.child_process import STOP_SIGNALS
 from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.guardian import Guardian
-from parallel3d.elastic.guardian.heartbeat import HeartbeatMonitor, HeartbeatPage, HeartbeatSlot
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
+from parallel3d.elastic.guardian.rejoin_schedule import RejoinSchedule
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
-from parallel3d.elastic.guardian.spawn import fork_worker
+from parallel3d.elastic.guardian.worker_forks import WorkerForks
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
@@ -51,6 +50,8 @@ class GuardianSpec:
     preload: Sequence[str]
     make_secret: Callable[..., RunSecret]
     timeouts: LaunchTimeouts
+    max_rejoins: int = 0
+    """How often a lost worker's place may be taken by a new one."""
 
 
 def run_guardian_process(spec: GuardianSpec, link: ParentLink) -> int:
@@ -86,27 +87,16 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
     discovery = CoordinatorDiscovery(
         env=spec.env, known_address=spec.local_coordinator, run_secret=run_secret, timeout_s=spec.timeouts.start_s
     )
-    page = HeartbeatPage(len(spec.workers))
-    children: dict[int, int] = {}
-    slots: dict[int, HeartbeatSlot] = {}
-    ends: dict[int, socket.socket] = {}
-    for number, worker in enumerate(() if lost_at else spec.workers):
-        ends[worker.rank], theirs = socket.socketpair()
-        with theirs:
-            pid = fork_worker(
-                worker,
-                spec.worker_main,
-                connection=theirs,
-                discovery=discovery,
-                slot=page.slot(number),
-                timeouts=spec.timeouts,
-                guardians=(link.connection, *ends.values()),
-            )
-        children[pid], slots[pid] = worker.rank, page.slot(number)
+    forks = WorkerForks(
+        spec.workers,
+        spec.worker_main,
+        discovery=discovery,
+        timeouts=spec.timeouts,
+        rejoins=RejoinSchedule(spec.max_rejoins),
+    )
     return Guardian(
-        children,
-        ends=ends,
-        monitor=HeartbeatMonitor(slots, stopped_s=spec.timeouts.control_s),
+        [] if lost_at else forks.fork_first([link.connection]),
+        forks=forks,
         address=(lost_at[0], lost_at[1]) if lost_at else discovery.address,
         is_at_coordinator=spec.local_coordinator is not None,
         run_secret=run_secret,

@@ -69,6 +69,12 @@ class HeartbeatPage:
     def slot(self, number: int) -> HeartbeatSlot:
         return self._slots[number * _FIELDS : (number + 1) * _FIELDS]
 
+    def clear(self, number: int) -> HeartbeatSlot:
+        """Returns a slot for a new child: without the traces of the one that had it before."""
+        slot = self.slot(number)
+        slot[:] = memoryview(bytes(SLOT_BYTES)).cast("d")
+        return slot
+
 
 class Heartbeat:
     """Writes a worker's slot."""
@@ -214,6 +220,10 @@ class HeartbeatMonitor:
     @property
     def active(self) -> bool:
         return self._timeouts is not None
+
+    def add(self, pid: int, slot: HeartbeatSlot) -> None:
+        """Monitors one more child."""
+        self._slots[pid], self._stopped_checks[pid] = slot, 0
 
     def begin(self, timeouts: HeartbeatTimeouts) -> None:
         self._timeouts = timeouts

@@ -10,6 +10,7 @@ import ctypes
 import signal
 import socket
 from collections.abc import Iterable
+from typing import Protocol
 
 from parallel3d.elastic.child_processes import fork_bound
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
@@ -22,6 +23,12 @@ M_MMAP_THRESHOLD = -3
 KEEP_BYTES = 2**30
 
 
+class HeldResource(Protocol):
+    """A socket or selector that only the guardian may hold."""
+
+    def close(self) -> None: ...
+
+
 def fork_worker(
     spec: WorkerSpec,
     worker_main: WorkerMain,
@@ -30,17 +37,17 @@ def fork_worker(
     discovery: CoordinatorDiscovery,
     slot: HeartbeatSlot,
     timeouts: LaunchTimeouts,
-    guardians: Iterable[socket.socket],
+    held: Iterable[HeldResource],
 ) -> int:
     """Forks a worker, which calls `worker_main` once its guardian has reached the coordinator; returns its pid.
 
-    Its control channel is `connection`, the other end of a socket pair. It writes its heartbeats to `slot`. Sockets in
-    `guardians` are closed in it: only its guardian may hold them, so that a pair ends with either of its processes.
+    Its control channel is `connection`, the other end of a socket pair. It writes its heartbeats to `slot`. What is
+    `held` is closed in it: only its guardian may hold that, so that a pair ends with either of its processes.
     """
 
     def main() -> int:
-        for held in guardians:
-            held.close()
+        for each in held:
+            each.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _keep_freed_memory()

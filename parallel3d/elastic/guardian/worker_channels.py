@@ -39,7 +39,7 @@ MAX_UNREAD_BYTES = 64 * 2**20
 BROKEN_CHANNEL_S = 2.0
 """How long a worker may live on without its channel."""
 TO_ITS_COORDINATOR = frozenset(
-    ("report", "entries", "request_record", "committed", "confirm", "suspect", "finish_generation", "probed")
+    ("report", "entries", "request_record", "committed", "confirm", "suspect", "finish_generation", "probed", "ready")
 )
 """Frames that mean nothing to another coordinator."""
 
@@ -96,10 +96,17 @@ class WorkerChannels:
         self._broken: dict[int, float] = {}
         """Workers that have closed their channels: when they count as lost."""
         self._next_ping_s = 0.0
-        self._channels = {rank: _Channel(rank=rank, socket=end) for rank, end in ends.items()}
-        for channel in self._channels.values():
-            channel.socket.setblocking(False)
-            self._watch(channel)
+        self._channels: dict[int, _Channel] = {}
+        for rank, end in ends.items():
+            self._add(rank, end)
+
+    def add(self, rank: int, end: socket.socket, secret: bytes) -> None:
+        """Relays for one more worker, which the coordinator has asked for."""
+        self._greet(self._add(rank, end), secret)
+
+    def sockets(self) -> list[socket.socket]:
+        """The open ones."""
+        return [channel.socket for channel in self._channels.values() if channel.is_open]
 
     def turn(self) -> None:
         """Sends what the turn has brought; shows the workers that this process runs."""
@@ -129,11 +136,21 @@ class WorkerChannels:
     def on_welcome(self, secret: bytes) -> None:
         """Passes on hellos, and what has been held, to a coordinator that serves."""
         for channel in self._channels.values():
-            if not channel.is_greeted:
-                channel.is_greeted = True
-                self.send([channel.rank], encode_frame({"op": "connected", "secret": secret.hex()}))
+            self._greet(channel, secret)
             self._pass_on(channel)
         self.flush()
+
+    def _add(self, rank: int, end: socket.socket) -> _Channel:
+        channel = self._channels[rank] = _Channel(rank=rank, socket=end)
+        end.setblocking(False)
+        self._watch(channel)
+        return channel
+
+    def _greet(self, channel: _Channel, secret: bytes) -> None:
+        """Lets a worker know, once, that a coordinator has been found."""
+        if not channel.is_greeted:
+            channel.is_greeted = True
+            self.send([channel.rank], encode_frame({"op": "connected", "secret": secret.hex()}))
 
     def lose_coordinator(self, reason: str, *, is_final: bool) -> None:
         """Has the workers leave their generation and say hello again; `is_final`: or end, since none will take over."""

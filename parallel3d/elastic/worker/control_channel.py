@@ -52,13 +52,14 @@ class ControlChannel:
         rank: int,
         world_size: int,
         control_s: float = LaunchTimeouts.control_s,
+        joins: bool = False,
         hello: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.rank = rank
         self.world_size = world_size
         self.token = AbortToken()
         """Aborted when the coordinator ends the run, or the connection to it breaks."""
-        self.membership = MembershipClient(rank=rank, send=self._send, run_token=self.token)
+        self.membership = MembershipClient(rank=rank, send=self._send, run_token=self.token, joins=joins)
         self.worker_status: Callable[[], dict[str, Any]] = lambda: {}
         """Returns this worker's status; called on the channel's thread."""
         self._connection = connection

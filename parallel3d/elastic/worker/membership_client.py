@@ -71,8 +71,16 @@ class MembershipClient:
         self._committed_record: GenerationRecord | None = None
         self._requested_generation = NO_GENERATION
         """The newest generation in which this worker was asked to request a change."""
+        self._is_ready = not joins
         self._is_finished = False
         run_token.on_abort(self._end)
+
+    def announce_ready(self) -> None:
+        """Announces, if this worker joins a run, that it can enter with the next change."""
+        with self._changed:
+            was_ready, self._is_ready = self._is_ready, True
+        if not was_ready:
+            self._send({"op": "ready"})
 
     def next_generation(
         self, make_report: Callable[[int], StateReport], *, suspicion: str = ""
@@ -185,6 +193,7 @@ class MembershipClient:
             return {
                 "newest_generation": self._newest_generation,
                 "committed_generation": self._committed_generation,
+                "is_ready": self._is_ready,
             }
 
     def leave_generation(self, reason: str) -> None:

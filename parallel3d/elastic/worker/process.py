@@ -27,6 +27,7 @@ from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
 from parallel3d.errors import EXIT_COORDINATOR_LOST, GenerationEnded, UserError
 from parallel3d.parallel.abort import Wait
+from parallel3d.parallel.grid import PartId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class WorkerSpec:
     address: str
     """The host's address as the other workers reach it."""
     log: Path
+    part: PartId | None = None
+    """For one that joins a run: the part of the model that it builds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class WorkerContext:
     control: ControlChannel
     heartbeat: Heartbeat
     worker_status: WorkerStatusTracker
+    part: PartId | None = None
+    """For one that joins a run: the part of the model that it builds."""
 
 
 WorkerMain = Callable[[WorkerContext], int]
@@ -75,15 +80,17 @@ def run_worker_process(
     timeouts: LaunchTimeouts,
 ) -> int:
     """Opens the control channel, runs `worker_main` and closes the channel; returns the exit code."""
+    joins, hello = spec.part is not None, {"ranks": [spec.rank], "host": spec.host, "log": str(spec.log)}
     control = ControlChannel(
         connection,
         rank=spec.rank,
         world_size=spec.world_size,
         control_s=timeouts.control_s,
-        hello={"op": "hello", "role": "worker", "ranks": [spec.rank], "host": spec.host, "log": str(spec.log)},
+        joins=joins,
+        hello={"op": "hello", "role": "worker", **hello, "part": spec.part},
     )
     try:
-        address = discovery.look_up()
+        address = None if joins else discovery.look_up()
         secret = control.connect(address and (address, discovery.run_secret.read()))
     except UserError as error:
         print(f"rank {spec.rank}: {error}", file=sys.stderr, flush=True)
@@ -101,6 +108,7 @@ def run_worker_process(
         control=control,
         heartbeat=heartbeat,
         worker_status=observe_waits(control, heartbeat),
+        part=spec.part,
     )
     heartbeat.start()
     signal.signal(signal.SIGTERM, lambda number, frame: control.announce_drain())

@@ -1,0 +1,55 @@
+"""When a guardian offers to start another worker in the place of one that it has lost. Pure.
+
+After each loss it waits twice as long as after the one before, and after too many it stays out: a device that is broken
+would only disturb the run again and again. Losses count for an hour.
+"""
+
+from __future__ import annotations
+
+BACKOFF_S = 1.0
+"""Before the first offer of a slot."""
+COUNTED_S = 3600.0
+
+
+class RejoinSchedule:
+    """The slots of one guardian, one for each of its first workers; times are of one clock, in seconds."""
+
+    def __init__(self, max_rejoins: int):
+        self._max_rejoins = max_rejoins
+        self._losses: dict[int, list[float]] = {}
+        """When each slot has lost its workers."""
+        self._due: dict[int, float] = {}
+        """When each slot is to be offered."""
+        self._offered: set[int] = set()
+
+    def on_lost(self, slot: int, now_s: float) -> None:
+        """Notes that the worker of a slot is lost."""
+        losses = self._losses[slot] = [loss_s for loss_s in self._losses.get(slot, ()) if now_s - loss_s < COUNTED_S]
+        if len(losses) < self._max_rejoins:
+            self._due[slot] = now_s + BACKOFF_S * 2 ** len(losses)
+        losses.append(now_s)
+
+    def take_due(self, now_s: float) -> list[int]:
+        """Returns the slots to offer now, each once."""
+        due = sorted(slot for slot, due_s in self._due.items() if now_s >= due_s)
+        for slot in due:
+            del self._due[slot]
+        self._offered.update(due)
+        return due
+
+    @property
+    def offered(self) -> list[int]:
+        """The slots that were offered and not taken: a new coordinator does not know of them."""
+        return sorted(self._offered)
+
+    def take(self, slot: int) -> bool:
+        """The coordinator takes the offer of a slot; False if there is none."""
+        is_offered = slot in self._offered
+        self._offered.discard(slot)
+        return is_offered
+
+    def end(self) -> None:
+        """The run ends, or its workers here leave: nothing is offered any more."""
+        self._max_rejoins = 0
+        self._due.clear()
+        self._offered.clear()

@@ -1,0 +1,116 @@
+"""Guardians start workers in the place of lost ones; they enter between two steps, and cost the run no step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from parallel3d.elastic.guardian.rejoin_schedule import BACKOFF_S, COUNTED_S, RejoinSchedule
+from tests.elastic.test_members import Ended, run, wait_for_step
+from tests.elastic.test_takeover import end_all, metrics
+from tests.support.member_processes import start_on_hosts
+from tests.support.processes import wait_for
+
+
+def test_a_slot_is_offered_ever_later_and_then_not_again():
+    schedule = RejoinSchedule(2)
+    for loss_s, wait_s in ((100.0, BACKOFF_S), (200.0, 2 * BACKOFF_S)):
+        schedule.on_lost(1, loss_s)
+        assert schedule.take_due(loss_s + 0.9 * wait_s) == [] != schedule.take_due(loss_s + wait_s)
+        assert schedule.offered == [1] and schedule.take(1) and not schedule.take(1) and schedule.offered == []
+    schedule.on_lost(1, 300.0)
+    assert schedule.take_due(1e6) == []
+    schedule.on_lost(1, 300.0 + COUNTED_S)  # the first ones count no longer
+    assert schedule.take_due(1e6) == [1]
+
+
+def test_nothing_is_offered_after_the_end():
+    schedule = RejoinSchedule(2)
+    schedule.on_lost(0, 0.0)
+    schedule.on_lost(1, 100.0)
+    assert schedule.take_due(50.0) == [0]
+    schedule.end()
+    schedule.on_lost(0, 200.0)
+    assert schedule.offered == schedule.take_due(1e6) == [] and not schedule.take(0)
+
+
+def assert_came_back(ended: Ended, *joined: list[int], num_steps: int) -> None:
+    """All steps were made once, and at the end all places are taken."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.steps == list(range(1, num_steps + 1))
+    assert_joined(ended.changes, *joined)
+
+
+def assert_joined(changes: list[dict[str, Any]], *joined: list[int]) -> None:
+    """The ranks that got a place in each change that gave some; the last one made the run whole."""
+    found = [[each["rank"] for each in change["joined"]] for change in changes]
+    assert [ranks for ranks in found if ranks] == list(joined), changes
+    assert (changes[-1]["live"], changes[-1]["lost"]) == (4, 0)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_comes_back_and_again(tmp_path):
+    faults = [[3, "step", 5, "kill"], [4, "step", 200, "kill"]]
+    ended = run(tmp_path, faults=faults, num_steps=500, max_rejoins=2)
+    assert_came_back(ended, [4], [5], num_steps=500)
+    assert [change["live"] for change in ended.changes] == [3, 4, 3, 4]
+    assert "rank 4 (pp1 dp1 tp0) joins; 4 live, 0 spare, 0 lost" in ended.out
+    assert "lost rank 4 (pp1 dp1 tp0): killed by SIGKILL in step 200" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_joiners_that_die_before_they_enter_cost_nothing(tmp_path):
+    """One while it builds its part, one that fails there, one in the change with which it enters."""
+    faults = [
+        [3, "step", 5, "kill"],
+        [4, "build", 0, "kill"],
+        [5, "build", 0, "fail"],
+        [6, "report", 2, "kill"],
+    ]
+    ended = run(tmp_path, faults=faults, num_steps=1800, max_rejoins=5)
+    assert_came_back(ended, [7], num_steps=1800)
+    assert "rank 4 (new, pp1 tp0) does not join: killed by SIGKILL" in ended.out
+    assert "rank 5 (new, pp1 tp0) fails: ValueError: injected" in ended.out
+    assert "rank 5 (new, pp1 tp0) does not join: ended with exit code 1" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_joiner_that_is_late_does_not_keep_the_run(tmp_path):
+    ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [4, "build", 0, "hang"]], num_steps=150, max_rejoins=1)
+    assert (ended.code, ended.err) == (0, "") and ended.steps == list(range(1, 151))
+    assert [change["live"] for change in ended.changes] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("point", ["build", "report", "confirm"])
+def test_the_coordinator_is_lost_while_a_worker_joins(tmp_path, point):
+    """4 takes the place of 3. Its coordinator is lost before it is ready, or in the change with which it enters."""
+    faults = [[3, "step", 5, "kill"], [4, point, 0 if point == "build" else 2, "dawdle"]]
+    processes = start_on_hosts(tmp_path, ["a", "b", "c", "d"], num_steps=600, faults=faults, max_rejoins=1)
+    wait_for(lambda: (tmp_path / "dawdling-4").exists(), "the joiner")
+    processes[0].kill()
+    (tmp_path / "struck").touch()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [-signal.SIGKILL, 0, 0, 0], (outs, errs)
+    steps, changes = metrics(tmp_path)
+    assert steps == list(range(1, 601)) and (changes[-1]["live"], changes[-1]["lost"]) == (3, 1)
+    assert [each["rank"] for change in changes for each in change["joined"]] == [4], changes
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_host_of_a_lost_guardian_comes_back(tmp_path):
+    processes = start_on_hosts(tmp_path, ["a", "b", "c", "d"], num_steps=500, max_rejoins=1)
+    wait_for_step(tmp_path, 5)
+    os.kill(int((tmp_path / "pid-2").read_text().split()[1]), signal.SIGKILL)
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0, 0], (outs, errs)
+    steps, changes = metrics(tmp_path)
+    assert steps == list(range(1, 501))
+    assert_joined(changes, [4])
