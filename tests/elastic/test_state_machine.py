@@ -227,6 +227,8 @@ def test_messages_that_break_the_protocol():
     protocol.report(make_report(protocol, 0))
     with pytest.raises(ProtocolError, match="twice"):
         protocol.report(make_report(protocol, 0))
+    with pytest.raises(ProtocolError, match="reported from host host0, it was on host1"):
+        protocol.report(make_report(protocol, 1, host="host0"))
     with pytest.raises(ProtocolError, match="finished"):
         protocol.finish(1, 1)
     with pytest.raises(ProtocolError, match="not asked"):

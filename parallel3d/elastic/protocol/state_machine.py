@@ -134,8 +134,9 @@ class MembershipProtocol:
             return []
         if self.pending is None or report.rank in self._reports:
             raise OutOfPlaceError(f"rank {report.rank} reported twice to generation {report.generation}")
+        if (host := self._hosts.setdefault(report.rank, report.host)) != report.host:
+            raise OutOfPlaceError(f"rank {report.rank} reported from host {report.host}, it was on {host}")
         self._reports[report.rank] = report
-        self._hosts[report.rank] = report.host
         return self._decide() if len(self._reports) == len(self.live) else []
 
     def entries(self, rank: int, generation: int, entries: bytes) -> list[Action]:
