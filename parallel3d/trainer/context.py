@@ -33,6 +33,7 @@ from parallel3d.ramps import LrSchedule
 from parallel3d.trainer.entry_layout import EntryLayout
 from parallel3d.trainer.loader import LaneLoader
 from parallel3d.trainer.plans import Plans, chunk_layout_of
+from parallel3d.trainer.seen_steps import SeenSteps
 from parallel3d.trainer.state import TrainState
 
 
@@ -103,6 +104,8 @@ class RankContext:
     """Computes the products of the layers, the same on all ranks."""
     peak: Peak | None = None
     """Peak FLOP/s of a rank's device, mean over the ranks; None until it is measured or looked up."""
+    history: SeenSteps = field(default_factory=SeenSteps)
+    """Of the steps that this rank, or the one that sent it its train state, has seen."""
     resumed_from: int = 0
     """Iteration of the checkpoint from which this run was resumed; 0 when it began from the start."""
     generation: Generation | None = None

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 import torch
 
 from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.monitor.flops import Peak
 from parallel3d.optim.bucket import Bucket
 from parallel3d.parallel.p2p_messages import Header, Kind, Links
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.resume import state_from_json, whole_state_to_json
+from parallel3d.trainer.seen_steps import SeenSteps
 
 _WORD_BYTES = 8
 
@@ -41,7 +44,12 @@ def share_train_state(rank: RankContext, record: GenerationRecord, links: Links)
 
 def encode_train_state(rank: RankContext) -> torch.Tensor:
     """Returns the train state as compressed JSON, padded to whole words (num_words,)."""
-    data = {"state": whole_state_to_json(rank.state), "resumed_from": rank.resumed_from}
+    data = {
+        "state": whole_state_to_json(rank.state),
+        "resumed_from": rank.resumed_from,
+        "history": rank.history.to_json(),
+        "peak": rank.peak and asdict(rank.peak),
+    }
     text = zlib.compress(json.dumps(data).encode())
     return torch.from_numpy(np.frombuffer(text + bytes(-len(text) % _WORD_BYTES), dtype=np.int64).copy())
 
@@ -50,5 +58,6 @@ def load_train_state(rank: RankContext, words: torch.Tensor) -> None:
     """Gives `rank` the train state; its weights and its ranges of optimizer state are out of date until they come."""
     data = json.loads(zlib.decompressobj().decompress(words.numpy().tobytes()))
     rank.state = state_from_json(data["state"], rank.state)
-    rank.resumed_from = data["resumed_from"]
+    rank.resumed_from, rank.history = data["resumed_from"], SeenSteps.from_json(data["history"])
+    rank.peak = data["peak"] and Peak(**data["peak"])
     rank.optimizer.start_from(rank.state.iteration, Bucket.initial_shard)

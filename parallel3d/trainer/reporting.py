@@ -46,10 +46,6 @@ class StepReporter:
         self._data_wait_s = data_wait_s
         self._describe = describe
         self._throughput = ThroughputMeter(rank.config)
-        self._losses: dict[int, float] = {}
-        self._training_s = 0.0
-        self._timed_tokens = 0
-        self._timed_flops = 0
         self._waited_s = 0.0
         """Seconds of waiting for data before the current step."""
         self._planned_bubble: float | None = None
@@ -63,7 +59,7 @@ class StepReporter:
 
     def mean_loss_since(self, step: int) -> float | None:
         """Mean training loss of the steps after `step`; None without any."""
-        losses = [loss for number, loss in self._losses.items() if number > step]
+        losses = [loss for number, loss in self._rank.history.losses.items() if number > step]
         return sum(losses) / len(losses) if losses else None
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -75,7 +71,7 @@ class StepReporter:
         if self._rank.is_leader and self._rank.config.run.show_routes:
             self._publish_routes()
         for entry in self._rank.state.entries:
-            self._losses[entry.iteration] = entry.loss
+            self._rank.history.losses[entry.iteration] = entry.loss
             if entry.iteration > max(last_reported_step, self._rank.resumed_from):
                 self._publish_step(entry)
         self._publish_evaluation()
@@ -87,10 +83,11 @@ class StepReporter:
         """Records and publishes a step; `tokens` are those that it consumed from the lanes."""
         config, num_tokens = self._rank.config, report.batch.num_tokens
         self._throughput.record_step(report, len(self._rank.grid.ranks))
-        self._training_s += report.step_s
-        self._timed_tokens += num_tokens
-        self._timed_flops += num_tokens * flops_per_token(config.model, report.batch.sequence_length)
-        self._losses[report.entry.iteration] = report.entry.loss
+        history = self._rank.history
+        history.training_s += report.step_s
+        history.timed_tokens += num_tokens
+        history.timed_flops += num_tokens * flops_per_token(config.model, report.batch.sequence_length)
+        history.losses[report.entry.iteration] = report.entry.loss
         self._bubbles.append(report.telemetry.bubble)
         self._planned_bubble = report.planned_bubble
         self._publish_warnings(report)
@@ -114,7 +111,7 @@ class StepReporter:
     def end_run(self) -> None:
         """Publishes the summary."""
         state = self._rank.state
-        if not self._training_s and self._rank.resumed_from == state.iteration > 0:
+        if not self._rank.history.training_s and self._rank.resumed_from == state.iteration > 0:
             self.leader_notice(f"nothing left to train: the checkpoint of step {state.iteration} is the end of the run")
         self._publish_as_leader({"kind": "summary", **self._summary(), **self._describe()})
 
@@ -188,9 +185,9 @@ class StepReporter:
 
     def _summary(self) -> dict[str, Any]:
         """Figures of the whole run; those of speed are None when this rank has timed no step."""
-        last_steps = sorted(self._losses)[-FINAL_STEPS:]
-        last = [self._losses[step] for step in last_steps if math.isfinite(self._losses[step])]
-        state, training_s = self._rank.state, self._training_s or None
+        state, history = self._rank.state, self._rank.history
+        last_steps, training_s = sorted(history.losses)[-FINAL_STEPS:], history.training_s or None
+        last = [history.losses[step] for step in last_steps if math.isfinite(history.losses[step])]
         return {
             "final_loss": sum(last) / len(last) if last else None,
             "evaluation_loss": state.evaluations[-1].loss if state.evaluations else None,
@@ -198,9 +195,9 @@ class StepReporter:
             "updates": state.num_updates,
             "tokens": state.tokens_trained,
             "seconds": training_s,
-            "tokens_per_s": self._timed_tokens / training_s if training_s else None,
+            "tokens_per_s": history.timed_tokens / training_s if training_s else None,
             **(self._bubble() if self._rank.grid.pp_size > 1 else {}),
-            "flops_per_s": self._timed_flops / training_s if training_s else None,
+            "flops_per_s": history.timed_flops / training_s if training_s else None,
             "stopped_early": bool(state.entries and state.entries[-1].stop),
             **state.monitor.summary(),
             **self._throughput.summary(self._rank.peak),

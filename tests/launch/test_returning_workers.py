@@ -58,6 +58,8 @@ def test_lost_workers_come_back_and_change_no_bit(config_file, tmp_path, launche
     joined = [[each["rank"] for each in change["joined"]] for change in changes(run)[1::2]]
     assert joined == [[4 + number] for number in range(len(victims))]
     assert out.count(" joins; 4 live, 0 spare, 0 lost; back in ") == len(victims)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["final_loss"] == sum(losses[-10:]) / len(losses[-10:]) and summary["mfu"] is not None
     undisturbed = start("--config", config_file, *SETTINGS, f"run.directory={tmp_path}/undisturbed")
     wait_for_step(tmp_path / "undisturbed", len(losses) - 3)
     others, _ = stop_after(undisturbed, tmp_path / "undisturbed", 3)

@@ -114,10 +114,19 @@ PURE: tuple[str, ...] = (
     *(f"parallel3d.rehearsal.{name}" for name in ("kernel_counts", "device_rows", "roofline")),
     *(f"parallel3d.rehearsal.{name}" for name in ("ideal_counts", "estimate_table")),
     *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),
-    *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm")),
+    *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm", "rejoin_schedule")),
     *(
         f"parallel3d.trainer.{name}"
-        for name in ("learning_rate", "entry", "entry_layout", "state", "batching", "plans", "divergence_check")
+        for name in (
+            "learning_rate",
+            "entry",
+            "entry_layout",
+            "state",
+            "seen_steps",
+            "batching",
+            "plans",
+            "divergence_check",
+        )
     ),
 )
 NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)

@@ -9,7 +9,10 @@ import pytest
 from parallel3d.config.schema import Config, FaultConfig
 from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads
 from parallel3d.inprocess.thread_joins import Joins
+from parallel3d.monitor.flops import Peak
+from parallel3d.trainer.joining import encode_train_state, load_train_state
 from parallel3d.trainer.plans import build_grid
+from parallel3d.trainer.seen_steps import MAX_SENT_LOSSES, SeenSteps
 from tests.support import tiny_runs
 from tests.support.kill_layouts import BASE_LAYOUTS, BEFORE_GO, config_of
 from tests.support.thread_kills import assert_same_run, fault_hooks, run
@@ -43,6 +46,19 @@ def check(
 
 def dies(rank: int, step: int, phase: str = "forward") -> FaultConfig:
     return FaultConfig(rank=rank, step=step, phase=phase)
+
+
+def test_a_joiner_knows_what_its_run_has_seen():
+    """It may become the leader, whose figures are the run's."""
+    config = config_of("pp2-dp4")
+    one, other = (tiny_runs.prepare(config, build_grid(config), rank) for rank in (0, 1))
+    one.peak, one.resumed_from = Peak(flops_per_s=2e12, source="measured"), 3
+    one.history = SeenSteps(losses={4: 2.5, 5: 2.25}, training_s=0.5, timed_tokens=256, timed_flops=1e9)
+    load_train_state(other, encode_train_state(one))
+    assert (other.history, other.peak, other.resumed_from) == (one.history, one.peak, 3)
+    one.history.losses = {step: 1.0 for step in range(2 * MAX_SENT_LOSSES)}
+    load_train_state(other, encode_train_state(one))
+    assert list(other.history.losses) == list(range(MAX_SENT_LOSSES, 2 * MAX_SENT_LOSSES))
 
 
 COORDINATES = [(name, rank) for name in BASE_LAYOUTS for rank in build_grid(config_of(name)).ranks]
