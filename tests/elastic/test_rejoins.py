@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ def test_nothing_is_offered_after_the_end():
     schedule.end()
     schedule.on_lost(0, 200.0)
     assert schedule.offered == schedule.take_due(1e6) == [] and not schedule.take(0)
+
+
+def held_by(directory: Path, rank: int) -> int:
+    """The sockets and selectors that a worker holds."""
+    folder = Path("/proc", (directory / f"pid-{rank}").read_text().split()[0], "fd")
+    links = [os.readlink(each) for each in folder.iterdir()]
+    return sum(link.startswith(("socket:", "anon_inode:[eventpoll]")) for link in links)
 
 
 def assert_came_back(ended: Ended, *joined: list[int], num_steps: int) -> None:
@@ -94,6 +102,7 @@ def test_the_coordinator_is_lost_while_a_worker_joins(tmp_path, point):
     faults = [[3, "step", 5, "kill"], [4, point, 0 if point == "build" else 2, "dawdle"]]
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d"], num_steps=600, faults=faults, max_rejoins=1)
     wait_for(lambda: (tmp_path / "dawdling-4").exists(), "the joiner")
+    assert held_by(tmp_path, 4) <= held_by(tmp_path, 1)  # a worker that holds its guardian's sockets keeps them open
     processes[0].kill()
     (tmp_path / "struck").touch()
     codes, outs, errs = end_all(processes, tmp_path)
