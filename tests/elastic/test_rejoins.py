@@ -89,8 +89,9 @@ def test_joiners_that_die_before_they_enter_cost_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_joiner_that_is_late_does_not_keep_the_run(tmp_path):
-    ended = run(tmp_path, faults=[[3, "step", 5, "kill"], [4, "build", 0, "hang"]], num_steps=150, max_rejoins=1)
-    assert (ended.code, ended.err) == (0, "") and ended.steps == list(range(1, 151))
+    faults = [[3, "step", 5, "kill"], [4, "build", 0, "hang"]]
+    ended = run(tmp_path, faults=faults, num_steps=300, max_rejoins=1, start_s=300.0)
+    assert 4 in ended.logs and (ended.code, ended.err) == (0, "") and ended.steps == list(range(1, 301))
     assert [change["live"] for change in ended.changes] == [3]
 
 
