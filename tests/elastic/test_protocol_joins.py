@@ -15,7 +15,7 @@ from parallel3d.errors import OutOfPlaceError
 from parallel3d.parallel.grid import Grid, PartId
 from tests.support.protocol_model import Model
 from tests.support.protocol_search import explore
-from tests.support.protocol_steps import agree, confirm_all, on_lost, report_all, started, uniform
+from tests.support.protocol_steps import agree, confirm_all, make, on_lost, report_all, started, uniform
 from tests.support.protocol_takeover import TakeoverModel
 from tests.support.protocol_world import DEAD, SPARE, Violation, Worker, World, freeze
 
@@ -78,7 +78,8 @@ def test_the_leader_is_asked_for_a_change_once_a_replica_can_be_filled():
 
 def test_a_rank_that_has_seen_every_step_leads_as_long_as_there_is_one():
     """Ranks 1 (a spare for a while) and 4 enter later: they lead, and ask for changes, once 2 and 3 are gone."""
-    protocol = started(TP2)
+    protocol = make(TP2)
+    agree(protocol, host="one")
     on_lost(protocol, 0)
     assert agree(protocol, host="one").leader == 2
     assert protocol.admit(4, (0, 0), "one") == [ChangeRequest(rank=2, generation=1)]
