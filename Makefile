@@ -6,7 +6,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 QUICK_WORKERS := $(shell n=$$(( $(CORES) + 1 )); echo $$(( n < 8 ? n : 8 )))
 WORKERS := $(shell echo $$(( $(CORES) < 8 ? $(CORES) : 8 )))
 
-.PHONY: train demo test test-rest test-all lint kill-matrix bench
+.PHONY: train demo test test-rest test-all lint kill-matrix signal-matrix bench
 
 train: $(VENV)/.ok
 	$(VENV)/bin/python launch/train.py --config configs/quickstart.json
@@ -33,6 +33,10 @@ bench: $(VENV)/.ok  # is this tree slower than the last record on this kind of C
 kill-matrix: $(VENV)/.ok
 	rm -rf runs/kill-matrix && mkdir -p runs/kill-matrix
 	$(VENV)/bin/python -m tests.support.process_kills runs/kill-matrix all > runs/kill-matrix.log
+
+signal-matrix: $(VENV)/.ok  # two hours on two cores; goes on where it was stopped
+	mkdir -p runs
+	$(VENV)/bin/python -m tests.support.signal_matrix runs/signal-matrix >> runs/signal-matrix.log
 
 $(VENV)/.ok: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -18,7 +18,8 @@ AT_ONCE = 6
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, out, err = finish(start_training(UNDISTURBED, folder, text))
+    (process,) = start_training(UNDISTURBED, folder, text)
+    code, out, err = finish(process)
     assert code == 0, out + err
     return [line["loss"] for line in metrics(folder / "run")]
 

@@ -1,12 +1,15 @@
-"""launch/train.py with slow steps, whose rank 1 waits in a phase until it is struck: FOLDER PHASE STEP ARGUMENTS.
+"""launch/train.py with slow steps, whose rank 1 waits in a phase until it is struck: FOLDER PHASE STEP HOSTS ARGUMENTS.
 
-PHASE is one of the training loop's (trainer/loop.py), STEP the one at which it begins. The files by which rank 1 and
+PHASE is one of the training loop's (trainer/loop.py), STEP the one at which it begins; HOSTS has a letter for each
+rank, where it thinks that it is, or is "-". The files by which rank 1 and
 the test understand each other are those of member_processes.py, in FOLDER.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +28,9 @@ STEP_S = 0.1
 
 
 def main() -> None:
-    folder, phase, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    folder, phase, step, hosts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    if hosts != "-":
+        socket.gethostname = lambda: hosts[int(os.environ["RANK"])]
     run_main = process.run_main
 
     def run_dawdling(log: Path, worker_main: process.WorkerMain, context: process.WorkerContext) -> int:
@@ -33,7 +38,7 @@ def main() -> None:
         return run_main(log, worker_main, context)
 
     process.run_main = run_dawdling
-    sys.argv = [str(TRAIN), *sys.argv[4:]]
+    sys.argv = [str(TRAIN), *sys.argv[5:]]
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 

@@ -80,7 +80,7 @@ class SignalCell:
     def layout(self) -> tuple[int, int, int]:
         """With as few ranks as the phase needs below torchrun, where each imports torch."""
         if self.phase == "idle":
-            return 1, 2, 2
+            return (1, 3, 2) if self.hosts > 1 else (1, 2, 2)
         if self.hosts > 1:
             return 1, self.hosts, 1
         if self.has_torchrun:
@@ -88,10 +88,23 @@ class SignalCell:
         return 2, 2, 1
 
     @property
+    def host_of_rank(self) -> list[int]:
+        """The last of several hosts has the ranks that are left where it is not torchrun that deals them."""
+        num_ranks = math.prod(self.layout)
+        if self.has_torchrun:
+            return [rank * self.hosts // num_ranks for rank in range(num_ranks)]
+        return [min(rank, self.hosts - 1) for rank in range(num_ranks)]
+
+    @property
+    def num_started(self) -> int:
+        """The processes that are started: a torchrun on each host, a stub for each rank, or one for all ranks."""
+        return self.hosts if self.has_torchrun or self.hosts == 1 else math.prod(self.layout)
+
+    @property
     def is_torchrun_without_end(self) -> bool:
-        """Whether the other hosts' torchruns, once training is over, wait five minutes for one that was killed. Its
-        store is on host 0; without that they don't wait."""
-        return self.process == "launcher" and self.what == "KILL" and self.host > 0
+        """Whether the other hosts' torchruns, once training is over, wait five minutes for one that was killed, or has
+        ended because its stub was. Its store is on host 0; without that they don't wait."""
+        return self.has_torchrun and self.process in ("launcher", "stub") and self.what == "KILL" and self.host > 0
 
 
 def signal_cells(hosts: int, process: str, host: int) -> list[SignalCell]:
@@ -115,33 +128,57 @@ def torchrun_cells(hosts: int) -> list[SignalCell]:
     ]
 
 
-def expected_codes(cell: SignalCell) -> list[int]:
-    """The exit code of each process that was started."""
-    return _codes_of_torchruns(cell) if cell.has_torchrun else _codes_of_stubs(cell)
+def all_signal_cells() -> list[SignalCell]:
+    """Each process, the launcher's own among them, on one host, and on the first and the second of three, in each
+    phase."""
+    phases = (*POINTS, *RECOVERY)
+    places = [(1, 0), (3, 0), (3, 1)]
+    return [
+        *(
+            SignalCell(hosts, process, host, what, phase, has_torchrun=has_torchrun)
+            for has_torchrun, (hosts, host) in itertools.product((False, True), places)
+            for process in ("launcher", "stub", "guardian", "coordinator", "worker")
+            if (has_torchrun or process != "launcher") and (host == 0 or process != "coordinator")
+            for what, phase in itertools.product(MOMENTS_S, phases)
+        ),
+        *(cell for hosts in (1, 3) for cell in signal_cells(hosts, STUB_AND_COORDINATOR, 0)),
+    ]
+
+
+def allowed_codes(cell: SignalCell) -> list[list[int]]:
+    """The exit codes of the processes that were started: the right ones, or both where a moment decides."""
+    if not cell.has_torchrun:
+        return [_codes_of_stubs(cell)]
+    codes = _codes_of_torchruns(cell)
+    if (cell.hosts, cell.process, cell.host, cell.what, cell.phase) == (3, "launcher", 0, "KILL", "start"):
+        # is anything agreed on when the stub below it notices?
+        return [codes, [codes[0], 1, 1]]
+    return [codes]
 
 
 def _codes_of_torchruns(cell: SignalCell) -> list[int]:
     """1 where a stub has ended with another code than 0."""
-    codes = [0] * cell.hosts
+    codes = [-signal.SIGKILL if cell.is_torchrun_without_end else 0] * cell.num_started
     if cell.process == "stub" and cell.what == "KILL":
-        codes = [1] * cell.hosts  # torchrun ends all others
+        if cell.host == 0 and cell.phase == "start":
+            codes = [1] * cell.num_started
+        codes[cell.host] = 1  # torchrun ends all others of this host
     if cell.process == "coordinator" and cell.what in ("STOP", "KILL") and cell.phase == "start":
-        codes = [1] * cell.hosts
+        codes = [1] * cell.num_started
     if cell.process == "launcher" and cell.what == "KILL":
-        codes = [-signal.SIGKILL if cell.is_torchrun_without_end else 0] * cell.hosts
         codes[cell.host] = -signal.SIGKILL
     return codes
 
 
 def _codes_of_stubs(cell: SignalCell) -> list[int]:
     is_lost = cell.what in ("STOP", "KILL")
-    codes = [0] * cell.hosts
+    codes = [0] * cell.num_started
     if cell.process == "stub" and cell.what == "KILL":
         if cell.host == 0 and cell.phase == "start":
-            codes = [4] * cell.hosts  # nothing is agreed yet that another coordinator could go on from
+            codes = [4] * cell.num_started  # nothing is agreed yet that another coordinator could go on from
         codes[cell.host] = -signal.SIGKILL
     if cell.process == "coordinator" and is_lost and cell.phase == "start":
-        codes = [4] * cell.hosts
+        codes = [4] * cell.num_started
     if cell.process == STUB_AND_COORDINATOR and is_lost:
         codes[cell.host] = 4
     if cell.process == "guardian" and is_lost and cell.hosts == 1:
@@ -162,13 +199,12 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
             os.kill(pid, signal.SIGSTOP)
             os.kill(coordinator, signal.SIGKILL)
         world.strike(pid, cell.what)
-        if cell.process == "launcher":
+        if cell.process == "launcher" or cell.is_torchrun_without_end:
             world.await_end_below()
             if cell.what == "STOP":
                 os.kill(pid, signal.SIGCONT)  # the others wait for it
         if cell.is_torchrun_without_end:
-            for process in world.processes:
-                process.kill()
+            world.kill_started(once_ended=cell.host)
         outputs = world.end(pid if cell.what == "STOP" and cell.process in ("stub", STUB_AND_COORDINATOR) else None)
         wrong = _wrong(cell, world, outputs)
     except AssertionError as error:
@@ -181,7 +217,7 @@ def run_signal_cell(cell: SignalCell, directory: Path) -> str:
 def _wrong(cell: SignalCell, world: StruckWorld, outputs: list[str]) -> list[str]:
     codes = [stub.returncode for stub in world.processes]
     return [
-        *([f"exit codes {codes}, not {expected_codes(cell)}"] if codes != expected_codes(cell) else []),
+        *([f"exit codes {codes}, not {allowed_codes(cell)}"] if codes not in allowed_codes(cell) else []),
         *(text for text in outputs if (has_own_traceback(text) if cell.has_torchrun else "Traceback" in text)),
         *(log for log in world.logs() if "Traceback" in log and not any(end in log for end in AS_IT_ENDS)),
         *_wrong_finishers(cell, world),
@@ -194,8 +230,9 @@ def _wrong_finishers(cell: SignalCell, world: StruckWorld) -> list[str]:
     finishers = {rank for rank, log in enumerate(world.logs()) if "done" in log}
     ranks = set(range(math.prod(cell.layout)))
     is_above = cell.process == "launcher" or (cell.process == "stub" and not cell.has_torchrun)
-    lost = (ranks if cell.hosts == 1 else {cell.host}) if is_above and cell.what == "KILL" else set()
-    must_finish = lost != ranks and set(expected_codes(cell)) <= {0, -signal.SIGKILL}
+    is_lost = is_above and cell.what == "KILL"
+    lost = {rank for rank in ranks if is_lost and cell.host_of_rank[rank] == cell.host}
+    must_finish = lost != ranks and all(set(codes) <= {0, -signal.SIGKILL} for codes in allowed_codes(cell))
     return [
         *([f"without launcher or stub to their end: {finishers & lost}"] if finishers & lost else []),
         *(["none has finished"] if must_finish and not finishers else []),
@@ -203,21 +240,22 @@ def _wrong_finishers(cell: SignalCell, world: StruckWorld) -> list[str]:
 
 
 def _start(cell: SignalCell, directory: Path) -> list[subprocess.Popen[str]]:
-    last = math.prod(cell.layout) - 1
+    last = len(cell.host_of_rank) - 1
     point, number = POINTS.get(cell.phase, (cell.phase, 1))
     has_loss = cell.phase in (*RECOVERY, "idle")
     faults = [[1, point, number, "dawdle"], *([[last, "step", 5, "kill"]] if has_loss else [])]
     spec = {**SPEC, "faults": faults, "layout": cell.layout}
-    hosts = list("abc"[: cell.hosts])
     if cell.has_torchrun:
-        return start_under_torchrun(directory, hosts, ranks_per_host=(last + 1) // cell.hosts, **spec)
-    return start_on_hosts(directory, hosts, **spec) if cell.hosts > 1 else [start(directory, **spec)]
+        return start_under_torchrun(directory, "abc"[: cell.hosts], ranks_per_host=(last + 1) // cell.hosts, **spec)
+    if cell.hosts > 1:
+        return start_on_hosts(directory, ["abc"[host] for host in cell.host_of_rank], **spec)
+    return [start(directory, **spec)]
 
 
 def _pid_of(cell: SignalCell, world: StruckWorld) -> int:
     if cell.process == "launcher":
         return world.processes[cell.host].pid
-    rank = cell.host if cell.hosts > 1 else 2 if cell.phase == "idle" else 1
+    rank = cell.host_of_rank.index(cell.host) if cell.hosts > 1 else 2 if cell.phase == "idle" else 1
     if cell.process in ("coordinator", STUB_AND_COORDINATOR):
         rank = 0
     worker, guardian = map(int, (world.directory / f"pid-{rank}").read_text().split())

@@ -54,6 +54,12 @@ class StruckWorld:
                 raise AssertionError(f"{left} still running\n{self._last_words()}")
             time.sleep(0.1)
 
+    def kill_started(self, once_ended: int) -> None:
+        """Kills the processes that were started once that one of them has ended."""
+        self.processes[once_ended].wait(END_S)
+        for process in self.processes:
+            process.kill()
+
     def end(self, stopped: int | None) -> list[str]:
         """Waits for all processes; returns their outputs. `stopped`, one of them or a stub below a launcher, is
         continued once nothing but its end is missing."""

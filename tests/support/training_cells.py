@@ -1,5 +1,5 @@
-"""The cells of the signal matrix that need real training: the launcher, and every process below it, struck while rank 1
-begins an evaluation or a save (dawdling_training.py).
+"""The cells of the signal matrix that need real training: the launchers, and every process below them, struck while
+rank 1 begins an evaluation or a save (dawdling_training.py).
 """
 
 from __future__ import annotations
@@ -18,40 +18,62 @@ from parallel3d.checkpoint.directory import CheckpointDirectory, verify_resumabl
 from parallel3d.errors import CheckpointError
 from tests.support import dawdling_training
 from tests.support.launch_runs import metrics
-from tests.support.struck_worlds import ROOT, StruckWorld, has_own_traceback, parent_of
+from tests.support.member_processes import free_port
+from tests.support.struck_worlds import MOMENTS_S, ROOT, StruckWorld, has_own_traceback, parent_of
 
 NUM_STEPS = 80
 STRIKE_STEP = 16
 """Both an evaluation and a save follow it."""
 LOSS_TOLERANCE = 1e-5
 """fp32 sums in another order after a loss."""
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+TORCHRUN = ("-m", "torch.distributed.run")
+HOSTS = "abc"
 CONTROL_S = 6.0
 
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One run on two ranks. `process` is `launcher` for the one that was started; below it there is rank 1's stub,
-    under torchrun, and its guardian and worker, and rank 0's coordinator."""
+    """One run: two ranks on one host, or one on each of three.
+
+    `launcher` is a process that was started. The stubs are that, too, where there is no torchrun above them.
+    """
 
     has_torchrun: bool
     process: str
     what: str
     phase: str
+    hosts: int = 1
+    host: int = 0
 
     @property
     def name(self) -> str:
         launcher = "torchrun" if self.has_torchrun else "alone"
-        return f"{launcher}-{self.process}-{self.what}-{self.phase}".replace(" ", "-")
+        place = [] if self.hosts == 1 else [f"{self.host}-of-{self.hosts}"]
+        return "-".join([launcher, *place, self.process, self.what, self.phase]).replace(" ", "-")
+
+    @property
+    def struck_rank(self) -> int:
+        """The rank whose processes are struck: on one host the last, which does not lead."""
+        return 0 if self.process == "coordinator" else self.host if self.hosts > 1 else 1
+
+    @property
+    def is_killed_stub(self) -> bool:
+        return self.what == "KILL" and self.process == ("stub" if self.has_torchrun else "launcher")
+
+    @property
+    def is_torchrun_without_end(self) -> bool:
+        """As in SignalCell."""
+        is_above = self.process in ("launcher", "stub")
+        return self.has_torchrun and is_above and self.what == "KILL" and self.host > 0
 
 
 UNDISTURBED = TrainingCell(False, "launcher", "CONT 0.3", "never")
 
 
 def training_cells(has_torchrun: bool) -> list[TrainingCell]:
-    """All cells of a launcher; moments, which are rarely more than a delay, and evaluations under torchrun for some."""
+    """On one host all cells without torchrun but moments, which are rarely more than a delay; with it, some."""
     phases = ("save",) if has_torchrun else ("evaluate", "save")
-    processes = ("launcher", *(("stub",) if has_torchrun else ()), "guardian", "coordinator", "worker")
+    processes = _processes(has_torchrun)
     lost = [TrainingCell(has_torchrun, *rest) for rest in itertools.product(processes, ("STOP", "KILL"), phases)]
     moments = ("stub",) if has_torchrun else processes
     evaluations = (("launcher", "KILL"), ("guardian", "STOP"), ("coordinator", "KILL")) if has_torchrun else ()
@@ -59,27 +81,50 @@ def training_cells(has_torchrun: bool) -> list[TrainingCell]:
     return [*lost, *(TrainingCell(has_torchrun, process, "CONT 3", "save") for process in moments)]
 
 
-def expected_code(cell: TrainingCell) -> int:
-    """The exit code of the launcher."""
-    is_lost = cell.what in ("STOP", "KILL")
-    if cell.process == "launcher" and cell.what == "KILL":
-        return -signal.SIGKILL
-    if cell.process == "stub" and cell.what == "KILL":
-        return 1  # torchrun ends all others
-    if cell.process == "guardian" and is_lost and not cell.has_torchrun:
-        return 3  # it had all workers
-    return 0
+def all_training_cells() -> list[TrainingCell]:
+    """Every process, on one host, and on the first and the second of three, in both phases."""
+    return [
+        TrainingCell(has_torchrun, process, what, phase, hosts, host)
+        for has_torchrun, (hosts, host) in itertools.product((False, True), [(1, 0), (3, 0), (3, 1)])
+        for process in _processes(has_torchrun)
+        if host == 0 or process != "coordinator"
+        for what, phase in itertools.product(MOMENTS_S, ("evaluate", "save"))
+    ]
+
+
+def _processes(has_torchrun: bool) -> tuple[str, ...]:
+    return ("launcher", *(("stub",) if has_torchrun else ()), "guardian", "coordinator", "worker")
+
+
+def expected_codes(cell: TrainingCell) -> list[int]:
+    """The exit code of each process that was started."""
+    codes = [-signal.SIGKILL if cell.is_torchrun_without_end else 0] * cell.hosts
+    if cell.what == "KILL" and cell.process == "launcher":
+        codes[cell.host] = -signal.SIGKILL
+    if cell.what == "KILL" and cell.process == "stub":
+        codes[cell.host] = 1  # torchrun ends all others of this host
+    if cell.what in ("STOP", "KILL") and cell.process == "guardian" and cell.hosts == 1 and not cell.has_torchrun:
+        codes = [3]  # it had all workers
+    return codes
 
 
 def run_training_cell(cell: TrainingCell, directory: Path, text: Path, undisturbed: list[float]) -> str:
     """Runs a cell; returns what is wrong with its end, "" if nothing is."""
     directory.mkdir()
-    world = StruckWorld([start_training(cell, directory, text)], directory)
+    world = StruckWorld(start_training(cell, directory, text), directory)
     try:
         world.await_files(["dawdling-1"])
         pid = _pid_of(cell, world)
         world.strike(pid, cell.what)
-        outputs = world.end(pid if cell.process in ("launcher", "stub") and cell.what == "STOP" else None)
+        is_above = cell.process == "launcher" and cell.has_torchrun
+        if cell.is_torchrun_without_end or (is_above and cell.hosts > 1):
+            world.await_end_below()
+        if is_above and cell.what == "STOP" and cell.hosts > 1:
+            os.kill(pid, signal.SIGCONT)  # the others wait for it
+        if cell.is_torchrun_without_end:
+            world.kill_started(once_ended=cell.host)
+        is_stopped = cell.process in ("launcher", "stub") and cell.what == "STOP" and not (is_above and cell.hosts > 1)
+        outputs = world.end(pid if is_stopped else None)
         wrong = _wrong(cell, world, outputs, undisturbed)
     except AssertionError as error:
         return f"{cell.name}: {error}"
@@ -88,27 +133,47 @@ def run_training_cell(cell: TrainingCell, directory: Path, text: Path, undisturb
     return "\n".join([f"{cell.name}: {wrong[0]}", *wrong[1:], *outputs]) if wrong else ""
 
 
-def start_training(cell: TrainingCell, directory: Path, text: Path) -> subprocess.Popen[str]:
-    """Starts a small run in `directory`, its output piped."""
+def start_training(cell: TrainingCell, directory: Path, text: Path) -> list[subprocess.Popen[str]]:
+    """Starts a small run in `directory`, the outputs piped."""
     config = directory / "config.json"
-    config.write_text(json.dumps(_config(directory, text)))
-    script = [dawdling_training.__file__, str(directory), cell.phase, str(STRIKE_STEP), "--config", str(config)]
+    config.write_text(json.dumps(_config(cell.hosts, directory, text)))
+    hosts = HOSTS if cell.hosts > 1 else "-"
+    script = [dawdling_training.__file__, str(directory), cell.phase, str(STRIKE_STEP), hosts, "--config", str(config)]
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.Popen(
-        [sys.executable, *(TORCHRUN if cell.has_torchrun else ()), *script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, *(_torchrun(cell, host, port) if cell.has_torchrun else ()), *script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**kept, **_variables(cell, host, port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        for host in range(cell.hosts)
+    ]
 
 
-def _config(directory: Path, text: Path) -> dict[str, Any]:
+def _torchrun(cell: TrainingCell, host: int, port: str) -> list[str]:
+    if cell.hosts == 1:
+        return [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
+    place = {"nproc_per_node": 1, "nnodes": cell.hosts, "node_rank": host, "master_addr": "127.0.0.1"}
+    return [*TORCHRUN, *(f"--{name}={value}" for name, value in {**place, "master_port": port}.items())]
+
+
+def _variables(cell: TrainingCell, host: int, port: str) -> dict[str, str]:
+    """What a launcher without a store of its own sets."""
+    if cell.hosts == 1 or cell.has_torchrun:
+        return {}
+    world = {"RANK": host, "WORLD_SIZE": cell.hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
+
+
+def _config(hosts: int, directory: Path, text: Path) -> dict[str, Any]:
     model = dict(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     return {
         "model": model,
-        "parallel": {"pp_size": 1, "dp_size": 2},
+        "parallel": {"pp_size": 1, "dp_size": max(2, hosts)},
         "batch": {"global_batch_size": 4, "micro_batch_size": 1, "sequence_length": 16},
         "optimizer": {"learning_rate": 1e-2},
         "data": {"sources": [str(text)], "cache_directory": str(text.parent / "cache")},
@@ -129,28 +194,28 @@ def _config(directory: Path, text: Path) -> dict[str, Any]:
 
 
 def _pid_of(cell: TrainingCell, world: StruckWorld) -> int:
-    started = world.processes[0].pid
     if cell.process == "launcher":
-        return started
+        return world.processes[cell.host].pid
     workers = {name: pid for pid, name in world.pids().items()}
     if cell.process == "coordinator":
         return workers["p3d-coordinator"]
-    worker = workers["p3d-rank-1"]
+    worker = workers[f"p3d-rank-{cell.struck_rank}"]
     guardian = parent_of(worker)
     return {"worker": worker, "guardian": guardian, "stub": parent_of(guardian)}[cell.process]
 
 
 def _wrong(cell: TrainingCell, world: StruckWorld, outputs: list[str], undisturbed: list[float]) -> list[str]:
-    code, expected, run = world.processes[0].returncode, expected_code(cell), world.directory / "run"
+    codes, expected, run = [p.returncode for p in world.processes], expected_codes(cell), world.directory / "run"
     lines = metrics(run)
+    must_finish = 3 not in expected and not (cell.hosts == 1 and (cell.is_killed_stub or 0 not in expected))
     steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
     return [
-        *([f"exit code {code}, not {expected}"] if code != expected else []),
+        *([f"exit codes {codes}, not {expected}"] if codes != expected else []),
         *([f"left behind: {left}"] if (left := world.left_behind()) else []),
         *(text for text in (*outputs, *world.logs()) if has_own_traceback(text)),
         *([f"steps {steps}"] if steps != list(range(1, len(steps) + 1)) else []),
         *(["other losses"] if not _are_close(losses, undisturbed) else []),
-        *(["it ended before its last step"] if expected == 0 and len(steps) != NUM_STEPS else []),
+        *(["it ended before its last step"] if must_finish and len(steps) != NUM_STEPS else []),
         *_damaged(run / "checkpoints"),
     ]
 
