@@ -101,6 +101,12 @@ class SignalCell:
         return self.hosts if self.has_torchrun or self.hosts == 1 else math.prod(self.layout)
 
     @property
+    def ends_all(self) -> bool:
+        """Whether the loss of the first host's coordinator ends the run: at the start nothing is agreed from which
+        another could go on, and once the last of three hosts is out of the run the second one is half of two."""
+        return self.host == 0 and (self.phase == "start" or (self.hosts, self.phase) == (3, "commit"))
+
+    @property
     def is_torchrun_without_end(self) -> bool:
         """Whether the other hosts' torchruns, once training is over, wait five minutes for one that was killed, or has
         ended because its stub was. Its store is on host 0; without that they don't wait."""
@@ -150,9 +156,8 @@ def allowed_codes(cell: SignalCell) -> list[list[int]]:
     if not cell.has_torchrun:
         return [_codes_of_stubs(cell)]
     codes = _codes_of_torchruns(cell)
-    if (cell.hosts, cell.process, cell.host, cell.what, cell.phase) == (3, "launcher", 0, "KILL", "start"):
-        # is anything agreed on when the stub below it notices?
-        return [codes, [codes[0], 1, 1]]
+    if cell.hosts > 1 and cell.process == "launcher" and cell.what == "KILL" and cell.ends_all:
+        return [codes, [codes[0], 1, 1]]  # the stub below it notices within a second: in which phase?
     return [codes]
 
 
@@ -160,8 +165,7 @@ def _codes_of_torchruns(cell: SignalCell) -> list[int]:
     """1 where a stub has ended with another code than 0."""
     codes = [-signal.SIGKILL if cell.is_torchrun_without_end else 0] * cell.num_started
     if cell.process == "stub" and cell.what == "KILL":
-        if cell.host == 0 and cell.phase == "start":
-            codes = [1] * cell.num_started
+        codes = [1 if cell.ends_all else code for code in codes]
         codes[cell.host] = 1  # torchrun ends all others of this host
     if cell.process == "coordinator" and cell.what in ("STOP", "KILL") and cell.phase == "start":
         codes = [1] * cell.num_started
@@ -174,8 +178,7 @@ def _codes_of_stubs(cell: SignalCell) -> list[int]:
     is_lost = cell.what in ("STOP", "KILL")
     codes = [0] * cell.num_started
     if cell.process == "stub" and cell.what == "KILL":
-        if cell.host == 0 and cell.phase == "start":
-            codes = [4] * cell.num_started  # nothing is agreed yet that another coordinator could go on from
+        codes = [4 if cell.ends_all else 0] * cell.num_started
         codes[cell.host] = -signal.SIGKILL
     if cell.process == "coordinator" and is_lost and cell.phase == "start":
         codes = [4] * cell.num_started
