@@ -45,11 +45,9 @@ def main(arguments: list[str]) -> int:
     env = None
     try:
         env = read_launcher_env(os.environ, local_rank=options.local_rank)
-        config = resolve(
-            load_config(options.config, options.overrides),
-            config_path=options.config,
-            world_size=env.world_size if env else None,
-        )
+        config = load_config(options.config, options.overrides)
+        in_grid = env.world_size - config.elastic.spares if env else None
+        config = resolve(config, config_path=options.config, world_size=in_grid)
         if options.print_config:
             print(dump_config(config))
             return 0
@@ -113,7 +111,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     )
     code = run_workers(
         partial(run_worker_process, config),
-        world_size=world_size(config),
+        world_size=world_size(config) + config.elastic.spares,
         logs=directory / LOGS,
         open_report=restart_manager.begin,
         reopen_report=restart_manager.reopen,

@@ -70,7 +70,8 @@ def run_workers(
     host: this host's name, if not the system's.
     """
     listener = _open_listener(env)  # others may connect while a checkpoint is being read
-    workers = _worker_specs(world_size, logs, env, host or socket.gethostname())
+    in_grid = len(elastic.grid.ranks) if elastic else world_size
+    workers = _worker_specs(world_size, in_grid, logs, env, host or socket.gethostname())
     own_info = _guardian_info(workers, listener.getsockname()[1])
     make_secret = partial(RunSecret, env, logs.parent)
     guardian = GuardianSpec(
@@ -126,8 +127,10 @@ class _Programs(ChildPrograms):
         return run_coordinator_process(self.coordinator, link, failover=failover)
 
 
-def _worker_specs(world_size: int, logs: Path, env: LauncherEnv | None, host: str) -> tuple[WorkerSpec, ...]:
-    """Returns the workers of this process's guardian: all, or the one of its own rank."""
+def _worker_specs(
+    world_size: int, in_grid: int, logs: Path, env: LauncherEnv | None, host: str
+) -> tuple[WorkerSpec, ...]:
+    """Returns the workers of this process's guardian: all, or the one of its own rank. The last ones are spares."""
     if env is None:
         local_ranks, local_world_size = {rank: rank for rank in range(world_size)}, world_size
     else:
@@ -142,6 +145,7 @@ def _worker_specs(world_size: int, logs: Path, env: LauncherEnv | None, host: st
             host=host,
             address=address,
             log=logs / f"rank-{rank}.log",
+            is_spare=rank >= in_grid,
         )
         for rank, local_rank in local_ranks.items()
     )

@@ -70,6 +70,10 @@ def run_worker(
     `make_stage` builds the rank's layers; `open_initial_weights` opens what `run.initialize_from` names.
     """
     control, token = context.control, context.control.token
+    if context.is_spare:
+        context = replace(context, is_spare=False, part=control.membership.await_part())
+        if context.part is None:
+            return 0
     device = set_up_device(config, context)
     grid = build_grid(config)
     start, given = join_run(context, grid)

@@ -91,6 +91,7 @@ class World:
 
     def worker(self, rank: int, committed: GenerationRecord, newest_generation: int) -> socket.socket:
         membership_state = {"newest_generation": newest_generation, "committed_generation": committed.generation}
+        membership_state |= {"part": None, "is_ready": True}
         worker = self.connect(role="worker", ranks=[rank], host=HOSTS[rank], log="", membership_state=membership_state)
         self.committed[worker] = committed
         return worker

@@ -10,8 +10,9 @@ import pytest
 from tests.support.launch_runs import finish, metrics, start, wait_for_change, wait_for_step
 
 pytestmark = pytest.mark.slow
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
-SETTINGS = ("run.num_steps=100000", "precision.sums=exact", "elastic.max_rejoins=3")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+SETTINGS = ("run.num_steps=100000", "precision.sums=exact")
+REJOINS, SPARE = "elastic.max_rejoins=3", "elastic.spares=1"
 
 
 def kill(run, rank):
@@ -37,17 +38,18 @@ def stop_after(process, run, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "victims"),
+    ("launcher", "setting", "victims"),
     [
-        pytest.param((), (0,), id="the leader"),
-        pytest.param(TORCHRUN, (3, 0, 4), id="torchrun", marks=pytest.mark.full),
-        pytest.param((), (0, 1, 2, 3, 4), id="all", marks=pytest.mark.full),
+        pytest.param((), REJOINS, (0,), id="the leader"),
+        pytest.param((*TORCHRUN, "4"), REJOINS, (3, 0, 4), id="torchrun", marks=pytest.mark.full),
+        pytest.param((), REJOINS, (0, 1, 2, 3, 4), id="all", marks=pytest.mark.full),
+        pytest.param((*TORCHRUN, "5"), SPARE, (0,), id="a spare", marks=pytest.mark.full),
     ],
 )
-def test_lost_workers_come_back_and_change_no_bit(config_file, tmp_path, launcher, victims):
+def test_lost_workers_come_back_and_change_no_bit(config_file, tmp_path, launcher, setting, victims):
     """Worker 4 is the first one that joins; where all of the first ones are lost, it becomes the leader."""
     run = tmp_path / "run"
-    process = start("--config", config_file, *SETTINGS, launcher=launcher)
+    process = start("--config", config_file, *SETTINGS, setting, launcher=launcher)
     wait_for_step(run, 4)
     for number, victim in enumerate(victims):
         kill(run, victim)

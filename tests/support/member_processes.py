@@ -8,7 +8,7 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
              what: kill, stop, term, exit, fail, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, step_s, zero_stage, zero_backups, max_rejoins, witness
+    num_steps, step_s, zero_stage, zero_backups, max_rejoins, spares, witness
     start_s, connect_s, control_s, failover_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
 """
@@ -256,6 +256,8 @@ def member(spec: dict[str, Any], context: WorkerContext) -> int:
     Path(sys.argv[1], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
     faults = [(rank, point, number, what) for rank, point, number, what in spec.get("faults", ())]
     mine = [fault for fault in faults if fault[0] == context.rank]
+    if context.is_spare and context.control.membership.await_part() is None:
+        return 0
     num_steps, step_s = spec.get("num_steps", 20), spec.get("step_s", STEP_S)
     return Member(context=context, faults=mine, num_steps=num_steps, step_s=step_s).run()
 
@@ -268,7 +270,7 @@ def main() -> int:
     try:
         return run_workers(
             partial(member, spec),
-            world_size=len(grid.ranks),
+            world_size=len(grid.ranks) + spec.get("spares", 0),
             logs=directory / "logs",
             open_report=lambda: RunReporter(
                 RunFolder(directory, config="{}", environment={}), title="members", charts=False

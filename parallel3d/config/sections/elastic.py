@@ -111,6 +111,8 @@ class ElasticConfig(Section):
     max_rejoins: NonNegativeInt = 0
     """How often in an hour a worker is started in the place of a lost one, after 1, 2, 4 ... seconds. It builds its
     part of the model beside the run and enters between two steps. 0: lost workers do not come back."""
+    spares: NonNegativeInt = 0
+    """Workers beyond those of the layout: start that many more. They wait, and take the places of lost ones at once."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
     """How long a worker may go without a heartbeat before its guardian kills it."""
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()

@@ -172,24 +172,25 @@ def check_stage_replicas(parallel: ParallelConfig) -> Iterator[Problem]:
         yield excludes("parallel.stage_replicas", replicas, "parallel.dp_size", parallel.dp_size, why)
 
 
-@rule(LAYOUT, WORLD_SIZE)
-def check_world(parallel: ParallelConfig, world_size: int | None) -> Iterator[Problem]:
-    """The layout uses all ranks."""
+@rule(LAYOUT, "elastic.spares", WORLD_SIZE)
+def check_world(parallel: ParallelConfig, spares: int, world_size: int | None) -> Iterator[Problem]:
+    """The layout uses all ranks but the spares."""
     if world_size is None:
         return
     needed = num_ranks(parallel, world_size)
     if needed == world_size:
         return
+    besides = f", besides {spares} spares (elastic.spares)" if spares else ""
     name = "dp_size" if parallel.stage_replicas is None else "stage_replicas"
     value = getattr(parallel, name)
     if value is None:
         unit = parallel.tp_size * parallel.pp_size
         rule_text = (
-            f"can't be derived: {world_size} ranks don't divide into replicas of tp_size * pp_size = {unit} ranks"
+            f"can't be derived: {world_size} ranks don't divide into replicas of tp_size * pp_size = {unit} ranks{besides}"
         )
-        fix = f"Start a multiple of {unit} ranks, or change parallel.tp_size or parallel.pp_size"
+        fix = f"Start a multiple of {unit} ranks{besides}, or change parallel.tp_size or parallel.pp_size"
     else:
         sizes = f"tp_size {parallel.tp_size} and pp_size {parallel.pp_size}"
-        rule_text = f"makes {needed} ranks with {sizes}, not {world_size}"
-        fix = f"Start {needed} ranks, or change it"
+        rule_text = f"makes {needed} ranks with {sizes}, not {world_size}{besides}"
+        fix = f"Start {needed + spares} ranks, or change it"
     yield Problem(field=f"parallel.{name}", value=value, rule=rule_text, fix=fix)

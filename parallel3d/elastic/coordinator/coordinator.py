@@ -223,6 +223,8 @@ class Coordinator:
             self._stall_check.fences.on_connected(ranks[0])
             self._server.add_worker(connection, ranks[0])
             self._status.record_hello(ranks[0], host=header["host"], log=header["log"])
+            if self._membership:
+                self._membership.greet(ranks[0])
         connection.hello = header
         if not is_worker:
             connection.guarded_ranks = ranks

@@ -167,14 +167,17 @@ class FailoverCoordinator(Coordinator):
             membership.execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
 
     def _readmit(self, membership: MembershipManager) -> None:
-        """Takes over workers that were on their way into the run. Those that are ready enter with the first change."""
+        """Takes over spares, and workers on their way into the run. Those that are ready enter with the first change."""
         now_s, ended = time.monotonic(), {end["rank"] for end in self._ends()}
         for rank, connection in self._server.workers.items():
-            part = connection.hello.get("part")
-            if part is None or rank in membership.protocol.live | ended:
+            state = connection.hello["membership_state"]
+            if rank in ended or not membership.is_joining(rank):
                 continue
-            membership.joins.add(rank, (part[0], part[1]), now_s)
-            if connection.hello["membership_state"].get("is_ready"):
+            if state["part"] is None:
+                membership.joins.add_spare(rank)
+                continue
+            membership.joins.add(rank, (state["part"][0], state["part"][1]), now_s)
+            if state["is_ready"]:
                 membership.joins.admit(rank, membership.protocol)
 
     def _joined_ranks(self, guardian: dict[str, Any]) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class MembershipManager:
         build_s: float,
     ):
         self.protocol = protocol
-        self.joins = WorkerJoins(server, status, build_s=build_s)
+        self.joins = WorkerJoins(server, status, grid, build_s=build_s)
         self._fences = fences
         self.recovery_log = RecoveryLog(grid)
         self._server = server
@@ -152,8 +152,22 @@ class MembershipManager:
     def is_joining(self, rank: int) -> bool:
         return self.joins.is_joining(rank, self.protocol)
 
+    def greet(self, rank: int) -> None:
+        """Handles a worker's hello: one that the run has not asked for is a spare."""
+        if self.is_joining(rank) and self.joins.add_spare(rank):
+            self._emit({"kind": "notice", "text": f"rank {rank} on {self._status.workers[rank].host} is a spare"})
+
     def announce_drain(self, rank: int) -> None:
-        self.execute(self.protocol.announce_drain(rank))
+        """Handles a worker that must leave; one that is not in the run yet needs no change of membership."""
+        if self.joins.dismiss(rank):
+            self._dismiss([rank])
+        else:
+            self.execute(self.protocol.announce_drain(rank))
+
+    def _dismiss(self, ranks: Sequence[int]) -> None:
+        """Lets workers go that the run does not need."""
+        self._server.send_to_workers(ranks, {"op": "finish_run"})
+        self._status.mark_done(ranks)
 
     def quorum_loss(self) -> str:
         """Why this coordinator must stop serving, or "". Half of the hosts are enough for one that already serves."""
@@ -193,9 +207,9 @@ class MembershipManager:
                     self._emit({"kind": "notice", "text": text})
                     self._shutdown.stop(signal.SIGTERM)
                 case FinishRun():
-                    self._server.send_to_workers(action.ranks, {"op": "finish_run"})
+                    self._dismiss([*action.ranks, *self.joins.take_spares()])
                     self._fences.kill(dict.fromkeys(building := self.joins.take_building(), "the run is over"))
-                    self._status.mark_done([*action.ranks, *building])
+                    self._status.mark_done(building)
                 case StopRun():
                     self._status.record_stop_run(action.reason)
                     self._shutdown.abort_after_failure()

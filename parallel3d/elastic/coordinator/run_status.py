@@ -51,6 +51,8 @@ class WorkerState:
     ended: bool = False
     done: bool = False
     """It has reached the run's end, or left after a drain."""
+    is_spare: bool = False
+    """The run did not begin with it, and does not wait for it."""
     lost_worker: LostWorker | None = None
     """Set if the run went on without it."""
 
@@ -81,6 +83,8 @@ class RunStatus:
             rank: WorkerState(coordinates=str(grid.coordinates(rank)) if grid and grid.holds(rank) else "")
             for rank in range(world_size)
         }
+        for rank, worker in self.workers.items():
+            worker.is_spare = grid is not None and not grid.holds(rank)
         self.failures: list[Failure] = []
         self.last_step: int | None = None
         self.stop_signal: int | None = None
@@ -88,12 +92,12 @@ class RunStatus:
 
     @property
     def missing(self) -> list[int]:
-        """Workers that have not connected yet."""
-        return [rank for rank, worker in self.workers.items() if not (worker.host or worker.ended)]
+        """Workers that the run waits for, since they have not connected yet."""
+        return [rank for rank, worker in self.workers.items() if not (worker.host or worker.ended or worker.is_spare)]
 
     @property
     def over(self) -> bool:
-        return all(worker.ended for worker in self.workers.values())
+        return all(worker.ended or (worker.is_spare and not worker.host) for worker in self.workers.values())
 
     def add_worker(self, rank: int, *, host: str, coordinates: str) -> None:
         """Adds a worker that its guardian on `host` starts during the run."""

@@ -6,7 +6,8 @@
     worker: hello(part)    ------------>
             ready          ------------>   admitted: it enters with the next change of membership
 
-One that ends before it is a member, or is late, costs the run nothing.
+A spare has a number and waits, so it needs no offer: it is sent `build_part`, and is taken first. One that ends before
+it is a member, or is late, costs the run nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from parallel3d.elastic.coordinator.run_status import RunStatus
 from parallel3d.elastic.protocol.actions import Action
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.errors import OutOfPlaceError
-from parallel3d.parallel.grid import PartId
+from parallel3d.parallel.grid import Grid, PartId
 
 
 class WorkerJoins:
     """Offers, and workers on their way into the run, each of which has `build_s` seconds to build its part."""
 
-    def __init__(self, server: ConnectionServer, status: RunStatus, *, build_s: float):
+    def __init__(self, server: ConnectionServer, status: RunStatus, first_grid: Grid, *, build_s: float):
         self._server = server
         self._status = status
+        self._first_grid = first_grid
         self._build_s = build_s
         self._offers: list[tuple[Connection, int]] = []
         """Guardians and their slots, oldest first."""
+        self._spares: set[int] = set()
+        """Workers that wait until a part is missing."""
         self._parts: dict[int, PartId] = {}
         """What all that ever joined have built."""
         self._building: dict[int, float] = {}
@@ -42,16 +46,29 @@ class WorkerJoins:
         """Notes that a guardian could start a worker."""
         self._offers.append((guardian, slot))
 
+    def add_spare(self, rank: int) -> bool:
+        """Notes a worker that waits to be needed; False if it was asked to join."""
+        if rank in self._parts:
+            return False
+        self._spares.add(rank)
+        return True
+
     def accept(self, protocol: MembershipProtocol, now_s: float) -> None:
-        """Has workers started for the parts that are missing, as far as there are offers."""
-        self._building = {rank: due_s for rank, due_s in self._building.items() if not self._status.workers[rank].ended}
-        seen = (protocol.num_changes, len(self._offers), len(self._building))
-        if not self._offers or protocol.pending is not None or seen == self._seen:
+        """Has workers built or started for the parts that are missing, as far as there are spares and offers."""
+        workers = self._status.workers
+        self._building = {rank: due_s for rank, due_s in self._building.items() if not workers[rank].ended}
+        self._spares = {rank for rank in self._spares if not workers[rank].ended}
+        if not (self._offers or self._spares) or protocol.pending is not None or self._state(protocol) == self._seen:
             return
         self._offers = [offer for offer in self._offers if offer[0].is_open]
-        while self._offers and (part := protocol.choose_part([self._parts[rank] for rank in self._building])):
-            self._start(*self._offers.pop(0), part, now_s)
-        self._seen = (protocol.num_changes, len(self._offers), len(self._building))
+        while part := protocol.choose_part([self._parts[rank] for rank in self._building]):
+            if self._spares:
+                self._take(min(self._spares), part, now_s)
+            elif self._offers:
+                self._start(*self._offers.pop(0), part, now_s)
+            else:
+                break
+        self._seen = self._state(protocol)
 
     def overdue(self, now_s: float) -> Mapping[int, str]:
         """Returns workers that have had enough time to build their parts, and why they must end, once."""
@@ -74,12 +91,35 @@ class WorkerJoins:
 
     def is_joining(self, rank: int, protocol: MembershipProtocol) -> bool:
         """Whether this worker is on its way into the run: the run does not count on it."""
-        return rank in self._parts and rank not in protocol.live and not self._status.workers[rank].ended
+        is_first = self._first_grid.holds(rank)
+        return not (is_first or rank in protocol.live or self._status.workers[rank].ended)
+
+    def dismiss(self, rank: int) -> bool:
+        """Forgets a worker that must leave, if it is a spare or builds its part; returns whether it is."""
+        is_here = rank in self._spares or rank in self._building
+        self._spares.discard(rank)
+        self._building.pop(rank, None)
+        return is_here
+
+    def take_spares(self) -> list[int]:
+        """Returns and forgets the spares."""
+        spares, self._spares = sorted(self._spares), set()
+        return spares
 
     def take_building(self) -> list[int]:
         """Returns and forgets the workers that will not be needed."""
         building, self._building, self._offers = sorted(self._building), {}, []
         return building
+
+    def _state(self, protocol: MembershipProtocol) -> tuple[int, int, int, int]:
+        """What a decision about joins rests on."""
+        return protocol.num_changes, len(self._offers), len(self._spares), len(self._building)
+
+    def _take(self, rank: int, part: PartId, now_s: float) -> None:
+        self._spares.discard(rank)
+        self.add(rank, part, now_s)
+        self._status.workers[rank].coordinates = describe_part(part)
+        self._server.send_to_workers([rank], {"op": "build_part", "part": list(part)})
 
     def _start(self, guardian: Connection, slot: int, part: PartId, now_s: float) -> None:
         rank = max(self._status.workers) + 1

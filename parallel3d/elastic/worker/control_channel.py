@@ -26,6 +26,7 @@ from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
 from parallel3d.elastic.worker.path_probe import likely_first, unreachable_ranks
 from parallel3d.errors import ProtocolError
 from parallel3d.parallel.abort import POLL_S, AbortToken
+from parallel3d.parallel.grid import PartId
 
 FINISH_ACK_S = 5.0
 MAX_KEPT_RECORDS = 4096
@@ -53,13 +54,14 @@ class ControlChannel:
         world_size: int,
         control_s: float = LaunchTimeouts.control_s,
         joins: bool = False,
+        part: PartId | None = None,
         hello: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.rank = rank
         self.world_size = world_size
         self.token = AbortToken()
         """Aborted when the coordinator ends the run, or the connection to it breaks."""
-        self.membership = MembershipClient(rank=rank, send=self._send, run_token=self.token, joins=joins)
+        self.membership = MembershipClient(rank=rank, send=self._send, run_token=self.token, joins=joins, part=part)
         self.worker_status: Callable[[], dict[str, Any]] = lambda: {}
         """Returns this worker's status; called on the channel's thread."""
         self._connection = connection

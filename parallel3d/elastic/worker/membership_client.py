@@ -16,6 +16,7 @@ from parallel3d.elastic.protocol.membership import NO_GENERATION, Address, Gener
 from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.errors import GenerationEnded, RunEnded
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.grid import PartId
 
 FRAMES = (
     "abort_generation",
@@ -25,6 +26,7 @@ FRAMES = (
     "record",
     "commit",
     "change_request",
+    "build_part",
     "finish_run",
 )
 FIRST_GENERATION = 0
@@ -50,10 +52,13 @@ class MembershipClient:
     """Takes part in changes of membership for one worker.
 
     `run_token` is aborted when the run is over. All waits raise RunEnded then. A worker that joins a run reports to the
-    first change that it hears of, all others to the first generation at once.
+    first change that it hears of, all others to the first generation at once. `part`: of the model, if it is to build
+    one.
     """
 
-    def __init__(self, *, rank: int, send: Send, run_token: AbortToken, joins: bool = False):
+    def __init__(
+        self, *, rank: int, send: Send, run_token: AbortToken, joins: bool = False, part: PartId | None = None
+    ):
         self.rank = rank
         self._send = send
         self._run_token = run_token
@@ -71,9 +76,15 @@ class MembershipClient:
         self._committed_record: GenerationRecord | None = None
         self._requested_generation = NO_GENERATION
         """The newest generation in which this worker was asked to request a change."""
+        self._part = part
         self._is_ready = not joins
         self._is_finished = False
         run_token.on_abort(self._end)
+
+    def await_part(self) -> PartId | None:
+        """Waits until the run needs this spare; returns the part of the model to build. None: it does not, leave."""
+        self._await(lambda: self._is_finished or self._part is not None)
+        return None if self._is_finished else self._part
 
     def announce_ready(self) -> None:
         """Announces, if this worker joins a run, that it can enter with the next change."""
@@ -148,6 +159,8 @@ class MembershipClient:
                     self._committed_generation, self._committed_record = header["generation"], self._pending.record
                 case "change_request":
                     self._requested_generation = header["generation"]
+                case "build_part":
+                    self._part = (header["part"][0], header["part"][1])
                 case "finish_run":
                     self._is_finished = True
             self._changed.notify_all()
@@ -193,6 +206,7 @@ class MembershipClient:
             return {
                 "newest_generation": self._newest_generation,
                 "committed_generation": self._committed_generation,
+                "part": self._part,
                 "is_ready": self._is_ready,
             }
 

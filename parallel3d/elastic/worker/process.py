@@ -42,6 +42,8 @@ class WorkerSpec:
     address: str
     """The host's address as the other workers reach it."""
     log: Path
+    is_spare: bool = False
+    """It waits until the run needs it for a part of the model."""
     part: PartId | None = None
     """For one that joins a run: the part of the model that it builds."""
 
@@ -63,6 +65,8 @@ class WorkerContext:
     control: ControlChannel
     heartbeat: Heartbeat
     worker_status: WorkerStatusTracker
+    is_spare: bool = False
+    """It waits until the run needs it for a part of the model."""
     part: PartId | None = None
     """For one that joins a run: the part of the model that it builds."""
 
@@ -80,17 +84,18 @@ def run_worker_process(
     timeouts: LaunchTimeouts,
 ) -> int:
     """Opens the control channel, runs `worker_main` and closes the channel; returns the exit code."""
-    joins, hello = spec.part is not None, {"ranks": [spec.rank], "host": spec.host, "log": str(spec.log)}
+    was_asked, hello = spec.part is not None, {"ranks": [spec.rank], "host": spec.host, "log": str(spec.log)}
     control = ControlChannel(
         connection,
         rank=spec.rank,
         world_size=spec.world_size,
         control_s=timeouts.control_s,
-        joins=joins,
-        hello={"op": "hello", "role": "worker", **hello, "part": spec.part},
+        joins=spec.is_spare or was_asked,
+        part=spec.part,
+        hello={"op": "hello", "role": "worker", **hello},
     )
     try:
-        address = None if joins else discovery.look_up()
+        address = None if was_asked else discovery.look_up()
         secret = control.connect(address and (address, discovery.run_secret.read()))
     except UserError as error:
         print(f"rank {spec.rank}: {error}", file=sys.stderr, flush=True)
@@ -108,6 +113,7 @@ def run_worker_process(
         control=control,
         heartbeat=heartbeat,
         worker_status=observe_waits(control, heartbeat),
+        is_spare=spec.is_spare and not was_asked,
         part=spec.part,
     )
     heartbeat.start()

@@ -1,0 +1,60 @@
+"""Workers beyond those of the grid wait, and take the places of lost ones; the run depends on none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.elastic.test_members import end, pid_of, run, wait_for_step
+from tests.elastic.test_rejoins import assert_came_back
+from tests.elastic.test_takeover import end_all, metrics
+from tests.support.member_processes import start, start_on_hosts
+from tests.support.processes import wait_for
+
+pytestmark = pytest.mark.slow
+HOSTS = ["a", "b", "c", "d"]
+"""The spare is on the last one."""
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker(tmp_path):
+    ended = run(tmp_path, faults=[[3, "step", 5, "kill"]], num_steps=100, spares=1)
+    assert_came_back(ended, [4], num_steps=100)
+    assert " is a spare\n" in ended.out and "rank 4 (pp1 dp1 tp0) joins; 4 live, 0 spare, 0 lost" in ended.out
+
+
+def test_a_spare_that_is_not_needed_ends_with_the_run(tmp_path):
+    ended = run(tmp_path, spares=2)
+    assert (ended.code, ended.err, ended.changes) == (0, "", []) and ended.steps == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
+def test_a_spare_that_ends_costs_the_run_nothing(tmp_path, number, said):
+    process = start(tmp_path, num_steps=100, spares=1)
+    wait_for_step(tmp_path, 5)
+    os.kill(pid_of(tmp_path, 4), number)
+    ended = end(process, tmp_path)
+    assert (ended.code, ended.err, ended.changes) == (0, "", []) and ended.steps == list(range(1, 101))
+    assert ended.out.count("rank 4 does not join: killed by SIGKILL") == said
+
+
+def test_a_spare_outlives_the_coordinator(tmp_path):
+    processes = start_on_hosts(tmp_path, HOSTS, num_steps=300, layout=(1, 3, 1), spares=1)
+    wait_for_step(tmp_path, 5)
+    wait_for(lambda: (tmp_path / "pid-3").exists(), "the spare")
+    processes[0].kill()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [-signal.SIGKILL, 0, 0, 0], (outs, errs)
+    steps, changes = metrics(tmp_path)
+    assert steps == list(range(1, 301)) and (changes[-1]["live"], changes[-1]["lost"]) == (3, 0)
+    assert [each["rank"] for change in changes for each in change["joined"]] == [3], changes
+
+
+@pytest.mark.full
+def test_a_run_does_not_wait_for_its_spares(tmp_path):
+    processes = start_on_hosts(tmp_path, HOSTS, num_steps=100, layout=(1, 3, 1), spares=1)
+    processes[3].kill()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0, -signal.SIGKILL], (outs, errs)
+    assert metrics(tmp_path) == (list(range(1, 101)), [])
