@@ -185,9 +185,8 @@ def check_world(parallel: ParallelConfig, spares: int, world_size: int | None) -
     value = getattr(parallel, name)
     if value is None:
         unit = parallel.tp_size * parallel.pp_size
-        rule_text = (
-            f"can't be derived: {world_size} ranks don't divide into replicas of tp_size * pp_size = {unit} ranks{besides}"
-        )
+        replicas = f"replicas of tp_size * pp_size = {unit} ranks"
+        rule_text = f"can't be derived: {world_size} ranks{besides} don't divide into {replicas}"
         fix = f"Start a multiple of {unit} ranks{besides}, or change parallel.tp_size or parallel.pp_size"
     else:
         sizes = f"tp_size {parallel.tp_size} and pp_size {parallel.pp_size}"
