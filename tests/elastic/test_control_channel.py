@@ -170,7 +170,7 @@ def test_a_worker_goes_on_with_the_coordinators_successor():
     commit(guardian, 3)
     guardian.lose_coordinator()
     assert guardian.next()["record"] == step
-    state = {"newest_generation": 0, "committed_generation": 3, "is_ready": True}
+    state = {"newest_generation": 0, "committed_generation": 3, "part": None, "is_ready": True}
     assert guardian.next() == {"op": "hello", "membership_state": state}
     assert guardian.next()["record"] == step  # the lost one may not have written it
     for number in range(100):

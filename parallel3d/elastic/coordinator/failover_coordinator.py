@@ -167,7 +167,7 @@ class FailoverCoordinator(Coordinator):
             membership.execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
 
     def _readmit(self, membership: MembershipManager) -> None:
-        """Takes over spares, and workers on their way into the run; those that are ready enter with the first change."""
+        """Takes over spares, and workers on their way into the run; those that are ready enter at the first change."""
         now_s, ended = time.monotonic(), {end["rank"] for end in self._ends()}
         for rank, connection in self._server.workers.items():
             state = connection.hello["membership_state"]
