@@ -70,8 +70,7 @@ def run_workers(
     host: this host's name, if not the system's.
     """
     listener = _open_listener(env)  # others may connect while a checkpoint is being read
-    in_grid = len(elastic.grid.ranks) if elastic else world_size
-    workers = _worker_specs(world_size, in_grid, logs, env, host or socket.gethostname())
+    workers = _worker_specs(world_size, elastic, logs, env, host or socket.gethostname())
     own_info = _guardian_info(workers, listener.getsockname()[1])
     make_secret = partial(RunSecret, env, logs.parent)
     guardian = GuardianSpec(
@@ -128,7 +127,7 @@ class _Programs(ChildPrograms):
 
 
 def _worker_specs(
-    world_size: int, in_grid: int, logs: Path, env: LauncherEnv | None, host: str
+    world_size: int, elastic: ElasticSettings | None, logs: Path, env: LauncherEnv | None, host: str
 ) -> tuple[WorkerSpec, ...]:
     """Returns the workers of this process's guardian: all, or the one of its own rank. The last ones are spares."""
     if env is None:
@@ -145,7 +144,7 @@ def _worker_specs(
             host=host,
             address=address,
             log=logs / f"rank-{rank}.log",
-            is_spare=rank >= in_grid,
+            is_spare=elastic is not None and not elastic.grid.holds(rank),
         )
         for rank, local_rank in local_ranks.items()
     )

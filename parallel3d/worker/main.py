@@ -65,15 +65,23 @@ OpenInitialWeights = Callable[[Config], InitMethod | None]
 def run_worker(
     config: Config, context: WorkerContext, *, make_stage: MakeStage, open_initial_weights: OpenInitialWeights
 ) -> int:
-    """Trains as one rank of the run, starting where the coordinator says; returns the worker's exit code.
+    """Runs a worker, a spare once it is needed; returns its exit code.
 
     `make_stage` builds the rank's layers; `open_initial_weights` opens what `run.initialize_from` names.
     """
-    control, token = context.control, context.control.token
     if context.is_spare:
-        context = replace(context, is_spare=False, part=control.membership.await_part())
+        context = replace(context, is_spare=False, part=context.control.membership.await_part())
         if context.part is None:
             return 0
+    train_worker(config, context, make_stage=make_stage, open_initial_weights=open_initial_weights)
+    return 0
+
+
+def train_worker(
+    config: Config, context: WorkerContext, *, make_stage: MakeStage, open_initial_weights: OpenInitialWeights
+) -> None:
+    """Trains as one rank of the run, starting where the coordinator says."""
+    control, token = context.control, context.control.token
     device = set_up_device(config, context)
     grid = build_grid(config)
     start, given = join_run(context, grid)
@@ -113,7 +121,6 @@ def run_worker(
     hooks.close()
     prefetcher.close()
     print(prefetcher.describe(), flush=True)
-    return 0
 
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:
