@@ -112,7 +112,7 @@ class WorkerJoins:
         return building
 
     def _state(self, protocol: MembershipProtocol) -> tuple[int, int, int, int]:
-        """What a decision about joins rests on."""
+        """Returns all that a decision about joins rests on."""
         return protocol.num_changes, len(self._offers), len(self._spares), len(self._building)
 
     def _take(self, rank: int, part: PartId, now_s: float) -> None:
