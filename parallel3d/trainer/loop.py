@@ -67,6 +67,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self._reporter = StepReporter(self.rank, self.publish, data_wait_s=self.data_wait_s, describe=self.describe)
         self._join_step = 0
+        self._awaited_save: int | None = None
+        """Step of the save for whose end a change of membership waits."""
 
     def run(self) -> bool:
         """Trains to the end; False when this rank left earlier or was a spare at the end. Raises Diverged."""
@@ -135,12 +137,22 @@ class Trainer:
         report = train_step(
             self.rank,
             stop=self.stop_requested(),
-            leave=self.drain_requested() or (self.change_requested() and not self.saver.is_saving),
+            leave=self.drain_requested() or self._is_time_to_change(),
             evaluate=self._reporter.wants_evaluation,
             save_status=self.saver.status(),
         )
         self._reporter.notices(self.saver.on_entry(report.entry))
         self._reporter.end_step(report, range(state.tokens_read, self.rank.state.tokens_read))
+
+    def _is_time_to_change(self) -> bool:
+        """Whether this rank asks for a change in the coming step. A change ends a save under way, so it waits for one;
+        but not for the one after it: saves that follow each other closely would keep workers out for ever."""
+        if not self.change_requested():
+            self._awaited_save = None
+            return False
+        if self.saver.is_saving and self._awaited_save is None:
+            self._awaited_save = self.saver.last_step
+        return not self.saver.is_saving or self.saver.last_step != self._awaited_save
 
     def _evaluate(self) -> None:
         self.on_phase(Phase.EVALUATE, self.rank.state.iteration)

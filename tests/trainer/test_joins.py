@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from parallel3d.config.schema import Config, FaultConfig
-from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads
-from parallel3d.inprocess.thread_joins import Joins
+from parallel3d.config.schema import FaultConfig
 from parallel3d.monitor.flops import Peak
 from parallel3d.trainer.joining import encode_train_state, load_train_state
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.seen_steps import MAX_SENT_LOSSES, SeenSteps
 from tests.support import tiny_runs
+from tests.support.join_runs import check_joins, dies
 from tests.support.kill_layouts import BASE_LAYOUTS, BEFORE_GO, config_of
-from tests.support.thread_kills import assert_same_run, fault_hooks, run
 
 STEPS = 5
-
-
-def run_with_joins(config: Config, faults: Sequence[FaultConfig], steps: Sequence[int]) -> ElasticRunResult:
-    grid = build_grid(config)
-    return run_elastic_in_threads(
-        config,
-        lambda rank, injector: tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector)),
-        faults,
-        joins=Joins(
-            steps=steps,
-            prepare=lambda rank, injector, part: tiny_runs.prepare(
-                config, grid, rank, hooks=fault_hooks(injector), part=part
-            ),
-        ),
-    )
-
-
-def check(
-    config: Config, faults: Sequence[FaultConfig], steps: Sequence[int], *, num_changes: int, lacks: int = 0
-) -> None:
-    done = run_with_joins(config, faults, steps)
-    assert_same_run(done, run(config))
-    assert done.num_changes == num_changes
-    assert sum(done.widths) == sum(len(stage) for stage in build_grid(config).stages) - lacks
-
-
-def dies(rank: int, step: int, phase: str = "forward") -> FaultConfig:
-    return FaultConfig(rank=rank, step=step, phase=phase)
 
 
 def test_a_joiner_knows_what_its_run_has_seen():
@@ -67,7 +35,7 @@ COORDINATES = [(name, rank) for name in BASE_LAYOUTS for rank in build_grid(conf
 @pytest.mark.each_value
 @pytest.mark.parametrize(("layout", "rank"), COORDINATES)
 def test_every_place_is_taken_again(layout: str, rank: int):
-    check(config_of(layout, num_steps=STEPS), [dies(rank, 2)], [3], num_changes=2)
+    check_joins(config_of(layout, num_steps=STEPS), [dies(rank, 2)], [3], num_changes=2)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +47,17 @@ def test_a_death_while_a_worker_joins(rank: int, phase: str):
     """Rank 1 dies, rank 8 joins its stage, meanwhile one more dies; rank 9 takes the last vacancy."""
     faults = [dies(1, 1), FaultConfig(rank=rank, step=1 if rank == 8 else 3, phase=phase)]
     changes = 3 if phase in BEFORE_GO else 4
-    check(config_of("pp2-dp4", num_steps=STEPS), faults, [2, 4], num_changes=changes)
+    check_joins(config_of("pp2-dp4", num_steps=STEPS), faults, [2, 4], num_changes=changes)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 3), (2, 1), (4, 7)])
 def test_two_broken_replicas_become_a_whole_one(first: int, second: int):
     """The second dies in the recovery from the first: no replica of their stage is whole, but of each part one is."""
     faults = [dies(first, 2), dies(second, 2, "recovery_report")]
-    check(config_of("pp2-dp2-tp2", num_steps=STEPS), faults, [], num_changes=1, lacks=1)
+    check_joins(config_of("pp2-dp2-tp2", num_steps=STEPS), faults, [], num_changes=1, lacks=1)
 
 
 def test_a_spare_and_a_new_worker_make_a_replica():
     """Rank 0 dies and leaves spare 1; then rank 2 would be the last of its part."""
     faults = [dies(0, 2), dies(3, 4)]
-    check(config_of("pp2-dp2-tp2", num_steps=6), faults, [3, 5], num_changes=4)
+    check_joins(config_of("pp2-dp2-tp2", num_steps=6), faults, [3, 5], num_changes=4)
