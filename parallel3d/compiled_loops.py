@@ -61,7 +61,8 @@ def loop_library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
 def _load(source: Path, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Loads the library from `folder`, and compiles it if it is not there."""
-    text = source.read_text() + " ".join((*_COMMAND, *flags, platform.machine(), _cpu()))
+    sources = [source, *sorted(source.parent.glob("*.h"))]  # it may include them
+    text = "".join(each.read_text() for each in sources) + " ".join((*_COMMAND, *flags, platform.machine(), _cpu()))
     path = folder / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

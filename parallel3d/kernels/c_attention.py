@@ -1,8 +1,7 @@
-"""The parts of causal attention by blocks of queries, by loops in C (`torch_attention.py` defines them).
+"""Causal attention by blocks of queries in C, one call each way (`torch_attention.py` defines it).
 
-Products of bf16 factors with results in fp32, which torch has not, use the processor's instruction for them (AVX512
-BF16); without it the factors are widened, and multiplied at a quarter of the speed. The softmax skips the keys that a
-query does not see.
+attention_loops.c needs AVX-512, and for bf16 its instruction that multiplies such numbers with results in fp32, which
+torch's products on CPUs have not. Other processors, formats and sizes of heads take torch's form.
 """
 
 from __future__ import annotations
@@ -11,53 +10,42 @@ import torch
 from torch import Tensor
 
 from parallel3d.kernels import torch_attention
-from parallel3d.kernels.c_loops import fits_c_loops, has_layer_loop, run_layer_loop
+from parallel3d.kernels.c_loops import has_attention_loop, is_narrow, run_attention_loop
 
-_TILE = 64
-"""Columns that lie together in memory, pair by pair of elements; TILE of layer_loops.c."""
-
-
-def prepare_keys(keys: Tensor) -> Tensor:
-    """keys (units, seq, size) -> (units, tiles, size / 2, 64) of pairs, for products in bf16."""
-    num_units, length, size = keys.shape
-    is_bf16 = keys.dtype is torch.bfloat16 and keys.device.type == "cpu"
-    if not is_bf16 or length % _TILE or size % 2 or not has_layer_loop("bf16_product"):
-        return torch_attention.prepare_keys(keys)
-    pairs = keys.contiguous().view(torch.int32).view(num_units, length // _TILE, _TILE, size // 2)
-    return pairs.transpose(2, 3).contiguous()
+_QUERIES, _TILE, _LANES = 64, 64, 16
+"""Of attention_loops.c: rows and columns of scores at a time, and numbers of a vector."""
+_MAX_SIZE = 512
 
 
-def multiply_rows(rows: Tensor, prepared: Tensor, units: slice, end: int, scale: float) -> Tensor:
-    """rows (some units, rows, size) times the first `end` keys of those units, in fp32."""
-    num_units, num_rows, size = rows.shape
-    if prepared.dtype is not torch.int32:
-        return torch_attention.multiply_rows(rows, prepared, units, end, scale)
-    result = rows.new_empty((num_units, num_rows, end), dtype=torch.float32)
-    begin = (prepared[units].data_ptr(), prepared.stride(0))
-    run_layer_loop("bf16_product", rows.contiguous(), *begin, result, scale, *result.shape, size // 2)
-    return result
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    if not _fits(q):
+        return torch_attention.attention(q, k, v)
+    mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
+    run_attention_loop("attention", q.contiguous(), k.contiguous(), v.contiguous(), mixed, *_space_and_sizes(q))
+    return mixed
 
 
-def causal_softmax(scores: Tensor, num_queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The probabilities take the scores' place; in bf16 the rounded ones are a tensor of their own."""
-    if not _fits(scores, dtype):
-        return torch_attention.causal_softmax(scores, num_queries, dtype)
-    narrow = dtype is torch.bfloat16
-    rounded = torch.empty_like(scores, dtype=dtype) if narrow else scores
-    num_keys = scores.shape[-1]
-    run_layer_loop("causal_softmax", scores, rounded, scores.numel() // num_keys, num_keys, num_queries, int(narrow))
-    return scores, rounded
+def attention_grads(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; sums are in fp32 and rounded once."""
+    if not _fits(q):
+        return torch_attention.attention_grads(grad, q, k, v)
+    factors = [each.contiguous() for each in (grad, q, k, v)]
+    found = [torch.empty_like(each) for each in factors[1:]]
+    run_attention_loop("attention_grads", *factors, *found, *_space_and_sizes(q))
+    return found[0], found[1], found[2]
 
 
-def softmax_grads(grad: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of the scores, rounded to `dtype`."""
-    if not _fits(grad, dtype):
-        return torch_attention.softmax_grads(grad, probabilities, dtype)
-    narrow, num_keys = dtype is torch.bfloat16, grad.shape[-1]
-    result = torch.empty_like(grad, dtype=dtype) if narrow else grad
-    run_layer_loop("softmax_input_grads", grad, probabilities, result, grad.numel() // num_keys, num_keys, int(narrow))
-    return result
+def _space_and_sizes(q: Tensor) -> tuple[Tensor, int, int, int, int, int, float, int]:
+    """The last arguments: memory for each thread, and what all units have in common."""
+    units, group, length, size = q.shape
+    padded = -(-length // _TILE) * _TILE
+    stride = padded + 2 * _LANES
+    space_size = 3 * padded * size + 5 * _QUERIES * size + 4 * _QUERIES * stride + 2 * size * stride
+    space = torch.empty((torch.get_num_threads(), space_size), dtype=torch.float32)
+    return space, space_size, units, group, length, size, size**-0.5, is_narrow(q)
 
 
-def _fits(scores: Tensor, dtype: torch.dtype) -> bool:
-    return fits_c_loops(scores, torch.float32) and dtype in (scores.dtype, torch.bfloat16) and scores.is_contiguous()
+def _fits(q: Tensor) -> bool:
+    size = q.shape[-1]
+    return q.device.type == "cpu" and size % _LANES == 0 and size <= _MAX_SIZE and has_attention_loop(q.dtype)

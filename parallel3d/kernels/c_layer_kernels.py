@@ -21,12 +21,7 @@ def c_layer_kernels() -> LayerKernels:
         TORCH_KERNELS,
         rms_norm=NormKernels(forward=c_norms.rms_norm, backward=c_norms.rms_norm_grads),
         rotary=RotaryKernels(forward=c_rotary.split_and_rotate, backward=c_rotary.packed_grads),
-        attention=AttentionKernels(
-            prepare_keys=c_attention.prepare_keys,
-            multiply_rows=c_attention.multiply_rows,
-            softmax=c_attention.causal_softmax,
-            softmax_grads=c_attention.softmax_grads,
-        ),
+        attention=AttentionKernels(forward=c_attention.attention, backward=c_attention.attention_grads),
         silu_times=Activation(forward=c_activations.silu_times, backward=c_activations.silu_times_grads),
         cross_entropy=c_cross_entropy.cross_entropy,
     )

@@ -1,4 +1,4 @@
-"""Calls the functions of layer_loops.c, on as many threads as torch uses."""
+"""Calls the functions of layer_loops.c and attention_loops.c, on as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 from parallel3d.compiled_loops import call_loop, loop_library
 
-_SOURCE = Path(__file__).with_name("layer_loops.c")
+_LAYERS, _ATTENTION = (Path(__file__).with_name(f"{name}_loops.c") for name in ("layer", "attention"))
 _FORMATS = (torch.bfloat16, torch.float32)
 
 
 def has_c_loops() -> bool:
     """Whether this machine has a C compiler with OpenMP; the first call compiles."""
-    return _library() is not None
+    return _library(_LAYERS) is not None
 
 
-def has_layer_loop(name: str) -> bool:
-    """Whether the machine's processor has what this function needs."""
-    return hasattr(_library(), name)
+def has_attention_loop(dtype: torch.dtype) -> bool:
+    """Whether the machine's processor has the instructions that attention's loops in this format need."""
+    needed = {torch.float32: "attention", torch.bfloat16: "attention_multiplies_bf16"}
+    return dtype in needed and hasattr(_library(_ATTENTION), needed[dtype])
 
 
 def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:
@@ -31,7 +32,16 @@ def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:
 
 def run_layer_loop(name: str, *arguments: Tensor | int | float | None) -> None:
     """Calls a function of layer_loops.c, whose last argument is the number of threads."""
-    library = _library()
+    _run(_LAYERS, name, *arguments)
+
+
+def run_attention_loop(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls a function of attention_loops.c, whose last argument is the number of threads."""
+    _run(_ATTENTION, name, *arguments)
+
+
+def _run(source: Path, name: str, *arguments: Tensor | int | float | None) -> None:
+    library = _library(source)
     assert library is not None, "run.kernels c was chosen without a compiler"
     call_loop(library, name, *arguments, torch.get_num_threads())
 
@@ -41,5 +51,5 @@ def is_narrow(x: Tensor) -> int:
     return int(x.dtype is torch.bfloat16)
 
 
-def _library() -> ctypes.CDLL | None:
-    return loop_library(_SOURCE, "-fopenmp")
+def _library(source: Path) -> ctypes.CDLL | None:
+    return loop_library(source, "-fopenmp")

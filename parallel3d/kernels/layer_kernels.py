@@ -110,17 +110,12 @@ class DropoutKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernels:
-    """The parts of causal attention over blocks of queries that are not products in torch."""
+    """Causal attention over blocks of queries; a group of query heads shares the keys and values of a unit."""
 
-    prepare_keys: Callable[[Tensor], Tensor]
-    """keys or values (units, seq, size) -> what `multiply_rows` takes."""
-    multiply_rows: Callable[[Tensor, Tensor, slice, int, float], Tensor]
-    """(rows (units, rows, size), prepared keys, units, end, scale) -> rows times the keys before `end`, in fp32."""
-    softmax: Callable[[Tensor, int, torch.dtype], tuple[Tensor, Tensor]]
-    """(scores, queries, format) -> probabilities in the scores' format, and rounded; may overwrite the scores."""
-    softmax_grads: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    """(gradient of the probabilities, probabilities, format) -> the rounded gradient of the scores; may overwrite the
-    first."""
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(gradient of the result, q, k, v) -> the gradients of q, k and v."""
 
 
 AddRowsFn = Callable[[Tensor, Tensor, Tensor], None]
@@ -159,12 +154,7 @@ TORCH_KERNELS = LayerKernels(
     rms_norm=NormKernels(forward=torch_norms.rms_norm, backward=torch_norms.rms_norm_grads),
     layer_norm=NormKernels(forward=torch_norms.layer_norm, backward=torch_norms.layer_norm_grads),
     rotary=RotaryKernels(forward=torch_rotary.split_and_rotate, backward=torch_rotary.packed_grads),
-    attention=AttentionKernels(
-        prepare_keys=torch_attention.prepare_keys,
-        multiply_rows=torch_attention.multiply_rows,
-        softmax=torch_attention.causal_softmax,
-        softmax_grads=torch_attention.softmax_grads,
-    ),
+    attention=AttentionKernels(forward=torch_attention.attention, backward=torch_attention.attention_grads),
     silu_times=Activation(forward=torch_activations.silu_times, backward=torch_activations.silu_times_grads),
     gelu={form: _torch_gelu(form) for form in get_args(GeluForm)},
     cross_entropy=torch_cross_entropy.cross_entropy,

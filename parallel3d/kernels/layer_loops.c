@@ -1,130 +1,13 @@
-/* The C forms of the kernels in torch_norms.py, torch_rotary.py, torch_activations.py and torch_cross_entropy.py, and
-   of attention's softmax. Numbers are bf16 (`narrow`) or fp32 in memory, and fp32 in between.
+/* The C forms of the kernels in torch_norms.py, torch_rotary.py, torch_activations.py and torch_cross_entropy.py. Numbers
+   are bf16 (`narrow`) or fp32 in memory, and fp32 in between.
 
-   All arithmetic is on vectors of 16 lanes, whatever the processor has, without contracted multiplications and
-   additions, and sums are cut into lanes and blocks of rows by index alone: bits depend neither on the processor nor on
-   the number of threads. A row, or a block of rows, belongs to one thread. Only attention's products in bf16 are those
-   of the processor, like all other products. */
+   A row, or a block of rows, belongs to one thread, and sums over rows are cut into blocks by index: with the arithmetic
+   of lanes.h, bits depend neither on the processor nor on the number of threads. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __AVX512BW__
-#include <immintrin.h>
-#endif
+#include "lanes.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define LANES 16
 #define BLOCK_ROWS 32 /* of a weight's gradient; c_norms.py knows it too */
 #define CHUNK 4096
-#define ROWS(threads) _Pragma("omp parallel for schedule(static) num_threads((int)threads)")
-
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
-
-/* Does the statements for the elements i to i + n - 1, n being LANES but for the last ones. */
-#define EACH_LANES(width, ...)                     \
-    {                                              \
-        int64_t i = 0;                             \
-        for (; i + LANES <= (width); i += LANES) { \
-            const int64_t n = LANES;               \
-            __VA_ARGS__                            \
-        }                                          \
-        if (i < (width)) {                         \
-            int64_t n = (width)-i;                 \
-            __VA_ARGS__                            \
-        }                                          \
-    }
-
-#ifdef __AVX512BW__ /* one instruction each; GCC 12 makes six of a conversion between vectors */
-INLINE uvec long_of(halves x) { return (uvec)_mm512_cvtepu16_epi32((__m256i)x); }
-INLINE halves short_of(uvec x) { return (halves)_mm512_cvtepi32_epi16((__m512i)x); }
-#else
-INLINE uvec long_of(halves x) { return __builtin_convertvector(x, uvec); }
-INLINE halves short_of(uvec x) { return __builtin_convertvector(x, halves); }
-#endif
-
-INLINE vec widened(halves x) { return (vec)(long_of(x) << 16); }
-
-/* To the nearest, ties to even. NaNs stay NaNs: results of arithmetic on bf16 numbers have no bits set below bf16's that
-   a carry could start from. */
-INLINE halves narrowed(vec x) {
-    uvec bits = (uvec)x;
-    return short_of((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
-/* The lanes i to i + n - 1 of an array; lanes from n on are zero. */
-INLINE vec load(const void *array, int64_t i, int64_t n, int narrow) {
-    if (narrow) {
-        halves x = {0};
-        if (n >= LANES) memcpy(&x, (const uint16_t *)array + i, sizeof x);
-        else memcpy(&x, (const uint16_t *)array + i, n * 2);
-        return widened(x);
-    }
-    vec x = {0};
-    if (n >= LANES) memcpy(&x, (const float *)array + i, sizeof x);
-    else memcpy(&x, (const float *)array + i, n * 4);
-    return x;
-}
-
-INLINE void store(void *array, int64_t i, int64_t n, int narrow, vec value) {
-    if (narrow) {
-        halves x = narrowed(value);
-        if (n >= LANES) memcpy((uint16_t *)array + i, &x, sizeof x);
-        else memcpy((uint16_t *)array + i, &x, n * 2);
-    } else if (n >= LANES) memcpy((float *)array + i, &value, sizeof value);
-    else memcpy((float *)array + i, &value, n * 4);
-}
-
-INLINE void *row_of(const void *array, int64_t first, int narrow) {
-    return (char *)array + first * (narrow ? 2 : 4);
-}
-
-INLINE float sum_of(vec x) {
-    float part[LANES];
-    memcpy(part, &x, sizeof x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++) part[lane] += part[lane + half];
-    return part[0];
-}
-
-/* The second one if one is NaN. */
-#ifdef __AVX512BW__
-INLINE vec larger_of(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE vec smaller_of(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
-#else
-INLINE vec where(ivec condition, vec yes, vec no) { return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition)); }
-INLINE vec larger_of(vec a, vec b) { return where(a > b, a, b); }
-INLINE vec smaller_of(vec a, vec b) { return where(a < b, a, b); }
-#endif
-
-INLINE float largest_of(vec x) {
-    float part[LANES], found;
-    memcpy(part, &x, sizeof x);
-    found = part[0];
-    for (int lane = 1; lane < LANES; lane++) found = part[lane] > found || part[lane] != part[lane] ? part[lane] : found;
-    return found;
-}
-
-/* exp(x) for -87 < x < 88, and exp(-87) or exp(88) beyond: 2^n times a polynomial of x - n log 2 (Cephes, expf), to
-   1 ulp, or to 3e-6 if the result will be narrowed. A NaN stays one, since its lowest 9 bits are 0. */
-INLINE vec exp_of(vec x, int narrow) {
-    vec magic = (vec){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    vec clipped = smaller_of((vec){0} + 88.0f, larger_of((vec){0} - 87.0f, x));
-    vec shifted = clipped * 1.44269504088896341f + magic, n = shifted - magic, r, p;
-    if (narrow) {
-        r = clipped - n * 0.693147180559945286f;
-        p = r * 8.3701630e-3f + 4.1673378e-2f;
-    } else {
-        r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
-        p = ((r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f;
-    }
-    p = (p * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    return (vec)((ivec)p + (((ivec)shifted - (ivec)magic) << 23)); /* 0.7 <= p < 1.5: its exponent has room for n */
-}
 
 INLINE vec sigmoid_of(vec x, int narrow) { return 1.0f / (1.0f + exp_of(-x, narrow)); }
 
@@ -288,18 +171,6 @@ void rotate(const void *x, int64_t x_sequence, int64_t x_token, int64_t x_head, 
 
 /* --- cross-entropy --- */
 
-INLINE float row_max_of(const void *logits, int64_t width, int narrow) {
-    vec largest = (vec){0} - INFINITY;
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) largest = larger_of(largest, load(logits, i, LANES, narrow));
-    float found = largest_of(largest);
-    for (; i < width; i++) {
-        float x = load(logits, i, 1, narrow)[0];
-        found = x > found || x != x ? x : found;
-    }
-    return found;
-}
-
 void row_max(const void *logits, int64_t stride, float *largest, int64_t rows, int64_t width, int64_t narrow,
              int64_t threads) {
     ROWS(threads)
@@ -348,99 +219,6 @@ void softmax_grads(void *logits, int64_t stride, const float *largest, const flo
         void *own = row_of(logits, row * stride, (int)narrow);
         if (narrow) softmax_grads_row(own, largest[row], total[row], target[row], (float)factor, width, 1);
         else softmax_grads_row(own, largest[row], total[row], target[row], (float)factor, width, 0);
-    }
-}
-
-/* --- attention's products in bf16 with results in fp32, where the processor has them --- */
-
-#ifdef __AVX512BF16__
-#define TILE 64 /* columns; c_attention.py knows it too */
-
-/* Four rows of a (size bf16 each) times 64 columns of b, which has each pair of a column's elements side by side. */
-INLINE void multiply_tile(const uint32_t *a, const uint32_t *b, float *out, int64_t pairs, int64_t width, float scale) {
-    __m512 sums[4][4];
-    for (int row = 0; row < 4; row++)
-        for (int part = 0; part < 4; part++) sums[row][part] = _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        __m512bh columns[4];
-        for (int part = 0; part < 4; part++)
-            columns[part] = (__m512bh)_mm512_loadu_si512(b + pair * TILE + part * LANES);
-        for (int row = 0; row < 4; row++) {
-            __m512bh both = (__m512bh)_mm512_set1_epi32((int)a[row * pairs + pair]);
-            for (int part = 0; part < 4; part++)
-                sums[row][part] = _mm512_dpbf16_ps(sums[row][part], both, columns[part]);
-        }
-    }
-    for (int row = 0; row < 4; row++)
-        for (int part = 0; part < 4; part++)
-            _mm512_storeu_ps(out + row * width + part * LANES, _mm512_mul_ps(sums[row][part], _mm512_set1_ps(scale)));
-}
-
-/* out (units, rows, width) = a (units, rows, 2 pairs) times b (units, tiles, pairs, 64), times scale. */
-void bf16_product(const uint32_t *a, const uint32_t *b, int64_t b_unit, float *out, double scale, int64_t units,
-                  int64_t rows, int64_t width, int64_t pairs, int64_t threads) {
-    ROWS(threads)
-    for (int64_t each = 0; each < units * (rows / 4); each++) {
-        int64_t unit = each / (rows / 4), first = each * 4; /* of all units' rows */
-        for (int64_t column = 0; column < width; column += TILE)
-            multiply_tile(a + first * pairs, b + unit * b_unit + column * pairs, out + first * width + column, pairs,
-                          width, (float)scale);
-    }
-}
-#endif
-
-/* --- attention's softmax --- */
-
-INLINE vec first_lanes(vec x, int64_t n) { /* the others are 0 */
-    vec found = {0};
-    memcpy(&found, &x, n * sizeof(float));
-    return found;
-}
-
-INLINE void causal_softmax_row(float *scores, void *rounded, int64_t seen, int64_t width, int narrow) {
-    float largest = row_max_of(scores, seen, 0);
-    vec sums = {0};
-    EACH_LANES(seen,
-        vec power = exp_of(load(scores, i, n, 0) - largest, narrow);
-        if (n < LANES) power = first_lanes(power, n);
-        store(scores, i, n, 0, power);
-        sums += power;)
-    float share = 1.0f / sum_of(sums);
-    memset(scores + seen, 0, (width - seen) * sizeof(float));
-    EACH_LANES(width,
-        vec probability = load(scores, i, n, 0) * share;
-        store(scores, i, n, 0, probability);
-        if (narrow) store(rounded, i, n, 1, probability);)
-}
-
-/* Scores become probabilities, rounded ones go to `rounded` if it is narrow. Row r sees the keys before
-   width - queries + r % queries + 1. */
-void causal_softmax(float *scores, void *rounded, int64_t rows, int64_t width, int64_t queries, int64_t narrow,
-                    int64_t threads) {
-    ROWS(threads)
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t seen = width - queries + row % queries + 1;
-        if (narrow) causal_softmax_row(scores + row * width, row_of(rounded, row * width, 1), seen, width, 1);
-        else causal_softmax_row(scores + row * width, rounded, seen, width, 0);
-    }
-}
-
-INLINE void softmax_input_grads_row(const float *grad, const float *probability, void *result, int64_t width,
-                                    int narrow) {
-    vec products = {0};
-    EACH_LANES(width, products += load(grad, i, n, 0) * load(probability, i, n, 0);)
-    float inner = sum_of(products);
-    EACH_LANES(width, store(result, i, n, narrow, load(probability, i, n, 0) * (load(grad, i, n, 0) - inner));)
-}
-
-/* `result` may be `grad`. */
-void softmax_input_grads(const float *grad, const float *probability, void *result, int64_t rows, int64_t width,
-                         int64_t narrow, int64_t threads) {
-    ROWS(threads)
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t first = row * width;
-        if (narrow) softmax_input_grads_row(grad + first, probability + first, row_of(result, first, 1), width, 1);
-        else softmax_input_grads_row(grad + first, probability + first, row_of(result, first, 0), width, 0);
     }
 }
 

@@ -53,8 +53,8 @@ MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.2
 """After that each shape is timed once."""
-CACHE_FORMAT = 3
-"""Grows when the way of measuring changes: earlier choices are measured again."""
+CACHE_FORMAT = 4
+"""Grows when the way of measuring or a form changes: earlier choices are measured again."""
 
 Timings = Mapping[ProductKey, Mapping[Library, float]]
 """Seconds of each product on each library."""

@@ -170,8 +170,8 @@ def test_bits_do_not_depend_on_threads(dtype):
 def test_bits_do_not_depend_on_the_processor(dtype, processor, monkeypatch):
     """Vectors of 4 and 8 numbers, with and without a fused multiplication and addition, instead of this machine's."""
     found = everything(dtype)
-    other = loop_library(c_loops._SOURCE, "-fopenmp", f"-march={processor}")
-    monkeypatch.setattr(c_loops, "_library", lambda: other)
+    other = loop_library(c_loops._LAYERS, "-fopenmp", f"-march={processor}")
+    monkeypatch.setattr(c_loops, "_library", lambda _source: other)
     assert other is not None
     assert_bits(everything(dtype), found)
 
@@ -190,8 +190,10 @@ def test_sums_do_not_depend_on_what_follows():
 
 
 def test_the_constants_are_those_of_the_source():
-    text = c_loops._SOURCE.read_text()
-    assert f"#define BLOCK_ROWS {c_norms._BLOCK_ROWS} " in text and f"#define TILE {c_attention._TILE} " in text
+    layers, attention = c_loops._LAYERS.read_text(), c_loops._ATTENTION.read_text()
+    assert f"#define BLOCK_ROWS {c_norms._BLOCK_ROWS} " in layers
+    assert f"#define TILE {c_attention._TILE}\n" in attention
+    assert f"#define QUERIES {c_attention._QUERIES} " in attention
 
 
 # fp32: operations in another order. bf16: torch's operators round after each, a kernel once; 8 bits. fp64: torch's.

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from models.make import make_decoder
-from parallel3d.kernels import c_attention
-from parallel3d.kernels.c_loops import has_c_loops
+from parallel3d.kernels.c_loops import has_attention_loop
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
 from parallel3d.layers.attention import attend
 from parallel3d.layers.gemm import Gemm
@@ -27,10 +26,10 @@ def results(q, k, v, grad, form, kernels=TORCH_KERNELS.attention):
     return mixed.detach(), *torch.autograd.grad(mixed, (q, k, v), grad)
 
 
-def inputs(length, num_heads, num_kv_heads, dtype, seed=0):
+def inputs(length, num_heads, num_kv_heads, dtype, seed=0, size=16):
     generator = torch.Generator().manual_seed(seed)
     heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
-    q, k, v, grad = (torch.randn(2, length, n, 16, dtype=torch.float64, generator=generator) for n in heads)
+    q, k, v, grad = (torch.randn(2, length, n, size, dtype=torch.float64, generator=generator) for n in heads)
     return [each.to(dtype) for each in (2 * q, k, v, grad)]  # some probabilities are near 1
 
 
@@ -48,7 +47,7 @@ def test_it_is_sdpa(length, num_heads, num_kv_heads):
 def test_heads_in_parts_are_the_same(monkeypatch):
     tensors = inputs(130, 4, 2, torch.float64)
     whole = results(*tensors, "blocks")
-    monkeypatch.setattr("parallel3d.layers.block_attention.SCORES_AT_ONCE", 1)
+    monkeypatch.setattr("parallel3d.kernels.torch_attention.SCORES_AT_ONCE", 1)
     assert max(distance(results(*tensors, "blocks"), whole)) < 1e-14
 
 
@@ -65,35 +64,42 @@ def assert_as_exact_as_sdpa(tensors, factor, kernels):
     assert all(a <= factor * b for a, b in zip(ours, theirs)), (ours, theirs)
 
 
-@pytest.mark.skipif(not has_c_loops(), reason="no C compiler with OpenMP")
+needs_loops = pytest.mark.skipif(not has_attention_loop(torch.bfloat16), reason="no C compiler, or no AVX512 BF16")
+
+
+@needs_loops
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("length", [64, 200, 320])
-@pytest.mark.parametrize("dtype, factor", [(torch.float32, 1.3), (torch.bfloat16, 1.6), (torch.float16, 1.6)])
-def test_loops_in_c_are_as_exact(dtype, factor, length, num_heads, num_kv_heads, monkeypatch):
-    """In bf16, lengths of whole tiles take the processor's products with results in fp32, if it has them."""
-    tensors, kernels = inputs(length, num_heads, num_kv_heads, dtype), layer_kernels("c").attention
+@pytest.mark.parametrize("length, size", [(17, 16), (63, 48), (64, 16), (130, 64), (200, 32), (320, 96)])
+@pytest.mark.parametrize("dtype, factor", [(FP32, 1.3), (torch.bfloat16, 1.6), (torch.float16, 1.6)], ids=str)
+def test_loops_in_c_are_as_exact(dtype, factor, length, size, num_heads, num_kv_heads):
+    """fp16, like other formats and sizes that the loops don't know, takes torch's form."""
+    tensors, kernels = inputs(length, num_heads, num_kv_heads, dtype, size=size), layer_kernels("c").attention
     assert_as_exact_as_sdpa(tensors, factor, kernels)
-    with_its_products = results(*tensors, "blocks", kernels)
-    monkeypatch.setattr(c_attention, "has_layer_loop", lambda name: False)
-    widened = results(*tensors, "blocks", kernels)
-    assert max(distance(with_its_products, [each.double() for each in widened])) < (1e-3 if dtype != FP32 else 1e-6)
+    by_torch = results(*tensors, "blocks")
+    assert max(distance(results(*tensors, "blocks", kernels), by_torch)) < (4e-3 if dtype != FP32 else 1e-6)
 
 
-@pytest.mark.skipif(not has_c_loops(), reason="no C compiler with OpenMP")
+@needs_loops
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP32], ids=str)
-def test_the_softmax_in_c(dtype):
-    """Rows of three heads' queries 40 to 59 of 60 keys: scores of keys that a query does not see don't matter."""
-    scores = 4 * torch.randn(2, 3 * 20, 60, generator=torch.Generator().manual_seed(1))
-    scores[1, 7, 50:] = 1e4  # query 47 does not see them
-    grad, c, exact = torch.randn_like(scores), layer_kernels("c").attention, TORCH_KERNELS.attention
-    wide, _ = exact.softmax(scores.double(), 20, torch.float64)
-    probabilities, rounded = c.softmax(scores.clone(), 20, dtype)
-    assert rounded.dtype is dtype and torch.equal(probabilities == 0, wide == 0)
-    torch.testing.assert_close(probabilities.double(), wide, rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(rounded.float(), probabilities.to(dtype).float(), rtol=0, atol=0)
-    expected = exact.softmax_grads(grad.double(), wide, torch.float64)
-    found = c.softmax_grads(grad.clone(), probabilities, dtype)
-    torch.testing.assert_close(found.double(), expected, rtol=4e-3 if dtype is not FP32 else 1e-4, atol=1e-6)
+def test_bits_depend_on_no_threads_and_on_no_other_unit(dtype):
+    """And large scores, of keys that a query does not see, don't matter."""
+    q, k, v, grad = inputs(450, 16, 8, dtype, size=64)
+    k[:, 449] = 1e4
+    kernels, num_threads = layer_kernels("c").attention, torch.get_num_threads()
+    found = []
+    for threads in (1, 3, 3):
+        torch.set_num_threads(threads)
+        try:
+            found.append(results(q, k, v, grad, "blocks", kernels))
+        finally:
+            torch.set_num_threads(num_threads)
+    alone = results(q[1:], k[1:], v[1:], grad[1:], "blocks", kernels)
+    for several in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(several, found[0]))
+    assert all(torch.equal(each[1:], one) for each, one in zip(found[0], alone))
+    k[:, 449] = 0
+    others = results(q, k, v, grad, "blocks", kernels)
+    assert torch.equal(others[0][:, :449], found[0][0][:, :449])
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
