@@ -162,6 +162,18 @@ def test_a_worker_whose_guardian_finds_no_coordinator_gives_up():
         guardian.control.connect()
 
 
+def test_what_a_worker_asks_a_lost_coordinator_it_asks_the_next_one():
+    guardian, values = FakeGuardian(), []
+    thread = threading.Thread(target=lambda: values.append(guardian.control.get("key", AbortToken())))
+    thread.start()
+    request = guardian.next()
+    guardian.lose_coordinator()
+    assert [guardian.next()["op"], guardian.next()] == ["hello", request]
+    guardian.send({"op": "response", "id": request["id"]}, b"value")
+    thread.join(5)
+    assert values == [b"value"]
+
+
 def test_a_worker_goes_on_with_the_coordinators_successor():
     guardian = FakeGuardian()
     control = guardian.control

@@ -29,12 +29,17 @@ from parallel3d.parallel.abort import POLL_S, AbortToken
 from parallel3d.parallel.grid import PartId
 
 FINISH_ACK_S = 5.0
+READS = ("get", "get_all", "check")
+"""Requests that may be made twice: of two answers the first counts."""
 MAX_KEPT_RECORDS = 4096
 """More than a silent coordinator can miss: 30 s of steps of 10 ms."""
 
 
 @dataclass
 class _Response:
+    request: dict[str, Any]
+    token: AbortToken
+    """Aborted once no call waits for it."""
     arrived: threading.Event = field(default_factory=threading.Event)
     header: dict[str, Any] = field(default_factory=dict)
     payload: bytes = b""
@@ -156,11 +161,11 @@ class ControlChannel:
         self._outbox.put(encode_frame(header, payload))
 
     def _request(self, header: dict[str, Any], token: AbortToken) -> _Response:
-        number, response = next(self._ids), _Response()
-        self._responses[number] = response
+        number = next(self._ids)
+        response = self._responses[number] = _Response({**header, "id": number}, token)
         try:
             with self.token.waiting("the key-value store"):
-                self._send({**header, "id": number})
+                self._send(response.request)
                 while not response.arrived.wait(POLL_S):
                     token.check()
                     self.token.check()
@@ -208,6 +213,9 @@ class ControlChannel:
             return
         self.membership.leave_generation(reason)
         self._send({**self._hello, "membership_state": self.membership.membership_state()})
+        for response in list(self._responses.values()):  # a worker that joins may ask the lost one what to begin with
+            if response.request["op"] in READS and not response.token.aborted:
+                self._send(response.request)
         for record in list(self._kept_records):  # it knows which of them are in the run folder
             self._send({"op": "publish", "record": record})
 
