@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.elastic.guardian.rejoin_schedule import BACKOFF_S, COUNTED_S, RejoinSchedule
+from parallel3d.elastic.guardian.rejoin_schedule import BACKOFF_COUNTED_S, BACKOFF_S, COUNTED_S, RejoinSchedule
 from tests.elastic.test_members import Ended, run, wait_for_step
 from tests.elastic.test_takeover import end_all, metrics
 from tests.support.member_processes import start_on_hosts
@@ -17,14 +17,15 @@ from tests.support.processes import wait_for
 
 
 def test_a_slot_is_offered_ever_later_and_then_not_again():
-    schedule = RejoinSchedule(2)
-    for loss_s, wait_s in ((100.0, BACKOFF_S), (200.0, 2 * BACKOFF_S)):
+    schedule = RejoinSchedule(3)
+    last_s = 110.0 + BACKOFF_COUNTED_S
+    for loss_s, wait_s in ((100.0, BACKOFF_S), (110.0, 2 * BACKOFF_S), (last_s, BACKOFF_S)):
         schedule.on_lost(1, loss_s)
         assert schedule.take_due(loss_s + 0.9 * wait_s) == [] != schedule.take_due(loss_s + wait_s)
         assert schedule.offered == [1] and schedule.take(1) and not schedule.take(1) and schedule.offered == []
-    schedule.on_lost(1, 300.0)
+    schedule.on_lost(1, last_s + 100.0)
     assert schedule.take_due(1e6) == []
-    schedule.on_lost(1, 300.0 + COUNTED_S)  # the first ones count no longer
+    schedule.on_lost(1, last_s + 100.0 + COUNTED_S)  # the first ones count no longer
     assert schedule.take_due(1e6) == [1]
 
 

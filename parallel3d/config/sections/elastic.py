@@ -109,8 +109,9 @@ class ElasticConfig(Section):
     optimizer memory and update work. 0: under zero_stage 1 the loss of any worker loses its shard and ends the run. No
     effect at zero_stage 0."""
     max_rejoins: NonNegativeInt = 0
-    """How often in an hour a worker is started in the place of a lost one, after 1, 2, 4 ... seconds. It builds its
-    part of the model beside the run and enters between two steps. 0: lost workers do not come back."""
+    """How often in an hour a worker is started in the place of a lost one: a second later, or 2, 4 ... seconds where
+    several are lost within a minute. It builds its part of the model beside the run and enters between two steps. 0:
+    lost workers do not come back."""
     spares: NonNegativeInt = 0
     """Workers beyond those of the layout: start that many more. They wait, and take the places of lost ones at once."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()

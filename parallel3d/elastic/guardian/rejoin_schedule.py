@@ -1,14 +1,17 @@
 """When a guardian offers to start another worker in the place of one that it has lost. Pure.
 
-After each loss it waits twice as long as after the one before, and after too many it stays out: a device that is broken
-would only disturb the run again and again. Losses count for an hour.
+After each of several losses in a minute it waits twice as long as after the one before; after too many in an hour it
+stays out: a device that is broken would only disturb the run again and again.
 """
 
 from __future__ import annotations
 
 BACKOFF_S = 1.0
 """Before the first offer of a slot."""
+BACKOFF_COUNTED_S = 60.0
+"""For how long a loss doubles the waits after the next ones: so none is much longer than this."""
 COUNTED_S = 3600.0
+"""For how long a loss counts as one of those after which a slot stays out."""
 
 
 class RejoinSchedule:
@@ -26,7 +29,8 @@ class RejoinSchedule:
         """Notes that the worker of a slot is lost."""
         losses = self._losses[slot] = [loss_s for loss_s in self._losses.get(slot, ()) if now_s - loss_s < COUNTED_S]
         if len(losses) < self._max_rejoins:
-            self._due[slot] = now_s + BACKOFF_S * 2 ** len(losses)
+            num_recent = sum(now_s - loss_s < BACKOFF_COUNTED_S for loss_s in losses)
+            self._due[slot] = now_s + BACKOFF_S * 2**num_recent
         losses.append(now_s)
 
     def take_due(self, now_s: float) -> list[int]:
