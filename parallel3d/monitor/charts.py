@@ -1,7 +1,8 @@
 """Charts of a run, written as PNG files without a display.
 
     loss.png          the loss alone: mean and band, evaluations, the best evaluation
-    course.png        loss, learning rate, gradient norm and its clipping, Adam's sqrt(v), weights, sequence length
+    course.png        loss, learning rate, gradient norm and its clipping, Adam's sqrt(v), weights, sequence length, the
+                      replicas of each stage
     instability.png   loss, loss ratio and sqrt(v), each divided by its maximum, in one picture, as in Figure 1 (g) and
                       (h) of "Sequence Length Warmup" (Li et al. 2022)
 
@@ -33,6 +34,10 @@ MIN_BAND_STEPS = 6
 """With shorter windows, single steps are drawn instead of a band."""
 MAX_DRAWN = 1e6
 """Upper limit of drawn gradient norms, infinite ones included."""
+
+REPLICAS = "replicas"
+_SIDE_BY_SIDE = 0.06
+"""Between the lines of two stages, in replicas."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -68,11 +73,15 @@ def draw_course(path: Path, *, title: str, history: MetricsLog, max_grad_norm: f
     lengths = {value for _, value in history.points("sequence_length")}
     left_out = {"sequence_length"} if len(lengths) < 2 else set()
     panels = [name for name in _PANELS if name not in left_out and (name == "loss" or history.points(name))]
+    panels += [REPLICAS] if history.widths else []
     figure = _figure(height=1.2 + 1.7 * (len(panels) + 1))
     heights = [2.4 if name == "loss" else 1.0 for name in panels]
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw=dict(height_ratios=heights))
     for name, axes in zip(panels, grid[:, 0]):
-        _draw_panel(axes, name, history, max_grad_norm)
+        if name == REPLICAS:
+            _draw_replicas(axes, history)
+        else:
+            _draw_panel(axes, name, history, max_grad_norm)
         _finish(axes, title=title if name == "loss" else "")
     grid[-1, 0].set_xlabel("step", color=TEXT)
     figure.savefig(path)
@@ -146,6 +155,20 @@ def _draw_panel(axes: Axes, name: str, history: MetricsLog, max_grad_norm: float
     if name in ("sequence_length", "mean_tokens_per_s"):
         axes.set_ylim(bottom=0.0)
     axes.set_ylabel(_PANELS[name], color=TEXT)
+    _mark_changes(axes, history, with_label=False)
+
+
+def _draw_replicas(axes: Axes, history: MetricsLog) -> None:
+    """The width of each stage over time; lines of equal widths lie side by side."""
+    steps = [step for step, _ in history.widths]
+    last_step = history.steps[-1]["step"]
+    num_stages = len(history.widths[0][1])
+    for stage in range(num_stages):
+        widths = [each[stage] + _SIDE_BY_SIDE * (stage - (num_stages - 1) / 2) for _, each in history.widths]
+        axes.step([*steps, last_step], [*widths, widths[-1]], where="post", linewidth=1.3, label=f"stage {stage}")
+    axes.set_ylim(bottom=0.0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(REPLICAS, color=TEXT)
     _mark_changes(axes, history, with_label=False)
 
 

@@ -70,6 +70,14 @@ class MetricsLog:
         return [event["step"] for event in self.events if event["event"] == "membership"]
 
     @property
+    def widths(self) -> list[tuple[int, list[int]]]:
+        """The replicas of each stage from a step on, for the first step and every change of membership; [] without
+        any."""
+        changes = [event for event in self.events if event["event"] == "membership" and "widths" in event]
+        first = [(self.steps[0]["step"], changes[0]["widths_before"])] if changes and self.steps else []
+        return [*first, *((change["step"], change["widths"]) for change in changes)]
+
+    @property
     def evaluations(self) -> list[Evaluation]:
         """Evaluations in the order of steps."""
         found = {event["step"]: event for event in self.events if event["event"] == "evaluation"}

@@ -51,6 +51,7 @@ def test_a_further_loss_belongs_to_the_same_change():
         "live": 4,
         "spare": 2,
         "lost": 2,
+        "widths": [2],
     }
     (account,) = recovery_log.record_step(0.75)
     assert account == {
@@ -70,6 +71,8 @@ def test_a_further_loss_belongs_to_the_same_change():
         "live": 4,
         "spare": 2,
         "lost": 2,
+        "widths_before": [4],
+        "widths": [2],
         "plan": "a plan",
     }
     assert recovery_log.record_step(0.75) == [] and recovery_log.close() == []

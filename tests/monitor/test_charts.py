@@ -66,6 +66,17 @@ def test_the_sequence_length_has_a_panel_where_it_changes(tmp_path):
     assert imread(tmp_path / "two.png").shape[0] > imread(tmp_path / "one.png").shape[0]
 
 
+def test_the_widths_of_the_stages_have_a_panel_where_they_change(tmp_path):
+    change = {"event": "membership", "step": 20, "widths_before": [3, 3], "widths": [3, 2]}
+    back = {**change, "step": 40, "widths_before": [3, 2], "widths": [3, 3]}
+    history = history_of(events=(change, back))
+    assert history.widths == [(0, [3, 3]), (20, [3, 2]), (40, [3, 3])]
+    draw_course(tmp_path / "changed.png", title="", history=history)
+    draw_course(tmp_path / "plain.png", title="", history=history_of())
+    assert imread(tmp_path / "changed.png").shape[0] > imread(tmp_path / "plain.png").shape[0]
+    assert history_of(events=EVENTS).widths == []  # of a run before there were widths
+
+
 def test_infinite_norms_are_drawn_at_the_edge(tmp_path):
     lines = [{"step": step, "loss": 3.0, "grad_norm": "inf" if step == 5 else 1.0} for step in range(30)]
     draw_course(tmp_path / "a.png", title="", history=MetricsLog.of(lines), max_grad_norm=1.0)

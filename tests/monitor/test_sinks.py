@@ -88,18 +88,22 @@ def test_the_bar_on_a_terminal(tmp_path):
     assert "hear\n" in out.getvalue()
 
 
+def counts(live, spare, lost, *widths):
+    return {"live": live, "spare": spare, "lost": lost, "widths": widths}
+
+
 def test_the_bar_says_who_is_left_once_somebody_is_lost(tmp_path):
     report, _ = report_of(tmp_path, out := Terminal())
     report.start()
     report.publish({"kind": "total", "num_steps": 10})
-    report.publish({"kind": "membership", "text": "generation 1: as before", "live": 8, "spare": 0, "lost": 0})
+    report.publish({"kind": "membership", "text": "generation 1: as before", **counts(8, 0, 0, 4, 4)})
     report.publish(step(5))
-    report.publish({"kind": "membership", "text": "generation 2: lost rank 3", "live": 6, "spare": 1, "lost": 1})
+    report.publish({"kind": "membership", "text": "generation 2: lost rank 3", **counts(6, 1, 1, 4, 3)})
     report.publish(step(6))
     report.close("", exit_code=0)
     fifth, sixth = out.getvalue().split("generation 2: lost rank 3\n")
     assert "generation 1: as before\n" in fifth and "live" not in fifth
-    assert "loss 1.3333  1,234 tokens/s  live 6 spare 1 lost 1  ETA 0:08" in sixth
+    assert "loss 1.3333  1,234 tokens/s  live 6 spare 1 lost 1 width 4/3  ETA 0:08" in sixth
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2  # the account of a change is a record of its own
 

@@ -107,6 +107,7 @@ class RecoveryLog:
                 "first_step_s": change.first_step_s,
                 "moved_bytes": sum(change.moved_bytes.values()),
                 "forward_or_back": "forward" if _some_lacked_an_entry(change.positions, record) else "back",
+                "widths_before": _widths(record.previous or record.grid),
                 **self._counts(record),
                 "plan": change.plan,
             }
@@ -140,10 +141,16 @@ class RecoveryLog:
     def _identify(self, rank: int) -> Json:
         return {"rank": rank, "coordinates": str(self._coordinates.get(rank, ""))}
 
-    def _counts(self, record: GenerationRecord) -> dict[str, int]:
-        """live: in the grid; lost: of the first grid's places, those that no live worker could take."""
+    def _counts(self, record: GenerationRecord) -> Json:
+        """live: in the grid; lost: of the first grid's places, those that no live worker could take; widths: each
+        stage's replicas."""
         live, spare = len(record.grid.ranks), len(record.spares)
-        return {"live": live, "spare": spare, "lost": max(0, self._num_places - live - spare)}
+        lost = max(0, self._num_places - live - spare)
+        return {"live": live, "spare": spare, "lost": lost, "widths": _widths(record.grid)}
+
+
+def _widths(grid: Grid) -> list[int]:
+    return [len(stage) for stage in grid.stages]
 
 
 def _removed_ranks(record: GenerationRecord) -> list[int]:
