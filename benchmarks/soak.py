@@ -1,0 +1,144 @@
+"""Trains under fire: strikes a random process of the run every few seconds, while lost workers return.
+
+    python benchmarks/soak.py --text FILE [--minutes 30] [--every 10] [--out build/soak.md] [flags of launch/train.py]
+
+The run is 2 stages x 3 replicas with exact sums, a stub for each worker as under a launcher. A strike kills (SIGKILL)
+or stops (SIGSTOP) a worker, a guardian or the coordinator. A worker is only struck if the run can do without it: its
+stage has another replica, and all earlier victims are out of the grid.
+
+At the end every place must be taken; the losses must be, bit for bit, those of one undisturbed process that trains as
+many steps on the same text; and no process may hold more memory, threads or files than at the beginning. Ends with 1
+if not. Needs Linux (/proc).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.soak_report import Event, Sample, judge, write_report
+from benchmarks.soak_run import ShotRun, train_alone
+
+STRIKES = (
+    *(("kill", "rank"),) * 5,
+    *(("stop", "rank"),) * 2,
+    *(("kill", "guardian"),) * 2,
+    ("stop", "guardian"),
+    *(("kill", "coordinator"),) * 2,
+    ("stop", "coordinator"),
+)
+"""Drawn from: a kind of signal, a kind of process."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SAMPLE_EVERY_S = 5.0
+START_S = 180.0
+HEAL_S = 120.0
+"""For the last victims to come back."""
+STOP_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """A signal to a process."""
+
+    kind: str
+    name: str
+    pid: int
+
+
+def main() -> int:
+    options, flags = parse_arguments()
+    flags = [f'data.sources=["{Path(options.text).resolve()}"]', *flags]
+    with TemporaryDirectory() as temporary:
+        folder = Path(options.folder or temporary).resolve()
+        run = ShotRun(folder, flags)
+        try:
+            run.await_steps(10, START_S)
+            events, samples = strike_for(run, options)
+            is_whole = run.await_whole(HEAL_S)
+            samples.append(run.sample())
+            code = run.stop(STOP_S)
+        finally:
+            run.end()
+        lines = run.lines()
+        num_steps = max(line["step"] for line in lines if "event" not in line)
+        print(f"{num_steps} steps, exit code {code}; now one process trains as many", flush=True)
+        undisturbed = train_alone(folder / "undisturbed", flags, min(num_steps, options.compare or num_steps))
+        verdict = judge(lines, undisturbed, samples, is_whole=is_whole, code=code)
+    text = write_report(lines, events, samples, verdict, options)
+    print(text if not options.out else "\n".join(verdict.findings))
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(text)
+    return 0 if verdict.is_right else 1
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--text", required=True, help="text to train on")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two strikes")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of strikes")
+    parser.add_argument("--compare", type=int, help="steps of the undisturbed run; default: all of them")
+    parser.add_argument("--folder", help="keep the run here")
+    parser.add_argument("--out", help="Markdown file for the log")
+    return parser.parse_known_args()
+
+
+def strike_for(run: ShotRun, options: argparse.Namespace) -> tuple[list[Event], list[Sample]]:
+    """Strikes until the time is over; returns what was done, and the sizes of all processes meanwhile."""
+    draw = random.Random(options.seed)
+    begun_s = time.monotonic()
+    end_s, strike_s, sample_s = begun_s + 60 * options.minutes, begun_s + options.every, begun_s
+    events: list[Event] = []
+    samples: list[Sample] = []
+    while (now_s := time.monotonic()) < end_s:
+        run.check_alive()
+        if now_s >= sample_s:
+            samples.append(run.sample())
+            sample_s += SAMPLE_EVERY_S
+        if now_s >= strike_s and (strike := choose(run, draw)):
+            strike_s = max(strike_s + options.every, now_s + 0.5 * options.every)
+            event = Event(at_s=now_s - begun_s, what=f"{strike.kind} {strike.name}", step=run.last_step())
+            events.append(event)
+            print(f"{event.at_s:7.1f} s, step {event.step}: {event.what}; width {run.widths()}", flush=True)
+            carry_out(strike)
+        time.sleep(0.1)
+    return events, samples
+
+
+def choose(run: ShotRun, draw: random.Random) -> Strike | None:
+    """Draws a strike that the run can survive; None if there is none now."""
+    kind, target = draw.choice(STRIKES)
+    candidates = [process for process in run.processes() if process.role == target and process.is_running]
+    if target != "coordinator":
+        spared = run.indispensable()
+        candidates = [process for process in candidates if process.rank is not None and process.rank not in spared]
+    if not candidates:
+        return None
+    victim = draw.choice(sorted(candidates, key=lambda process: process.rank or 0))
+    if victim.rank is not None:
+        run.note_victim(victim.rank)
+    name = {"rank": f"rank {victim.rank}", "guardian": f"the guardian of rank {victim.rank}"}.get(
+        target, "the coordinator"
+    )
+    return Strike(kind=kind, name=name, pid=victim.pid)
+
+
+def carry_out(strike: Strike) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was on its way out
+        os.kill(strike.pid, SIGNALS[strike.kind])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

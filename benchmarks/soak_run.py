@@ -1,0 +1,237 @@
+"""The run that soak.py strikes: a launcher's six processes, what runs below them, and what they have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak_report import Sample, Size
+
+ROOT = Path(__file__).resolve().parent.parent
+PP_SIZE, DP_SIZE = 2, 3
+FLAGS = (
+    *("model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=192", "model.num_attention_heads=4"),
+    *("batch.sequence_length=32", "batch.micro_batch_size=1", "batch.global_batch_size=12"),
+    *("lr_schedule.kind=constant", "precision.sums=exact", "monitor.charts=false"),
+    *("run.evaluate_every=200", "run.evaluate_batches=1", "checkpoint.keep_last=2"),
+)
+UNDER_FIRE = (
+    *(f"parallel.pp_size={PP_SIZE}", f"parallel.dp_size={DP_SIZE}", "run.num_steps=100000000"),
+    *("elastic.max_rejoins=100000", "elastic.control_timeout_s=8", "checkpoint.every=100"),
+)
+COORDINATES = re.compile(r"pp(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of the run."""
+
+    pid: int
+    role: str
+    """stub, coordinator, guardian or rank."""
+    rank: int | None
+    """The worker's number; a guardian's is that of its worker."""
+    is_running: bool
+    """Not stopped, and not a zombie."""
+
+
+class ShotRun:
+    """One training run, and what can be seen of it from outside."""
+
+    def __init__(self, folder: Path, flags: list[str]):
+        self.folder = folder / "run"
+        self.folder.mkdir(parents=True)
+        self._grid = {rank: rank // DP_SIZE for rank in range(PP_SIZE * DP_SIZE)}
+        """The stages of the workers in the grid, as far as the run has reported them."""
+        self._victims: set[int] = set()
+        self._lines: list[dict[str, Any]] = []
+        self._offset = 0
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        self._output = open(folder / "output.txt", "w")  # noqa: SIM115 (closed in end)
+        self._stubs = [self._start(rank, port, flags) for rank in self._grid]
+
+    def _start(self, rank: int, port: int, flags: list[str]) -> subprocess.Popen[bytes]:
+        size = PP_SIZE * DP_SIZE
+        ranks = dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+        environment = {**{name: str(value) for name, value in ranks.items()}, "MASTER_ADDR": "127.0.0.1"}
+        return subprocess.Popen(
+            [*train_command(self.folder, flags), *UNDER_FIRE],
+            cwd=ROOT,
+            env={**os.environ, **environment, "MASTER_PORT": str(port)},
+            stdout=self._output,
+            stderr=self._output,
+        )
+
+    # --- what it has written ------------------------------------------------------------------------------------------
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns all complete lines of the run's metrics, and follows its changes of membership."""
+        path = self.folder / "metrics.jsonl"
+        with open(path, "rb") if path.exists() else open(os.devnull, "rb") as file:
+            file.seek(self._offset)
+            text = file.read().rpartition(b"\n")[0]
+        self._offset += len(text) + 1 if text else 0
+        new = [json.loads(line) for line in text.splitlines()]
+        for change in (line for line in new if line.get("event") == "membership"):
+            for each in change["who"]:
+                self._grid.pop(each["rank"], None)
+            self._grid |= {each["rank"]: stage_of(each["coordinates"]) for each in change["joined"]}
+        self._lines += new
+        return self._lines
+
+    def last_step(self) -> int:
+        return next((line["step"] for line in reversed(self.lines()) if "event" not in line), 0)
+
+    def widths(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        self.lines()
+        return tuple(list(self._grid.values()).count(stage) for stage in range(PP_SIZE))
+
+    def indispensable(self) -> set[int]:
+        """Workers without which the run might end: all of the grid while victims are in it."""
+        widths = self.widths()
+        is_hurt = bool(self._victims & self._grid.keys())
+        return {rank for rank, stage in self._grid.items() if is_hurt or widths[stage] == 1}
+
+    def note_victim(self, rank: int) -> None:
+        self._victims.add(rank)
+
+    # --- its processes ------------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[Process]:
+        """Returns the stubs and all below them."""
+        found: list[Process] = []
+        for rank, stub in enumerate(self._stubs):
+            found += [Process(pid=stub.pid, role="stub", rank=rank, is_running=True), *_below(stub.pid)]
+        return found
+
+    def sample(self) -> Sample:
+        """Returns the sizes of all processes now, by role."""
+        sizes: dict[str, list[Size]] = {}
+        for process in self.processes():
+            if (size := size_of(process.pid)) is not None:
+                sizes.setdefault(process.role, []).append(size)
+        num_files = sum(1 for path in self.folder.rglob("*") if path.parent.name != "logs")
+        return Sample(step=self.last_step(), sizes=sizes, num_run_files=num_files, widths=self.widths())
+
+    # --- its course ---------------------------------------------------------------------------------------------------
+
+    def await_steps(self, num_steps: int, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.last_step() < num_steps:
+            self.check_alive()
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"step {num_steps} never came")
+            time.sleep(0.1)
+
+    def await_whole(self, timeout_s: float) -> bool:
+        """Waits until every place is taken and five more steps are done; False if that takes too long."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.widths() != (DP_SIZE,) * PP_SIZE or self._victims & self._grid.keys():
+            self.check_alive()
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.1)
+        self.await_steps(self.last_step() + 5, timeout_s)
+        return True
+
+    def check_alive(self) -> None:
+        """Raises SystemExit if a launcher's process has ended."""
+        for rank, stub in enumerate(self._stubs):
+            if stub.poll() is not None:
+                raise SystemExit(f"the run has ended: stub {rank}, exit code {stub.returncode}:\n{self._tail()}")
+
+    def stop(self, timeout_s: float) -> int:
+        """Stops the run as Ctrl-C does; returns its exit code."""
+        self._stubs[0].send_signal(signal.SIGINT)
+        return [stub.wait(timeout_s) for stub in self._stubs][0]
+
+    def end(self) -> None:
+        """Ends what is still there."""
+        for stub in self._stubs:
+            stub.kill()
+            stub.wait()
+        self._output.close()
+
+    def _tail(self) -> str:
+        return (self.folder.parent / "output.txt").read_text()[-4000:]
+
+
+def train_command(folder: Path, flags: list[str]) -> list[str]:
+    command = [sys.executable, "launch/train.py", "--config", "configs/quickstart.json"]
+    cache = folder.parent / "cache"
+    return [*command, f"run.directory={folder}", f"data.cache_directory={cache}", *FLAGS, *flags]
+
+
+def train_alone(folder: Path, flags: list[str], num_steps: int) -> list[dict[str, Any]]:
+    """Returns the metrics of one undisturbed process."""
+    alone = ("parallel.pp_size=1", "parallel.dp_size=1")
+    command = [*train_command(folder, flags), *alone, f"run.num_steps={num_steps}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the undisturbed run fails:\n{done.stdout}{done.stderr}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def stage_of(coordinates: str) -> int:
+    found = COORDINATES.search(coordinates)
+    assert found is not None, coordinates
+    return int(found[1])
+
+
+def size_of(pid: int) -> Size | None:
+    """None if the process is gone, or a zombie."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        status = (folder / "status").read_text()
+        num_files = len(list((folder / "fd").iterdir()))
+    except OSError:
+        return None
+    figures = dict(re.findall(r"^(Threads|VmRSS):\s+(\d+)", status, flags=re.MULTILINE))
+    if "VmRSS" not in figures:
+        return None
+    return Size(num_files=num_files, num_threads=int(figures["Threads"]), resident_mib=int(figures["VmRSS"]) / 1024)
+
+
+def _below(pid: int) -> list[Process]:
+    """The coordinator, guardian and worker below a stub; those that have just been forked have no name yet."""
+    children = _children(pid)
+    found = [_describe(child, None) for child in children]
+    named = [process for process in found if process is not None]
+    result = []
+    for process in named:
+        workers = [worker for child in _children(process.pid) if (worker := _describe(child, None)) is not None]
+        rank = next((worker.rank for worker in workers if worker.role == "rank"), None)
+        result += [Process(pid=process.pid, role=process.role, rank=rank, is_running=process.is_running), *workers]
+    return result
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _describe(pid: int, rank: int | None) -> Process | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    _, is_ours, role = name.partition("p3d-")
+    state = rest.split()[0]
+    if not is_ours or state in "ZX":
+        return None
+    role, _, number = role.partition("-")
+    return Process(pid=pid, role=role, rank=int(number) if number else rank, is_running=state not in "Tt")
