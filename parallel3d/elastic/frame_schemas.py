@@ -87,6 +87,7 @@ _END = object_of(
 _ERROR = object_of(text=is_text, is_run_wide=is_flag, exit_code=is_integer, consequence=is_flag, step=or_none(is_count))
 _STATE = object_of(newest_generation=is_integer, committed_generation=is_integer)
 _JOIN = object_of(part=or_none(is_pair), is_ready=is_flag)
+_TIMEOUTS = object_of(heartbeat_timeout_s=is_number, watchdog_timeout_s=is_number)
 _STATUS = object_of(doing=is_text, for_s=is_number, is_waiting=is_flag, what=is_text, peers=list_of(is_count))
 
 HELLO: dict[str, Fields] = {
@@ -144,6 +145,7 @@ OPTIONAL: Fields = {
     "membership_state": lambda value: _STATE(value) and _JOIN(value),
     "num_workers": is_count,
     "joined": list_of(is_count),
+    "monitor": or_none(_TIMEOUTS),
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),
 }
 """Checked in frames and records that have them."""

@@ -83,8 +83,8 @@ class World:
         self.readers[connection] = FrameReader()
         return connection
 
-    def guardian(self, rank: int, *ends: dict[str, Any]) -> socket.socket:
-        connection = self.connect(role="guardian", ranks=[rank], host=HOSTS[rank], address=self.address)
+    def guardian(self, rank: int, *ends: dict[str, Any], **more: Any) -> socket.socket:
+        connection = self.connect(role="guardian", ranks=[rank], host=HOSTS[rank], address=self.address, **more)
         if ends:
             connection.sendall(encode_frame({"op": "ended", "ends": list(ends)}))
         return connection
@@ -158,6 +158,15 @@ def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all
     assert (opened.members, opened.last_reported_step, opened.previous) == ((1, 2, 3), 5, GRID)
     assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from generation 4"
     assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"
+
+
+def test_a_guardian_that_began_late_learns_the_timeouts_from_the_others(world):
+    timeouts = {"heartbeat_timeout_s": 1.5, "watchdog_timeout_s": 300.0}
+    guardians = [world.guardian(rank, monitor=timeouts if rank == 2 else None) for rank in (1, 2, 3)]
+    for rank in (1, 2, 3):
+        world.worker(rank, record(4), 4)
+    for guardian in guardians:
+        assert world.receive(guardian, "monitor")[-1] == {"op": "monitor", **timeouts}
 
 
 def test_messages_sent_to_the_old_coordinator_are_handled_after_the_quorum_check(world):

@@ -155,6 +155,7 @@ class FailoverCoordinator(Coordinator):
             if generation < base.generation and rank in base.members
         ]
         self._server.send_to_workers(behind, {"op": "commit", "generation": base.generation})
+        self._take_over_monitoring()
         lost = [self._status.lost_with_guardian(rank) for rank in sorted(protocol.live - self._guarded_ranks())]
         lost += [LostWorker(rank=rank, why="drained") for rank in sorted(protocol.live & self._let_go("drained"))]
         membership.recovery_log.begin(self._lost_s)
@@ -179,6 +180,13 @@ class FailoverCoordinator(Coordinator):
             membership.joins.add(rank, (state["part"][0], state["part"][1]), now_s)
             if state["is_ready"]:
                 membership.joins.admit(rank, membership.protocol)
+
+    def _take_over_monitoring(self) -> None:
+        """Passes the heartbeat timeouts on to guardians that began after they were derived."""
+        known = [connection.hello.get("monitor") for connection in self._server.guardians()]
+        if timeouts := next(filter(None, known), None):
+            self._monitor_frame = {"op": "monitor", **timeouts}
+            self._server.send_to_guardians(self._monitor_frame)
 
     def _joined_ranks(self, guardian: dict[str, Any]) -> tuple[int, ...]:
         if self._is_checking_quorum:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from parallel3d.elastic.child_processes import ParentLink
@@ -149,7 +150,9 @@ class Guardian:
             self._link.find(address)
 
     def _hello(self) -> dict[str, Any]:
+        timeouts = self._monitor.timeouts
         known = {"num_workers": len(self._children), "joined": self._forks.joined}
+        known["monitor"] = asdict(timeouts) if timeouts else None
         return {"op": "hello", "role": "guardian", **self._own_info.to_json(), **known}
 
     def _on_welcome(self) -> None:

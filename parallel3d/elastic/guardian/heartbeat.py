@@ -214,25 +214,25 @@ class HeartbeatMonitor:
         """Checks in a row that have found a child stopped before it trains."""
         self._next_start_check_s = 0.0
         self._clock = clock
-        self._timeouts: HeartbeatTimeouts | None = None
+        self.timeouts: HeartbeatTimeouts | None = None
         self._since_s = self._last_check_s = 0.0
 
     @property
     def active(self) -> bool:
-        return self._timeouts is not None
+        return self.timeouts is not None
 
     def add(self, pid: int, slot: HeartbeatSlot) -> None:
         """Monitors one more child."""
         self._slots[pid], self._stopped_checks[pid] = slot, 0
 
     def begin(self, timeouts: HeartbeatTimeouts) -> None:
-        self._timeouts = timeouts
+        self.timeouts = timeouts
         self._since_s = self._last_check_s = self._clock()
 
     def check(self, pids: Iterable[int]) -> dict[int, str]:
         """Returns the children that must be killed, and why. After a late check, earlier silence does not count."""
         unresponsive = self._check_starting(pids)
-        if self._timeouts is None:
+        if self.timeouts is None:
             return unresponsive
         now_s = self._clock()
         if now_s - self._last_check_s > LATE_CHECKS * CHECK_INTERVAL_S:
@@ -240,9 +240,9 @@ class HeartbeatMonitor:
         self._last_check_s = now_s
         for pid in pids:
             state = read_heartbeat(self._slots[pid])
-            silent = now_s - state.last_activity_s > self._timeouts.heartbeat_timeout_s
+            silent = now_s - state.last_activity_s > self.timeouts.heartbeat_timeout_s
             stopped = is_stopped(pid) if silent else False
-            if why := diagnose(state, self._timeouts, now_s=now_s, since_s=self._since_s, stopped=stopped):
+            if why := diagnose(state, self.timeouts, now_s=now_s, since_s=self._since_s, stopped=stopped):
                 unresponsive[pid] = why
         return unresponsive
 
