@@ -20,6 +20,7 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,6 +63,8 @@ def main() -> int:
     with TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary).resolve()
         run = ShotRun(folder, flags)
+        alone = ThreadPoolExecutor(1)
+        undisturbed = options.compare and alone.submit(train_alone, folder / "undisturbed", flags, options.compare)
         try:
             run.await_steps(10, START_S)
             events, samples = strike_for(run, options)
@@ -73,8 +76,8 @@ def main() -> int:
         lines = run.lines()
         num_steps = max(line["step"] for line in lines if "event" not in line)
         print(f"{num_steps} steps, exit code {code}; now one process trains as many", flush=True)
-        undisturbed = train_alone(folder / "undisturbed", flags, min(num_steps, options.compare or num_steps))
-        verdict = judge(lines, undisturbed, samples, is_whole=is_whole, code=code)
+        undisturbed = undisturbed or alone.submit(train_alone, folder / "undisturbed", flags, num_steps)
+        verdict = judge(lines, undisturbed.result(), samples, is_whole=is_whole, code=code)
     text = write_report(lines, events, samples, verdict, options)
     print(text if not options.out else "\n".join(verdict.findings))
     if options.out:
@@ -89,7 +92,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two strikes")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of strikes")
-    parser.add_argument("--compare", type=int, help="steps of the undisturbed run; default: all of them")
+    parser.add_argument("--compare", type=int, help="steps of an undisturbed run beside it; default: all, after it")
     parser.add_argument("--folder", help="keep the run here")
     parser.add_argument("--out", help="Markdown file for the log")
     return parser.parse_known_args()

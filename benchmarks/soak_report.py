@@ -56,7 +56,8 @@ def judge(lines: Lines, undisturbed: Lines, samples: Sequence[Sample], *, is_who
     """Compares the run with the undisturbed one, and its end with its beginning."""
     ours, theirs = losses(lines), losses(undisturbed)
     steps = [line["step"] for line in lines if "event" not in line]
-    differing = [step for step, loss in theirs.items() if ours.get(step) != loss]
+    theirs = {step: loss for step, loss in theirs.items() if step in ours}
+    differing = [step for step, loss in theirs.items() if ours[step] != loss]
     grown = [text for role in ROLES if (text := growth(samples, role))]
     checks = {
         f"every place is taken at the end: {samples[-1].widths}": is_whole,
