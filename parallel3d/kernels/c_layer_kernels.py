@@ -23,5 +23,9 @@ def c_layer_kernels() -> LayerKernels:
         rotary=RotaryKernels(forward=c_rotary.split_and_rotate, backward=c_rotary.packed_grads),
         attention=AttentionKernels(forward=c_attention.attention, backward=c_attention.attention_grads),
         silu_times=Activation(forward=c_activations.silu_times, backward=c_activations.silu_times_grads),
+        gelu={
+            **TORCH_KERNELS.gelu,
+            "tanh": Activation(forward=c_activations.gelu_tanh, backward=c_activations.gelu_tanh_grads),
+        },
         cross_entropy=c_cross_entropy.cross_entropy,
     )

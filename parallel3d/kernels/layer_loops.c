@@ -135,6 +135,47 @@ void silu_times_grads(const void *grad, const void *gate_up, void *gate_up_grad,
     }
 }
 
+/* x sigmoid(2 u), which is x (1 + tanh(u)) / 2, for u = sqrt(2 / pi) (x + 0.044715 x^3); u beyond 87 / 2 changes nothing. */
+INLINE vec gelu_share(vec x, int narrow) {
+    return sigmoid_of(x * (1.59576912160573071f + 0.0713548162726009022f * (x * x)), narrow);
+}
+
+INLINE void gelu_row(const void *x, void *result, int64_t width, int narrow) {
+    EACH_LANES(width,
+        vec at = load(x, i, n, narrow);
+        store(result, i, n, narrow, at * gelu_share(at, narrow));)
+}
+
+void gelu_tanh(const void *x, void *result, int64_t rows, int64_t width, int64_t narrow, int64_t threads) {
+    ROWS(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        if (narrow) gelu_row(row_of(x, row * width, 1), row_of(result, row * width, 1), width, 1);
+        else gelu_row(row_of(x, row * width, 0), row_of(result, row * width, 0), width, 0);
+    }
+}
+
+INLINE void gelu_grads_row(const void *grad, const void *x, void *x_grad, void *result, int64_t width, int narrow) {
+    EACH_LANES(width,
+        vec at = load(x, i, n, narrow), share = gelu_share(at, narrow), found = at * share;
+        vec slope = 1.59576912160573071f + 0.214064448817802707f * (at * at);
+        store(x_grad, i, n, narrow, load(grad, i, n, narrow) * (share + found * (1.0f - share) * slope));
+        store(result, i, n, narrow, found);)
+}
+
+void gelu_tanh_grads(const void *grad, const void *x, void *x_grad, void *result, int64_t rows, int64_t width,
+                     int64_t narrow, int64_t threads) {
+    ROWS(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t first = row * width;
+#define PASS(kind)                                                                                       \
+    gelu_grads_row(row_of(grad, first, kind), row_of(x, first, kind), row_of(x_grad, first, kind),       \
+                   row_of(result, first, kind), width, kind)
+        if (narrow) PASS(1);
+        else PASS(0);
+#undef PASS
+    }
+}
+
 /* --- rotary positions --- */
 
 /* (a, b) -> (a cos - b sin, b cos + a sin), with the sign of sin; `half` elements each. */

@@ -64,6 +64,19 @@ def test_swiglu(dtype):
         assert_near(ours, exact, terms=4)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, FP64], ids=str)
+def test_gelu(dtype):
+    """And far from zero, where the gradient is 0 or 1; fp64 takes torch's form."""
+    x, grad, ours, exact = draw(30, 94, dtype=dtype), draw(30, 94, dtype=dtype, seed=2), OURS.gelu, EXACT.gelu["tanh"]
+    x[0] = torch.linspace(-90, 90, 94)
+    expected = exact.forward(x.double())
+    assert not ours["tanh"].keeps_result and ours["none"] == EXACT.gelu["none"]
+    assert_near(ours["tanh"].forward(x), expected, terms=4)
+    x_grad, again = ours["tanh"].backward(grad, x, None)
+    assert torch.equal(again, ours["tanh"].forward(x))
+    assert_near(x_grad, exact.backward(grad.double(), x.double(), expected)[0], terms=4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotary(dtype):
     qkv = draw(2, 9, LAYOUT.query_size + 2 * LAYOUT.kv_size, dtype=dtype)
@@ -142,9 +155,11 @@ def everything(dtype):
     total, y, statistics = OURS.rms_norm.forward(x, delta, weight, 1e-5, FP32)
     grads = OURS.rms_norm.backward(grad, total, statistics, weight, delta)
     swiglu = OURS.silu_times.backward(grad[:, :48], x, None)
+    gelu = OURS.gelu["tanh"].backward(grad, x, None)
     logits = x.clone()
     losses = OURS.cross_entropy(logits, torch.arange(70), SoloGroup(), 1.0, FP32)
-    return [total, y, *statistics, grads.total, *grads.parameters, *swiglu, OURS.silu_times.forward(x), losses, logits]
+    norms = [total, y, *statistics, grads.total, *grads.parameters]
+    return [*norms, *swiglu, OURS.silu_times.forward(x), *gelu, OURS.gelu["tanh"].forward(x), losses, logits]
 
 
 def assert_bits(ours, theirs):
