@@ -26,7 +26,11 @@ def main(arguments: list[str]) -> int:
     )
     for title, folder, overrides in (
         ("First, undisturbed.", FOLDER / "undisturbed", ["elastic.faults=[]", "run.show_routes=false"]),
-        ("Now again, while workers are killed, and come back: one in step 50, the leader in step 90.", FOLDER / "killed", []),
+        (
+            "Now again, while workers are killed, and come back: one in step 50, the leader in step 90.",
+            FOLDER / "killed",
+            [],
+        ),
     ):
         print(f"\n{title}\n", flush=True)
         command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(CONFIG)]
