@@ -24,7 +24,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import describe_warmup
 from parallel3d.elastic.control_estimate import estimate_control
 from parallel3d.elastic.protocol.survivability import check_survivability
-from parallel3d.elastic.protocol.vacancies import fill
+from parallel3d.elastic.protocol.vacancies import GridTarget, fill
 from parallel3d.errors import UserError
 from parallel3d.parallel.grid import Grid, ReplicaId
 from parallel3d.pipeline.check import CheckReport, check_plan
@@ -127,8 +127,7 @@ def remove_ranks(config: Config, whole: Grid, lost: tuple[int, ...]) -> Grid:
     left, spares = whole.without(lost)
     grid = fill(
         left,
-        tp_size=whole.tp_size,
-        target=[len(stage) for stage in whole.stages],
+        target=GridTarget.of(whole),
         candidates={rank: whole.part(rank) for rank in spares},
         hosts={},
         holders=whole,

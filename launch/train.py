@@ -37,7 +37,7 @@ from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
-from parallel3d.trainer.plans import build_grid
+from parallel3d.trainer.plans import build_grid, build_target
 
 
 def main(arguments: list[str]) -> int:
@@ -119,7 +119,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         env=env,
         preload=("torch",),
         timeouts=LaunchTimeouts.from_config(config),
-        elastic=ElasticSettings.from_config(config, grid),
+        elastic=ElasticSettings.from_config(config, grid, build_target(config)),
     )
     if code > EXIT_BY_SIGNAL and env is None and (steps := checkpoint_dir.steps()):
         print(f"to continue after step {steps[-1]}, run the same command with run.resume=auto", file=sys.stderr)

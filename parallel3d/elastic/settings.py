@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel3d.config.derived import save_intervals
 from parallel3d.config.schema import Config, TimeoutConfig
+from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.parallel.grid import Grid
 
 STOP_AND_SAVE_S = 120.0
@@ -61,6 +63,8 @@ class ElasticSettings:
     zero_stage: int
     zero_backups: int
     enabled: bool = True
+    target: GridTarget | None = None
+    """The widths up to which vacancies are filled; None: those of the grid at the start."""
     max_rejoins: int = 0
     """New workers in the place of lost ones, for each place, in an hour."""
     heartbeat_timeout: TimeoutConfig
@@ -69,14 +73,21 @@ class ElasticSettings:
     slow_step: SlowStepRule | None = None
     """When a step counts as slow; None: never."""
 
+    @property
+    def protocol_options(self) -> dict[str, Any]:
+        """Arguments of the membership protocol."""
+        names = ("zero_stage", "zero_backups", "enabled", "target")
+        return {name: getattr(self, name) for name in names}
+
     @staticmethod
-    def from_config(config: Config, grid: Grid) -> ElasticSettings:
+    def from_config(config: Config, grid: Grid, target: GridTarget | None = None) -> ElasticSettings:
         elastic, debug = config.elastic, config.debug
         return ElasticSettings(
             grid=grid,
             zero_stage=config.parallel.zero_stage,
             zero_backups=elastic.zero_backups,
             enabled=elastic.enabled,
+            target=target,
             max_rejoins=elastic.max_rejoins,
             heartbeat_timeout=elastic.heartbeat_timeout,
             watchdog_timeout=elastic.watchdog_timeout,

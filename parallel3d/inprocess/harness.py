@@ -125,9 +125,7 @@ def run_elastic_in_threads(
     grid = build_grid(config)
     num_workers = len(grid.ranks) + len(joins.steps)
     world = ThreadWorld(num_workers, slots=config.parallel.p2p_slots)
-    coordinator = ThreadCoordinator(
-        world, grid, zero_stage=config.parallel.zero_stage, zero_backups=config.elastic.zero_backups
-    )
+    coordinator = ThreadCoordinator(world, config)
     records = _Records(coordinator=coordinator)
     thread_joins = ThreadJoins(world, coordinator, joins, first_rank=len(grid.ranks))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
     Action,
@@ -29,7 +30,8 @@ from parallel3d.elastic.worker.membership_client import MembershipClient, Send
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.grid import Grid, PartId
+from parallel3d.parallel.grid import PartId
+from parallel3d.trainer.plans import build_grid, build_target
 
 
 class ThreadMembershipClient(MembershipClient):
@@ -54,9 +56,15 @@ class ThreadMembershipClient(MembershipClient):
 class ThreadCoordinator:
     """Serves the ranks of `world`, each through its membership client."""
 
-    def __init__(self, world: ThreadWorld, grid: Grid, *, zero_stage: int, zero_backups: int):
+    def __init__(self, world: ThreadWorld, config: Config):
         world.tolerates_deaths = True
-        self.protocol = MembershipProtocol(grid, zero_stage=zero_stage, zero_backups=zero_backups)
+        grid = build_grid(config)
+        self.protocol = MembershipProtocol(
+            grid,
+            zero_stage=config.parallel.zero_stage,
+            zero_backups=config.elastic.zero_backups,
+            target=build_target(config),
+        )
         self.run_token = AbortToken()
         self.draining: set[int] = set()
         """Ranks that should leave at their next step boundary."""

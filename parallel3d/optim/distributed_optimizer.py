@@ -72,8 +72,8 @@ PhaseHook = Callable[[str], None]
 class ShardedOptimizer:
     """The optimizer of one rank's stage. Each iteration reduces, updates and gathers.
 
-    `initial` gives the initial weights, by default from the seed. `first_shard_maps` are those of the whole grid; later
-    ones never have more ranges.
+    `initial` gives the initial weights, by default from the seed. `widest_shard_maps` have as many ranges as any
+    that will be.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ShardedOptimizer:
         *,
         rank: int,
         tp: TpShard,
-        first_shard_maps: ShardMaps,
+        widest_shard_maps: ShardMaps,
         initial: InitMethod | None = None,
         weight_grads: WeightGradStore | None = None,
         device: torch.device,
@@ -103,7 +103,7 @@ class ShardedOptimizer:
                 [parameters[param_slot.name] for param_slot in plan.param_slots],
                 settings,
                 tp=tp,
-                max_ranges=first_shard_maps.of(plan.key).num_ranges,
+                max_ranges=widest_shard_maps.of(plan.key).num_ranges,
                 initial=initial,
                 weight_grads=weight_grads,
                 on_grad_added=partial(self._on_grad_added, index),

@@ -43,7 +43,7 @@ from parallel3d.trainer.entry_layout import EntryLayout
 from parallel3d.trainer.generation import shard_maps_of
 from parallel3d.trainer.learning_rate import build_lr_schedule
 from parallel3d.trainer.loader import EvaluationSequences, LaneLoader
-from parallel3d.trainer.plans import chunk_layout_of, split_layers
+from parallel3d.trainer.plans import chunk_layout_of, split_layers, widest_grid
 from parallel3d.trainer.state import TrainState
 
 
@@ -148,7 +148,7 @@ def build_optimizer(
         build_optimizer_settings(config, tp.size, device),
         rank=rank,
         tp=tp,
-        first_shard_maps=shard_maps_of(config, coordinates, grid, hosts={}),
+        widest_shard_maps=shard_maps_of(config, coordinates, widest_grid(config, grid), hosts={}),
         initial=initial,
         weight_grads=weight_grads,
         device=device,
@@ -202,7 +202,7 @@ def build_entry_layout(config: Config, grid: Grid, *, cursor_size: int) -> Entry
         num_stages=grid.pp_size * config.parallel.virtual_stages,
         num_micro_batches=batch.num_micro_batches,
         num_slots=batch.num_slots,
-        num_ranks=len(grid.ranks) if config.monitor.norms_every is not None else 0,
+        num_ranks=len(widest_grid(config, grid).ranks) if config.monitor.norms_every is not None else 0,
         cursor_size=cursor_size,
         has_variance=has_exp_avg_sq(config.optimizer.kind),
     )

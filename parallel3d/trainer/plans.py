@@ -12,10 +12,12 @@ from functools import cached_property
 
 from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
 from parallel3d.config.schema import Config
+from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.parallel.grid import Coordinates, Grid
 from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.partition import (
     ModelCosts,
+    StageCosts,
     model_costs,
     partition_from_counts,
     partition_layers,
@@ -31,6 +33,23 @@ from parallel3d.trainer.state import TrainState
 def build_grid(config: Config) -> Grid:
     """The grid with which a run begins."""
     return Grid.of_replicas(stage_replicas(config), tp_size=config.parallel.tp_size, order=config.parallel.order)
+
+
+def build_target(config: Config) -> GridTarget:
+    """The widths that workers of the run fill: those of the first grid, or `elastic.max_replicas`."""
+    passes = costs_of_passes(config)
+    costs = [forward + backward for forward, backward in zip(passes.forward, passes.backward)]
+    return GridTarget.of(
+        build_grid(config),
+        max_replicas=config.elastic.max_replicas,
+        costs=[sum(costs[chunk] for chunk in chunks) for chunks in chunk_layout_of(config).virtual_stages],
+        num_micro_batches=plan_batch(config, 0).num_micro_batches,
+    )
+
+
+def widest_grid(config: Config, first: Grid) -> Grid:
+    """A grid as wide as a run that begins with `first` can get."""
+    return GridTarget.of(first, max_replicas=config.elastic.max_replicas).widest()
 
 
 PlanKey = tuple[tuple[tuple[int, ...], ...], int]
@@ -84,7 +103,7 @@ def plan_schedule(
         num_micro_batches=num_micro_batches,
         schedule=config.parallel.schedule,
         has_backward=has_backward,
-        costs=pass_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full"),
+        costs=costs_of_passes(config),
         virtual_stages=config.parallel.virtual_stages,
         slots=config.parallel.p2p_slots,
     )
@@ -110,6 +129,11 @@ def chunk_layout_of(config: Config) -> ChunkLayout:
     """Which stage holds which virtual stage."""
     parallel = config.parallel
     return SCHEDULES[parallel.schedule].chunk_layout(parallel.pp_size, parallel.virtual_stages)
+
+
+def costs_of_passes(config: Config) -> StageCosts:
+    """Cost of the passes of each virtual stage."""
+    return pass_costs(split_layers(config), costs_of(config), recomputes=config.parallel.recompute == "full")
 
 
 def costs_of(config: Config) -> ModelCosts:

@@ -11,6 +11,7 @@ import pytest
 from parallel3d.elastic.protocol.actions import Action, ChangeRequest, Propose
 from parallel3d.elastic.protocol.membership import LostWorker, StateReport
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
+from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.errors import OutOfPlaceError
 from parallel3d.parallel.grid import Grid, PartId
 from tests.support.protocol_model import Model
@@ -38,6 +39,21 @@ def test_a_join_in_every_phase(grid: Grid, num_iterations: int, faults: dict[str
     model = Model(grid, num_iterations=num_iterations, zero_stage=zero_stage)
     assert "released" in explore(model, model.start(**faults)).ends
     assert any(record.joiners for record in model.records)
+
+
+@pytest.mark.parametrize(
+    ("grid", "faults"),
+    [
+        (uniform(1, 2), {"deaths": 1, "joins": 1}),
+        pytest.param(uniform(1, 1), {"deaths": 1, "joins": 2}, marks=pytest.mark.full),
+        pytest.param(uniform(1, 2), {"joins": 1, "drains": 1}, marks=pytest.mark.full),
+        pytest.param(uniform(1, 2), {"deaths": 2, "joins": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_growth_in_every_phase(grid: Grid, faults: dict[str, int]):
+    model = Model(grid, num_iterations=2, max_replicas=3)
+    assert "released" in explore(model, model.start(**faults)).ends
+    assert any(len(record.grid.ranks) > len(grid.ranks) for record in model.records)
 
 
 def test_the_reduction_leaves_no_join_out():
@@ -201,6 +217,13 @@ class JoinerIsASource(Model):
         return tuple((joiners[0], element) for _, element in moves) if joiners else moves
 
 
+class GrowsForEver(MembershipProtocol):
+    """Gives every new worker a place."""
+
+    def __init__(self, grid: Grid, *, target: GridTarget, **settings: int):
+        super().__init__(grid, target=replace(target, widths=(9,) * grid.pp_size), **settings)
+
+
 BASIC = {"deaths": 1, "joins": 1}
 
 
@@ -215,6 +238,7 @@ BASIC = {"deaths": 1, "joins": 1}
         (Model, FillsTheUncommitted, {"deaths": 2, "joins": 1}, "gets version -1|goes on without|reports"),
         (Model, CountsStaleWeights, BASIC, "a joiner's weights count as gathered"),
         (StartsWithoutState, MembershipProtocol, BASIC, "begins with versions|would go back"),
+        (Model, GrowsForEver, {"joins": 1}, "widens the grid to"),
         (JoinerIsASource, MembershipProtocol, BASIC, "gets version -1 of element|stuck"),
     ],
 )

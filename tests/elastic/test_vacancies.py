@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.elastic.protocol.vacancies import choose_part, fill
+from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill
 from parallel3d.parallel.grid import Grid, PartId
 
 FIRST = Grid.uniform(tp_size=2, pp_size=2, dp_size=2)  # stage 0: 0 1 | 2 3, stage 1: 4 5 | 6 7
+WHOLE = GridTarget.of(FIRST)
 
 
 def refill(dead: set[int], new: dict[int, PartId], hosts: dict[int, str] | None = None) -> Grid:
     left, spares = FIRST.without(dead)
     candidates = {rank: FIRST.part(rank) for rank in spares} | new
-    target = [len(stage) for stage in FIRST.stages]
-    return fill(left, tp_size=2, target=target, candidates=candidates, hosts=hosts or {}, holders=FIRST)
+    return fill(left, target=WHOLE, candidates=candidates, hosts=hosts or {}, holders=FIRST)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,46 @@ def test_a_replica_goes_where_its_stage_has_the_fewest():
 def test_the_part_that_a_new_worker_should_build(dead: set[int], built: list[PartId], part: PartId | None):
     grid, spares = FIRST.without(dead)
     candidates = [*built, *(FIRST.part(rank) for rank in spares)]
-    assert choose_part(grid, tp_size=2, target=[2, 2], candidates=candidates) == part
+    assert choose_part(grid, target=WHOLE, candidates=candidates) == part
 
 
 @given(dead=st.sets(st.sampled_from(FIRST.ranks)), data=st.data())
 def test_whoever_builds_what_is_asked_for_makes_the_grid_whole(dead: set[int], data: st.DataObject):
     left, spares = FIRST.without(dead)
     candidates = {rank: FIRST.part(rank) for rank in spares}
-    while (part := choose_part(left, tp_size=2, target=[2, 2], candidates=candidates.values())) is not None:
+    while (part := choose_part(left, target=WHOLE, candidates=candidates.values())) is not None:
         candidates[8 + len(candidates)] = part
-    whole = fill(left, tp_size=2, target=[2, 2], candidates=candidates, hosts={}, holders=FIRST)
+    whole = fill(left, target=WHOLE, candidates=candidates, hosts={}, holders=FIRST)
     assert whole.replicas == FIRST.replicas and all(whole.part(rank) == part for rank, part in candidates.items())
     order = data.draw(st.permutations(sorted(candidates)))
     shuffled = {rank: candidates[rank] for rank in order}
-    assert fill(left, tp_size=2, target=[2, 2], candidates=shuffled, hosts={}, holders=FIRST) == whole
+    assert fill(left, target=WHOLE, candidates=shuffled, hosts={}, holders=FIRST) == whole
+
+
+@pytest.mark.parametrize(
+    ("widths", "costs", "num_micro_batches", "stages"),
+    [
+        ([2, 2], [1, 1], 8, [0, 1, 0, 1]),
+        ([2, 2], [3, 4], 8, [1, 0, 1, 0]),  # 12 16, then 12 12, 9 12, 9 8
+        ([3, 3], [1, 3], 12, [1, 0]),
+        ([2, 2], [1, 3], 12, [1, 1, 0, 0]),  # 6 18, then 6 12, 6 9
+        ([1, 2], [1, 9], 8, [0, 1, 1, 0, 0]),  # a stage that could not lose a replica comes first
+        ([4, 4], [1, 1], 8, []),
+    ],
+)
+def test_new_workers_widen_the_stage_that_takes_longest(
+    widths: list[int], costs: list[int], num_micro_batches: int, stages: list[int]
+):
+    grid = Grid.of_replicas(widths, tp_size=2)
+    target = GridTarget.of(grid, max_replicas=4, costs=costs, num_micro_batches=num_micro_batches)
+    candidates: dict[int, PartId] = {}
+    filled = grid
+    for stage in stages:
+        for tp in (0, 1):
+            part = choose_part(filled, target=target, candidates=[(stage, 0)] * tp)
+            assert part == (stage, tp)
+            candidates[100 + len(candidates)] = part
+        filled = fill(grid, target=target, candidates=candidates, hosts={}, holders=grid)
+        assert all(filled.holds(rank) for rank in candidates)
+    if len(stages) in (0, 4, 5):
+        assert filled.replicas == ((0, 1, 2, 3),) * 2 and choose_part(filled, target=target, candidates=[]) is None

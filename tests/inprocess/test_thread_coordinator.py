@@ -10,7 +10,7 @@ from parallel3d.inprocess.scheduler import DeadlockError, RankDied
 from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.grid import Grid
+from tests.support import tiny_runs
 
 
 def report_of(rank, state_generation=NO_GENERATION, iteration=0):
@@ -26,9 +26,11 @@ def report_of(rank, state_generation=NO_GENERATION, iteration=0):
 
 def run_with_coordinator(body, *, dp_size=2, pp_size=1, zero_backups=1):
     """Runs body(rank, membership, coordinator) on every rank; returns the results and the coordinator."""
-    grid = Grid.uniform(tp_size=1, pp_size=pp_size, dp_size=dp_size)
-    world = ThreadWorld(len(grid.ranks))
-    coordinator = ThreadCoordinator(world, grid, zero_stage=1, zero_backups=zero_backups)
+    config = tiny_runs.make_config(
+        parallel=dict(pp_size=pp_size, dp_size=dp_size), elastic=dict(zero_backups=zero_backups)
+    )
+    world = ThreadWorld(pp_size * dp_size)
+    coordinator = ThreadCoordinator(world, config)
 
     def rank_body(rank, world):
         try:
@@ -37,7 +39,7 @@ def run_with_coordinator(body, *, dp_size=2, pp_size=1, zero_backups=1):
             coordinator.on_lost(rank, "killed")
             raise
 
-    return run_threads(len(grid.ranks), rank_body, world=world), coordinator
+    return run_threads(pp_size * dp_size, rank_body, world=world), coordinator
 
 
 def join(membership, rank, *, digest="plan", moved_bytes=0, **held):

@@ -107,6 +107,7 @@ PURE: tuple[str, ...] = (
             "restart_policy",
             "probe_graph",
             "vacancies",
+            "newest_report",
         )
     ),
     "parallel3d.elastic.hang_report",

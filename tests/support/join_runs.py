@@ -53,10 +53,9 @@ def check_joins(
     *,
     num_changes: int,
     lacks: int = 0,
-    whole: ElasticRunResult | None = None,
 ) -> None:
-    """The run is `whole`, the undisturbed one, and ends with all replicas of the first grid but `lacks`."""
+    """The run is the undisturbed one, and ends with all replicas of the first grid but `lacks`."""
     done = run_with_joins(config, faults, steps)
-    assert_same_run(done, whole or run(config))
+    assert_same_run(done, run(config))
     assert done.num_changes == num_changes
     assert sum(done.widths) == sum(len(stage) for stage in build_grid(config).stages) - lacks

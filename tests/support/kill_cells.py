@@ -22,7 +22,7 @@ from itertools import chain, combinations, count, cycle, groupby, product
 
 from parallel3d.config.schema import Config, FaultConfig
 from parallel3d.elastic.protocol.survivability import check_survivability
-from parallel3d.elastic.protocol.vacancies import fill
+from parallel3d.elastic.protocol.vacancies import GridTarget, fill
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.plans import build_grid
 from tests.support.kill_layouts import (
@@ -270,8 +270,7 @@ def _refilled(grid: Grid, first: Grid, dead: Collection[int]) -> Grid:
     left, _ = grid.without(dead)
     return fill(
         left,
-        tp_size=first.tp_size,
-        target=[len(stage) for stage in first.stages],
+        target=GridTarget.of(first),
         candidates={rank: first.part(rank) for rank in first.ranks if rank not in dead and not left.holds(rank)},
         hosts={},
         holders=grid,

@@ -150,7 +150,7 @@ BASE = list(BASE_LAYOUTS)
 SCHEDULES = [name for name, row in KILL_LAYOUTS.items() if row.group == "schedule"]
 
 
-def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1) -> Config:
+def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_backups: int = 1, **elastic: Any) -> Config:
     """A run in threads of 0.1 s with exact sums: two sequences of four tokens a replica (64 tokens where documents end
     within them), evaluations after every second step."""
     row = KILL_LAYOUTS[layout]
@@ -165,7 +165,7 @@ def config_of(layout: str, *, num_steps: int = 3, zero_stage: int = 1, zero_back
         ),
         precision=dict(**row.precision, sums="exact"),
         run=dict(num_steps=num_steps, evaluate_every=2, evaluate_batches=1),
-        elastic=dict(zero_backups=zero_backups),
+        elastic=dict(zero_backups=zero_backups, **elastic),
         data=dict(
             document_mask=row.keeps_documents_apart,
             blend=blend_from(3 * row.num_replicas * 4) if row.reads_blend else None,

@@ -145,7 +145,7 @@ class Rank:
             settings,
             rank=rank,
             tp=self.tp_shard,
-            first_shard_maps=self.shard_maps_on(self.grid),
+            widest_shard_maps=self.shard_maps_on(self.grid),
             device=torch.device("cpu"),
             phase_hook=phase_hook,
         )

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from operator import le
 
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
@@ -295,6 +296,8 @@ class Model(WorkerModel):
         base = NO_GENERATION if action.base is None else self._intern_record(action.base)
         strangers = set(action.record.grid.ranks) - set(action.record.members)
         self._check(not strangers, "places workers that have not reported")
+        widths = [len(stage) for stage in action.record.grid.stages]
+        self._check(all(map(le, widths, self.target.widths)), f"widens the grid to {widths}")
         is_stale = action.record.weights_gathered and action.record.joiners
         self._check(not is_stale, "a joiner's weights count as gathered")
         if action.behind:

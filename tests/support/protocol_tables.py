@@ -10,6 +10,7 @@ from typing import Any
 from parallel3d.elastic.protocol.actions import Action
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
+from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.optim.shard_map import ShardMap, plan_moves, plan_shard_map
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_world import Frame, Share, Violation, Worker, World, freeze
@@ -28,6 +29,7 @@ class ModelTables:
         hosts: Mapping[int, str] | None = None,
         protocol: type[MembershipProtocol] = MembershipProtocol,
         reduced: bool = True,
+        max_replicas: int | None = None,
     ):
         self.grid = grid
         self.num_iterations = num_iterations
@@ -35,8 +37,9 @@ class ModelTables:
         self.zero_backups = zero_backups
         self.hosts = dict.fromkeys(grid.ranks, "") if hosts is None else hosts
         self.reduced = reduced
-        self.num_elements = lcm(*(len(stage) for stage in grid.stages), *range(1, max(map(len, grid.stages)) + 1))
-        self._first = protocol(grid, zero_stage=zero_stage, zero_backups=zero_backups)
+        self.target = GridTarget.of(grid, max_replicas=max_replicas)
+        self.num_elements = lcm(*range(1, max(self.target.widths) + 1))
+        self._first = protocol(grid, zero_stage=zero_stage, zero_backups=zero_backups, target=self.target)
         self._protocols: list[MembershipProtocol] = []
         self._protocol_ids: dict[Any, int] = {}
         self._answers: dict[tuple[int, Frame], tuple[int, list[Action]]] = {}

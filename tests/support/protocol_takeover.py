@@ -39,6 +39,7 @@ class TakeoverModel(Model):
             grid=self.grid,
             zero_stage=self.zero_stage,
             zero_backups=self.zero_backups,
+            target=self.target,
             heartbeat_timeout=_TIMEOUT,
             watchdog_timeout=_TIMEOUT,
         )

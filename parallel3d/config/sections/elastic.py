@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from parallel3d.config.rule import WORLD_SIZE, Rule, rule, too_large
+from parallel3d.config.sections.batch import BATCH_SIZES, BatchConfig, batch_sizes, has_batch_sizes
 from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, num_ranks
 from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.errors import Problem
@@ -114,6 +115,9 @@ class ElasticConfig(Section):
     lost workers do not come back."""
     spares: NonNegativeInt = 0
     """Workers beyond those of the layout: start that many more. They wait, and take the places of lost ones at once."""
+    max_replicas: PositiveInt | None = None
+    """Replicas up to which new workers widen each stage, one replica at a time; each needs a micro-batch, also in the
+    first steps of a warmup of batch sizes. Null: no stage gets wider than it was at the start."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
     """How long a worker may go without a heartbeat before its guardian kills it."""
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()
@@ -148,6 +152,19 @@ def timeout_rule(name: str) -> Rule:
 
 heartbeat_limits = timeout_rule("heartbeat_timeout")
 watchdog_limits = timeout_rule("watchdog_timeout")
+
+
+@rule("elastic.max_replicas", BATCH_SIZES, "warmup.batch_size.start")
+def check_max_replicas(most: int | None, batch: BatchConfig, start: int | None) -> Iterator[Problem]:
+    """Every replica has a micro-batch, in every step."""
+    if most is None or not has_batch_sizes(batch):
+        return
+    total, micro, _ = batch_sizes(batch)
+    name, least = ("batch.global_batch_size", total) if start is None else ("warmup.batch_size.start", start)
+    if most > least // micro:
+        rule_text = f"is too many: each replica needs a micro-batch, and {name} makes {least // micro}"
+        fix = f"Use at most {least // micro}, or raise {name} to {most * micro} or more"
+        yield Problem(field="elastic.max_replicas", value=most, rule=rule_text, fix=fix)
 
 
 @rule("elastic.faults", "run.num_steps", LAYOUT, WORLD_SIZE)

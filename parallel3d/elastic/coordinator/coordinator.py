@@ -100,11 +100,7 @@ class Coordinator:
         """The manager of a run that begins; None: no loss is survived."""
         if (elastic := self._elastic) is None:
             return None
-        return self._manage(
-            MembershipProtocol(
-                elastic.grid, zero_stage=elastic.zero_stage, zero_backups=elastic.zero_backups, enabled=elastic.enabled
-            )
-        )
+        return self._manage(MembershipProtocol(elastic.grid, **elastic.protocol_options))
 
     def _manage(self, protocol: MembershipProtocol) -> MembershipManager:
         assert self._elastic is not None

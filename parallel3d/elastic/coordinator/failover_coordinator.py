@@ -33,9 +33,7 @@ class ResumedProtocol(MembershipProtocol):
     """Goes on from `committed`; `newest_generation` is the highest number that any worker has received."""
 
     def __init__(self, elastic: ElasticSettings, committed: GenerationRecord, *, newest_generation: int):
-        super().__init__(
-            elastic.grid, zero_stage=elastic.zero_stage, zero_backups=elastic.zero_backups, enabled=elastic.enabled
-        )
+        super().__init__(elastic.grid, **elastic.protocol_options)
         self.live = frozenset(committed.members) - set(committed.draining)
         self.committed = committed
         self.last_reported_step = committed.last_reported_step

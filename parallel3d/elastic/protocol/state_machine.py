@@ -41,8 +41,9 @@ from parallel3d.elastic.protocol.membership import (
     digest_entries,
     find_newcomers,
 )
+from parallel3d.elastic.protocol.newest_report import find_newest
 from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
-from parallel3d.elastic.protocol.vacancies import choose_part, fill
+from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid, PartId
 
@@ -54,7 +55,15 @@ class MembershipProtocol:
     """The coordinator's decisions. copy.copy is a snapshot: tables are copied, all other attributes are replaced and
     never changed in place."""
 
-    def __init__(self, grid: Grid, *, zero_stage: int, zero_backups: int, enabled: bool = True):
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        zero_stage: int,
+        zero_backups: int,
+        enabled: bool = True,
+        target: GridTarget | None = None,
+    ):
         self.live: frozenset[int] = frozenset(grid.ranks)
         self.committed: GenerationRecord | None = None
         """The record of the last committed generation."""
@@ -68,9 +77,7 @@ class MembershipProtocol:
         """The last step that the reporter has received; set by the caller, carried by the next record."""
         self._grid = grid
         """The grid by whose shard map workers hold their ranges: the committed one's, at first the full one."""
-        self._tp_size = grid.tp_size
-        self._target = tuple(len(stage) for stage in grid.stages)
-        """Replicas that each stage should have."""
+        self._target = target or GridTarget.of(grid)
         self._parts: dict[int, PartId] = {rank: grid.part(rank) for rank in grid.ranks}
         """The part of the model that each worker has built, lost ones included: their numbers are never used again."""
         self._ready: frozenset[int] = frozenset()
@@ -200,7 +207,7 @@ class MembershipProtocol:
         """Returns the part of the model that one more worker should build, or None; others are building some."""
         grid = self._next_grid(joining=self._ready)
         idle = (self._parts[rank] for rank in self.live | self._ready if not grid.holds(rank))
-        return choose_part(grid, tp_size=self._tp_size, target=self._target, candidates=[*building, *idle])
+        return choose_part(grid, target=self._target, candidates=[*building, *idle])
 
     def announce_drain(self, rank: int) -> list[Action]:
         """Handles the announcement that a worker must leave."""
@@ -303,20 +310,7 @@ class MembershipProtocol:
                 )
         trained = self.live if self.committed is None else self._grid.ranks
         reports = [self._reports[rank] for rank in trained if rank in self._reports]
-        newest = max(reports, key=lambda report: (report.position, -report.rank))
-        oldest = min(reports, key=lambda report: (report.position, report.rank))
-        behind = newest.position.iteration - oldest.position.iteration
-        if behind > 1 or len({report.position for report in reports}) > 2:
-            raise ProtocolError(
-                f"rank {oldest.rank} at {oldest.position} is more than one entry behind rank {newest.rank} "
-                f"at {newest.position}"
-            )
-        for report in reports:
-            if report.position == newest.position and report.digest != newest.digest:
-                raise ProtocolError(
-                    f"ranks {newest.rank} and {report.rank} hold different entries at {newest.position}"
-                )
-        return newest
+        return find_newest(reports)
 
     def _grant_drains(self) -> tuple[frozenset[int], list[DrainRefused]]:
         """Returns the ranks that leave with this change, and refusals for those that losses now make indispensable."""
@@ -364,7 +358,6 @@ class MembershipProtocol:
         workers = self.live.union(joining) - frozenset(leaving)
         return fill(
             grid,
-            tp_size=self._tp_size,
             target=self._target,
             candidates={rank: self._parts[rank] for rank in workers if not grid.holds(rank)},
             hosts=self._hosts,

@@ -5,36 +5,80 @@ it can only serve as the part of the model that it has built: a stage and a tens
 by whole replicas. So the workers that are left of two broken replicas may make a whole one::
 
     stage 0: replica 0 = 0 1   replica 1 = 2 3      after the loss of ranks 0 and 3      replica 0 = 2 1
+
+The target may be wider than the grid with which a run began: it then grows, a replica of a stage at a time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from parallel3d.parallel.grid import Grid, PartId
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridTarget:
+    """How many replicas each stage should have, and which stage gets its next one first."""
+
+    tp_size: int
+    widths: tuple[int, ...]
+    """Replicas of each stage."""
+    costs: tuple[int, ...]
+    """Relative time of a micro-batch at each stage."""
+    num_micro_batches: int
+    """Of a step, over all replicas."""
+
+    @staticmethod
+    def of(
+        first: Grid, *, max_replicas: int | None = None, costs: Sequence[int] = (), num_micro_batches: int = 0
+    ) -> GridTarget:
+        """Returns the widths of the run's first grid, or `max_replicas` where that is more. By default all stages
+        cost the same, and a step has very many micro-batches."""
+        return GridTarget(
+            tp_size=first.tp_size,
+            widths=tuple(max(len(stage), max_replicas or 0) for stage in first.stages),
+            costs=tuple(costs) or (1,) * first.pp_size,
+            num_micro_batches=num_micro_batches or _VERY_MANY,
+        )
+
+    def widest(self) -> Grid:
+        """Returns a grid of this width, whose ranks do not matter."""
+        return Grid.of_replicas(self.widths, tp_size=self.tp_size)
+
+    def order(self, stage: int, width: int) -> tuple[int, int, int]:
+        """Returns a key by which the stage sorts, the first to widen first.
+
+        A stage that could not lose a replica comes first. Of the others the one with the longest time: that is the
+        pipeline's, so only its next replica makes steps shorter.
+        """
+        if width <= 1:
+            return (width, 0, 0)
+        return (2, -self.costs[stage] * -(-self.num_micro_batches // width), width)
+
+
+_VERY_MANY = 1 << 20
 
 
 def fill(
     grid: Grid,
     *,
-    tp_size: int,
-    target: Sequence[int],
+    target: GridTarget,
     candidates: Mapping[int, PartId],
     hosts: Mapping[int, str],
     holders: Grid,
 ) -> Grid:
-    """Returns `grid` with as many of its vacancies filled as the candidates can fill, the narrowest stage first.
+    """Returns `grid` with as many of its vacancies filled as the candidates can fill, in the order of `target`.
 
-    `target` are the replicas that each stage should have. Candidates that `holders`, the last committed grid, has come
-    first: they hold state. A replica is on one host, that with the fewest replicas of the stage; only a stage that has
-    no replica at all takes one from several hosts.
+    Candidates that `holders`, the last committed grid, has come first: they hold state. A replica is on one host, that
+    with the fewest replicas of the stage; only a stage that has no replica at all takes one from several hosts.
     """
     left = dict(candidates)
     while left:
         widths = [len(stage) for stage in grid.stages]
-        for stage in sorted(range(grid.pp_size), key=lambda stage: (widths[stage], stage)):
-            pools = _pools(left, stage, tp_size, holders) if widths[stage] < target[stage] else []
+        for stage in sorted(range(grid.pp_size), key=lambda stage: target.order(stage, widths[stage])):
+            pools = _pools(left, stage, target.tp_size, holders) if widths[stage] < target.widths[stage] else []
             if ranks := _choose_replica(grid, stage, pools, hosts):
                 break
         else:
@@ -45,13 +89,13 @@ def fill(
     return grid
 
 
-def choose_part(grid: Grid, *, tp_size: int, target: Sequence[int], candidates: Iterable[PartId]) -> PartId | None:
+def choose_part(grid: Grid, *, target: GridTarget, candidates: Iterable[PartId]) -> PartId | None:
     """Returns the part that a new worker should build, given those of the candidates; None if none is missing."""
     built = Counter(candidates)
-    parts = [(stage, tp) for stage in range(grid.pp_size) for tp in range(tp_size)]
+    parts = [(stage, tp) for stage in range(grid.pp_size) for tp in range(target.tp_size)]
     widths = {part: len(grid.stages[part[0]]) + built[part] for part in parts}
-    missing = [part for part in parts if widths[part] < target[part[0]]]
-    return min(missing, key=lambda part: (widths[part], part), default=None)
+    missing = [part for part in parts if widths[part] < target.widths[part[0]]]
+    return min(missing, key=lambda part: (target.order(part[0], widths[part]), part), default=None)
 
 
 def _pools(candidates: Mapping[int, PartId], stage: int, tp_size: int, holders: Grid) -> list[list[int]]:
