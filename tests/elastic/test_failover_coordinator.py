@@ -160,6 +160,15 @@ def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all
     assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"
 
 
+def test_a_worker_that_did_not_join_is_not_reported_again(world):
+    for rank in (1, 2, 3):
+        world.guardian(rank, *([end_of(7, -9)] if rank == 2 else []), joined=[7] if rank == 2 else [])
+    workers = [world.worker(rank, record(4), 4) for rank in (1, 2, 3)]
+    workers[0].sendall(encode_frame({"op": "check", "id": 1, "keys": ["x"]}))
+    world.receive(workers[0], "response")
+    assert [each["text"] for each in world.report.records if "rank 7" in each.get("text", "")] == []
+
+
 def test_a_guardian_that_began_late_learns_the_timeouts_from_the_others(world):
     timeouts = {"heartbeat_timeout_s": 1.5, "watchdog_timeout_s": 300.0}
     guardians = [world.guardian(rank, monitor=timeouts if rank == 2 else None) for rank in (1, 2, 3)]

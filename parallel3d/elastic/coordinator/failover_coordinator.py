@@ -142,7 +142,8 @@ class FailoverCoordinator(Coordinator):
             self._status.add_worker(rank, host=base.hosts[rank], coordinates="")
         self._status.place(base)
         self._status.restore_after_failover(base.hosts, protocol.last_reported_step)
-        joining = {rank for rank in self._status.workers if membership.is_joining(rank)}
+        here = self._guarded_ranks() - {end["rank"] for end in self._ends()}
+        joining = {rank for rank in here if membership.is_joining(rank)}
         self._status.mark_gone(self._status.workers.keys() - protocol.live - joining)
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
         how = "with a new coordinator" if self._is_same_host else "without its coordinator"
