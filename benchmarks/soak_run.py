@@ -28,6 +28,8 @@ UNDER_FIRE = (
     *(f"parallel.pp_size={PP_SIZE}", f"parallel.dp_size={DP_SIZE}", "run.num_steps=100000000"),
     *("elastic.max_rejoins=100000", "elastic.control_timeout_s=8", "checkpoint.every=100"),
 )
+NOTICED_S = 40.0
+"""Within it every loss is noticed and written, if a coordinator serves."""
 COORDINATES = re.compile(r"pp(\d+)")
 
 
@@ -52,7 +54,8 @@ class ShotRun:
         self.folder.mkdir(parents=True)
         self._grid = {rank: rank // DP_SIZE for rank in range(PP_SIZE * DP_SIZE)}
         """The stages of the workers in the grid, as far as the run has reported them."""
-        self._victims: set[int] = set()
+        self._victims: dict[int, float] = {}
+        """When each was struck."""
         self._lines: list[dict[str, Any]] = []
         self._offset = 0
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -94,17 +97,26 @@ class ShotRun:
 
     def widths(self) -> tuple[int, ...]:
         """The replicas of each stage."""
-        self.lines()
-        return tuple(list(self._grid.values()).count(stage) for stage in range(PP_SIZE))
+        changes = [line for line in self.lines() if line.get("event") == "membership"]
+        return tuple(changes[-1]["widths"]) if changes else (DP_SIZE,) * PP_SIZE
 
     def indispensable(self) -> set[int]:
-        """Workers without which the run might end: all of the grid while victims are in it."""
+        """Workers without which the run might end: all of the grid while victims are in it.
+
+        A lost coordinator may not have written its last change: workers that ended long ago are out of the grid.
+        """
         widths = self.widths()
-        is_hurt = bool(self._victims & self._grid.keys())
+        running = self._running_ranks()
+        running |= {rank for rank, struck_s in self._victims.items() if time.monotonic() - struck_s < NOTICED_S}
+        self._grid = {rank: stage for rank, stage in self._grid.items() if rank in running}
+        is_hurt = bool(self._victims.keys() & self._grid.keys())
         return {rank for rank, stage in self._grid.items() if is_hurt or widths[stage] == 1}
 
+    def _running_ranks(self) -> set[int]:
+        return {process.rank for process in self.processes() if process.role == "rank" and process.rank is not None}
+
     def note_victim(self, rank: int) -> None:
-        self._victims.add(rank)
+        self._victims[rank] = time.monotonic()
 
     # --- its processes ------------------------------------------------------------------------------------------------
 
@@ -137,7 +149,7 @@ class ShotRun:
     def await_whole(self, timeout_s: float) -> bool:
         """Waits until every place is taken and five more steps are done; False if that takes too long."""
         deadline_s = time.monotonic() + timeout_s
-        while self.widths() != (DP_SIZE,) * PP_SIZE or self._victims & self._grid.keys():
+        while self.widths() != (DP_SIZE,) * PP_SIZE or len(self._running_ranks()) < PP_SIZE * DP_SIZE:
             self.check_alive()
             if time.monotonic() > deadline_s:
                 return False
