@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.elastic.protocol.actions import Action, ChangeRequest, Propose
+from parallel3d.elastic.protocol.actions import Action, ChangeRequest, DrainRefused, DrainRequest, Propose
 from parallel3d.elastic.protocol.membership import LostWorker, StateReport
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.protocol.vacancies import GridTarget
@@ -128,6 +128,22 @@ def test_a_new_worker_that_dies_before_it_enters_changes_nothing():
     assert on_lost(protocol, 2) == [] and protocol.pending is None
     with pytest.raises(OutOfPlaceError, match="has the number of another one"):
         protocol.admit(1, (0, 0), "host2")
+
+
+def test_a_refused_drain_is_granted_once_others_have_come():
+    grid = uniform(1, 1)
+    protocol = MembershipProtocol(grid, zero_stage=1, zero_backups=1, target=GridTarget.of(grid, max_replicas=2))
+    agree(protocol)
+    refused = protocol.announce_drain(0)
+    assert isinstance(refused[0], DrainRefused) and "stage 0 has no replica left" in refused[0].reason
+    assert protocol.choose_part() == (0, 0)
+    assert protocol.admit(1, (0, 0), "host1") == [ChangeRequest(rank=0, generation=0)]
+    protocol.suspect(0, 0, "a worker joins")
+    assert agree(protocol, 3).grid.ranks == (0, 1) and protocol.choose_part() is None
+    assert protocol.announce_drain(0) == [DrainRequest(rank=0)]
+    protocol.suspect(0, 1, "a worker leaves")
+    record = agree(protocol, 5)
+    assert record.grid.ranks == (1,) and record.draining == (0,) and protocol.choose_part() == (0, 0)
 
 
 class ReusesRanks(MembershipProtocol):

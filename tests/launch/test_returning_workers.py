@@ -15,10 +15,10 @@ SETTINGS = ("run.num_steps=100000", "precision.sums=exact")
 REJOINS, SPARE = "elastic.max_rejoins=3", "elastic.spares=1"
 
 
-def kill(run, rank):
-    """Kills a worker, which its log names."""
+def kill(run, rank, number=signal.SIGKILL):
+    """Sends a signal to a worker, which its log names."""
     log = (run / "logs" / f"rank-{rank}.log").read_text()
-    os.kill(int(re.findall(r"is process (\d+)", log)[0]), signal.SIGKILL)
+    os.kill(int(re.findall(r"is process (\d+)", log)[0]), number)
 
 
 def changes(run):
@@ -67,3 +67,22 @@ def test_lost_workers_come_back_and_change_no_bit(config_file, tmp_path, launche
     others, _ = stop_after(undisturbed, tmp_path / "undisturbed", 3)
     num_compared = min(len(losses), len(others))
     assert num_compared >= len(losses) - 3 and losses[:num_compared] == others[:num_compared]
+
+
+@pytest.mark.full
+def test_a_spare_that_nobody_needs_widens_a_stage_and_changes_no_bit(config_file, tmp_path):
+    """It leaves on SIGTERM, and the run has its first size again."""
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    settings = ("elastic.max_replicas=3", SPARE)
+    process = start("--config", config_file, *SETTINGS, *settings, launcher=(*TORCHRUN, "5"))
+    wait_for_step(run, 1)
+    wait_for_change(run, 1)
+    wait_for_step(run, len(metrics(run)) + 3)
+    kill(run, 4, signal.SIGTERM)
+    wait_for_change(run, 2)
+    losses, _ = stop_after(process, run, 3)
+    assert [change["live"] for change in changes(run)] == [5, 4]
+    process = start("--config", config_file, *SETTINGS, f"run.directory={undisturbed}")
+    wait_for_step(undisturbed, len(losses) - 3)
+    others, _ = stop_after(process, undisturbed, 3)
+    assert min(len(losses), len(others)) > 6 and all(ours == theirs for ours, theirs in zip(losses, others))
