@@ -2,8 +2,9 @@
 
     python benchmarks/scale_pure.py [--workers 1024 4096 10240 100096]
 
-Pipelines of 8 stages and 8 tensor-parallel ranks, 8 workers a host, ten workers lost on as many replicas. Of the rows,
-the answers (reports and confirmations, to the commit) and "survivable" are the coordinator's, the others each worker's.
+Pipelines of 8 stages and 8 tensor-parallel ranks, 8 workers a host, ten workers lost on as many replicas; then as many
+join. Of the rows, the answers (reports and confirmations, to the commit), "survivable" and "admission" are the
+coordinator's, the others each worker's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel3d.elastic.protocol.membership import LostWorker, StateReport
+from parallel3d.elastic.protocol.membership import NO_GENERATION, LostWorker, StateReport
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.optim.reshard import plan_equal_ranges
@@ -49,6 +50,8 @@ def measure(num_workers: int) -> None:
         "survivable": lambda: check_survivability(grid, zero_stage=1, zero_backups=1, hosts=hosts, dead=dead),
         "new grid": lambda: grid.without(dead)[0].ranks,
         "shard maps of a worker": lambda: maps_of(grid, hosts),
+        "admission of joiners": lambda: admit(protocol, grid, hosts, dead),
+        "answers with the joiners": lambda: answer_join(protocol, hosts),
         "moves of a bucket": lambda: plan_moves(grid, hosts, dead),
     }
     print(
@@ -78,6 +81,32 @@ def answer(protocol: MembershipProtocol, reports: list[StateReport], dead: set[i
     for report in reports:
         protocol.confirm(report.rank, generation, "the same plan")
     assert protocol.committed is not None and protocol.committed.generation == generation
+
+
+def admit(protocol: MembershipProtocol, grid: Grid, hosts: dict[int, str], dead: set[int]) -> None:
+    """Has a worker join in the place of each lost one, on its host."""
+    for number, rank in enumerate(sorted(dead)):
+        assert protocol.choose_part() is not None
+        joiner = len(grid.ranks) + number
+        hosts[joiner] = hosts[rank]
+        protocol.admit(joiner, grid.part(rank), hosts[joiner])
+
+
+def answer_join(protocol: MembershipProtocol, hosts: dict[int, str]) -> None:
+    """Gives the protocol the request of the change with which joiners enter, all reports and all confirmations."""
+    first = protocol.committed
+    assert first is not None
+    generation = first.generation + 1
+    protocol.suspect(first.leader, first.generation, "workers join")
+    ranks = sorted(protocol.live)
+    for rank in ranks:
+        state_generation = generation - 1 if rank in first.members else NO_GENERATION
+        report = StateReport(rank=rank, generation=generation, state_generation=state_generation, host=hosts[rank])
+        protocol.report(report)
+    for rank in ranks:
+        protocol.confirm(rank, generation, "the same plan")
+    assert protocol.committed.generation == generation
+    assert protocol.live == set(protocol.committed.grid.ranks), "all are in the grid again, the spares, too"
 
 
 def maps_of(grid: Grid, hosts: dict[int, str]) -> ShardMap:
