@@ -40,7 +40,7 @@ def test_a_spare_that_ends_costs_the_run_nothing(tmp_path, number, said):
 
 
 def test_a_spare_outlives_the_coordinator(tmp_path):
-    processes = start_on_hosts(tmp_path, HOSTS, num_steps=300, layout=(1, 3, 1), spares=1)
+    processes = start_on_hosts(tmp_path, HOSTS, num_steps=300, layout=(1, 3, 1), spares=1, connect_s=20.0)
     wait_for_step(tmp_path, 5)
     wait_for(lambda: (tmp_path / "pid-3").exists(), "the spare")
     processes[0].kill()
