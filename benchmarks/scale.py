@@ -35,8 +35,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.scale_clients import Clients
 from parallel3d.config.schema import TimeoutConfig
-from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
+from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
+from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts

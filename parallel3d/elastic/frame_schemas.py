@@ -93,6 +93,7 @@ _STATUS = object_of(doing=is_text, for_s=is_number, is_waiting=is_flag, what=is_
 HELLO: dict[str, Fields] = {
     "worker": {"ranks": list_of(is_count), "host": is_text, "log": is_text},
     "guardian": {"ranks": list_of(is_count), "host": is_text, "address": is_address},
+    "operator": {},
 }
 """Fields of a hello, by its role."""
 
@@ -126,6 +127,9 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "offer_worker": {"slot": is_count},
         "ping": {},
         "from_workers": {"ranks": list_of(is_count), "sizes": list_of(is_count)},
+    },
+    "operator": {
+        "reserve_worker": {},
     },
 }
 """Fields of each frame after the hello, by its sender's role."""

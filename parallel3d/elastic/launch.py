@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 
 from parallel3d.elastic.child_processes import ParentLink
-from parallel3d.elastic.coordinator.coordinator import open_listener
 from parallel3d.elastic.coordinator.coordinator_process import (
     CoordinatorSpec,
     NoRestarts,
     RestartHandler,
     run_coordinator_process,
 )
+from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.guardian.discovery import (
     address_of_first_coordinator,
     host_address,
@@ -94,6 +94,7 @@ def run_workers(
         make_secret=make_secret,
         timeouts=timeouts,
         elastic=elastic,
+        directory=logs.parent,
     )
     with listener:
         return Stub(_Programs(coordinator, guardian), timeouts=timeouts, parent=os.getppid() if env else None).run()

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import parallel3d
 from parallel3d.accelerator import is_accelerator
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.config.derived import save_intervals
@@ -30,7 +32,6 @@ from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.protocol.restart_policy import START_KEY, StartInstruction
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.init import InitMethod
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.parallel.abort import AbortToken
@@ -43,6 +44,7 @@ from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import RecoveryManager
 from parallel3d.trainer.resume import resume, skip_data_to
+from parallel3d.worker.admission import admit, describe
 from parallel3d.worker.device import (
     are_own_devices,
     choose_device,
@@ -53,11 +55,10 @@ from parallel3d.worker.device import (
 from parallel3d.worker.fault_injection import corrupt_weight
 from parallel3d.worker.gemm_timing import agree_on_gemm
 from parallel3d.worker.hooks import WorkerHooks
+from parallel3d.worker.join_terms import JOIN_KEY, JoinTerms
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
 
-JOIN_KEY = "join"
-"""Key of what joiners must know in the key-value store; each generation's leader sets it."""
 OpenInitialWeights = Callable[[Config], InitMethod | None]
 """Opens the weights that a run starts from; None: random ones."""
 
@@ -84,7 +85,7 @@ def train_worker(
     control, token = context.control, context.control.token
     device = set_up_device(config, context)
     grid = build_grid(config)
-    start, given = join_run(context, grid)
+    start, terms = join_run(context, grid)
     log_notice = partial(publish_notice, control)
     is_leader = context.rank == grid.ranks[0]
     log_notice_once = log_notice if is_leader else lambda text: None
@@ -103,10 +104,13 @@ def train_worker(
         device=device,
         initial=open_initial_weights(config) if start.checkpoint is None and context.part is None else None,
         hooks=hooks.for_rank(),
-        gemm=given or agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
+        gemm=terms.gemm if terms else agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
     )
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     data_fingerprint = fingerprint_data(config, corpus)
+    identity = describe(config, [Path(parallel3d.__file__).parent, Path(getfile(make_stage)).parent], data_fingerprint)
+    if terms:
+        admit(control, device, identity, terms.identity)
     restore(rank, start, data_fingerprint, log_notice_once)
     report = RunReport(rank, corpus, control.publish, is_restart=start.attempt > 0)
     train_rank(
@@ -114,7 +118,7 @@ def train_worker(
         context,
         hooks,
         saver=build_saver(rank, data_fingerprint, corpus.tokenizer.files if corpus.tokenizer else {}),
-        on_generation=partial(begin_generation, rank, context, start, report),
+        on_generation=partial(begin_generation, rank, context, start.attempt, identity, report),
         data_wait_s=lambda: prefetcher.data_wait_s,
         describe=report.summary,
     )
@@ -135,32 +139,30 @@ def set_up_device(config: Config, context: WorkerContext) -> torch.device:
     return device
 
 
-def join_run(context: WorkerContext, grid: Grid) -> tuple[StartInstruction, Gemm | None]:
+def join_run(context: WorkerContext, grid: Grid) -> tuple[StartInstruction, JoinTerms | None]:
     """Introduces this worker to the coordinator and waits for its start instruction; a worker that joins later gets it
-    from the leader, and what computes the run's products."""
-    control, is_first = context.control, context.part is None
-    if is_first:
+    from the leader, with all else that it must know."""
+    control = context.control
+    if context.part is None:
         control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    told = json.loads(control.get(START_KEY if is_first else JOIN_KEY, control.token))
-    return (StartInstruction.from_json(told), None) if is_first else read_for_joiners(told)
-
-
-def tell_joiners(start: StartInstruction, gemm: Gemm) -> dict[str, Any]:
-    """Returns, as JSON, what a worker that joins the run must know."""
-    return {"attempt": start.attempt, "gemm": gemm.to_json(), "default": gemm.default}
-
-
-def read_for_joiners(told: dict[str, Any]) -> tuple[StartInstruction, Gemm]:
-    """The inverse; a joiner's state comes from the others, not from a checkpoint."""
-    return StartInstruction(attempt=told["attempt"]), replace(Gemm.from_json(told["gemm"]), default=told["default"])
+        return StartInstruction.from_json(json.loads(control.get(START_KEY, control.token))), None
+    terms = JoinTerms.decode(control.get(JOIN_KEY, control.token))
+    torch.set_num_threads(terms.num_threads)
+    return terms.start, terms
 
 
 def begin_generation(
-    rank: RankContext, context: WorkerContext, start: StartInstruction, report: RunReport, record: GenerationRecord
+    rank: RankContext,
+    context: WorkerContext,
+    attempt: int,
+    identity: dict[str, str],
+    report: RunReport,
+    record: GenerationRecord,
 ) -> None:
     """Reports a new generation, and puts what joiners must know into the store: its coordinator may be a new one."""
     if rank.is_leader:
-        context.control.set(JOIN_KEY, json.dumps(tell_joiners(start, rank.gemm)).encode())
+        terms = JoinTerms(attempt=attempt, gemm=rank.gemm, num_threads=torch.get_num_threads(), identity=identity)
+        context.control.set(JOIN_KEY, terms.encode())
     report.on_generation(record)
 
 

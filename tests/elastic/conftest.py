@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel3d.config.schema import TimeoutConfig
-from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
+from parallel3d.elastic.coordinator.coordinator import Coordinator
+from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.parallel.grid import Grid

@@ -14,7 +14,7 @@ import pytest
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
-from parallel3d.elastic.coordinator.coordinator import open_listener
+from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.guardian import name_lookup
 from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
 from parallel3d.elastic.guardian.run_secret import RunSecret

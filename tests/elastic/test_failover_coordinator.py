@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.elastic.coordinator.coordinator import open_listener
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
+from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo

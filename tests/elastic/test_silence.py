@@ -9,7 +9,8 @@ import pytest
 
 from parallel3d.elastic import frames
 from parallel3d.elastic.coordinator import connections
-from parallel3d.elastic.coordinator.coordinator import Coordinator, open_listener
+from parallel3d.elastic.coordinator.coordinator import Coordinator
+from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker import control_channel

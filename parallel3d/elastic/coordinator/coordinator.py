@@ -21,6 +21,7 @@ from parallel3d.elastic.coordinator.kv_store import OPS as KV_STORE_OPS
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.membership_manager import OPS as MEMBERSHIP_OPS
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
+from parallel3d.elastic.coordinator.operator_requests import OperatorRequests
 from parallel3d.elastic.coordinator.run_status import RunOutcome, RunStatus
 from parallel3d.elastic.coordinator.shutdown import Shutdown
 from parallel3d.elastic.coordinator.slow_step import HangReporter
@@ -30,20 +31,10 @@ from parallel3d.elastic.guardian.heartbeat import plan_heartbeat_timeouts
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
-from parallel3d.errors import EXIT_COORDINATOR_LOST, LaunchError, ProtocolError
+from parallel3d.errors import EXIT_COORDINATOR_LOST, ProtocolError
 
 TICK_S = 0.25
 SHUTDOWN_S = 2.0
-
-
-def open_listener(host: str, port: int) -> socket.socket:
-    """Opens the coordinator's listening socket; port 0 takes a free one. Raises LaunchError if the port is taken."""
-    try:
-        return socket.create_server((host, port), backlog=1024)
-    except OSError as error:
-        raise LaunchError(
-            f"can't listen at port {port} ({error}): choose another one (--master_port of your launcher)"
-        ) from None
 
 
 class Coordinator:
@@ -84,6 +75,7 @@ class Coordinator:
         self._hang_reporter = HangReporter(
             elastic.slow_step if elastic else None, request_status=self._request_status, emit_notice=self._emit_notice
         )
+        self._requests = OperatorRequests(self._server, self._status)
         self._drains = DrainQueue()
         own_host = own_info.host if own_info else ""
         self._stall_check = StallCheck(self._server, self._status, timeouts=timeouts, own_host=own_host)
@@ -196,8 +188,13 @@ class Coordinator:
 
     def _on_message(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         op = header["op"]
-        if op == "hello":
+        if op == "hello" and header["role"] == "operator":
+            connection.hello = header
+        elif op == "hello":
+            self._learn_ranks(header)
             self._on_hello(connection, header)
+        elif connection.role == "operator":
+            self._requests.handle(connection, header)
         elif connection.guarded_ranks:
             self._on_guardian_message(connection, op, header)
         elif connection.rank is not None:
@@ -211,7 +208,7 @@ class Coordinator:
         if not ranks or (is_worker and len(ranks) > 1) or any(rank not in self._status.workers for rank in ranks):
             raise ProtocolError(f"hello from ranks {ranks}")
         if not is_worker:
-            ranks += self._joined_ranks(header)
+            ranks += tuple(rank for rank in header.get("joined", ()) if rank in self._status.workers)
         gone = all(self._status.workers[rank].ended for rank in ranks)  # evicted before it found this coordinator
         if gone and is_worker:
             raise ProtocolError(f"hello from ranks {ranks}, which no longer take part")
@@ -230,9 +227,8 @@ class Coordinator:
                 return
         self._send_current_state(connection)
 
-    def _joined_ranks(self, guardian: dict[str, Any]) -> tuple[int, ...]:
-        """The workers that this guardian, given by its hello, has started during the run; only those known here."""
-        return tuple(rank for rank in guardian.get("joined", ()) if rank in self._status.workers)
+    def _learn_ranks(self, hello: dict[str, Any]) -> None:
+        """Takes notice of workers that this coordinator may not know; for subclasses."""
 
     def _send_current_state(self, connection: Connection) -> None:
         """Sends a late connection the frames that it has missed."""

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, RunOutcome
 from parallel3d.elastic.coordinator.witness import Witness
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
+from parallel3d.elastic.operator_link import remove_address, write_address
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.restart_policy import Restart, Stop
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
@@ -70,6 +72,8 @@ class CoordinatorSpec:
     make_secret: Callable[[], RunSecret]
     timeouts: LaunchTimeouts
     elastic: ElasticSettings | None
+    directory: Path
+    """The run's folder: commands find the coordinator's address there."""
 
     @property
     def witness(self) -> Witness:
@@ -92,8 +96,11 @@ class CoordinatorProcess:
         """Begins the run, and restarts it as often as the handler decides; returns this process's exit code."""
         try:
             report = self._report = self._spec.open_report()
-            self._secret = self._spec.make_secret().read()
+            run_secret = self._spec.make_secret()
+            self._secret = run_secret.read()
             self._witness.lock_at_start()
+            run_secret.write()
+            write_address(self._spec.directory, self._spec.own_info.address)
         except UserError as error:
             self._link.send({"op": "refused", "text": str(error), "exit_code": error.exit_code})
             return error.exit_code
@@ -137,6 +144,7 @@ class CoordinatorProcess:
     def _reopen_report(self) -> RunReporter:
         self._report = self._spec.reopen_report()
         self._report.start()
+        write_address(self._spec.directory, self._spec.own_info.address)
         return self._report
 
     def _run_restarts(self, report: RunReporter, outcome: RunOutcome) -> RunOutcome:
@@ -160,6 +168,7 @@ class CoordinatorProcess:
     def _end(self, outcome: RunOutcome) -> int:
         """Closes the report, if this process has one, and sends the stub the exit code."""
         if self._report is not None:
+            remove_address(self._spec.directory)
             self._report.close(outcome.message, exit_code=outcome.exit_code)
         elif outcome.message:
             print(outcome.message, file=sys.stderr, flush=True)

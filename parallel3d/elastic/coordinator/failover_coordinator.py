@@ -187,11 +187,11 @@ class FailoverCoordinator(Coordinator):
             self._monitor_frame = {"op": "monitor", **timeouts}
             self._server.send_to_guardians(self._monitor_frame)
 
-    def _joined_ranks(self, guardian: dict[str, Any]) -> tuple[int, ...]:
-        if self._is_checking_quorum:
-            for rank in set(guardian.get("joined", ())) - self._status.workers.keys():
-                self._status.add_worker(rank, host=guardian["host"], coordinates="")
-        return super()._joined_ranks(guardian)
+    def _learn_ranks(self, hello: dict[str, Any]) -> None:
+        """Takes notice of workers that have joined the run, or were about to."""
+        if self._is_checking_quorum and hello["role"] == "guardian":
+            for rank in {*hello["ranks"], *hello.get("joined", ())} - self._status.workers.keys():
+                self._status.add_worker(rank, host=hello["host"], coordinates="")
 
     def _give_up(self, reason: str) -> None:
         """Ends the run on this side. Workers out of reach have guardians of their own."""

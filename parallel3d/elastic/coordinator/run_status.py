@@ -99,6 +99,12 @@ class RunStatus:
     def over(self) -> bool:
         return all(worker.ended or (worker.is_spare and not worker.host) for worker in self.workers.values())
 
+    def reserve_worker(self) -> int:
+        """Adds a spare that a command starts; returns its number."""
+        rank = max(self.workers) + 1
+        self.workers[rank] = WorkerState(is_spare=True)
+        return rank
+
     def add_worker(self, rank: int, *, host: str, coordinates: str) -> None:
         """Adds a worker that its guardian on `host` starts during the run."""
         self.workers[rank] = WorkerState(host=host, coordinates=coordinates)

@@ -32,7 +32,7 @@ from parallel3d.elastic.guardian.worker_forks import ForkedWorker, WorkerForks
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
-from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError
+from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError, UserError
 from parallel3d.parallel.grid import PartId
 
 TICK_S = 0.5
@@ -42,7 +42,7 @@ class Guardian:
     """Guards `workers`, which this process has forked, and forks others; `own_info` describes it to others.
 
     `address`: the coordinator's; None until a worker finds it. `is_at_coordinator`: it began on this host.
-    `lost_ranks`: the workers of the guardian before this one, which died with it.
+    `lost_ranks`: the workers of the guardian before this one, which died with it. `leaves`: it ends with its workers.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Guardian:
         own_info: GuardianInfo,
         link: ParentLink,
         lost_ranks: Sequence[int] = (),
+        leaves: bool = False,
     ):
         self._children = {worker.pid: worker.rank for worker in workers}
         self._forks = forks
@@ -72,6 +73,7 @@ class Guardian:
         self._signals = signals
         self._run_secret = run_secret
         self._is_at_coordinator = is_at_coordinator
+        self._leaves = leaves
         self._stops_seen = 0
         self._status_requests_seen = 0
         self._request: dict[str, Any] | None = None
@@ -217,7 +219,8 @@ class Guardian:
             if ended:
                 del self._children[pid]
                 permission = self._channels.drain(rank)
-                if exit_code := os.waitstatus_to_exitcode(status):
+                exit_code = os.waitstatus_to_exitcode(status)
+                if exit_code not in (0, UserError.exit_code):  # what a user must mend would only fail again
                     self._forks.on_lost([rank])
                 ends.append(
                     {
@@ -236,6 +239,8 @@ class Guardian:
         never_met = not (self._link.was_found or self._link.is_searching)
         if not self._children and never_met and self._exit_code is None:
             self._end_alone()
+        if self._leaves and self._exit_code is None and not (self._children or self._forks.rejoins.is_pending):
+            self._exit_code = self._ends[-1]["exit_code"] if self._ends[-1]["exit_code"] >= 0 else EXIT_WORKER_LOST
 
     def _end_alone(self) -> None:
         """Ends: all workers exited before the coordinator was found. Each has printed why, unless it was killed."""

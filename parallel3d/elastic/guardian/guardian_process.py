@@ -105,4 +105,5 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
         own_info=spec.own_info,
         link=link,
         lost_ranks=[worker.rank for worker in spec.workers] if lost_at else (),
+        leaves=spec.env is not None and spec.env.joins,
     ).monitor()

@@ -50,6 +50,8 @@ class LauncherEnv:
     """How often the launcher has restarted the world; keeps a restart from finding the last attempt's addresses."""
     secret: str = ""
     """The words from which the run's secret is made, if the user gives any."""
+    joins: bool = False
+    """This process joins the run by a command, and leaves it with its worker."""
     run_id: str = ""
     """The launcher's name of the run, the same after a restart."""
 

@@ -46,6 +46,11 @@ class RejoinSchedule:
         """The slots that were offered and not taken: a new coordinator does not know of them."""
         return sorted(self._offered)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a slot is offered, or will be."""
+        return bool(self._due or self._offered)
+
     def take(self, slot: int) -> bool:
         """The coordinator takes the offer of a slot; False if there is none."""
         is_offered = slot in self._offered

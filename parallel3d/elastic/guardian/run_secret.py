@@ -4,6 +4,7 @@ given               PARALLEL3D_SECRET, any words, in the environment of every pr
 without a launcher  made by the coordinator's process
 torchrun            made by rank 0's coordinator process, put into torchrun's store next to the coordinator's address
 other launchers     made by rank 0, in the file .secret (mode 600) of the run's directory, which all hosts share
+launch/join.py      in that file, which is written under all launchers unless the secret is given
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class RunSecret:
 
     def __init__(self, env: LauncherEnv | None, directory: Path, *, value: bytes | None = None):
         self._file: Path | None = None
+        self._directory = directory
+        self._is_given = env is not None and env.secret != ""
         self._value = value
         if value is not None:
             return
@@ -34,8 +37,8 @@ class RunSecret:
             self._value = new_secret()
         if has_file:
             self._file = directory / FILE_NAME
-            if is_maker and self._value is not None:
-                _write(self._file, self._value)
+            if is_maker:
+                self.write()
 
     def read(self) -> bytes:
         """Returns the secret. A file is read each time: it may be an earlier run's until rank 0 has written this run's.
@@ -54,6 +57,11 @@ class RunSecret:
         if len(value) != SECRET_BYTES:
             raise NotOfThisRunError("the run's secret is not known here")
         return value
+
+    def write(self) -> None:
+        """Writes the secret to its file, unless the user has given it: those who join the run by a command read it."""
+        if not self._is_given:
+            _write(self._directory / FILE_NAME, self.read())
 
     def set(self, value: bytes) -> None:
         """Keeps the secret that has proved right, or came from the launcher's store."""

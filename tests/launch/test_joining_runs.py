@@ -1,0 +1,63 @@
+"""Workers join a run from other shells: by a command with the run's folder; those that do not fit stay out."""
+
+import signal
+
+import pytest
+
+from tests.launch.test_returning_workers import changes, kill
+from tests.support.launch_runs import finish, metrics, start, wait_for_change, wait_for_step
+
+pytestmark = pytest.mark.slow
+SETTINGS = ("run.num_steps=100000", "precision.sums=exact")
+
+
+def stop(*processes):
+    """Stops a run by its first process; returns what that has printed. None of its processes may be left."""
+    processes[0].send_signal(signal.SIGINT)
+    (code, out, err), *others = [finish(process) for process in processes]
+    assert code == 130 and [other[0] for other in others] == [130] * len(others), (out, err, others)
+    return out
+
+
+def test_a_worker_joins_from_another_shell(config_file, tmp_path):
+    """By the folder's configuration; its number comes from the run. It leaves at SIGTERM, and another one comes."""
+    run = tmp_path / "run"
+    process = start("--config", config_file, *SETTINGS)
+    wait_for_step(run, 4)
+    kill(run, 3)
+    wait_for_change(run, 1)
+    guest = start("--config", run / "config.json", "--join")
+    wait_for_change(run, 2)
+    wait_for_step(run, len(metrics(run)) + 3)
+    guest.send_signal(signal.SIGTERM)
+    assert finish(guest)[0] == 0
+    wait_for_change(run, 3)
+    second = start("--config", config_file, *SETTINGS, "--join")
+    wait_for_change(run, 4)
+    wait_for_step(run, len(metrics(run)) + 3)
+    out = stop(process, second)
+    assert [change["live"] for change in changes(run)] == [3, 4, 3, 4]
+    assert [[each["rank"] for each in change["joined"]] for change in changes(run)] == [[], [4], [], [5]]
+    assert out.count(" is a spare") == 2
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert not (run / ".coordinator").exists()
+
+
+@pytest.mark.full
+def test_a_worker_with_another_configuration_stays_out(config_file, tmp_path):
+    run = tmp_path / "run"
+    process = start("--config", config_file, *SETTINGS)
+    wait_for_step(run, 4)
+    kill(run, 3)
+    wait_for_change(run, 1)
+    guest = start("--config", config_file, *SETTINGS, "optimizer.learning_rate=0.5", "--join")
+    code, _, err = finish(guest)
+    out = stop(process)
+    assert code == 2 and "does not join" in out, (err, out)
+    assert "not admitted: configuration " in out and len(changes(run)) == 1
+
+
+def test_there_is_no_run_to_join(config_file, tmp_path):
+    code, _, err = finish(start("--config", config_file, "--join"))
+    assert code == 2 and "no run goes on there" in err
