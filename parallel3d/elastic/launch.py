@@ -63,8 +63,7 @@ def run_workers(
 ) -> int:
     """Runs `worker_main` in every rank and returns the run's exit code; raises UserError before any worker starts.
 
-    open_report: called in the coordinator's process, before any worker starts; reopen_report: in that of a failover
-        coordinator.
+    open_report: called in the coordinator's process, before any worker starts; reopen_report: in its successor's.
     preload: modules that the guardian imports once for all its workers, if it forks several (a lone guardian is light).
     elastic: without it the first loss ends the start.
     host: this host's name, if not the system's.

@@ -1,4 +1,4 @@
-"""What a worker that joins a run must show before it gets a place: that it computes what the others compute.
+"""Admission: a worker that joins a run must show, before it gets a place, that it computes what the others compute.
 
 The same code and configuration, a small computation whose result every machine must have to the last bit, and a
 connection that is not too slow for the state that will follow. One that fails says which, and stays out.

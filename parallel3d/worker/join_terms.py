@@ -1,4 +1,4 @@
-"""What a worker that joins a run must know of it; each generation's leader puts it into the key-value store."""
+"""The terms of joining: all that a worker that joins a run must know of it. Each generation's leader stores them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOIN_KEY = "join"
 
 @dataclass(frozen=True, kw_only=True)
 class JoinTerms:
-    """What the first workers have agreed on. A joiner's state comes from the others, not from a checkpoint."""
+    """The agreement of the first workers. A joiner's state comes from the others, not from a checkpoint."""
 
     attempt: int
     """How often the run has been restarted."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import parallel3d
 from parallel3d.accelerator import is_accelerator
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.config.derived import save_intervals
@@ -59,6 +58,7 @@ from parallel3d.worker.join_terms import JOIN_KEY, JoinTerms
 from parallel3d.worker.network import SocketNetwork
 from parallel3d.worker.run_report import RunReport
 
+PACKAGE = Path(__file__).parent.parent
 OpenInitialWeights = Callable[[Config], InitMethod | None]
 """Opens the weights that a run starts from; None: random ones."""
 
@@ -108,7 +108,7 @@ def train_worker(
     )
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     data_fingerprint = fingerprint_data(config, corpus)
-    identity = describe(config, [Path(parallel3d.__file__).parent, Path(getfile(make_stage)).parent], data_fingerprint)
+    identity = describe(config, [PACKAGE, Path(getfile(make_stage)).parent], data_fingerprint)
     if terms:
         admit(control, device, identity, terms.identity)
     restore(rank, start, data_fingerprint, log_notice_once)

@@ -55,11 +55,15 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "ping": {},
         "from_workers": {"ranks": [1], "sizes": [3]},
     },
+    "operator": {
+        "reserve_worker": {},
+    },
 }
 """A frame of each kind, as a worker or a guardian sends it."""
 HELLOS: dict[str, dict[str, Any]] = {
     "worker": {"ranks": [1], "host": "here", "log": ""},
     "guardian": {"ranks": [0, 1], "host": "here", "address": ["127.0.0.1", 1]},
+    "operator": {},
 }
 WRONG: tuple[object, ...] = (None, True, -(2**70), 2**70, "x" * (2**20 + 1), [[]], {"a": 1}, [None])
 

@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.config.schema import Config
 from parallel3d.layers.gemm import Gemm
 from parallel3d.worker import admission
-from parallel3d.worker.admission import ARITHMETIC, AdmissionError, check_arithmetic, check_equal, check_transfer, compute
+from parallel3d.worker.admission import (
+    ARITHMETIC,
+    AdmissionError,
+    check_arithmetic,
+    check_equal,
+    check_transfer,
+    compute,
+)
 from parallel3d.worker.join_terms import JoinTerms
+from tests.support.tiny_runs import make_config
 
 
 class SlowControl:
@@ -36,7 +43,7 @@ class SlowControl:
 def test_other_code_data_or_configuration_is_named(tmp_path: Path):
     source = tmp_path / "a.py"
     source.write_text("one = 1")
-    config = Config.model_validate({"model": {}, "data": {"sources": ["text"]}, "run": {"num_steps": 1}})
+    config = make_config()
     run = admission.describe(config, [tmp_path], {"tokens": 5})
     check_equal(run, run)
     source.write_text("one = 2")
