@@ -37,8 +37,8 @@ class RunSecret:
             self._value = new_secret()
         if has_file:
             self._file = directory / FILE_NAME
-            if is_maker:
-                self.write()
+            if is_maker and self._value is not None:
+                _write(self._file, self._value)
 
     def read(self) -> bytes:
         """Returns the secret. A file is read each time: it may be an earlier run's until rank 0 has written this run's.
@@ -59,8 +59,8 @@ class RunSecret:
         return value
 
     def write(self) -> None:
-        """Writes the secret to its file, unless the user has given it: those who join the run by a command read it."""
-        if not self._is_given:
+        """Writes the secret to its file, unless it is there or given: those who join the run by a command read it."""
+        if not (self._is_given or self._file):
             _write(self._directory / FILE_NAME, self.read())
 
     def set(self, value: bytes) -> None:
