@@ -240,7 +240,9 @@ class Guardian:
         if not self._children and never_met and self._exit_code is None:
             self._end_alone()
         if self._leaves and self._exit_code is None and not (self._children or self._forks.rejoins.is_pending):
-            self._exit_code = self._ends[-1]["exit_code"] if self._ends[-1]["exit_code"] >= 0 else EXIT_WORKER_LOST
+            last = self._ends[-1]
+            if self._request or last["permission"] != "finished":  # else the run is over, and its exit code will come
+                self._exit_code = last["exit_code"] if last["exit_code"] >= 0 else EXIT_WORKER_LOST
 
     def _end_alone(self) -> None:
         """Ends: all workers exited before the coordinator was found. Each has printed why, unless it was killed."""
