@@ -156,7 +156,8 @@ def allowed_codes(cell: SignalCell) -> list[list[int]]:
     if not cell.has_torchrun:
         return [_codes_of_stubs(cell)]
     codes = _codes_of_torchruns(cell)
-    if cell.hosts > 1 and cell.process == "launcher" and cell.what == "KILL" and cell.ends_all:
+    is_first_killed = cell.hosts > 1 and (cell.process, cell.host, cell.what) == ("launcher", 0, "KILL")
+    if is_first_killed and cell.phase in ("start", *RECOVERY):
         return [codes, [codes[0], 1, 1]]  # the stub below it notices within a second: in which phase?
     return [codes]
 
