@@ -259,3 +259,19 @@ def test_who_connects_after_the_quorum_check_has_been_evicted(world):
     assert world.receive(world.guardian(0), "over")[-1] == {"op": "over", "exit_code": 4}
     late = world.worker(0, record(4), 4)
     assert late.recv(1) == b""  # disconnected
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_guardian_whose_joiners_nobody_knows_comes_too_late_and_is_heard(world, rank):
+    """Its own first worker is of the first grid, or came by a command; a frame that is out of place would cost it the
+    connection."""
+    for other in (1, 2, 3):
+        world.guardian(other)
+    workers = [world.worker(other, record(4), 4) for other in (1, 2, 3)]
+    world.receive(workers[0], "abort_generation")
+    host, end = HOSTS.get(rank, "e"), end_of(9, -9)
+    hello = {"role": "guardian", "ranks": [rank], "host": host, "address": world.address, "joined": [9]}
+    guardian = world.connect(**hello, num_workers=0)
+    guardian.sendall(encode_frame({"op": "ended", "ends": [end]}))
+    guardian.sendall(encode_frame({"op": "stop", "signal": 15, "at_once": False}))
+    world.receive(guardian, "stop")  # it is passed on to all guardians, this one included

@@ -188,10 +188,13 @@ class FailoverCoordinator(Coordinator):
             self._server.send_to_guardians(self._monitor_frame)
 
     def _learn_ranks(self, hello: dict[str, Any]) -> None:
-        """Takes notice of workers that have joined the run, or were about to."""
-        if self._is_checking_quorum and hello["role"] == "guardian":
-            for rank in {*hello["ranks"], *hello.get("joined", ())} - self._status.workers.keys():
+        """Takes notice of workers that have joined the run, or were about to: after the quorum check they are out."""
+        if hello["role"] == "guardian":
+            unknown = {*hello["ranks"], *hello.get("joined", ())} - self._status.workers.keys()
+            for rank in unknown:
                 self._status.add_worker(rank, host=hello["host"], coordinates="")
+            if not self._is_checking_quorum:
+                self._status.mark_gone(unknown)
 
     def _give_up(self, reason: str) -> None:
         """Ends the run on this side. Workers out of reach have guardians of their own."""
