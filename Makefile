@@ -34,7 +34,7 @@ kill-matrix: $(VENV)/.ok
 	rm -rf runs/kill-matrix && mkdir -p runs/kill-matrix
 	$(VENV)/bin/python -m tests.support.process_kills runs/kill-matrix all > runs/kill-matrix.log
 
-signal-matrix: $(VENV)/.ok  # two hours on two cores; goes on where it was stopped
+signal-matrix: $(VENV)/.ok  # some hours on two cores; goes on where it was stopped
 	mkdir -p runs
 	$(VENV)/bin/python -m tests.support.signal_matrix runs/signal-matrix >> runs/signal-matrix.log
 

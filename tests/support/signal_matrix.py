@@ -1,6 +1,6 @@
 """The whole signal matrix: FOLDER [NAME ...]. Cells that FOLDER has right results of aren't run again.
 
-Two hours on two cores, so the tests run rows of it (test_signal_matrix.py, test_signal_matrix_of_training.py). Writes
+Some hours on two cores, so the tests run rows of it (test_signal_matrix.py, test_signal_matrix_of_training.py). Writes
 docs/logs/signal_matrix.md once all have run.
 """
 
