@@ -15,6 +15,7 @@ from parallel3d.pipeline.request import PlanRequest
 
 ROUNDS = 5
 NO_LOSS: list[tuple[int, int]] = []
+TEN_LOST = [(lost % 8, 137 * lost) for lost in range(10)]
 GRIDS = [
     # stages, replicas, micro-batches, lost (stage, replica)
     (2, 5, 40, [(1, 2)]),
@@ -22,6 +23,9 @@ GRIDS = [
     (4, 4, 32, [(1, 2)]),
     (4, 4, 32, [(1, 2), (2, 0)]),
     *((16, 64, m, lost) for lost in (NO_LOSS, [(5, 0)], [(0, 0), (8, 9), (15, 3)]) for m in (64, 1024, 4096)),
+    # 100,096 workers with 8 tensor-parallel ranks a replica
+    (8, 1564, 6256, TEN_LOST),
+    (8, 1564, 12512, TEN_LOST),
 ]
 
 
