@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from parallel3d.elastic.protocol.actions import AbortGeneration, Commit, DrainRefused, DrainRequest, Propose
+from parallel3d.elastic.protocol.actions import (
+    AbortGeneration,
+    ChangeRequest,
+    Commit,
+    DrainRefused,
+    DrainRequest,
+    Propose,
+)
 from parallel3d.parallel.grid import Grid
 from tests.support.protocol_steps import (
     GRID,
@@ -116,3 +123,48 @@ def test_a_draining_worker_that_becomes_a_spare_leaves_at_once():
         Commit(generation=1, members=(1, 2, 3)),
         AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves"),
     ]
+
+
+def test_workers_leave_together_by_a_command_at_the_leaders_next_step():
+    protocol = started()
+    assert protocol.check_drain([2, 4]).can_continue
+    assert protocol.drain([2, 4]) == [ChangeRequest(rank=0, generation=0)]
+    protocol.suspect(0, 0, "a worker leaves or joins")
+    record = agree(protocol)
+    assert record.draining == (2, 4) and protocol.live == {0, 1, 3, 5} and protocol.pending is None
+
+
+def test_a_command_may_not_take_what_the_run_needs_with_those_that_leave_already():
+    protocol = started(Grid.uniform(tp_size=1, pp_size=2, dp_size=2))
+    protocol.drain([0])
+    assert protocol.check_drain([1]).reason == (
+        "stage 0 has no replica left: lost pp0 dp0 tp0 (rank 0) and pp0 dp1 tp0 (rank 1)"
+    )
+    assert protocol.check_drain([2]).can_continue
+
+
+def test_a_drain_by_command_after_the_record_comes_with_the_next_change():
+    protocol = started()
+    on_lost(protocol, 0)
+    report_all(protocol)
+    assert protocol.drain([4]) == []
+    assert confirm_all(protocol)[-1] == ChangeRequest(rank=1, generation=1)
+    protocol.suspect(1, 1, "a worker leaves or joins")
+    assert agree(protocol).draining == (4,)
+
+
+def test_a_spare_leaves_by_a_command_at_once():
+    protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=2))
+    on_lost(protocol, 0)
+    agree(protocol)
+    assert protocol.drain([1]) == [AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves")]
+    assert agree(protocol).draining == (1,)
+
+
+def test_a_drain_by_command_is_refused_when_a_death_comes_first():
+    protocol = started(Grid.uniform(tp_size=1, pp_size=1, dp_size=2))
+    protocol.drain([1])
+    on_lost(protocol, 0)
+    refused, _ = report_all(protocol)
+    assert isinstance(refused, DrainRefused) and refused.rank == 1
+    assert [type(action) for action in confirm_all(protocol)] == [Commit]  # and no further change is asked for

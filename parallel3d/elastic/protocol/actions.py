@@ -52,7 +52,7 @@ class DrainRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeRequest:
-    """Ask this worker, the leader, to request a change at a step boundary: live workers could fill vacancies."""
+    """Ask this worker, the leader, to request a change at a step boundary: workers leave, or could fill vacancies."""
 
     rank: int
     generation: int

@@ -221,6 +221,15 @@ class MembershipProtocol:
         self._draining |= {rank}
         return self._drain_spares() or [DrainRequest(rank=rank)]
 
+    def check_drain(self, ranks: Collection[int]) -> Survivability:
+        """Decides whether the run could go on without these workers and those that leave already."""
+        return self._check_survivability(draining=self._draining | frozenset(ranks))
+
+    def drain(self, ranks: Collection[int]) -> list[Action]:
+        """Handles a command that workers leave, which `check_drain` allows: the leader requests the change."""
+        self._draining |= (self.live | self._ready).intersection(ranks)
+        return self._drain_spares() or self._request_change()
+
     def finish(self, rank: int, generation: int) -> list[Action]:
         """Handles a worker of the grid that has completed its last step; workers end once all have."""
         if not self._is_current(rank, generation):
@@ -346,11 +355,11 @@ class MembershipProtocol:
         return self._begin("; ".join(f"rank {rank} leaves" for rank in spares))
 
     def _request_change(self) -> list[Action]:
-        """Asks the leader for a change if there are workers that could fill a vacancy."""
+        """Asks the leader for a change if workers are to leave, or could fill a vacancy."""
         if self.committed is None or self.pending is not None or self.over:
             return []
-        is_filled = self._next_grid(joining=self._ready) == self._grid
-        return [] if is_filled else [ChangeRequest(rank=self.committed.leader, generation=self._generation)]
+        is_right = not self._draining and self._next_grid(joining=self._ready) == self._grid
+        return [] if is_right else [ChangeRequest(rank=self.committed.leader, generation=self._generation)]
 
     def _next_grid(self, leaving: Collection[int] = (), *, joining: Collection[int] = ()) -> Grid:
         """The committed grid without the dead and `leaving` ranks, its vacancies filled by the other workers."""
