@@ -5,7 +5,7 @@ A record is a dict with "kind" (or "event"):
     step        step, tokens, loss, grad_norm, lr, tokens_per_s, step_s, ...   becomes a line of metrics.jsonl
     evaluation  step, loss
     notice      text
-    membership  text, live, spare, lost: the workers from now on; widths: the replicas of each stage
+    membership  text, live, spare, lost: the workers from now on; places: those of the first grid; widths: of each stage
     diverged    step, reason, data
     restart     text, step: the run starts again, with all workers, after this step
     total       num_steps: the length of the bar; the sizes of a full batch
@@ -328,9 +328,11 @@ def _step_text(record: dict[str, Any]) -> str:
 
 
 def _workers_text(record: dict[str, Any]) -> str:
+    """"" while each place of the first grid is taken, and no other."""
     live, spare, lost = (record[name] for name in ("live", "spare", "lost"))
     widths = "/".join(map(str, record["widths"]))
-    return f"live {live} spare {spare} lost {lost} width {widths}" if spare or lost else ""
+    is_as_begun = live == record["places"] and not spare
+    return "" if is_as_begun else f"live {live} spare {spare} lost {lost} width {widths}"
 
 
 def _eta(step: int, total: int | None, step_s: float) -> str:

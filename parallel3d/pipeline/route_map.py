@@ -11,7 +11,7 @@ MAX_WIDTH = 120
 
 
 def draw_route_map(routes: Routes, replicas: Sequence[Sequence[int]], first_replicas: Sequence[Sequence[int]]) -> str:
-    """A row for each stage, a column for each replica that the run began with; "" when it would not fit on a screen.
+    """A row for each stage, a column for each replica that it has or began with; "" when it would not fit on a screen.
 
     A micro-batch that is not at home is marked with a +. `replicas` are the live ones of each stage::
 
@@ -25,7 +25,7 @@ def draw_route_map(routes: Routes, replicas: Sequence[Sequence[int]], first_repl
         home = homes[micro_batch % len(homes)]
         for stage, replica in enumerate(route):
             cells[stage, replica].append(f"{micro_batch}" if replica == home else f"+{micro_batch}")
-    columns = sorted({replica for ids in first_replicas for replica in ids})
+    columns = sorted({replica for ids in (*first_replicas, *replicas) for replica in ids})
     rows = [["", *(f"replica {replica}" for replica in columns)]]
     for stage, ids in enumerate(first_replicas):
         row = [f"stage {stage}"]

@@ -51,6 +51,7 @@ def test_a_further_loss_belongs_to_the_same_change():
         "live": 4,
         "spare": 2,
         "lost": 2,
+        "places": 8,
         "widths": [2],
     }
     (account,) = recovery_log.record_step(0.75)
@@ -71,6 +72,7 @@ def test_a_further_loss_belongs_to_the_same_change():
         "live": 4,
         "spare": 2,
         "lost": 2,
+        "places": 8,
         "widths_before": [4],
         "widths": [2],
         "plan": "a plan",

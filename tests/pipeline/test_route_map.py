@@ -32,6 +32,14 @@ def test_orphans_are_marked_and_places_that_never_were_stay_empty():
     ]
 
 
+def test_replicas_that_a_stage_has_gained_have_columns():
+    assert draw(((0, 1), (0, 1, 2)), ((0, 1), (0, 1)), 6).splitlines() == [
+        "          replica 0   replica 1   replica 2",
+        "stage 0   0 3 +2      1 4 +5",
+        "stage 1   0 3         1 4         2 5",
+    ]
+
+
 def test_what_does_not_fit_on_a_screen_is_left_out():
     ids = tuple(range(4))
     assert draw((ids, ids), (ids, ids), 400) == ""

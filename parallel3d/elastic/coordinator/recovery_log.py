@@ -142,11 +142,12 @@ class RecoveryLog:
         return {"rank": rank, "coordinates": str(self._coordinates.get(rank, ""))}
 
     def _counts(self, record: GenerationRecord) -> Json:
-        """live: in the grid; lost: of the first grid's places, those that no live worker could take; widths: each
-        stage's replicas."""
+        """live: in the grid; places: of the first grid; lost: of these, those that no live worker could take; widths:
+        each stage's replicas."""
         live, spare = len(record.grid.ranks), len(record.spares)
         lost = max(0, self._num_places - live - spare)
-        return {"live": live, "spare": spare, "lost": lost, "widths": _widths(record.grid)}
+        counts = {"live": live, "spare": spare, "lost": lost, "places": self._num_places}
+        return {**counts, "widths": _widths(record.grid)}
 
 
 def _widths(grid: Grid) -> list[int]:
