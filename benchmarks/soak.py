@@ -7,8 +7,9 @@ or stops (SIGSTOP) a worker, a guardian or the coordinator. A worker is only str
 stage has another replica, and all earlier victims are out of the grid.
 
 At the end every place must be taken; the losses must be, bit for bit, those of one undisturbed process that trains as
-many steps on the same text; and no process may hold more memory, threads or files than at the beginning. Ends with 1
-if not. Needs Linux (/proc).
+many steps on the same text; and no process may have gained memory, threads or files beyond the bounds of
+soak_report.py. Ends with 1 if not. Ctrl-C ends the run, too, as it does by hand: without the wait for the last victims.
+Needs Linux (/proc).
 """
 
 from __future__ import annotations
@@ -67,17 +68,19 @@ def main() -> int:
         undisturbed = options.compare and alone.submit(train_alone, folder / "undisturbed", flags, options.compare)
         try:
             run.await_steps(10, START_S)
-            events, samples = strike_for(run, options)
-            is_whole = run.await_whole(HEAL_S)
+            events, samples, is_interrupted = strike_for(run, options)
+            is_whole = None if is_interrupted else run.await_whole(HEAL_S)
             samples.append(run.sample())
-            code = run.stop(STOP_S)
+            if not is_interrupted:
+                run.press_ctrl_c()
+            codes = run.await_end(STOP_S)
         finally:
             run.end()
         lines = run.lines()
         num_steps = max(line["step"] for line in lines if "event" not in line)
-        print(f"{num_steps} steps, exit code {code}; now one process trains as many", flush=True)
+        print(f"{num_steps} steps, exit codes {codes}; now one process trains as many", flush=True)
         undisturbed = undisturbed or alone.submit(train_alone, folder / "undisturbed", flags, num_steps)
-        verdict = judge(lines, undisturbed.result(), samples, is_whole=is_whole, code=code)
+        verdict = judge(lines, undisturbed.result(), samples, is_whole=is_whole, codes=codes)
     text = write_report(lines, events, samples, verdict, options)
     print(text if not options.out else "\n".join(verdict.findings))
     if options.out:
@@ -98,13 +101,24 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def strike_for(run: ShotRun, options: argparse.Namespace) -> tuple[list[Event], list[Sample]]:
-    """Strikes until the time is over; returns what was done, and the sizes of all processes meanwhile."""
-    draw = random.Random(options.seed)
-    begun_s = time.monotonic()
-    end_s, strike_s, sample_s = begun_s + 60 * options.minutes, begun_s + options.every, begun_s
+def strike_for(run: ShotRun, options: argparse.Namespace) -> tuple[list[Event], list[Sample], bool]:
+    """Strikes until the time is over, or Ctrl-C; returns what was done, the sizes of all processes meanwhile, and
+    whether it was Ctrl-C."""
     events: list[Event] = []
     samples: list[Sample] = []
+    try:
+        strike_until(time.monotonic() + 60 * options.minutes, run, options, events, samples)
+    except KeyboardInterrupt:
+        return events, samples, True
+    return events, samples, False
+
+
+def strike_until(
+    end_s: float, run: ShotRun, options: argparse.Namespace, events: list[Event], samples: list[Sample]
+) -> None:
+    draw = random.Random(options.seed)
+    begun_s = time.monotonic()
+    strike_s, sample_s = begun_s + options.every, begun_s
     while (now_s := time.monotonic()) < end_s:
         run.check_alive()
         if now_s >= sample_s:
@@ -117,7 +131,6 @@ def strike_for(run: ShotRun, options: argparse.Namespace) -> tuple[list[Event], 
             print(f"{event.at_s:7.1f} s, step {event.step}: {event.what}; width {run.widths()}", flush=True)
             carry_out(strike)
         time.sleep(0.1)
-    return events, samples
 
 
 def choose(run: ShotRun, draw: random.Random) -> Strike | None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Lines = Sequence[dict[str, Any]]
-GROWTH_MIB = 40.0
-"""Of the largest process of a role, from the first third of the time to the last."""
+ROLES = ("stub", "coordinator", "guardian", "rank")
+MORE_FILES, MORE_THREADS = 4, 2
+MORE_MEMORY, MORE_MIB = 1.05, 10.0
+"""A factor, and what may come on top: what a process may gain in the time of a soak."""
 EXIT_BY_SIGINT = 130
 
 
@@ -28,6 +30,7 @@ class Event:
 class Size:
     """Resources of one process."""
 
+    pid: int
     num_files: int
     num_threads: int
     resident_mib: float
@@ -52,55 +55,84 @@ class Verdict:
     is_right: bool
 
 
-def judge(lines: Lines, undisturbed: Lines, samples: Sequence[Sample], *, is_whole: bool, code: int) -> Verdict:
-    """Compares the run with the undisturbed one, and its end with its beginning."""
+def judge(
+    lines: Lines, undisturbed: Lines, samples: Sequence[Sample], *, is_whole: bool | None, codes: Sequence[int]
+) -> Verdict:
+    """Compares the run with the undisturbed one, and its end with its beginning. `is_whole` None: not known."""
     ours, theirs = losses(lines), losses(undisturbed)
     steps = [line["step"] for line in lines if "event" not in line]
     theirs = {step: loss for step, loss in theirs.items() if step in ours}
     differing = [step for step, loss in theirs.items() if ours[step] != loss]
-    grown = [text for role in ROLES if (text := growth(samples, role))]
     checks = {
-        f"every place is taken at the end: {samples[-1].widths}": is_whole,
-        f"exit code {code} after Ctrl-C": code == EXIT_BY_SIGINT,
+        f"the replicas at the end: {samples[-1].widths}": is_whole is not False,
+        f"exit codes {sorted(set(codes))} after Ctrl-C": set(codes) == {EXIT_BY_SIGINT},
         f"{len(steps)} steps, each recorded once": steps == list(range(1, len(steps) + 1)),
         f"{len(theirs) - len(differing)} of {len(theirs)} losses are bitwise those of the undisturbed process"
         + (f", the first that is not is of step {differing[0]}" if differing else ""): not differing,
-        "; ".join(grown) or "no process has grown": not grown,
+        **check_growth(samples),
     }
     findings = [f"{'right' if is_right else 'WRONG'}: {text}" for text, is_right in checks.items()]
     return Verdict(findings=findings, is_right=all(checks.values()))
 
 
-ROLES = ("stub", "coordinator", "guardian", "rank")
+def check_growth(samples: Sequence[Sample]) -> dict[str, bool]:
+    """Says by how much everything has grown, and whether that is within its bound."""
+    return dict([*(check_role(samples, role) for role in ROLES), check_run_files(samples)])
 
 
-def thirds(samples: Sequence[Sample], role: str) -> tuple[list[Size], list[Size]]:
-    """Sizes of the processes of a role in the first third of the time and in the last."""
+def check_role(samples: Sequence[Sample], role: str) -> tuple[str, bool]:
+    """The largest process of a role (the median over a third of the time), and the one that has lived longest."""
+    before, after = (typical(part, role) for part in thirds(samples))
+    young, old = longest_lived(samples, role)
+    pairs = {"the largest": (before, after), "the oldest": (young, old)}
+    texts = [
+        f"{which} {start.num_files} -> {end.num_files} files, {start.num_threads} -> {end.num_threads} threads, "
+        f"{start.resident_mib:.0f} -> {end.resident_mib:.0f} MiB"
+        for which, (start, end) in pairs.items()
+    ]
+    return f"{role}: {'; '.join(texts)}", all(is_flat(start, end) for start, end in pairs.values())
+
+
+def is_flat(before: Size, after: Size) -> bool:
+    return (
+        after.num_files <= before.num_files + MORE_FILES
+        and after.num_threads <= before.num_threads + MORE_THREADS
+        and after.resident_mib <= before.resident_mib * MORE_MEMORY + MORE_MIB
+    )
+
+
+def check_run_files(samples: Sequence[Sample]) -> tuple[str, bool]:
+    before, after = (max(sample.num_run_files for sample in part) for part in thirds(samples))
+    return f"files of the run, without logs: at most {before} -> {after}", after <= before + MORE_FILES
+
+
+def thirds(samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    """The first third of the time and the last."""
     third = max(1, len(samples) // 3)
-    return tuple(  # type: ignore[return-value]
-        [size for sample in part for size in sample.sizes.get(role, ())] for part in (samples[:third], samples[-third:])
-    )
+    return samples[:third], samples[-third:]
 
 
-def largest(sizes: Sequence[Size]) -> Size:
+def typical(samples: Sequence[Sample], role: str) -> Size:
+    """The median over the samples of the largest of each."""
+    of_role = [sizes for sample in samples if (sizes := sample.sizes.get(role))]
+    if not of_role:
+        return Size(pid=0, num_files=0, num_threads=0, resident_mib=0.0)
     return Size(
-        num_files=max((size.num_files for size in sizes), default=0),
-        num_threads=max((size.num_threads for size in sizes), default=0),
-        resident_mib=max((size.resident_mib for size in sizes), default=0.0),
+        pid=0,
+        num_files=statistics.median_high(max(size.num_files for size in sizes) for sizes in of_role),
+        num_threads=statistics.median_high(max(size.num_threads for size in sizes) for sizes in of_role),
+        resident_mib=statistics.median(max(size.resident_mib for size in sizes) for sizes in of_role),
     )
 
 
-def growth(samples: Sequence[Sample], role: str) -> str:
-    """Says what has grown in the processes of a role; "" if nothing has."""
-    before, after = (largest(sizes) for sizes in thirds(samples, role))
-    figures = {
-        f"{after.num_files} open files ({before.num_files})": after.num_files > before.num_files + 4,
-        f"{after.num_threads} threads ({before.num_threads})": after.num_threads > before.num_threads + 2,
-        f"{after.resident_mib:.0f} MiB ({before.resident_mib:.0f})": after.resident_mib
-        > before.resident_mib + GROWTH_MIB,
-    }
-    grown = [text for text, is_so in figures.items() if is_so]
-    return f"{role}: {', '.join(grown)}" if grown else ""
+def longest_lived(samples: Sequence[Sample], role: str) -> tuple[Size, Size]:
+    """The process that is in most samples: its size after a tenth of its life, when it has all that it needs, and at
+    its end."""
+    lives: dict[int, list[Size]] = {}
+    for size in (size for sample in samples for size in sample.sizes.get(role, ())):
+        lives.setdefault(size.pid, []).append(size)
+    life = max(lives.values(), key=len)
+    return life[len(life) // 10], life[-1]
 
 
 def losses(lines: Lines) -> dict[int, float]:
@@ -127,8 +159,6 @@ def write_report(
             "",
             *pause_table(changes),
             "",
-            *size_table(samples),
-            "",
             "| s | step | strike |",
             "|--:|--:|---|",
             *(f"| {event.at_s:.0f} | {event.step} | {event.what} |" for event in events),
@@ -153,16 +183,3 @@ def pause_table(changes: Lines) -> list[str]:
 
 def pause(change: dict[str, Any]) -> float:
     return sum(change[part] or 0.0 for part in ("detect_s", "agree_s", "repair_s", "regroup_s"))
-
-
-def size_table(samples: Sequence[Sample]) -> list[str]:
-    """The largest process of each role, in the first third of the time and in the last."""
-    rows = ["| largest | open files | threads | MiB |", "|---|--:|--:|--:|"]
-    for role in ROLES:
-        before, after = (largest(sizes) for sizes in thirds(samples, role))
-        rows.append(
-            f"| {role} | {before.num_files} -> {after.num_files} | {before.num_threads} -> {after.num_threads} | "
-            f"{before.resident_mib:.0f} -> {after.resident_mib:.0f} |"
-        )
-    rows.append(f"| run folder, without logs | {samples[0].num_run_files} -> {samples[-1].num_run_files} | | |")
-    return rows

@@ -163,10 +163,13 @@ class ShotRun:
             if stub.poll() is not None:
                 raise SystemExit(f"the run has ended: stub {rank}, exit code {stub.returncode}:\n{self._tail()}")
 
-    def stop(self, timeout_s: float) -> int:
-        """Stops the run as Ctrl-C does; returns its exit code."""
-        self._stubs[0].send_signal(signal.SIGINT)
-        return [stub.wait(timeout_s) for stub in self._stubs][0]
+    def press_ctrl_c(self) -> None:
+        for stub in self._stubs:
+            stub.send_signal(signal.SIGINT)
+
+    def await_end(self, timeout_s: float) -> list[int]:
+        """Waits until all stubs have ended; returns their exit codes."""
+        return [stub.wait(timeout_s) for stub in self._stubs]
 
     def end(self) -> None:
         """Ends what is still there."""
@@ -189,7 +192,7 @@ def train_alone(folder: Path, flags: list[str], num_steps: int) -> list[dict[str
     """Returns the metrics of one undisturbed process."""
     alone = ("parallel.pp_size=1", "parallel.dp_size=1")
     command = [*train_command(folder, flags), *alone, f"run.num_steps={num_steps}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode:
         raise SystemExit(f"the undisturbed run fails:\n{done.stdout}{done.stderr}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -212,7 +215,9 @@ def size_of(pid: int) -> Size | None:
     figures = dict(re.findall(r"^(Threads|VmRSS):\s+(\d+)", status, flags=re.MULTILINE))
     if "VmRSS" not in figures:
         return None
-    return Size(num_files=num_files, num_threads=int(figures["Threads"]), resident_mib=int(figures["VmRSS"]) / 1024)
+    return Size(
+        pid=pid, num_files=num_files, num_threads=int(figures["Threads"]), resident_mib=int(figures["VmRSS"]) / 1024
+    )
 
 
 def _below(pid: int) -> list[Process]:
