@@ -25,10 +25,11 @@ from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import check_length_function
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
+from parallel3d.elastic.drain_target import parse_drain_target
 from parallel3d.elastic.guardian.launcher_env import SECRET_VARIABLE, LauncherEnv, read_launcher_env
 from parallel3d.elastic.guardian.open_files import raise_open_files
 from parallel3d.elastic.launch import run_workers
-from parallel3d.elastic.operator_link import reserve_place
+from parallel3d.elastic.operator_link import request_drain, reserve_place
 from parallel3d.elastic.protocol.restart_policy import RestartPolicy
 from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
@@ -47,10 +48,14 @@ def main(arguments: list[str]) -> int:
     try:
         env = read_launcher_env(os.environ, local_rank=options.local_rank)
         config = load_config(options.config, options.overrides)
-        in_grid = env.world_size - config.elastic.spares if env and not options.join else None
+        in_grid = env.world_size - config.elastic.spares if env and not (options.join or options.drain) else None
         config = resolve(config, config_path=options.config, world_size=in_grid)
+        directory, secret_words = Path(str(config.run.directory)), os.environ.get(SECRET_VARIABLE, "")
+        if options.drain:
+            print(request_drain(directory, parse_drain_target(options.drain), secret_words))
+            return 0
         if options.join:
-            env = reserve_place(Path(str(config.run.directory)), env, os.environ.get(SECRET_VARIABLE, ""))
+            env = reserve_place(directory, env, secret_words)
         if options.print_config:
             print(dump_config(config))
             return 0
@@ -68,6 +73,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = config_parser("Train a model from a JSON configuration.")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("--join", action="store_true", help="add a worker to the run that goes on in run.directory")
+    parser.add_argument(
+        "--drain", metavar="WHAT", help="have workers leave the run in run.directory, with nothing lost"
+    )
     parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
     return parse_config(parser, arguments)

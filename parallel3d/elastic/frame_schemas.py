@@ -89,6 +89,10 @@ _STATE = object_of(newest_generation=is_integer, committed_generation=is_integer
 _JOIN = object_of(part=or_none(is_pair), is_ready=is_flag)
 _TIMEOUTS = object_of(heartbeat_timeout_s=is_number, watchdog_timeout_s=is_number)
 _STATUS = object_of(doing=is_text, for_s=is_number, is_waiting=is_flag, what=is_text, peers=list_of(is_count))
+_TARGET = object_of(
+    **dict.fromkeys(("rank", "stage", "replica"), or_none(is_count)),
+    host=or_none(is_text),
+)
 
 HELLO: dict[str, Fields] = {
     "worker": {"ranks": list_of(is_count), "host": is_text, "log": is_text},
@@ -130,6 +134,7 @@ FRAMES: dict[str, dict[str, Fields]] = {
     },
     "operator": {
         "reserve_worker": {},
+        "drain": {"target": _TARGET},
     },
 }
 """Fields of each frame after the hello, by its sender's role."""

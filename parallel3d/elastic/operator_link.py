@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from parallel3d.elastic.drain_target import DrainTarget
 from parallel3d.elastic.frames import CHUNK_BYTES, FrameReader, encode_frame
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
 from parallel3d.elastic.guardian.run_secret import RunSecret
@@ -45,9 +46,9 @@ def read_address(directory: Path) -> Address:
     return str(host), int(port)
 
 
-def ask(address: Address, run_secret: RunSecret, request: dict[str, Any]) -> dict[str, Any]:
+def ask(env: LauncherEnv, directory: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Sends the coordinator a request and returns its answer. Raises LaunchError."""
-    reader = FrameReader()
+    reader, address, run_secret = FrameReader(), (env.master_addr, env.master_port), RunSecret(env, directory)
     try:
         with socket.create_connection(address, timeout=ANSWER_S) as connection:
             connect_handshake(connection, run_secret.read())
@@ -65,17 +66,36 @@ def ask(address: Address, run_secret: RunSecret, request: dict[str, Any]) -> dic
 def reserve_place(directory: Path, launcher: LauncherEnv | None, secret_words: str) -> LauncherEnv:
     """Returns the environment of one more worker of the run in `directory`, as if its launcher had started it: with a
     number from the coordinator. `launcher`: that of this process, if any. Raises LaunchError."""
-    host, port = read_address(directory)
+    env = _guest_env(directory, secret_words)
+    rank = int(ask(env, directory, {"op": "reserve_worker"})["rank"])
     local_rank, num_local = (launcher.local_rank, launcher.local_world_size or 1) if launcher else (0, 1)
-    env = LauncherEnv(
-        rank=1,  # any but the first, which makes the secret
+    return replace(
+        env,
+        rank=rank,
+        world_size=rank + 1 + num_local,  # other hosts have workers too
         local_rank=local_rank,
-        world_size=2,
         local_world_size=num_local,
+    )
+
+
+def request_drain(directory: Path, target: DrainTarget, secret_words: str) -> str:
+    """Asks the run in `directory` to let workers go; returns what leaves, and when. Raises LaunchError."""
+    answer = ask(_guest_env(directory, secret_words), directory, {"op": "drain", "target": target.to_json()})
+    if answer["refused"]:
+        raise LaunchError(f"nothing leaves: {answer['text']}")
+    return str(answer["text"])
+
+
+def _guest_env(directory: Path, secret_words: str) -> LauncherEnv:
+    """The environment of a process that the run in `directory` does not know yet. Raises LaunchError."""
+    host, port = read_address(directory)
+    return LauncherEnv(
+        rank=1,  # any but the first, which makes the secret
+        local_rank=0,
+        world_size=2,
+        local_world_size=1,
         master_addr=host,
         master_port=port,
         secret=secret_words,
         joins=True,
     )
-    rank = int(ask((host, port), RunSecret(env, directory), {"op": "reserve_worker"})["rank"])
-    return replace(env, rank=rank, world_size=rank + 1 + num_local)  # other hosts have workers too

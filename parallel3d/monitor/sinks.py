@@ -231,9 +231,9 @@ class RunReporter:
             case "evaluation":
                 self._display.log(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
                 self._append_event("evaluation", fields)
-            case "notice":
+            case "notice" | "drain" as kind:
                 self._display.log(record["text"])
-                self._append_event("notice", fields)
+                self._append_event(kind, fields)
             case "membership":
                 self._display.log(record["text"])
                 self._workers = _workers_text(record)

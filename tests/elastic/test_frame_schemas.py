@@ -57,6 +57,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
     },
     "operator": {
         "reserve_worker": {},
+        "drain": {"target": {"rank": 1, "stage": None, "replica": None, "host": None}},
     },
 }
 """A frame of each kind, as a worker or a guardian sends it."""

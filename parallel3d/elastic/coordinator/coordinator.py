@@ -75,9 +75,9 @@ class Coordinator:
         self._hang_reporter = HangReporter(
             elastic.slow_step if elastic else None, request_status=self._request_status, emit_notice=self._emit_notice
         )
-        self._requests = OperatorRequests(self._server, self._status)
         self._drains = DrainQueue()
         own_host = own_info.host if own_info else ""
+        self._requests = OperatorRequests(self._server, self._status, emit=self._emit, own_host=own_host)
         self._stall_check = StallCheck(self._server, self._status, timeouts=timeouts, own_host=own_host)
         self._witness = witness or Witness(None)
         self._membership = self._make_membership()
@@ -194,7 +194,7 @@ class Coordinator:
             self._learn_ranks(header)
             self._on_hello(connection, header)
         elif connection.role == "operator":
-            self._requests.handle(connection, header)
+            self._requests.handle(connection, header, self._elastic_membership)
         elif connection.guarded_ranks:
             self._on_guardian_message(connection, op, header)
         elif connection.rank is not None:
@@ -317,8 +317,9 @@ class Coordinator:
             self._status.record_step(rank, end["step"])
             is_lost = exit_code < 0 or (exit_code == EXIT_COORDINATOR_LOST and rank in reasons)
             is_joining = self._membership is not None and self._membership.is_joining(rank)
-            if (is_lost or (is_joining and exit_code)) and not by_guardian and self._elastic_membership:
-                ended = f"ended with exit code {exit_code}" if exit_code > 0 else ""
+            stays_out = is_joining and (exit_code != 0 or self._status.is_needed(rank))
+            if (is_lost or stays_out) and not by_guardian and self._elastic_membership:
+                ended = "" if exit_code < 0 else f"ended with exit code {exit_code}"
                 because = end["why"] or (reasons.get(rank, ended) if ended else "")
                 lost_workers.append(self._status.lost_by_signal(rank, -exit_code, because=because))
                 detect_s += [] if end["detect_s"] is None else [end["detect_s"]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
@@ -79,6 +79,10 @@ class MembershipManager:
         """Of the newest change under way, for workers that connect late."""
         self._drain_requested: set[int] = set()
         """Workers that were sent a drain request."""
+        self._drained_by_command: set[int] = set()
+        """If the run turns out to need one of these, it stays."""
+        self._dismissed: set[int] = set()
+        """Workers that the run does not need, perhaps before they have said hello."""
 
     def handle(self, rank: int, header: dict[str, Any], payload: bytes) -> None:
         """Handles a worker's frame, one of `OPS`. States that contradict each other are a defect and end the run.
@@ -154,19 +158,45 @@ class MembershipManager:
 
     def greet(self, rank: int) -> None:
         """Handles a worker's hello: one that the run has not asked for is a spare."""
+        if rank in self._dismissed:
+            self._dismiss([rank])
+            return
         if self.is_joining(rank) and self.joins.add_spare(rank):
             self._emit({"kind": "notice", "text": f"rank {rank} on {self._status.workers[rank].host} is a spare"})
 
     def announce_drain(self, rank: int) -> None:
         """Handles a worker that must leave; one that is not in the run yet needs no change of membership."""
-        if self.joins.dismiss(rank):
+        self._drained_by_command.discard(rank)
+        if self._is_on_its_way(rank):
             self._dismiss([rank])
         else:
             self.execute(self.protocol.announce_drain(rank))
 
+    def drain(self, ranks: Collection[int]) -> str:
+        """Has workers leave that a command names; returns why that can't be, "" if it can."""
+        members = [rank for rank in ranks if not self._is_on_its_way(rank)]
+        survivability = self.protocol.check_drain(members)
+        if not survivability.can_continue:
+            return survivability.reason
+        self._dismiss([rank for rank in ranks if rank not in members])
+        self._drained_by_command.update(members)
+        self.execute(self.protocol.drain(members))
+        return ""
+
+    def _is_on_its_way(self, rank: int) -> bool:
+        """Whether this worker is a spare, builds its part, or has not even said hello."""
+        has_connected = bool(self._status.workers[rank].host)
+        return self.joins.is_waiting(rank) or (self.is_joining(rank) and not has_connected)
+
     def _dismiss(self, ranks: Sequence[int]) -> None:
         """Lets workers go that the run does not need."""
-        self._server.send_to_workers(ranks, {"op": "finish_run"})
+        self._dismissed.update(ranks)
+        self.joins.dismiss(ranks)
+        self._finish(ranks, is_drained=True)
+
+    def _finish(self, ranks: Sequence[int], *, is_drained: bool = False) -> None:
+        """Lets workers end."""
+        self._server.send_to_workers(ranks, {"op": "finish_run", "is_drained": is_drained})
         self._status.mark_done(ranks)
 
     def quorum_loss(self) -> str:
@@ -201,13 +231,17 @@ class MembershipManager:
                 case ChangeRequest():
                     frame = {"op": "change_request", "generation": action.generation}
                     self._server.send_to_workers([action.rank], frame)
+                case DrainRefused() if action.rank in self._drained_by_command:
+                    self._drained_by_command.discard(action.rank)
+                    text = f"{self._status.name(action.rank)} stays after all: without it, {action.reason}"
+                    self._emit({"kind": "notice", "text": text})
                 case DrainRefused():
                     name = self._status.name(action.rank)
                     text = f"{name} should drain, but the run can't go on without it: {action.reason}"
                     self._emit({"kind": "notice", "text": text})
                     self._shutdown.stop(signal.SIGTERM)
                 case FinishRun():
-                    self._dismiss([*action.ranks, *self.joins.take_spares()])
+                    self._finish([*action.ranks, *self.joins.take_spares()])
                     self._fences.kill(dict.fromkeys(building := self.joins.take_building(), "the run is over"))
                     self._status.mark_done(building)
                 case StopRun():

@@ -12,7 +12,7 @@ it is a member, or is late, costs the run nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
@@ -94,12 +94,19 @@ class WorkerJoins:
         is_first = self._first_grid.holds(rank)
         return not (is_first or rank in protocol.live or self._status.workers[rank].ended)
 
-    def dismiss(self, rank: int) -> bool:
-        """Forgets a worker that must leave, if it is a spare or builds its part; returns whether it is."""
-        is_here = rank in self._spares or rank in self._building
-        self._spares.discard(rank)
-        self._building.pop(rank, None)
-        return is_here
+    def is_waiting(self, rank: int) -> bool:
+        """Whether this worker is a spare, or builds its part."""
+        return rank in self._spares or rank in self._building
+
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        """Forgets workers that leave."""
+        for rank in ranks:
+            self._spares.discard(rank)
+            self._building.pop(rank, None)
+
+    def withdraw(self, host: str) -> None:
+        """Forgets the offers of a host that is to become empty."""
+        self._offers = [offer for offer in self._offers if offer[0].hello["host"] != host]
 
     def take_spares(self) -> list[int]:
         """Returns and forgets the spares."""

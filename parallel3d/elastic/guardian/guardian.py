@@ -172,6 +172,8 @@ class Guardian:
                 self._channels.send(header["ranks"], payload)
             case "start_worker":
                 self._start_worker(header["slot"], header["rank"], (header["part"][0], header["part"][1]))
+            case "end_rejoins":
+                self._forks.rejoins.end()
             case "close_worker":
                 self._channels.close(header["rank"])
             case "monitor":

@@ -213,9 +213,7 @@ class MembershipProtocol:
         """Handles the announcement that a worker must leave."""
         if rank not in self.live | self._ready or rank in self._draining or self.over:
             return []
-        if not self._enabled:
-            return [DrainRefused(rank=rank, reason="elastic.enabled is false")]
-        survivability = self._check_survivability(draining=self._draining | {rank})
+        survivability = self.check_drain([rank])
         if not survivability.can_continue:
             return [DrainRefused(rank=rank, reason=survivability.reason)]
         self._draining |= {rank}
@@ -223,6 +221,8 @@ class MembershipProtocol:
 
     def check_drain(self, ranks: Collection[int]) -> Survivability:
         """Decides whether the run could go on without these workers and those that leave already."""
+        if not self._enabled:
+            return Survivability(can_continue=False, reason="elastic.enabled is false")
         return self._check_survivability(draining=self._draining | frozenset(ranks))
 
     def drain(self, ranks: Collection[int]) -> list[Action]:

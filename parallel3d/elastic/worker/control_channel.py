@@ -69,6 +69,8 @@ class ControlChannel:
         self.membership = MembershipClient(rank=rank, send=self._send, run_token=self.token, joins=joins, part=part)
         self.worker_status: Callable[[], dict[str, Any]] = lambda: {}
         """Returns this worker's status; called on the channel's thread."""
+        self.on_dismissed: Callable[[], None] = lambda: None
+        """Called on the channel's thread if the run does not need this worker, which still builds its part."""
         self._connection = connection
         self._control_s = control_s
         self._hello = dict(hello)
@@ -246,6 +248,8 @@ class ControlChannel:
                 self._finish_acked.set()
             case op if op in FRAMES:
                 self.membership.handle(header, payload)
+                if header["op"] == "finish_run" and self.membership.is_building:
+                    self.on_dismissed()
             case op:
                 raise ProtocolError(f"the coordinator sent {op!r}")
 

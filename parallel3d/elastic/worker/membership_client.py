@@ -79,6 +79,8 @@ class MembershipClient:
         self._part = part
         self._is_ready = not joins
         self._is_finished = False
+        self._is_drained = False
+        """The run goes on without this worker, which it did not need."""
         run_token.on_abort(self._end)
 
     def await_part(self) -> PartId | None:
@@ -162,12 +164,17 @@ class MembershipClient:
                 case "build_part":
                     self._part = (header["part"][0], header["part"][1])
                 case "finish_run":
-                    self._is_finished = True
+                    self._is_finished, self._is_drained = True, header.get("is_drained", False)
             self._changed.notify_all()
         if header["op"] == "abort_generation":
             self.leave_generation(header["reason"])
         elif self._run_token.aborted:  # just before the record came: its generation is over before it begins
             self.leave_generation(self._run_token.reason)
+
+    @property
+    def is_building(self) -> bool:
+        """Whether this worker is to join the run and is not ready: it may end without a word."""
+        return self._part is not None and not self._is_ready
 
     @property
     def change_requested(self) -> bool:
@@ -196,7 +203,7 @@ class MembershipClient:
     def permission(self) -> str:
         """Why this worker may end: the run is "finished", or it is "drained"; "" if it may not."""
         if self._is_finished:
-            return "finished"
+            return "drained" if self._is_drained else "finished"
         record = self._committed_record
         return "drained" if record is not None and self.rank in record.draining else ""
 

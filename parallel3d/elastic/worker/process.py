@@ -1,6 +1,6 @@
 """A forked worker process before and after its main function: its log, its connection, its exit.
 
-At SIGTERM it announces a drain.
+At SIGTERM it announces a drain; before it is a member it ends at once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from parallel3d.child_process import STOP_SIGNALS
 from parallel3d.elastic.coordinator.run_status import describe_error
@@ -117,13 +119,26 @@ def run_worker_process(
         part=spec.part,
     )
     heartbeat.start()
-    signal.signal(signal.SIGTERM, lambda number, frame: control.announce_drain())
+    leave_on_sigterm(control)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     exit_code = run_main(spec.log, worker_main, context)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     control.finish(exit_code)
     return exit_code
+
+
+def leave_on_sigterm(control: ControlChannel) -> None:
+    """Has SIGTERM drain this worker; one that still builds its part ends at once, in the middle of it."""
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        control.announce_drain()
+        if control.membership.is_building:
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    main_thread = threading.get_ident()
+    control.on_dismissed = lambda: signal.pthread_kill(main_thread, signal.SIGTERM)
 
 
 def observe_waits(control: ControlChannel, heartbeat: Heartbeat) -> WorkerStatusTracker:
