@@ -12,31 +12,23 @@ skipped.
 from __future__ import annotations
 
 import copy
-import difflib
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from parallel3d.config import derived
+from parallel3d.config.json_file import apply_override, read_json
+from parallel3d.config.mistakes import explain_mistake, field_name, fields_of, section_of, unusable_values
 from parallel3d.config.rules import broken_rules
 from parallel3d.config.schema import Config
 from parallel3d.config.sections.curriculum import CurriculumLearning
 from parallel3d.config.sections.section import Section, expand_home
 from parallel3d.config.warmup_builder import length_warmup, needs_user_code, num_steps
-from parallel3d.errors import ConfigError, Problem, shorten
+from parallel3d.errors import ConfigError, Problem
 
 CACHE_DIRECTORY = "~/.cache/parallel3d"
-MAX_DEPTH = 32
-"""Nested lists and objects in a value; the schema itself nests 7."""
-MAX_INTEGER = 2**128
-"""Larger integers overflow the floats that are computed from them."""
-MAX_NAME = 100
-"""Characters of a mistyped name that are compared with the right ones."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
@@ -45,9 +37,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, world_size: 
     An override is `section.field=value`; a value that isn't JSON is a plain string. A `$schema` entry in the file is
     for editors and is ignored.
     """
-    raw = _read(Path(path))
+    raw = read_json(Path(path))
     raw.pop("$schema", None)
-    problems = [problem for override in overrides for problem in _apply_override(raw, override)]
+    problems = [problem for override in overrides for problem in apply_override(raw, override)]
     config, mistakes, broken = _parse(raw)
     problems += [*mistakes, *broken_rules(config, world_size, broken)]
     if problems:
@@ -111,79 +103,7 @@ def dump_config(config: Config) -> str:
     return config.model_dump_json(indent=2) + "\n"
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the file's JSON object."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
-    except OSError as error:
-        known = sorted(Path("configs").glob("*.json"))
-        names = [str(other) for other in known if other.name != "schema.json"]
-        near = difflib.get_close_matches(path.stem, {Path(name).stem: name for name in names}, n=3)
-        meant = [name for name in names if Path(name).stem in near]
-        fix = f"Did you mean {' or '.join(meant)}?" if meant else "Give the path of a JSON file"
-        fix += f", such as {names[0]}" if names and not meant else ""
-        raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
-    except json.JSONDecodeError as error:
-        where = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        raise _file_error(path, where, "Fix the syntax at or just before this position") from error
-    except RecursionError as error:
-        raise _file_error(path, "is nested too deeply", f"Nest at most {MAX_DEPTH} lists or objects") from error
-    except ValueError as error:  # bytes that are not UTF-8, repeated names
-        raise _file_error(path, f"is not a configuration: {error}", "Correct the file") from error
-    if not isinstance(raw, dict):
-        raise _file_error(path, "must be a JSON object", "Put the sections in { and }")
-    return raw
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object; raises ValueError for a repeated name, of which JSON itself keeps the last."""
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"{shorten(repr(name))} appears twice in one object")
-        result[name] = value
-    return result
-
-
-def _file_error(path: Path, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(field="file", value=str(path), rule=rule, fix=fix)])
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> Iterator[Problem]:
-    """Sets one field in `raw`. The schema reports names that don't exist."""
-    field, equals, text = override.partition("=")
-    *sections, name = field.split(".")
-    if not equals:
-        yield Problem(field=field, value="", rule="must have the form section.field=value", fix="Add = and a value")
-        return
-    node = raw
-    for depth, section in enumerate(sections, start=1):
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
-            prefix = ".".join(sections[:depth])
-            yield Problem(
-                field=field, value=text, rule=f"doesn't exist: {prefix} is not a section", fix=f"Set {prefix} itself"
-            )
-            return
-    try:
-        node[name] = json.loads(text)
-    except ValueError:
-        node[name] = text
-    except RecursionError:
-        yield Problem(
-            field=field, value=text, rule="is nested too deeply", fix=f"Nest at most {MAX_DEPTH} lists or objects"
-        )
-
-
 # --- malformed fields -------------------------------------------------------------------------------------------------
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "(missing)"
 
 
 def _parse(raw: dict[str, Any]) -> tuple[Config, list[Problem], set[str]]:
@@ -192,59 +112,21 @@ def _parse(raw: dict[str, Any]) -> tuple[Config, list[Problem], set[str]]:
     required = {name for name, field in Config.model_fields.items() if field.is_required()}
     repaired: dict[str, Any] = {name: {} for name in required} | raw  # reports each missing field, not their section
     broken: set[str] = set()
-    unusable = list(_unusable_values(repaired))
+    unusable = list(unusable_values(repaired))
     problems = [problem for _, problem in unusable]
     for location, _ in unusable:
         broken.add(_repair(repaired, location))
     repaired = copy.deepcopy(repaired)
-    is_first, known = True, dict(_fields(Config))
+    is_first, known = True, dict(fields_of(Config))
     while True:
         try:
             return Config.model_validate(repaired), problems, broken
         except ValidationError as error:
             mistakes = error.errors()
         if is_first:  # later rounds only find what the replacements of the first left open
-            problems += [_problem(mistake, known) for mistake in mistakes if _field_name(mistake) not in broken]
+            problems += [explain_mistake(mistake, known) for mistake in mistakes if field_name(mistake) not in broken]
             is_first = False
         broken |= {_repair(repaired, mistake["loc"]) for mistake in mistakes}
-
-
-def _field_name(mistake: Any) -> str:
-    return ".".join(map(str, mistake["loc"]))
-
-
-def _unusable_values(raw: dict[str, Any]) -> Iterator[tuple[tuple[int | str, ...], Problem]]:
-    """(location, problem) of values that nothing here can compute with, or write to a file.
-
-    Walks with a list instead of recursion, so that no nesting is too deep for it.
-    """
-    pending: list[tuple[tuple[int | str, ...], Any]] = [((), raw)]
-    while pending:
-        location, node = pending.pop()
-        field, rule = ".".join(map(str, location)), ""
-        if isinstance(node, dict | list):
-            if len(location) > MAX_DEPTH:
-                rule, fix = f"is nested in more than {MAX_DEPTH} lists or objects", "Give it fewer levels"
-            else:
-                pending += [((*location, name), value) for name, value in _items(node)]
-        elif isinstance(node, int) and abs(node) > MAX_INTEGER:
-            rule, fix = "must be at most 2**128", "Use a smaller number"
-        elif isinstance(node, str) and not _is_text((*location, node)):
-            rule, fix = "must be text that UTF-8 can encode, and has half of a surrogate pair", "Remove it"
-        if rule:
-            shown = "(nested)" if isinstance(node, dict | list) else node
-            yield location, Problem(field=field, value=shown, rule=rule, fix=fix)
-
-
-def _items(node: dict[str, Any] | list[Any]) -> Iterator[tuple[int | str, Any]]:
-    yield from node.items() if isinstance(node, dict) else enumerate(node)
-
-
-def _is_text(parts: Iterable[object]) -> bool:
-    try:
-        return all(str(part).encode() is not None for part in parts)
-    except UnicodeEncodeError:
-        return False
 
 
 def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
@@ -256,7 +138,7 @@ def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
     names = [str(part) for part in location]
     for depth, name in enumerate(names, start=1):
         field = section.model_fields.get(name)
-        inner = _section_of(field)
+        inner = section_of(field)
         if inner is None or depth == len(names) or not isinstance(raw.get(name), dict):
             break
         raw, section = raw[name], inner
@@ -265,53 +147,3 @@ def _repair(raw: dict[str, Any], location: tuple[int | str, ...]) -> str:
     else:
         raw.pop(name, None)
     return ".".join(names[:depth])
-
-
-def _problem(mistake: Any, known: dict[str, FieldInfo]) -> Problem:
-    """Translates an error of pydantic's."""
-    location = _field_name(mistake)
-    name = ".".join(part for part in mistake["loc"] if isinstance(part, str))  # an element of a list has its meaning
-    if mistake["type"] == "extra_forbidden":
-        rule, fix = "no such field exists", _suggest(name, list(known))
-        return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
-    while name not in known:  # a key of a dictionary, chosen by the user
-        name = name.rpartition(".")[0]
-    field = known[name]
-    meaning = " ".join((field.description or "").split()).removesuffix(".")
-    if mistake["type"] == "missing":
-        return Problem(field=location, value=_Missing(), rule="is required", fix=f"Add it: {meaning}")
-    is_section = mistake["type"] == "model_type"
-    rule = "must be a section in {}" if is_section else mistake["msg"].removeprefix("Input ")
-    return Problem(field=location, value=mistake["input"], rule=rule, fix=f"It is: {meaning}")
-
-
-def _suggest(location: str, known: list[str]) -> str:
-    """Suggests the field that was probably meant: one of that name in another section, or one of a similar name
-    here."""
-    section, _, name = location.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    meant = [other for other in known if other.rpartition(".")[2] == name]
-    meant = meant or [siblings[near] for near in difflib.get_close_matches(name[:MAX_NAME], siblings, n=1)]
-    return f"Did you mean {' or '.join(meant)}?" if meant else f"{section or 'The file'} has {', '.join(siblings)}"
-
-
-def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields all fields with their dotted names, sections included."""
-    for name, field in section.model_fields.items():
-        yield prefix + name, field
-        if inner := _section_of(field) or _element_of(field):
-            yield from _fields(inner, f"{prefix}{name}.")
-
-
-def _section_of(field: FieldInfo | None) -> type[Section] | None:
-    """Returns the field's class if it is a section, or a section that may be null."""
-    kind = field.annotation if field else None
-    if get_origin(kind) is UnionType:
-        kind = next(part for part in get_args(kind) if part is not NoneType)
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
-def _element_of(field: FieldInfo) -> type[Section] | None:
-    """Returns the class of the elements if the field is a list of sections."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
-    return kinds[0] if kinds and isinstance(kinds[0], type) and issubclass(kinds[0], Section) else None

@@ -1,0 +1,78 @@
+"""Reads JSON objects from files, and sets fields of them from the command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import ConfigError, Problem, shorten
+
+MAX_DEPTH = 32
+"""Nested lists and objects in a value; the configuration itself nests 7."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the file's JSON object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
+    except OSError as error:
+        known = sorted(Path("configs").glob("*.json"))
+        names = [str(other) for other in known if other.name != "schema.json"]
+        near = difflib.get_close_matches(path.stem, {Path(name).stem: name for name in names}, n=3)
+        meant = [name for name in names if Path(name).stem in near]
+        fix = f"Did you mean {' or '.join(meant)}?" if meant else "Give the path of a JSON file"
+        fix += f", such as {names[0]}" if names and not meant else ""
+        raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
+    except json.JSONDecodeError as error:
+        where = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise _file_error(path, where, "Fix the syntax at or just before this position") from error
+    except RecursionError as error:
+        raise _file_error(path, "is nested too deeply", f"Nest at most {MAX_DEPTH} lists or objects") from error
+    except ValueError as error:  # bytes that are not UTF-8, repeated names
+        raise _file_error(path, f"is not a configuration: {error}", "Correct the file") from error
+    if not isinstance(raw, dict):
+        raise _file_error(path, "must be a JSON object", "Put the sections in { and }")
+    return raw
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; raises ValueError for a repeated name, of which JSON itself keeps the last."""
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{shorten(repr(name))} appears twice in one object")
+        result[name] = value
+    return result
+
+
+def _file_error(path: Path, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(field="file", value=str(path), rule=rule, fix=fix)])
+
+
+def apply_override(raw: dict[str, Any], override: str) -> Iterator[Problem]:
+    """Sets one field in `raw`. The schema reports names that don't exist."""
+    field, equals, text = override.partition("=")
+    *sections, name = field.split(".")
+    if not equals:
+        yield Problem(field=field, value="", rule="must have the form section.field=value", fix="Add = and a value")
+        return
+    node = raw
+    for depth, section in enumerate(sections, start=1):
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            prefix = ".".join(sections[:depth])
+            yield Problem(
+                field=field, value=text, rule=f"doesn't exist: {prefix} is not a section", fix=f"Set {prefix} itself"
+            )
+            return
+    try:
+        node[name] = json.loads(text)
+    except ValueError:
+        node[name] = text
+    except RecursionError:
+        yield Problem(
+            field=field, value=text, rule="is nested too deeply", fix=f"Nest at most {MAX_DEPTH} lists or objects"
+        )
