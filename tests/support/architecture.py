@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.pipeline.chunk_layout": -1,
     "parallel3d.optim.update_rules": -1,  # the configuration takes names, settings and states from them
     "parallel3d.config": 0,
+    "parallel3d.goodput": 1,
     "parallel3d.parallel": 1,
     "parallel3d.precision": 1,
     "parallel3d.kernels": 2,
@@ -77,6 +78,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.number_formats",
     "parallel3d.families",
     "parallel3d.config",
+    "parallel3d.goodput",
     *(f"parallel3d.parallel.{name}" for name in ("grid", "sharding", "tree_place")),
     "parallel3d.precision.fixed_point",
     "parallel3d.precision.loss_scale",
