@@ -1,8 +1,9 @@
 """The interface of a group of ranks, and the group of one.
 
 Groups are passed as arguments, never looked up. Every call is collective: all members make it, in the same order.
-Blocking calls raise GenerationEnded once the group's abort token is set. Implementations: gloo, NCCL, threads of one
-process (inprocess/thread_group.py), and `SoloGroup`, which makes one rank the reference rather than a special case.
+Blocking calls raise GenerationEnded once the group's abort token is set. Implementations: gloo, NCCL, shared memory,
+threads of one process (inprocess/thread_group.py), and `SoloGroup`, which makes one rank the reference rather than a
+special case.
 """
 
 from __future__ import annotations

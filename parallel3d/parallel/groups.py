@@ -126,3 +126,8 @@ def is_world(name: str) -> bool:
     """Returns True for the name of a group of all ranks, which only reduces host tensors, even if weights are on a
     device: the iteration's one all-reduce carries numbers that every rank has read from its device by then."""
     return name.endswith("/world")
+
+
+def is_tensor_parallel(name: str) -> bool:
+    """Returns True for the name of a tensor-parallel group, whose members only compute between a call and its wait."""
+    return name.split("/")[1] == "tp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.device_links import Pair
 from parallel3d.parallel.gloo_group import GlooGroup
 from parallel3d.parallel.group import Group, SoloGroup
-from parallel3d.parallel.groups import is_world
+from parallel3d.parallel.groups import is_tensor_parallel, is_world
 from parallel3d.parallel.nccl_group import NcclGroup
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
+from parallel3d.parallel.shared_memory import share_memory
+from parallel3d.parallel.shared_memory_group import SharedMemoryGroup
 from parallel3d.parallel.staged_group import StagedGroup
 from parallel3d.parallel.tree_group import TreeGroup
 from parallel3d.trainer.context import Transports
@@ -71,6 +74,11 @@ class SocketNetwork(Network):
                 return group
             if self._has_own_device:
                 return NcclGroup(**settings_of(name, ranks), store=ControlStore(control, token), device=self._device)
+            if is_tensor_parallel(name) and self._may_share_memory(ranks, record):
+                meeting, timeout = ControlStore(control, token), timedelta(seconds=self._config.run.timeout_s)
+                if memory := share_memory(meeting, name, rank=number, size=len(ranks), timeout=timeout):
+                    return SharedMemoryGroup(**settings_of(name, ranks), memory=memory)
+                print(f"{name}: its ranks can't share memory, which gloo does not need", flush=True)
             store = ControlStore(control, token, size=len(ranks), number=number)
             group = GlooGroup(**settings_of(name, ranks), store=store, address=self._context.address)
             return StagedGroup(group) if is_accelerator(self._device) else group
@@ -97,6 +105,10 @@ class SocketNetwork(Network):
             timeout_s=self._config.run.timeout_s,
             accelerator=accelerator_of(self._device),
         )
+
+    def _may_share_memory(self, ranks: tuple[int, ...], record: GenerationRecord) -> bool:
+        is_on_one_host = len({record.hosts[rank] for rank in ranks}) == 1
+        return is_on_one_host and self._config.run.exchange == "auto" and not is_accelerator(self._device)
 
     @property
     def _has_own_device(self) -> bool:

@@ -151,15 +151,16 @@ def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wanted,device,kinds",
+    "wanted,device,hosts,kinds",
     [
-        ("cpu", "cpu", ("tree", "gloo", "gloo")),
-        ("cuda", "cuda:1", ("tree", "nccl", "nccl")),
-        ("auto", "cuda:1", ("tree", "nccl", "nccl")),
-        ("cuda_shared", "cuda:0", ("tree", "staged gloo", "staged gloo")),
+        ("cpu", "cpu", "ab", ("tree", "gloo", "gloo")),
+        ("cpu", "cpu", "aa", ("tree", "gloo", "memory")),
+        ("cuda", "cuda:1", "aa", ("tree", "nccl", "nccl")),
+        ("auto", "cuda:1", "aa", ("tree", "nccl", "nccl")),
+        ("cuda_shared", "cuda:0", "aa", ("tree", "staged gloo", "staged gloo")),
     ],
 )
-def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
+def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, kinds):
     """The group of all ranks reduces numbers of the host, whatever the device; a group of one needs no transport."""
     made = []
 
@@ -172,6 +173,8 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
     monkeypatch.setattr(network_module, "GlooGroup", partial(make, "gloo"))
     monkeypatch.setattr(network_module, "TreeGroup", partial(make, "tree"))
     monkeypatch.setattr(network_module, "NcclGroup", partial(make, "nccl"))
+    monkeypatch.setattr(network_module, "SharedMemoryGroup", partial(make, "memory"))
+    monkeypatch.setattr(network_module, "share_memory", lambda *args, **settings: object())
     links = []
 
     def make_links(**settings):
@@ -183,7 +186,9 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, kinds):
     network = SocketNetwork(config(wanted), context, torch.device(device))
     network._listener = SimpleNamespace()
     grid = Grid.uniform(tp_size=2, pp_size=1, dp_size=2)
-    record = GenerationRecord(generation=0, grid=grid, previous=None, members=grid.ranks, addresses={})
+    record = GenerationRecord(
+        generation=0, grid=grid, previous=None, members=grid.ranks, hosts=dict(enumerate(hosts)), addresses={}
+    )
     transports = network.transports(record, AbortToken())
     names = ("generation0/world", "generation0/dp/stage0/tp1", "generation0/tp/stage0/replica0")
     found = [transports.make_group(name, (0, 1)) for name in names]

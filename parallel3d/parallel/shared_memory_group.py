@@ -1,0 +1,221 @@
+"""A group of processes of one host that exchange through memory they share (shared_memory.py).
+
+A tensor moves in chunks. A call copies as many of them into this rank's slots as are free and returns; `wait` reads the
+peers' slots, sums them in rank order and writes the rest. Nothing happens in between, on no thread. So between a call
+and its wait a rank must not wait for anything that a peer does after *its* wait: layers that sum over their
+tensor-parallel group only compute there. The optimizer's buckets, under way while stages wait for each other, take
+gloo.
+
+Every rank reads all versions of what it needs, in the order of the ranks, and adds them with the same operators as
+ranks that are threads: the same bits. It writes to its own tensors only in a call or a wait, so that nothing is busy
+after an abort, and a peer that dies leaves only a wait behind, which the abort ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import GenerationEnded
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.group import Group, Work
+from parallel3d.parallel.shared_memory import NUM_SLOTS, SLOT_BYTES, SharedCounter, SharedMemory, WaitEnd, WaitSwitch
+
+SPIN_S = 0.5e-3
+"""Waking a sleeping core takes some 0.05 ms. Spinning yields the core to other ranks that want it."""
+
+Combine = Callable[..., Tensor]
+"""Writes what two versions combine to into `out`: torch.add or torch.maximum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """A collective, as the two things that it does with each of its chunks."""
+
+    dtype: torch.dtype
+    num_chunks: int
+    write: Callable[[int, Tensor], None]
+    """Fills this rank's slot with the chunk of this number."""
+    read: Callable[[int, Sequence[Tensor]], None]
+    """Takes what it needs from all ranks' slots."""
+
+
+class SharedMemoryGroup(Group):
+    """Ranks that are processes of one host, with tensors on CPUs."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        memory: SharedMemory,
+        token: AbortToken,
+        timeout_s: float,
+    ):
+        super().__init__(name=name, rank=rank, ranks=ranks)
+        self.token = token
+        self.timeout_s = timeout_s
+        self._memory = memory
+        self._built_as = name
+        self._pending: deque[_SharedWork] = deque()
+        self._num_posted = self._num_finished = 0
+        self._num_written = self._num_read = 0
+        """Chunks since the group was built."""
+        self._unwritten: deque[tuple[_Exchange, int]] = deque()
+        self._renewing = threading.Lock()
+        self._switch = WaitSwitch(memory)
+        token.on_abort(self._switch.abort)
+
+    def all_reduce_async(self, tensor: Tensor) -> Work:
+        return self._post(self._reduction(tensor, torch.add))
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        self._post(self._reduction(tensor, torch.maximum)).wait()  # bounded: by token and timeout
+        return tensor
+
+    def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
+        out, parts = _flat(output), _flat(tensor).view(self.size, -1)
+        step = SLOT_BYTES // out.element_size() // self.size
+
+        def write(chunk: int, slot: Tensor) -> None:
+            some = parts[:, chunk * step : (chunk + 1) * step]
+            slot[: some.numel()].view_as(some).copy_(some)
+
+        def read(chunk: int, slots: Sequence[Tensor]) -> None:
+            target = out[chunk * step : (chunk + 1) * step]
+            own = slice(self.rank * len(target), (self.rank + 1) * len(target))
+            _combine(target, [slot[own] for slot in slots], torch.add)
+
+        return self._post(_Exchange(dtype=out.dtype, num_chunks=-(-len(out) // step), write=write, read=read))
+
+    def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
+        own, whole = _flat(tensor), _flat(output).view(self.size, -1)
+        step = SLOT_BYTES // own.element_size()
+
+        def write(chunk: int, slot: Tensor) -> None:
+            some = own[chunk * step : (chunk + 1) * step]
+            slot[: len(some)].copy_(some)
+
+        def read(chunk: int, slots: Sequence[Tensor]) -> None:
+            for target, slot in zip(whole[:, chunk * step : (chunk + 1) * step], slots):
+                target.copy_(slot[: len(target)])
+
+        return self._post(_Exchange(dtype=own.dtype, num_chunks=-(-len(own) // step), write=write, read=read))
+
+    @property
+    def state(self) -> str:
+        # Between two collectives the slots hold nothing that a rank still needs.
+        if self._num_posted != self._num_finished:
+            return ""
+        return f"{self._built_as}: {self._num_finished} exchanges in shared memory"
+
+    def renew(self, name: str, token: AbortToken) -> None:
+        with self._renewing:  # an attempt that is over can't come after the next one
+            token.check()
+            self.close()
+            self.name, self.token, self._switch = name, token, WaitSwitch(self._memory)
+            token.on_abort(self._switch.abort)
+
+    def close(self) -> None:
+        self.token.remove_callback(self._switch.abort)
+
+    def finish(self, work: _SharedWork) -> None:
+        """Finishes the collectives up to `work`, in the order in which they were posted."""
+        self.token.check()
+        while not work.is_done:
+            first = self._pending[0]
+            for chunk in range(first.num_read, first.exchange.num_chunks):
+                self._read(first.exchange, chunk)
+                first.num_read += 1
+            first.is_done = True
+            self._num_finished += 1
+            self._pending.popleft()
+
+    def _reduction(self, tensor: Tensor, combine: Combine) -> _Exchange:
+        flat = _flat(tensor)
+        step = SLOT_BYTES // flat.element_size()
+
+        def write(chunk: int, slot: Tensor) -> None:
+            some = flat[chunk * step : (chunk + 1) * step]
+            slot[: len(some)].copy_(some)
+
+        def read(chunk: int, slots: Sequence[Tensor]) -> None:
+            target = flat[chunk * step : (chunk + 1) * step]
+            _combine(target, [slot[: len(target)] for slot in slots], combine)
+
+        return _Exchange(dtype=flat.dtype, num_chunks=-(-len(flat) // step), write=write, read=read)
+
+    def _post(self, exchange: _Exchange) -> Work:
+        self.token.check()
+        work = _SharedWork(self, exchange)
+        self._num_posted += 1
+        self._pending.append(work)
+        self._unwritten.extend((exchange, chunk) for chunk in range(exchange.num_chunks))
+        self._write_ahead()
+        return work
+
+    def _write_ahead(self) -> None:
+        """Writes the next chunks to the slots that all ranks have read."""
+        while (
+            self._unwritten and self._memory.wait(SharedCounter.READ, self._reads_needed, self._switch) is WaitEnd.READY
+        ):
+            exchange, chunk = self._unwritten.popleft()
+            exchange.write(chunk, self._memory.slot(self.rank, self._num_written, exchange.dtype))
+            self._num_written += 1
+            self._memory.publish(SharedCounter.WRITTEN, self._num_written)
+
+    @property
+    def _reads_needed(self) -> int:
+        """The chunks that all must have read before the next one can be written."""
+        return max(0, self._num_written + 1 - NUM_SLOTS)
+
+    def _read(self, exchange: _Exchange, chunk: int) -> None:
+        """Reads a chunk of all ranks, and writes those before it, and it, if they are not written yet."""
+        while self._num_written <= self._num_read:
+            self._await(SharedCounter.READ, self._reads_needed)
+            self._write_ahead()
+        self._await(SharedCounter.WRITTEN, self._num_read + 1)
+        exchange.read(chunk, [self._memory.slot(rank, self._num_read, exchange.dtype) for rank in range(self.size)])
+        self._num_read += 1
+        self._memory.publish(SharedCounter.READ, self._num_read)
+        self._write_ahead()
+
+    def _await(self, counter: SharedCounter, at_least: int) -> None:
+        outcome = self._memory.wait(counter, at_least, self._switch, spin_s=SPIN_S, limit_s=SPIN_S)
+        if outcome is WaitEnd.LATE:
+            with self.token.waiting(self.name, self.ranks):
+                outcome = self._memory.wait(counter, at_least, self._switch, limit_s=self.timeout_s)
+        self.token.check()
+        if outcome is WaitEnd.LATE:
+            raise GenerationEnded(f"group {self.name}: no answer from a peer in {self.timeout_s:.0f} s")
+
+
+class _SharedWork:
+    """A collective under way."""
+
+    def __init__(self, group: SharedMemoryGroup, exchange: _Exchange):
+        self._group = group
+        self.exchange = exchange
+        self.num_read = 0
+        self.is_done = False
+
+    def wait(self) -> None:
+        self._group.finish(self)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
+
+
+def _combine(target: Tensor, versions: Sequence[Tensor], combine: Combine) -> None:
+    """Combines the ranks' versions in their order."""
+    first, second, *others = versions
+    combine(first, second, out=target)
+    for version in others:
+        combine(target, version, out=target)
