@@ -20,7 +20,7 @@ TRAIN = str(ROOT / "launch" / "train.py")
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 MASTER_PORT, RENDEZVOUS_PORT = 29500, 29400
 NUM_STEPS = 60
-TIMEOUT_S = 150
+TIMEOUT_S = 300
 CONTROL_S = 6.0
 """Patience with silent hosts and cut paths."""
 LAUNCHERS = ("variables", "torchrun")
