@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +30,16 @@ class StruckWorld:
     directory: Path
 
     def await_files(self, names: Sequence[str]) -> None:
-        """Waits until the run has made these files; fails, with all that it has said, once it can't any more."""
+        """Waits until the run has made these files."""
+        self.await_condition(lambda: all((self.directory / name).exists() for name in names), f"{names}")
+
+    def await_condition(self, is_met: Callable[[], object], what: str) -> None:
+        """Waits for something; fails, with all that the run has said, once that can't come any more."""
         deadline = time.monotonic() + START_S
-        while missing := [name for name in names if not (self.directory / name).exists()]:
+        while not is_met():
             if time.monotonic() > deadline or all(process.poll() is not None for process in self.processes):
-                raise AssertionError(f"{missing} never came\n{self._last_words()}")
-            time.sleep(0.01)
+                raise AssertionError(f"{what} never came\n{self._last_words()}")
+            time.sleep(0.02)
 
     def strike(self, pid: int, what: str) -> None:
         """Sends the signal, lets the run go on from its phase, and ends the moment."""
@@ -78,7 +82,7 @@ class StruckWorld:
                 out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"still running\n{self._last_words()}") from None
-            outputs.append(out + err)
+            outputs.append(out + (err or ""))
         return outputs
 
     def logs(self) -> list[str]:
@@ -113,7 +117,7 @@ class StruckWorld:
         said = []
         for process, has_ended in zip(self.processes, ended):
             out, err = process.communicate(timeout=DEADLINE_S)
-            said.append(f"--- {'ended with ' + str(process.returncode) if has_ended else 'ran'}\n{out}{err}")
+            said.append(f"--- {'ended with ' + str(process.returncode) if has_ended else 'ran'}\n{out}{err or ''}")
         return "\n".join([*said, *(f"--- a log\n{log}" for log in self.logs())])
 
 
