@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.soak_report import Sample, Size
 
 ROOT = Path(__file__).resolve().parent.parent
 PP_SIZE, DP_SIZE = 2, 3
+OUTPUT = "output.txt"
 FLAGS = (
     *("model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=192", "model.num_attention_heads=4"),
     *("batch.sequence_length=32", "batch.micro_batch_size=1", "batch.global_batch_size=12"),
@@ -31,6 +33,8 @@ UNDER_FIRE = (
 NOTICED_S = 40.0
 """Within it every loss is noticed and written, if a coordinator serves."""
 COORDINATES = re.compile(r"pp(\d+)")
+JOINS = re.compile(r"rank (\d+) \(pp(\d+) dp\d+ tp\d+\) joins")
+"""In the terminal's line of a change, which comes before its record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class ShotRun:
         self._offset = 0
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        self._output = open(folder / "output.txt", "w")  # noqa: SIM115 (closed in end)
+        self._output = open(folder / OUTPUT, "w")  # noqa: SIM115 (closed in end)
         self._stubs = [self._start(rank, port, flags) for rank in self._grid]
 
     def _start(self, rank: int, port: int, flags: list[str]) -> subprocess.Popen[bytes]:
@@ -101,16 +105,21 @@ class ShotRun:
         return tuple(changes[-1]["widths"]) if changes else (DP_SIZE,) * PP_SIZE
 
     def indispensable(self) -> set[int]:
-        """Workers without which the run might end: all of the grid while victims are in it.
+        """Workers without which the run might end: all while victims are in the grid, or its stages are not known.
 
-        A lost coordinator may not have written its last change: workers that ended long ago are out of the grid.
+        A lost coordinator may not have written its last change: workers that ended long ago are out of the grid, and
+        who has joined stands in its last line.
         """
         widths = self.widths()
-        running = self._running_ranks()
-        running |= {rank for rank, struck_s in self._victims.items() if time.monotonic() - struck_s < NOTICED_S}
-        self._grid = {rank: stage for rank, stage in self._grid.items() if rank in running}
-        is_hurt = bool(self._victims.keys() & self._grid.keys())
-        return {rank for rank, stage in self._grid.items() if is_hurt or widths[stage] == 1}
+        alive = self._running_ranks()
+        joined = {int(rank): int(stage) for rank, stage in JOINS.findall((self.folder.parent / OUTPUT).read_text())}
+        grid = {**{rank: stage for rank, stage in joined.items() if rank in alive}, **self._grid}
+        running = alive | {rank for rank, struck_s in self._victims.items() if time.monotonic() - struck_s < NOTICED_S}
+        self._grid = {rank: stage for rank, stage in grid.items() if rank in running}
+        is_hurt = bool(self._victims.keys() & (self._grid.keys() | alive))
+        is_known = Counter(self._grid.values()) == Counter(dict(enumerate(widths)))
+        spared = {rank for rank, stage in self._grid.items() if is_hurt or widths[stage] == 1}
+        return spared if is_known else spared | alive
 
     def _running_ranks(self) -> set[int]:
         return {process.rank for process in self.processes() if process.role == "rank" and process.rank is not None}
@@ -179,7 +188,7 @@ class ShotRun:
         self._output.close()
 
     def _tail(self) -> str:
-        return (self.folder.parent / "output.txt").read_text()[-4000:]
+        return (self.folder.parent / OUTPUT).read_text()[-4000:]
 
 
 def train_command(folder: Path, flags: list[str]) -> list[str]:
