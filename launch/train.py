@@ -41,6 +41,9 @@ from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.trainer.plans import build_grid, build_target
 
+WORKER_MODULES = ("models.initial_weights", "models.make", "parallel3d.worker.main")
+"""What a worker imports besides torch."""
+
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
@@ -129,7 +132,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         reopen_report=restart_manager.reopen,
         restart_handler=restart_manager,
         env=env,
-        preload=("torch",),
+        preload=("torch", *WORKER_MODULES),
         timeouts=LaunchTimeouts.from_config(config),
         elastic=ElasticSettings.from_config(config, grid, build_target(config)),
     )

@@ -8,6 +8,7 @@ suffix of a file determines its format; any other suffix is plain text.
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,10 @@ def _format_of(name: str, suffix: str) -> str:
 
 def _built_in_files() -> list[SourceFile]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    sources = [file for file in library.rglob("*.py") if EXCLUDED_FOLDERS.isdisjoint(file.relative_to(library).parts)]
+    sources: list[Path] = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]  # not entered: most files are there
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [SourceFile(path=file, format="text") for file in _sorted_below(library, sources)]
     topics = library / "pydoc_data" / "topics.py"
     if topics.is_file():
