@@ -21,7 +21,6 @@ import random
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.soak_report import Event, Sample, judge, write_report
-from benchmarks.soak_run import ShotRun, train_alone
+from benchmarks.soak_run import ShotRun, UndisturbedRun
 
 STRIKES = (
     *(("kill", "rank"),) * 5,
@@ -64,9 +63,10 @@ def main() -> int:
     with TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary).resolve()
         run = ShotRun(folder, flags)
-        alone = ThreadPoolExecutor(1)
-        undisturbed = options.compare and alone.submit(train_alone, folder / "undisturbed", flags, options.compare)
+        undisturbed = UndisturbedRun(folder / "undisturbed", flags)
         try:
+            if options.compare:
+                undisturbed.start(options.compare)
             run.await_steps(10, START_S)
             events, samples, is_interrupted = strike_for(run, options)
             is_whole = None if is_interrupted else run.await_whole(HEAL_S)
@@ -74,13 +74,15 @@ def main() -> int:
             if not is_interrupted:
                 run.press_ctrl_c()
             codes = run.await_end(STOP_S)
+            lines = run.lines()
+            num_steps = max(line["step"] for line in lines if "event" not in line)
+            print(f"{num_steps} steps, exit codes {codes}; one process trains as many", flush=True)
+            if not options.compare:
+                undisturbed.start(num_steps)
+            verdict = judge(lines, undisturbed.lines(), samples, is_whole=is_whole, codes=codes)
         finally:
             run.end()
-        lines = run.lines()
-        num_steps = max(line["step"] for line in lines if "event" not in line)
-        print(f"{num_steps} steps, exit codes {codes}; now one process trains as many", flush=True)
-        undisturbed = undisturbed or alone.submit(train_alone, folder / "undisturbed", flags, num_steps)
-        verdict = judge(lines, undisturbed.result(), samples, is_whole=is_whole, codes=codes)
+            undisturbed.end()
     text = write_report(lines, events, samples, verdict, options)
     print(text if not options.out else "\n".join(verdict.findings))
     if options.out:

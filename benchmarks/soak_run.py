@@ -197,14 +197,30 @@ def train_command(folder: Path, flags: list[str]) -> list[str]:
     return [*command, f"run.directory={folder}", f"data.cache_directory={cache}", *FLAGS, *flags]
 
 
-def train_alone(folder: Path, flags: list[str], num_steps: int) -> list[dict[str, Any]]:
-    """Returns the metrics of one undisturbed process."""
-    alone = ("parallel.pp_size=1", "parallel.dp_size=1")
-    command = [*train_command(folder, flags), *alone, f"run.num_steps={num_steps}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, start_new_session=True)
-    if done.returncode:
-        raise SystemExit(f"the undisturbed run fails:\n{done.stdout}{done.stderr}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+class UndisturbedRun:
+    """One process that trains what the run does. Ctrl-C at the driver's terminal does not reach it."""
+
+    def __init__(self, folder: Path, flags: list[str]):
+        self._folder = folder
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, num_steps: int) -> None:
+        alone = ("parallel.pp_size=1", "parallel.dp_size=1", f"run.num_steps={num_steps}")
+        command = [*train_command(self._folder, self._flags), *alone]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns its metrics, once it has ended."""
+        assert self._process is not None
+        if self._process.wait():  # bounded: it trains a number of steps
+            raise SystemExit("the undisturbed run fails")
+        return [json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()]
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def stage_of(coordinates: str) -> int:
