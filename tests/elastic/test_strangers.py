@@ -166,6 +166,20 @@ def test_rejections_are_reported_once_a_minute():
     assert "rejected 3 connections" in (text := rejections.report(REPORT_EVERY_S)) and "from 10.0.0.8" in text
 
 
+@pytest.mark.parametrize(("words", "num_rejected"), [(REQUEST + bytes(NONCE_BYTES), 0), (b"", 1), (b"?", 1)])
+def test_those_that_gave_up_before_there_was_a_server_are_not_reported(words, num_rejected):
+    """As guardians do that look for a coordinator which has not taken over yet."""
+    listener = open_listener("127.0.0.1", 0)
+    with socket.create_connection(listener.getsockname()) as connection:
+        connection.sendall(words)
+    settings = dict(secret=SECRET, control_s=30.0, on_message=lambda *frame: None, on_lost=lambda connection: None)
+    server = ConnectionServer(listener, **settings)
+    for _ in range(4):
+        server.poll(0.05)
+    server.close()
+    assert server.rejections.number == num_rejected
+
+
 def launcher(rank: int, **variables: str):
     return read_launcher_env(
         {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "4242", **variables}

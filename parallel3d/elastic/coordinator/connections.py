@@ -230,6 +230,9 @@ class ConnectionServer:
             if not data:
                 raise NotOfThisRunError("closed")
             if reply := handshake.feed(data):
+                if _has_given_up(connection.socket):
+                    self._forget_stranger(connection)
+                    return
                 connection.socket.send(reply)  # 48 bytes fit into the empty buffer of a new connection
         except BlockingIOError:
             return
@@ -250,10 +253,13 @@ class ConnectionServer:
             self._reject(next(iter(self._strangers.values())))
 
     def _reject(self, connection: SocketConnection) -> None:
+        self._forget_stranger(connection)
+        self.rejections.add(connection.address)
+
+    def _forget_stranger(self, connection: SocketConnection) -> None:
         del self._strangers[connection.socket]
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        self.rejections.add(connection.address)
 
     def _read(self, connection: SocketConnection) -> None:
         try:
@@ -309,3 +315,14 @@ class ConnectionServer:
         connection.is_open = False
         if connection.rank is not None and self.workers.get(connection.rank) is connection:
             del self.workers[connection.rank]
+
+
+def _has_given_up(stranger: socket.socket) -> bool:
+    """Whether the other end has closed before it got an answer: one of the run's own that has tried again since.
+
+    A coordinator that takes over finds those in the listener's queue, which was there before it.
+    """
+    try:
+        return not stranger.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # bounded: does not block
+    except BlockingIOError:
+        return False
