@@ -28,6 +28,7 @@ from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
 from parallel3d.elastic.drain_target import parse_drain_target
 from parallel3d.elastic.guardian.launcher_env import SECRET_VARIABLE, LauncherEnv, read_launcher_env
 from parallel3d.elastic.guardian.open_files import raise_open_files
+from parallel3d.elastic.host_return import HostReturn
 from parallel3d.elastic.launch import run_workers
 from parallel3d.elastic.operator_link import request_drain, reserve_place
 from parallel3d.elastic.protocol.restart_policy import RestartPolicy
@@ -65,7 +66,12 @@ def main(arguments: list[str]) -> int:
         if options.preflight and (code := preflight(options, env)):
             return code
         check_length_function(config)
-        return train(resolve_initial_weights(config), env, title=Path(options.config).stem)
+        elastic, run = config.elastic, partial(train, resolve_initial_weights(config), title=Path(options.config).stem)
+        return HostReturn(
+            find_place=partial(reserve_place, directory, env, secret_words),
+            max_rejoins=elastic.max_rejoins if elastic.enabled else 0,
+            return_s=elastic.return_s,
+        ).run(run, env)
     except UserError as error:
         if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)

@@ -6,6 +6,7 @@ thing (coordinator/operator_requests.py answers) and closes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from dataclasses import replace
@@ -32,9 +33,11 @@ def write_address(directory: Path, address: Address) -> None:
     new.replace(directory / ADDRESS_FILE)
 
 
-def remove_address(directory: Path) -> None:
-    """Removes the address: the run is over."""
-    (directory / ADDRESS_FILE).unlink(missing_ok=True)
+def remove_address(directory: Path, address: Address) -> None:
+    """Removes this coordinator's address: the run is over. That of another one, which has taken over, stays."""
+    with contextlib.suppress(LaunchError):
+        if read_address(directory) == address:
+            (directory / ADDRESS_FILE).unlink(missing_ok=True)
 
 
 def read_address(directory: Path) -> Address:

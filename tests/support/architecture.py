@@ -114,6 +114,7 @@ PURE: tuple[str, ...] = (
     ),
     "parallel3d.elastic.hang_report",
     "parallel3d.elastic.frame_schemas",
+    "parallel3d.elastic.drain_target",
     *(f"parallel3d.rehearsal.{name}" for name in ("kernel_counts", "device_rows", "roofline")),
     *(f"parallel3d.rehearsal.{name}" for name in ("ideal_counts", "estimate_table")),
     *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),

@@ -46,6 +46,7 @@ class NetworkRun:
         text: Path,
         num_steps: int = NUM_STEPS,
         zero_stage: int = 1,
+        sums: str = "float",
         **elastic: Any,
     ):
         self.network = network
@@ -55,6 +56,7 @@ class NetworkRun:
         settings = _config(len(network.hosts), self.directory, text, elastic)
         settings["run"]["num_steps"] = num_steps
         settings["parallel"]["zero_stage"] = zero_stage
+        settings["precision"] = {"sums": sums}
         config.write_text(json.dumps(settings))
         self.processes = [
             host.popen(_command(launcher, network, host, config), env=_environment(launcher, network, host))
@@ -64,6 +66,11 @@ class NetworkRun:
     def wait_for_step(self, step: int) -> None:
         """Waits until the reporter has published `step`."""
         self._wait_for(lambda: self.steps()[-1:] >= [step], f"step {step}")
+
+    def wait_for_change(self, number: int) -> dict[str, Any]:
+        """Waits for this change of membership, from 1 on; returns its record."""
+        self._wait_for(lambda: len(self.changes()) >= number, f"change {number}")
+        return self.changes()[number - 1]
 
     def wait_for_worker_end(self, rank: int) -> None:
         """Waits until the process of a worker is gone."""

@@ -113,6 +113,9 @@ class ElasticConfig(Section):
     """How often in an hour a worker is started in the place of a lost one: a second later, or 2, 4 ... seconds where
     several are lost within a minute. It builds its part of the model beside the run and enters between two steps. 0:
     lost workers do not come back."""
+    return_s: NonNegativeFloat = 300.0
+    """How long, in seconds, a host looks for the run that goes on without it (it was cut off, and its processes have
+    ended), to join it again; at most max_rejoins times in an hour. 0: it ends at once."""
     spares: NonNegativeInt = 0
     """Workers beyond those of the layout: start that many more. They wait, and take the places of lost ones at once."""
     max_replicas: PositiveInt | None = None

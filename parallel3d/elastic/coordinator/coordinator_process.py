@@ -168,7 +168,7 @@ class CoordinatorProcess:
     def _end(self, outcome: RunOutcome) -> int:
         """Closes the report, if this process has one, and sends the stub the exit code."""
         if self._report is not None:
-            remove_address(self._spec.directory)
+            remove_address(self._spec.directory, self._spec.own_info.address)
             self._report.close(outcome.message, exit_code=outcome.exit_code)
         elif outcome.message:
             print(outcome.message, file=sys.stderr, flush=True)
