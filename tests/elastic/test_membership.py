@@ -15,6 +15,7 @@ from parallel3d.elastic.protocol.membership import (
     LogPosition,
     LostWorker,
     StateReport,
+    find_newcomers,
 )
 from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.errors import ProtocolError
@@ -53,6 +54,8 @@ records = st.builds(
     evicted=st.lists(losses, max_size=2).map(tuple),
     position=positions,
     weights_gathered=st.booleans(),
+    parts=st.dictionaries(ranks, st.tuples(st.integers(0, 2), st.integers(0, 1))),
+    newcomers=rank_sets,
     hosts=st.dictionaries(ranks, texts),
     addresses=st.dictionaries(ranks, addresses),
     last_reported_step=st.integers(0, 9),
@@ -92,6 +95,36 @@ def test_the_difference_is_small_and_needs_its_base():
     for wrong in (None, record):
         with pytest.raises(ProtocolError, match="record 5 is the difference from record 3"):
             decode_record(encoded, wrong)
+
+
+def test_a_record_stays_small_however_many_have_joined():
+    """One worker dies and one takes its place, again and again: what the last one of each has changed travels."""
+    first = Grid.uniform(tp_size=8, pp_size=8, dp_size=16)
+    base = GenerationRecord(generation=0, grid=first, previous=None, members=first.ranks)
+    sizes = []
+    for number in range(60):
+        lost = (17 * number) % len(first.ranks)
+        if not base.grid.holds(lost):
+            continue
+        replica, new = base.grid.coordinates(lost).replica, len(first.ranks) + number
+        ranks = tuple(new if rank == lost else rank for rank in base.grid.tp_ranks(replica))
+        left, spares = base.grid.without([lost])
+        for grid in (left, left.with_replica(replica, ranks)):
+            members = tuple(sorted({*base.members, new} - {lost}))
+            record = GenerationRecord(
+                generation=base.generation + 1,
+                grid=grid,
+                previous=base.grid,
+                members=members,
+                parts={rank: (replica[0], 0) for rank in spares if grid is left} | {9999: (0, 0)},
+                newcomers=find_newcomers(grid, base),
+                hosts={rank: f"host{rank // 8}" for rank in (*first.ranks, *range(len(first.ranks), new + 1))},
+            )
+            encoded = encode_record(record, base)
+            assert decode_record(encoded, base) == record
+            sizes.append(len(encoded))
+            base = record
+    assert len(base.newcomers) > 100 and max(sizes[-4:]) < 400 < 3 * min(sizes[1:5])  # after the first, with all hosts
 
 
 def test_positions_compare_by_iteration_first():

@@ -1,8 +1,9 @@
 """How generation records travel: as the difference from the last committed one, which all members hold. Pure.
 
-After a loss among 10,240 workers a whole record is 0.8 MB of JSON, the difference some hundred bytes; 21 kB if all
-listen at new ports. A worker that lacks the base asks for the whole record, which is the difference from nothing. Ranks
-are written as ranges [start, stop), ports as one column of 16-bit numbers; the text is compressed.
+After a loss or a join among 10,240 workers a whole record is 0.8 MB of JSON, the difference some hundred bytes, however
+many have joined before; 21 kB if all listen at new ports. A worker that lacks the base asks for the whole record, which
+is the difference from nothing. Ranks are written as ranges [start, stop), ports as one column of 16-bit numbers; the
+text is compressed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from parallel3d.elastic.protocol.membership import Address, GenerationRecord, LogPosition, LostWorker
 from parallel3d.errors import ProtocolError
-from parallel3d.parallel.grid import Grid
+from parallel3d.parallel.grid import Grid, PartId
 
 Json = Any
 MAX_RECORD_BYTES = 64 * 2**20
@@ -40,13 +41,13 @@ def encode_record(record: GenerationRecord, base: GenerationRecord | None) -> by
         "generation": record.generation,
         "grid": _encode_grid(record.grid, since.grid),
         "previous": None if record.previous is None else _encode_grid(record.previous, since.grid),
-        "members": _encode_ranks(record.members),
+        "members": _encode_set(record.members, since.members),
         "draining": list(record.draining),
         "evicted": [lost_worker.to_json() for lost_worker in record.evicted],
         "position": record.position.to_json(),
         "weights_gathered": record.weights_gathered,
-        "parts": [[rank, *part] for rank, part in sorted(record.parts.items())],
-        "newcomers": list(record.newcomers),
+        "parts": _encode_parts(record.parts, since.parts),
+        "newcomers": _encode_set(record.newcomers, since.newcomers),
         "hosts": _encode_texts(record.hosts, since.hosts),
         "address_hosts": _encode_texts(_address_hosts(record), _address_hosts(since)),
         "ports": _encode_ports(record.addresses, since.addresses),
@@ -68,13 +69,13 @@ def decode_record(encoded: bytes, base: GenerationRecord | None) -> GenerationRe
         generation=data["generation"],
         grid=_decode_grid(data["grid"], since.grid),
         previous=None if data["previous"] is None else _decode_grid(data["previous"], since.grid),
-        members=_decode_ranks(data["members"]),
+        members=_decode_set(data["members"], since.members),
         draining=tuple(data["draining"]),
         evicted=tuple(LostWorker.from_json(lost_worker) for lost_worker in data["evicted"]),
         position=LogPosition.from_json(data["position"]),
         weights_gathered=data["weights_gathered"],
-        parts={rank: (stage, tp) for rank, stage, tp in data["parts"]},
-        newcomers=tuple(data["newcomers"]),
+        parts=_decode_parts(data["parts"], since.parts),
+        newcomers=_decode_set(data["newcomers"], since.newcomers),
         hosts=_decode_texts(data["hosts"], since.hosts),
         addresses=_decode_ports(data["ports"], address_hosts, since.addresses),
         last_reported_step=data["last_reported_step"],
@@ -97,20 +98,51 @@ def _decode_ranks(ranges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(rank for start, stop in ranges for rank in range(start, stop))
 
 
+def _encode_set(ranks: Iterable[int], base: Iterable[int]) -> list[list[list[int]]]:
+    """Returns the ranks that are gone and those that have come; `ranks` are ascending."""
+    now, before = set(ranks), set(base)
+    return [_encode_ranks(sorted(before - now)), _encode_ranks(sorted(now - before))]
+
+
+def _decode_set(data: Json, base: Iterable[int]) -> tuple[int, ...]:
+    less, more = map(_decode_ranks, data)
+    return tuple(sorted({*base} - {*less} | {*more}))
+
+
+def _encode_parts(parts: Mapping[int, PartId], base: Mapping[int, PartId]) -> Json:
+    """Returns the ranks that are gone, and [rank, stage, tensor-parallel rank] of each new or changed one."""
+    more = [[rank, *parts[rank]] for rank in sorted(parts) if parts[rank] != base.get(rank)]
+    return {"less": _encode_ranks(sorted(base.keys() - parts.keys())), "more": more}
+
+
+def _decode_parts(data: Json, base: Mapping[int, PartId]) -> dict[int, PartId]:
+    less = set(_decode_ranks(data["less"]))
+    return {rank: part for rank, part in base.items() if rank not in less} | {
+        rank: (stage, tp) for rank, stage, tp in data["more"]
+    }
+
+
 def _encode_grid(grid: Grid, base: Grid) -> Json:
-    """Returns the ranks that `base` has lost, or for each stage a list of [replica id, rank, rank, ...]."""
-    if grid == base:
-        return {"without": []}
-    without = sorted(set(base.ranks) - set(grid.ranks))
-    if grid == base.without(without)[0]:
-        return {"without": _encode_ranks(without)}
-    return {"stages": [[[replica, *stage[replica]] for replica in sorted(stage)] for stage in grid.stages]}
+    """Returns the ranks of those replicas of `base` that have gone or changed, and [stage, replica id, rank, ...] of
+    each new one."""
+    without, more = list[int](), list[list[int]]()
+    former_stages = base.stages if len(base.stages) == len(grid.stages) else ({},) * len(grid.stages)
+    for number, (stage, former) in enumerate(zip(grid.stages, former_stages)):
+        if stage != former:
+            without += [rank for replica, ranks in former.items() if stage.get(replica) != ranks for rank in ranks]
+            more += [[number, d, *stage[d]] for d in sorted(stage) if stage[d] != former.get(d)]
+    return {"num_stages": len(grid.stages), "without": _encode_ranks(sorted(without)), "more": more}
 
 
 def _decode_grid(data: Json, base: Grid) -> Grid:
-    if "stages" in data:
-        return Grid(tuple(MappingProxyType({row[0]: tuple(row[1:]) for row in stage}) for stage in data["stages"]))
-    return base.without(_decode_ranks(data["without"]))[0] if data["without"] else base
+    grid = base.without(_decode_ranks(data["without"]))[0] if data["without"] else base
+    if len(base.stages) == data["num_stages"] and not data["more"]:
+        return grid
+    stages = [dict(stage) for stage in grid.stages] if len(base.stages) == data["num_stages"] else []
+    stages = stages or [{} for _ in range(data["num_stages"])]
+    for number, replica, *ranks in data["more"]:
+        stages[number][replica] = tuple(ranks)
+    return Grid(tuple(map(MappingProxyType, stages)))
 
 
 def _encode_texts(texts: Mapping[int, str], base: Mapping[int, str]) -> Json:
