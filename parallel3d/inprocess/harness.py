@@ -129,23 +129,21 @@ def run_elastic_in_threads(
     records = _Records(coordinator=coordinator)
     thread_joins = ThreadJoins(world, coordinator, joins, first_rank=len(grid.ranks))
 
+    def train(runtime: RankContext, injector: FaultInjector) -> bool:
+        callbacks = dict(
+            stop_requested=lambda: stop_at is not None and runtime.state.iteration + 1 >= stop_at,
+            on_phase=lambda phase, step: thread_joins.begin_step(runtime.rank, injector, step),
+        )
+        return _build_trainer(runtime, world, coordinator, records, saver=save(runtime), **callbacks).run()
+
     def body(rank: int, world: ThreadWorld) -> RankResult | None:
         injector = FaultInjector(tuple(faults), rank, lambda kind: _inject_fault(coordinator, rank, kind))
         try:
             runtime = prepare(rank, injector) if grid.holds(rank) else thread_joins.build(rank, injector)
-            initial = local_weights(runtime)
-            network, membership = ThreadNetwork(world, rank), coordinator.memberships[rank]
-            trainer = Trainer(
-                rank=runtime,
-                recovery=RecoveryManager(runtime, membership, network, host="", publish=records.publish),
-                publish=records.publish,
-                stop_requested=lambda: stop_at is not None and runtime.state.iteration + 1 >= stop_at,
-                saver=save(runtime),
-                drain_requested=lambda: rank in coordinator.draining,
-                change_requested=lambda: membership.change_requested,
-                on_phase=lambda phase, step: thread_joins.begin_step(rank, injector, step),
-            )
-            is_here = trainer.run()
+            initial, is_here = local_weights(runtime), train(runtime, injector)
+            while part := coordinator.memberships[rank].take_move():
+                runtime = thread_joins.build_part(rank, injector, part)
+                initial, is_here = local_weights(runtime), train(runtime, injector)
         except RankDied:
             coordinator.on_lost(rank, "killed")
             raise
@@ -153,15 +151,29 @@ def run_elastic_in_threads(
             return None
         return _elastic_rank_result(runtime, initial) if is_here else None
 
-    runs = [run for run in run_threads(num_workers, body, world=world) if run is not None]
-    return _elastic_result(assemble_run(runs) if runs else None, grid, records)
+    return _elastic_result(run_threads(num_workers, body, world=world), grid, records)
 
 
-def _elastic_result(run: RunResult | None, grid: Grid, records: _Records) -> ElasticRunResult:
-    coordinator = records.coordinator
+def _build_trainer(
+    rank: RankContext, world: ThreadWorld, coordinator: ThreadCoordinator, records: _Records, **callbacks: Any
+) -> Trainer:
+    """The trainer of a rank that is a thread."""
+    membership, network = coordinator.memberships[rank.rank], ThreadNetwork(world, rank.rank)
+    return Trainer(
+        rank=rank,
+        recovery=RecoveryManager(rank, membership, network, host="", publish=records.publish),
+        publish=records.publish,
+        drain_requested=lambda: rank.rank in coordinator.draining,
+        change_requested=lambda: membership.change_requested,
+        **callbacks,
+    )
+
+
+def _elastic_result(results: list[RankResult | None], grid: Grid, records: _Records) -> ElasticRunResult:
+    coordinator, runs = records.coordinator, [run for run in results if run is not None]
     committed = coordinator.protocol.committed
     return ElasticRunResult(
-        run=run,
+        run=assemble_run(runs) if runs else None,
         steps=records.steps,
         num_changes=coordinator.protocol.num_changes,
         abort_reason=coordinator.abort_reason,

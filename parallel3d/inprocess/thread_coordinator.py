@@ -68,6 +68,10 @@ class ThreadCoordinator:
         self.run_token = AbortToken()
         self.draining: set[int] = set()
         """Ranks that should leave at their next step boundary."""
+        self.building: dict[int, PartId] = {}
+        """The parts that workers build which are not in the run."""
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called with the lock, whenever no change of membership is under way."""
         self.moved_bytes = 0
         self._proposed: GenerationRecord | None = None
         """The newest proposed record."""
@@ -91,9 +95,11 @@ class ThreadCoordinator:
     def announce_drain(self, rank: int) -> None:
         self._world.run_locked(lambda: self._execute(self.protocol.announce_drain(rank)))
 
-    def admit(self, rank: int, part: PartId) -> None:
-        """Admits a new worker that has built `part`."""
-        self._world.run_locked(lambda: self._execute(self.protocol.admit(rank, part, "")))
+    def move(self, rank: int, part: PartId) -> None:
+        """Has a spare build `part` instead of its own; call it with the lock."""
+        self.protocol.release(rank)
+        self.building[rank] = part
+        self._send_to_ranks([rank], {"op": "build_part", "part": list(part)})
 
     def _on_message(self, rank: int, frame: dict[str, Any], payload: bytes = b"") -> None:
         self._world.run_locked(lambda: self._execute(self._ask_protocol(rank, frame, payload)))
@@ -114,6 +120,8 @@ class ThreadCoordinator:
                 return self.protocol.suspect(rank, generation, reason)
             case {"op": "finish_generation", "generation": generation}:
                 return self.protocol.finish(rank, generation)
+            case {"op": "ready"}:
+                return self.protocol.admit(rank, self.building.pop(rank), "")
         raise AssertionError(frame)
 
     def _execute(self, actions: list[Action]) -> None:
@@ -134,10 +142,12 @@ class ThreadCoordinator:
                 case DrainRequest(rank=rank):
                     self.draining.add(rank)
                 case FinishRun(ranks=ranks):
-                    self._send_to_ranks(ranks, {"op": "finish_run"})
+                    self._send_to_ranks([*ranks, *self.building], {"op": "finish_run"})
                 case StopRun(reason=reason) | DrainRefused(reason=reason):
                     self.abort_reason = reason
                     self.run_token.abort(reason)
+        if self.protocol.pending is None and not self.protocol.over:
+            self.on_settled()
 
     def _send_whole_record(self, rank: int, generation: int) -> None:
         """Answers a worker that lacks the record from which the proposed one is the difference."""

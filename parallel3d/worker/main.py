@@ -66,7 +66,7 @@ OpenInitialWeights = Callable[[Config], InitMethod | None]
 def run_worker(
     config: Config, context: WorkerContext, *, make_stage: MakeStage, open_initial_weights: OpenInitialWeights
 ) -> int:
-    """Runs a worker, a spare once it is needed; returns its exit code.
+    """Runs a worker, a spare once it is needed, and once more for another part of the model; returns its exit code.
 
     `make_stage` builds the rank's layers; `open_initial_weights` opens what `run.initialize_from` names.
     """
@@ -75,6 +75,9 @@ def run_worker(
         if context.part is None:
             return 0
     train_worker(config, context, make_stage=make_stage, open_initial_weights=open_initial_weights)
+    while part := context.control.membership.take_move():
+        moved = replace(context, part=part)
+        train_worker(config, moved, make_stage=make_stage, open_initial_weights=open_initial_weights)
     return 0
 
 

@@ -96,12 +96,13 @@ def test_a_drain_is_refused_when_a_death_comes_first():
     assert len(report_all(protocol)) == 1  # refused once
 
 
-def test_a_spare_drains_at_once():
+def test_a_spare_leaves_at_the_next_step_boundary():
     protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=2))
     on_lost(protocol, 0)
     agree(protocol)
-    assert protocol.announce_drain(1) == [AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves")]
-    assert agree(protocol).draining == (1,)
+    assert protocol.announce_drain(1) == [ChangeRequest(rank=2, generation=1)]
+    protocol.suspect(2, 1, "a worker leaves")
+    assert agree(protocol, 1).draining == (1,)
     assert protocol.live == {2, 3} and protocol.pending is None
 
 
@@ -110,18 +111,18 @@ def test_a_spare_drains_with_the_pending_change():
     on_lost(protocol, 0)
     agree(protocol)
     on_lost(protocol, 2)
-    assert protocol.announce_drain(1) == [DrainRequest(rank=1)]
+    assert protocol.announce_drain(1) == []
     assert agree(protocol).draining == (1,)
 
 
-def test_a_draining_worker_that_becomes_a_spare_leaves_at_once():
+def test_a_draining_worker_that_becomes_a_spare_leaves_at_the_next_step_boundary():
     protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=2))
     on_lost(protocol, 0)
     report_all(protocol)
     assert protocol.announce_drain(1) == [DrainRequest(rank=1)]
     assert confirm_all(protocol) == [
         Commit(generation=1, members=(1, 2, 3)),
-        AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves"),
+        ChangeRequest(rank=2, generation=1),
     ]
 
 
@@ -153,11 +154,12 @@ def test_a_drain_by_command_after_the_record_comes_with_the_next_change():
     assert agree(protocol).draining == (4,)
 
 
-def test_a_spare_leaves_by_a_command_at_once():
+def test_a_spare_leaves_by_a_command_at_the_next_step_boundary():
     protocol = started(Grid.uniform(tp_size=2, pp_size=1, dp_size=2))
     on_lost(protocol, 0)
     agree(protocol)
-    assert protocol.drain([1]) == [AbortGeneration(ranks=(1, 2, 3), generation=2, reason="rank 1 leaves")]
+    assert protocol.drain([1]) == [ChangeRequest(rank=2, generation=1)]
+    protocol.suspect(2, 1, "a worker leaves or joins")
     assert agree(protocol).draining == (1,)
 
 

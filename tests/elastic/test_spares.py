@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,54 @@ def test_a_spare_outlives_the_coordinator(tmp_path):
     steps, changes = metrics(tmp_path)
     assert steps == list(range(1, 301)) and (changes[-1]["live"], changes[-1]["lost"]) == (3, 0)
     assert [each["rank"] for change in changes for each in change["joined"]] == [3], changes
+
+
+def coordinator_of(stub: subprocess.Popen[str]) -> int:
+    """The process of the coordinator that a stub has started."""
+    children = Path(f"/proc/{stub.pid}/task/{stub.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "p3d-coordinator\n")
+
+
+CUBE = (2, 2, 2)  # stage 0: 0 1 | 2 3, stage 1: 4 5 | 6 7
+
+
+def test_a_spare_moves_to_another_stage(tmp_path):
+    """Of two broken replicas ranks 1 and 4 are left: 4 builds what 1 lacks."""
+    ended = run(tmp_path, faults=[[0, "step", 5, "kill"], [5, "step", 20, "kill"]], num_steps=200, layout=CUBE)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.steps == list(range(1, 201))
+    joined = [[each["rank"] for each in change["joined"]] for change in ended.changes]
+    assert joined == [[], [], [1, 4]] and ended.changes[-1]["widths"] == [2, 1], ended.changes
+    assert "rank 4 (pp1 dp0 tp0), now a spare, moves: it builds pp0 tp0" in ended.out
+    assert "rank 4 (pp0 dp0 tp0)" in ended.out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("what", "says"), [("kill", "killed by SIGKILL"), ("fail", "ended with exit code 1")])
+def test_a_spare_that_ends_while_it_builds_costs_the_run_nothing(tmp_path, what, says):
+    faults = [[0, "step", 5, "kill"], [5, "step", 20, "kill"], [4, "build", 1, what]]
+    ended = run(tmp_path, faults=faults, num_steps=200, layout=CUBE)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.steps == list(range(1, 201)) and len(ended.changes) == 2
+    assert f"rank 4 (new, pp0 tp0) does not join: {says}" in ended.out
+
+
+@pytest.mark.full
+def test_the_coordinator_is_lost_while_a_spare_moves(tmp_path):
+    """Its successor does not wait for the spare, and lets it in once it has built its part."""
+    faults = [[2, "step", 5, "kill"], [4, "step", 10, "kill"], [5, "build", 1, "dawdle"]]
+    hosts = ["a", "a", "b", "b", "b", "b", "c", "c"]
+    processes = start_on_hosts(tmp_path, hosts, num_steps=900, layout=CUBE, faults=faults, connect_s=20.0)
+    wait_for(lambda: (tmp_path / "dawdling-5").exists(), "the spare")
+    os.kill(coordinator_of(processes[0]), signal.SIGKILL)
+    wait_for(lambda: len(metrics(tmp_path)[1]) > 2, "the change with which the successor begins")
+    wait_for_step(tmp_path, len(metrics(tmp_path)[0]) + 5)
+    (tmp_path / "struck").touch()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, -signal.SIGKILL, 0, -signal.SIGKILL, 0, 0, 0], (outs, errs)
+    steps, changes = metrics(tmp_path)
+    assert steps == list(range(1, 901)) and changes[-1]["widths"] == [2, 1], changes
+    assert [each["rank"] for each in changes[-1]["joined"]] == [3, 5], changes
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill
+from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill, plan_moves
 from parallel3d.parallel.grid import Grid, PartId
 
 FIRST = Grid.uniform(tp_size=2, pp_size=2, dp_size=2)  # stage 0: 0 1 | 2 3, stage 1: 4 5 | 6 7
@@ -106,3 +106,55 @@ def test_new_workers_widen_the_stage_that_takes_longest(
         assert all(filled.holds(rank) for rank in candidates)
     if len(stages) in (0, 4, 5):
         assert filled.replicas == ((0, 1, 2, 3),) * 2 and choose_part(filled, target=target, candidates=[]) is None
+
+
+ONE = dict.fromkeys(range(20), "a")
+
+
+@pytest.mark.parametrize(
+    ("widths", "idle", "hosts", "moves"),
+    [
+        ((1, 1), {8: (0, 0)}, ONE, {}),  # one alone is not a replica
+        ((1, 1), {8: (0, 0), 9: (1, 1)}, ONE, {9: (0, 1)}),
+        ((2, 1), {8: (0, 0), 9: (1, 1)}, ONE, {8: (1, 0)}),  # the narrower stage gains more
+        ((2, 2), {8: (0, 0), 9: (1, 1)}, ONE, {}),
+        ((2, 1), {8: (0, 0), 9: (0, 0)}, ONE, {8: (1, 0), 9: (1, 1)}),
+        ((1, 1), {8: (0, 1), 9: (0, 1), 10: (1, 1)}, ONE, {9: (0, 0)}),  # the first that have built one keep it
+        ((1, 1), {8: (0, 0), 9: (1, 1)}, {8: "a", 9: "b"}, {}),  # not across hosts
+        ((1, 1), {8: (1, 0), 9: (1, 1), 10: (0, 0), 11: (1, 1)}, {8: "a", 9: "a", 10: "b", 11: "b"}, {11: (0, 1)}),
+        (
+            (1, 1),  # a host without a replica of the stage, although two must build there
+            {8: (1, 0), 9: (1, 0), 10: (0, 0), 11: (1, 1)},
+            {0: "b", 1: "b", 8: "a", 9: "a", 10: "b", 11: "b"},
+            {8: (0, 0), 9: (0, 1)},
+        ),
+    ],
+)
+def test_which_spares_build_another_part(
+    widths: tuple[int, ...], idle: dict[int, PartId], hosts: dict[int, str], moves: dict[int, PartId]
+):
+    grid = Grid.of_replicas(widths, tp_size=2)
+    assert plan_moves(grid, target=WHOLE, idle=idle, hosts=hosts) == moves
+
+
+@given(dead=st.sets(st.sampled_from(FIRST.ranks), min_size=1), data=st.data())
+def test_spares_that_build_what_they_are_asked_to_make_replicas_whole(dead: set[int], data: st.DataObject):
+    left, spares = FIRST.without(dead)
+    hosts = {rank: data.draw(st.sampled_from("ab"), label=f"host of {rank}") for rank in FIRST.ranks}
+
+    def filled(parts: dict[int, PartId]) -> Grid:
+        return fill(left, target=WHOLE, candidates=parts, hosts=hosts, holders=FIRST)
+
+    parts = {rank: FIRST.part(rank) for rank in spares}
+    while True:
+        grid = filled(parts)
+        idle = {rank: part for rank, part in parts.items() if not grid.holds(rank)}
+        moves = plan_moves(grid, target=WHOLE, idle=idle, hosts=hosts)
+        if not moves:
+            break
+        assert moves.keys() <= idle.keys() and all(parts[rank] != part for rank, part in moves.items())
+        parts |= moves
+        assert len(filled(parts).ranks) == len(grid.ranks) + FIRST.tp_size
+    of_host = [sum(hosts[rank] == host for rank in idle) for host in "ab"]
+    is_whole = all(map(len, grid.stages)) and grid.replicas == FIRST.replicas
+    assert is_whole or max(of_host) < FIRST.tp_size

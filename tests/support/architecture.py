@@ -110,6 +110,7 @@ PURE: tuple[str, ...] = (
             "probe_graph",
             "vacancies",
             "newest_report",
+            "worker_table",
         )
     ),
     "parallel3d.elastic.hang_report",

@@ -30,8 +30,10 @@ def run_with_joins(
     *,
     start: Path | None = None,
     save: Callable[[RankContext], CheckpointSaver] = lambda rank: NoSaver(),
+    moves: bool = False,
 ) -> ElasticRunResult:
-    """Trains from the checkpoint `start`, or from the seed; a new worker joins in each of `steps`."""
+    """Trains from the checkpoint `start`, or from the seed; a new worker joins in each of `steps`, and with `moves`
+    spares build other parts than theirs."""
     grid = build_grid(config)
 
     def prepare(rank: int, injector: FaultInjector) -> RankContext:
@@ -43,7 +45,8 @@ def run_with_joins(
     def prepare_joiner(rank: int, injector: FaultInjector, part: PartId) -> RankContext:
         return tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector), part=part)
 
-    return run_elastic_in_threads(config, prepare, faults, save=save, joins=Joins(steps=steps, prepare=prepare_joiner))
+    joins = Joins(steps=steps, moves=moves, prepare=prepare_joiner)
+    return run_elastic_in_threads(config, prepare, faults, save=save, joins=joins)
 
 
 def check_joins(

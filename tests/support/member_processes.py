@@ -4,7 +4,8 @@ A member takes part in the protocol as a trainer does, but what it trains is not
 through the store, which ends when all of the grid have contributed. SPEC is JSON:
 
     faults   [[rank, point, number, what], ...]: what happens to it when it comes to that point of that number
-             point: step, build or finish (number 0), and in the generation of that number report, moves, confirm, go
+             point: step, build (number: how often it has built before), finish (number 0), and in the generation of
+             that number report, moves, confirm, go
              what: kill, stop, term, exit, fail, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
@@ -131,10 +132,20 @@ class Member:
     record: GenerationRecord | None = None
     token: AbortToken = field(default_factory=AbortToken)
     suspicion: str = ""
+    num_builds: int = 0
 
     def run(self) -> int:
+        """A spare that moves begins again, without what it held."""
+        code = self.run_once()
+        while self.context.control.membership.take_move():
+            self.record, self.state, self.suspicion = None, 0, ""
+            code = self.run_once()
+        return code
+
+    def run_once(self) -> int:
         membership = self.context.control.membership
-        self.come_to("build", 0)
+        self.come_to("build", self.num_builds)
+        self.num_builds += 1
         membership.announce_ready()
         while (pending := membership.next_generation(self.report, suspicion=self.suspicion)) is not None:
             self.token = pending.token

@@ -39,6 +39,9 @@ def feed(protocol: MembershipProtocol, event: Frame, hosts: Mapping[int, str]) -
             return protocol.suspect(rank, generation, "a peer is gone")
         case ("admit", rank, part):
             return protocol.admit(rank, part, hosts.get(rank, ""))
+        case ("release", rank):
+            protocol.release(rank)
+            return []
         case ("announce_drain", rank):
             return protocol.announce_drain(rank)
         case ("finish", rank, generation):

@@ -242,11 +242,14 @@ class Model(WorkerModel):
         if kind == "request_record":
             self.requests.add((kind, rank, generation))
             return self._send_whole_record(world, rank, generation)
+        if kind == "ready":
+            protocol = self.protocol(world)  # a successor may know
+            is_known = rank in protocol.live | protocol._ready
+            return world if is_known else self._submit(world, ("admit", rank, *rest))
         if kind != "report":
             return self._submit(world, (kind, rank, generation, *rest))
-        state_generation = (
-            NO_GENERATION if worker.shard_map == NO_GENERATION else self.record(worker.shard_map).generation
-        )
+        is_new = worker.shard_map == NO_GENERATION or worker.has_moved
+        state_generation = NO_GENERATION if is_new else self.record(worker.shard_map).generation
         version = min((v for v in worker.held if v != MISSING), default=0)
         return self._submit(world, (kind, rank, generation, state_generation, max(worker.position, 0), version))
 
@@ -296,6 +299,9 @@ class Model(WorkerModel):
         base = NO_GENERATION if action.base is None else self._intern_record(action.base)
         strangers = set(action.record.grid.ranks) - set(action.record.members)
         self._check(not strangers, "places workers that have not reported")
+        for rank in action.record.grid.ranks:
+            built = world.workers[rank].part
+            self._check(built == action.record.grid.part(rank), f"places rank {rank}, which has built {built}")
         widths = [len(stage) for stage in action.record.grid.stages]
         self._check(all(map(le, widths, self.target.widths)), f"widens the grid to {widths}")
         is_stale = action.record.weights_gathered and action.record.joiners
@@ -359,6 +365,8 @@ class Model(WorkerModel):
             for rank, worker in enumerate(world.workers)
             if worker.alive and not worker.evicted and rank not in record.draining
         }
+        waiting -= self.protocol(world)._released  # they still build, and are ended
+        waiting -= {rank for rank in waiting if self._may_leave(world.workers[rank], rank)}
         self._check(waiting <= set(released), f"only {released} are released")
         number = self._intern_record(record)
         for rank in record.grid.ranks:
@@ -370,6 +378,11 @@ class Model(WorkerModel):
                 and versions == {self.num_iterations},
                 f"rank {rank} ends at {worker.position} with versions {worker.held}",
             )
+
+    def _may_leave(self, worker: Worker, rank: int) -> bool:
+        """Whether a commit is on its way with which this worker leaves."""
+        has_commit = any(frame[0] == "commit" for frame in worker.inbox)
+        return has_commit and worker.proposed != NO_GENERATION and rank in self.record(worker.proposed).draining
 
     def describe(self, world: World) -> str:
         return ", ".join(

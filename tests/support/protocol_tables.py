@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from math import lcm
 from typing import Any
@@ -30,6 +31,7 @@ class ModelTables:
         protocol: type[MembershipProtocol] = MembershipProtocol,
         reduced: bool = True,
         max_replicas: int | None = None,
+        widths: tuple[int, ...] = (),
     ):
         self.grid = grid
         self.num_iterations = num_iterations
@@ -38,6 +40,8 @@ class ModelTables:
         self.hosts = dict.fromkeys(grid.ranks, "") if hosts is None else hosts
         self.reduced = reduced
         self.target = GridTarget.of(grid, max_replicas=max_replicas)
+        if widths:
+            self.target = replace(self.target, widths=widths)
         self.num_elements = lcm(*range(1, max(self.target.widths) + 1))
         self._first = protocol(grid, zero_stage=zero_stage, zero_backups=zero_backups, target=self.target)
         self._protocols: list[MembershipProtocol] = []

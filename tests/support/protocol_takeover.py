@@ -7,19 +7,19 @@ does, sends its commit to those that lack it, and begins a change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from parallel3d.config.schema import TimeoutConfig
 from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
-from parallel3d.elastic.protocol.membership import NO_GENERATION
+from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
 from parallel3d.elastic.settings import ElasticSettings
-from tests.support.protocol_model import Model
-from tests.support.protocol_world import DEAD, Step, World
+from tests.support.protocol_moves import MovesModel
+from tests.support.protocol_world import DEAD, Step, Worker, World
 
 _TIMEOUT = TimeoutConfig(multiplier=1.0, min_s=1.0, max_s=1.0)
 
 
-class TakeoverModel(Model):
+class TakeoverModel(MovesModel):
     """Explore it without `reduced`, which takes commits at once."""
 
     def _faults(self, world: World) -> Iterator[Step]:
@@ -47,18 +47,36 @@ class TakeoverModel(Model):
         protocol = ResumedProtocol(elastic, record, newest_generation=newest)
         for rank, worker in live.items():
             outbox = worker.outbox if keeps_frames else ()
-            world = self._put(world, rank, worker._replace(inbox=(), outbox=outbox))
+            world = self._put(world, rank, worker._replace(inbox=(), outbox=outbox, draining=False))
         world = world._replace(protocol=self._intern(protocol), takeovers=world.takeovers - 1, unseen=())
         behind = tuple(rank for rank in live if rank in record.members and live[rank].shard_map != base)
         world = self.send_commit(world, behind, record.generation)
         for rank, worker in live.items():
-            if rank not in protocol.live and not worker.evicted:
+            if self.has_left(protocol, rank, worker):
+                world = self._submit(world, ("release", rank))
+            is_member = rank in self.protocol(world).live or self.is_about_to_leave(record, rank)
+            if not is_member and not worker.evicted:
+                world = self._submit(world, ("release", rank))
                 world = self._submit(world, ("admit", rank, worker.part))
         protocol = self.protocol(world)
         lost = tuple(rank for rank in sorted(protocol.live) if world.workers[rank].mode == DEAD)
         world = self._submit(world, ("lost_together", lost) if lost else ("begin",))
+        for rank in () if world.ended else self.leaving(live):
+            world = self._submit(world, ("announce_drain", rank))
         self._check(bool(world.ended) == bool(self.what_is_lost(world)), "goes on or halts wrongly after a takeover")
         return world
+
+    def has_left(self, protocol: ResumedProtocol, rank: int, worker: Worker) -> bool:
+        """A spare that builds another part is no member of its generation any more."""
+        return protocol.has_left(rank, worker.part)
+
+    def is_about_to_leave(self, record: GenerationRecord, rank: int) -> bool:
+        """Those that the committed record lets go only wait for its commit."""
+        return rank in record.draining
+
+    def leaving(self, live: Mapping[int, Worker]) -> list[int]:
+        """Those that were granted to leave: they ask the successor again."""
+        return [rank for rank, worker in live.items() if worker.draining and not worker.evicted]
 
     def base_of(self, shard_maps: dict[int, int]) -> int:
         """The newest record of all."""

@@ -139,7 +139,22 @@ class WorkerModel(ModelTables):
                 worker = worker._replace(asked=rest[0])
             case "drain_request" | "stay":
                 worker = worker._replace(draining=kind == "drain_request")
+            case "build_part":
+                worker = self.rebuild(worker, rest[0])
         return self._put(world, rank, worker)
+
+    def rebuild(self, worker: Worker, part: tuple[int, int]) -> Worker:
+        """A spare builds another part, as if it were new."""
+        return Worker(
+            mode=SPARE,
+            part=part,
+            held=(MISSING,) * self.num_elements,
+            generation=worker.generation,
+            shard_map=worker.shard_map,
+            has_moved=True,
+            inbox=worker.inbox,
+            outbox=(*worker.outbox, ("ready", worker.generation, part)),
+        )
 
     def _take_record(self, rank: int, worker: Worker, number: int, base: int, has_entries: bool) -> Worker:
         """Reads the difference from the base, or asks for the whole record if this worker lacks the base."""
@@ -227,6 +242,7 @@ class WorkerModel(ModelTables):
             new=(),
             own=False,
             back=False,
+            has_moved=False,
         )
         if rank in record.draining:
             return worker._replace(mode=GONE, run=NO_GENERATION, inbox=(), outbox=())

@@ -47,6 +47,8 @@ class Worker(NamedTuple):
     """The part of the model that it has built: a stage and a tensor-parallel rank."""
     asked: int = NO_GENERATION
     """The generation in which it was asked to request a change."""
+    has_moved: bool = False
+    """It has left its generation and built another part, and holds no state."""
     evicted: bool = False
     """It runs although the coordinator takes it for dead."""
 
@@ -81,6 +83,8 @@ class World(NamedTuple):
     host_deaths: int = 0
     joins: int = 0
     """New workers that may still come."""
+    moves: int = 0
+    """Spares that may still build another part."""
     takeovers: int = 0
     """Losses of the coordinator (protocol_takeover.py)."""
     relay_stops: int = 0

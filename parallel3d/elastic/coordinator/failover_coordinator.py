@@ -25,6 +25,7 @@ from parallel3d.elastic.protocol.record_delta import decode_record
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.monitor.sinks import RunReporter
+from parallel3d.parallel.grid import PartId
 
 QUORUM_TICK_S = 0.1
 
@@ -42,6 +43,10 @@ class ResumedProtocol(MembershipProtocol):
         self._parts |= {rank: committed.grid.part(rank) for rank in committed.grid.ranks} | dict(committed.parts)
         self._hosts = dict(committed.hosts)
         self._newest = committed.position
+
+    def has_left(self, rank: int, part: PartId | None) -> bool:
+        """Whether this member of the committed generation has left it, to build `part` instead of its own."""
+        return rank in self.live and part is not None and part != self._parts[rank]
 
     def begin(self, reason: str) -> list[Action]:
         """Begins a change that no worker has asked for."""
@@ -133,7 +138,8 @@ class FailoverCoordinator(Coordinator):
         )
         protocol = ResumedProtocol(self._elastic, base, newest_generation=newest_generation)
         membership = self._membership = self._manage(protocol)
-        self._readmit(membership)
+        self._status.mark_gone(self._status.workers.keys() & base.draining)  # they leave once they get its commit
+        self._readmit(membership, protocol)
         report = self._open_report()
         self._emit_record = report.publish
         protocol.last_reported_step = self._last_published["step"] = max(base.last_reported_step, report.last_step)
@@ -166,19 +172,21 @@ class FailoverCoordinator(Coordinator):
         elif not protocol.over:
             membership.execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
 
-    def _readmit(self, membership: MembershipManager) -> None:
+    def _readmit(self, membership: MembershipManager, protocol: ResumedProtocol) -> None:
         """Takes over spares, and workers on their way into the run; those that are ready enter at the first change."""
         now_s, ended = time.monotonic(), {end["rank"] for end in self._ends()}
         for rank, connection in self._server.workers.items():
             state = connection.hello["membership_state"]
-            if rank in ended or not membership.is_joining(rank):
+            part = state["part"] and (state["part"][0], state["part"][1])
+            if rank in ended or (rank in protocol.live and not protocol.has_left(rank, part)):
                 continue
-            if state["part"] is None:
+            if part is not None:
+                protocol.release(rank)
+                membership.joins.add(rank, part, now_s)
+                if state["is_ready"]:
+                    membership.joins.admit(rank, protocol)
+            elif membership.is_joining(rank):
                 membership.joins.add_spare(rank)
-                continue
-            membership.joins.add(rank, (state["part"][0], state["part"][1]), now_s)
-            if state["is_ready"]:
-                membership.joins.admit(rank, membership.protocol)
 
     def _take_over_monitoring(self) -> None:
         """Passes the heartbeat timeouts on to guardians that began after they were derived."""

@@ -150,7 +150,8 @@ class MembershipManager:
 
     def start_joiners(self, now_s: float) -> None:
         """Has workers started for what is missing, and ends those that take too long."""
-        self.joins.accept(self.protocol, now_s)
+        for text in self.joins.accept(self.protocol, now_s):
+            self._emit({"kind": "notice", "text": text})
         self._fences.kill(self.joins.overdue(now_s))
 
     def is_joining(self, rank: int) -> bool:

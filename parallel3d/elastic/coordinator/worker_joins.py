@@ -6,8 +6,9 @@
     worker: hello(part)    ------------>
             ready          ------------>   admitted: it enters with the next change of membership
 
-A spare has a number and waits, so it needs no offer: it is sent `build_part`, and is taken first. One that ends before
-it is a member, or is late, costs the run nothing.
+A spare has a number and waits, so it needs no offer: it is sent `build_part`, and is taken first. So is a worker whose
+replica has lost another one, if it can help elsewhere: it leaves the membership and comes back like a new one. One that
+ends before it is a member, or is late, costs the run nothing.
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ class WorkerJoins:
         self._spares.add(rank)
         return True
 
-    def accept(self, protocol: MembershipProtocol, now_s: float) -> None:
-        """Has workers built or started for the parts that are missing, as far as there are spares and offers."""
+    def accept(self, protocol: MembershipProtocol, now_s: float) -> list[str]:
+        """Has workers built or started for the parts that are missing, as far as there are any; returns notices."""
         workers = self._status.workers
         self._building = {rank: due_s for rank, due_s in self._building.items() if not workers[rank].ended}
         self._spares = {rank for rank in self._spares if not workers[rank].ended}
-        if not (self._offers or self._spares) or protocol.pending is not None or self._state(protocol) == self._seen:
-            return
+        if protocol.pending is not None or protocol.over or self._state(protocol) == self._seen:
+            return []
         self._offers = [offer for offer in self._offers if offer[0].is_open]
-        while part := protocol.choose_part([self._parts[rank] for rank in self._building]):
+        while (self._offers or self._spares) and (part := protocol.choose_part(self._built().values())):
             if self._spares:
                 self._take(min(self._spares), part, now_s)
-            elif self._offers:
-                self._start(*self._offers.pop(0), part, now_s)
             else:
-                break
+                self._start(*self._offers.pop(0), part, now_s)
+        notices = self._move_spares(protocol, now_s)
         self._seen = self._state(protocol)
+        return notices
 
     def overdue(self, now_s: float) -> Mapping[int, str]:
         """Returns workers that have had enough time to build their parts, and why they must end, once."""
@@ -91,7 +92,7 @@ class WorkerJoins:
 
     def is_joining(self, rank: int, protocol: MembershipProtocol) -> bool:
         """Whether this worker is on its way into the run: the run does not count on it."""
-        is_first = self._first_grid.holds(rank)
+        is_first = self._first_grid.holds(rank) and rank not in self._parts
         return not (is_first or rank in protocol.live or self._status.workers[rank].ended)
 
     def is_waiting(self, rank: int) -> bool:
@@ -121,6 +122,20 @@ class WorkerJoins:
     def _state(self, protocol: MembershipProtocol) -> tuple[int, int, int, int]:
         """Returns all that a decision about joins rests on."""
         return protocol.num_changes, len(self._offers), len(self._spares), len(self._building)
+
+    def _built(self) -> dict[int, PartId]:
+        """The parts of those that have not said that they are ready."""
+        return {rank: self._parts[rank] for rank in self._building}
+
+    def _move_spares(self, protocol: MembershipProtocol, now_s: float) -> list[str]:
+        """Has members without coordinates build other parts, where that makes replicas whole."""
+        notices = []
+        while moves := protocol.choose_moves(self._built(), {r: self._status.workers[r].host for r in self._building}):
+            for rank, part in moves.items():
+                notices.append(f"{self._status.name(rank)}, now a spare, moves: it builds pp{part[0]} tp{part[1]}")
+                protocol.release(rank)
+                self._take(rank, part, now_s)
+        return notices
 
     def _take(self, rank: int, part: PartId, now_s: float) -> None:
         self._spares.discard(rank)

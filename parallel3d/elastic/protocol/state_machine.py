@@ -18,7 +18,7 @@ tests/support/protocol_model.py shows by exhaustive exploration that this is rig
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from parallel3d.elastic.protocol.actions import (
     AbortGeneration,
@@ -43,7 +43,8 @@ from parallel3d.elastic.protocol.membership import (
 )
 from parallel3d.elastic.protocol.newest_report import find_newest
 from parallel3d.elastic.protocol.survivability import Survivability, check_survivability
-from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill
+from parallel3d.elastic.protocol.vacancies import GridTarget
+from parallel3d.elastic.protocol.worker_table import WorkerTable
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid, PartId
 
@@ -51,7 +52,7 @@ MAX_CHANGES_WITHOUT_STEP = 8
 """More consecutive changes without a step in between end the run: their common cause is not an accident."""
 
 
-class MembershipProtocol:
+class MembershipProtocol(WorkerTable):
     """The coordinator's decisions. copy.copy is a snapshot: tables are copied, all other attributes are replaced and
     never changed in place."""
 
@@ -64,7 +65,7 @@ class MembershipProtocol:
         enabled: bool = True,
         target: GridTarget | None = None,
     ):
-        self.live: frozenset[int] = frozenset(grid.ranks)
+        super().__init__(grid, target)
         self.committed: GenerationRecord | None = None
         """The record of the last committed generation."""
         self.evicted: tuple[LostWorker, ...] = ()
@@ -75,13 +76,6 @@ class MembershipProtocol:
         """True after StopRun or FinishRun: no further actions."""
         self.last_reported_step = 0
         """The last step that the reporter has received; set by the caller, carried by the next record."""
-        self._grid = grid
-        """The grid by whose shard map workers hold their ranges: the committed one's, at first the full one."""
-        self._target = target or GridTarget.of(grid)
-        self._parts: dict[int, PartId] = {rank: grid.part(rank) for rank in grid.ranks}
-        """The part of the model that each worker has built, lost ones included: their numbers are never used again."""
-        self._ready: frozenset[int] = frozenset()
-        """New workers that have built their parts, and enter with the next change."""
         self._zero_stage = zero_stage
         self._zero_backups = zero_backups
         self._enabled = enabled
@@ -89,14 +83,12 @@ class MembershipProtocol:
         """The newest number, committed or pending."""
         self._reasons: tuple[str, ...] = ()
         """Why the membership has changed since the last committed generation."""
-        self._hosts: dict[int, str] = {}
         self._reports: dict[int, StateReport] = {}
         self._lead: StateReport | None = None
         """The report of the worker that was asked for its entries."""
         self._record: GenerationRecord | None = None
         """Proposed, not yet confirmed by all."""
         self._digests: dict[int, str] = {}
-        self._draining: frozenset[int] = frozenset()
         self._unfinished: dict[int, None] = {}
         """The ranks of the grid that have not completed their last step in this generation."""
         self._newest = LogPosition()
@@ -176,6 +168,7 @@ class MembershipProtocol:
         """Handles dead workers; ranks that are no longer live are ignored."""
         lost = {lost_worker.rank for lost_worker in lost_workers}
         self._ready, self._draining = self._ready - lost, self._draining - lost
+        self._released -= lost
         new = {lost_worker.rank: lost_worker for lost_worker in lost_workers if lost_worker.rank in self.live}
         if not new or self.over:
             return []
@@ -197,17 +190,12 @@ class MembershipProtocol:
 
     def admit(self, rank: int, part: PartId, host: str) -> list[Action]:
         """Handles a new worker that has built `part` of the model: it enters with the next change of membership."""
-        if rank in self._parts:
+        if rank in self._parts and rank not in self._released:
             raise OutOfPlaceError(f"the new worker {rank} has the number of another one")
+        self._released -= {rank}
         self._parts[rank], self._hosts[rank] = part, host
         self._ready |= {rank}
         return self._request_change()
-
-    def choose_part(self, building: Iterable[PartId] = ()) -> PartId | None:
-        """Returns the part of the model that one more worker should build, or None; others are building some."""
-        grid = self._next_grid(joining=self._ready)
-        idle = (self._parts[rank] for rank in self.live | self._ready if not grid.holds(rank))
-        return choose_part(grid, target=self._target, candidates=[*building, *idle])
 
     def announce_drain(self, rank: int) -> list[Action]:
         """Handles the announcement that a worker must leave."""
@@ -217,7 +205,7 @@ class MembershipProtocol:
         if not survivability.can_continue:
             return [DrainRefused(rank=rank, reason=survivability.reason)]
         self._draining |= {rank}
-        return self._drain_spares() or [DrainRequest(rank=rank)]
+        return [DrainRequest(rank=rank)] if self._grid.holds(rank) else self._request_change()
 
     def check_drain(self, ranks: Collection[int]) -> Survivability:
         """Decides whether the run could go on without these workers and those that leave already."""
@@ -228,7 +216,7 @@ class MembershipProtocol:
     def drain(self, ranks: Collection[int]) -> list[Action]:
         """Handles a command that workers leave, which `check_drain` allows: the leader requests the change."""
         self._draining |= (self.live | self._ready).intersection(ranks)
-        return self._drain_spares() or self._request_change()
+        return self._request_change()
 
     def finish(self, rank: int, generation: int) -> list[Action]:
         """Handles a worker of the grid that has completed its last step; workers end once all have."""
@@ -310,15 +298,14 @@ class MembershipProtocol:
         Spares and new workers are ignored: they have not taken part in an all-reduce since the last commit.
         """
         state_generation = NO_GENERATION if self.committed is None else self.committed.generation
-        members = self.live if self.committed is None else frozenset(self.committed.members)
-        for report in self._reports.values():
-            if report.rank in members and report.state_generation != state_generation:
+        trained = self.live if self.committed is None else self._grid.ranks
+        reports = [self._reports[rank] for rank in trained if rank in self._reports]
+        for report in reports:
+            if report.state_generation != state_generation:
                 raise ProtocolError(
                     f"rank {report.rank} holds the ranges of generation {report.state_generation}; "
                     f"committed is {state_generation}"
                 )
-        trained = self.live if self.committed is None else self._grid.ranks
-        reports = [self._reports[rank] for rank in trained if rank in self._reports]
         return find_newest(reports)
 
     def _grant_drains(self) -> tuple[frozenset[int], list[DrainRefused]]:
@@ -344,15 +331,7 @@ class MembershipProtocol:
         self._reports, self._record, self._digests = {}, None, {}
         self._unfinished = dict.fromkeys(self._grid.ranks)
         self.evicted, self._reasons = (), ()
-        commit = Commit(generation=record.generation, members=record.members)
-        return [commit, *self._drain_spares(), *self._request_change()]
-
-    def _drain_spares(self) -> list[Action]:
-        """Begins the change with which draining spares leave: they have no step boundary at which to request it."""
-        spares = sorted(rank for rank in self._draining if not self._grid.holds(rank))
-        if not spares or self.pending is not None:
-            return []
-        return self._begin("; ".join(f"rank {rank} leaves" for rank in spares))
+        return [Commit(generation=record.generation, members=record.members), *self._request_change()]
 
     def _request_change(self) -> list[Action]:
         """Asks the leader for a change if workers are to leave, or could fill a vacancy."""
@@ -361,25 +340,9 @@ class MembershipProtocol:
         is_right = not self._draining and self._next_grid(joining=self._ready) == self._grid
         return [] if is_right else [ChangeRequest(rank=self.committed.leader, generation=self._generation)]
 
-    def _next_grid(self, leaving: Collection[int] = (), *, joining: Collection[int] = ()) -> Grid:
-        """The committed grid without the dead and `leaving` ranks, its vacancies filled by the other workers."""
-        grid, _ = self._grid.without({*self._dead, *leaving})
-        workers = self.live.union(joining) - frozenset(leaving)
-        return fill(
-            grid,
-            target=self._target,
-            candidates={rank: self._parts[rank] for rank in workers if not grid.holds(rank)},
-            hosts=self._hosts,
-            holders=self._grid,
-        )
-
     def _stop_run(self, reason: str) -> list[Action]:
         self.over = True
         return [StopRun(reason=reason)]
-
-    @property
-    def _dead(self) -> frozenset[int]:
-        return frozenset(self._grid.ranks) - self.live
 
     def _check_survivability(
         self, draining: frozenset[int] = frozenset(), dead: frozenset[int] | None = None

@@ -7,6 +7,10 @@ by whole replicas. So the workers that are left of two broken replicas may make 
     stage 0: replica 0 = 0 1   replica 1 = 2 3      after the loss of ranks 0 and 3      replica 0 = 2 1
 
 The target may be wider than the grid with which a run began: it then grows, a replica of a stage at a time.
+
+Candidates that are left over may build another part than theirs, where that makes one more replica whole::
+
+    stages 0 and 1 have each lost a replica, spare 1 has built (0, 1), spare 5 (1, 1)      5 builds (0, 0)
 """
 
 from __future__ import annotations
@@ -96,6 +100,34 @@ def choose_part(grid: Grid, *, target: GridTarget, candidates: Iterable[PartId])
     widths = {part: len(grid.stages[part[0]]) + built[part] for part in parts}
     missing = [part for part in parts if widths[part] < target.widths[part[0]]]
     return min(missing, key=lambda part: (target.order(part[0], widths[part]), part), default=None)
+
+
+def plan_moves(
+    grid: Grid, *, target: GridTarget, idle: Mapping[int, PartId], hosts: Mapping[int, str]
+) -> dict[int, PartId]:
+    """Returns the parts that some `idle` workers should build instead of theirs, for one more replica of the stage that
+    gains most; {} if they are too few.
+
+    `grid` is filled as far as may be. The replica will be on one host, that with the fewest of the stage.
+    """
+    on_host: dict[str, list[int]] = {}
+    for rank in sorted(idle):
+        on_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    on_host = {host: ranks for host, ranks in on_host.items() if len(ranks) >= target.tp_size}
+    narrow = [stage for stage, width in enumerate(target.widths) if len(grid.stages[stage]) < width]
+    if not (narrow and on_host):
+        return {}
+    stage = min(narrow, key=lambda stage: target.order(stage, len(grid.stages[stage])))
+    used = Counter(hosts.get(ranks[0], "") for ranks in grid.stages[stage].values())
+    plans = {host: _split_stage(ranks, stage, target.tp_size, idle) for host, ranks in on_host.items()}
+    return plans[min(plans, key=lambda host: (used[host], len(plans[host]), host))]
+
+
+def _split_stage(ranks: Iterable[int], stage: int, tp_size: int, idle: Mapping[int, PartId]) -> dict[int, PartId]:
+    """The parts of a replica of `stage` that the first of `ranks` should build; those that have built one keep it."""
+    kept = {idle[rank]: rank for rank in reversed(list(ranks)) if idle[rank][0] == stage}
+    missing = [(stage, tp) for tp in range(tp_size) if (stage, tp) not in kept]
+    return dict(zip((rank for rank in ranks if rank not in kept.values()), missing))
 
 
 def _pools(candidates: Mapping[int, PartId], stage: int, tp_size: int, holders: Grid) -> list[list[int]]:

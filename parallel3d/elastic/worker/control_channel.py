@@ -80,6 +80,8 @@ class ControlChannel:
         """Why the run can't go on without its coordinator."""
         self._stop = threading.Event()
         self._drain = threading.Event()
+        self._leaves = False
+        """Whether this worker must leave: it says so to each coordinator."""
         self._finish_acked = threading.Event()
         self.lost_coordinator = False
         """Whether the coordinator is gone without having ended the run, and has no successor."""
@@ -118,6 +120,7 @@ class ControlChannel:
 
     def announce_drain(self) -> None:
         """Announces that this worker must leave soon; safe within a signal handler."""
+        self._leaves = True
         self._send({"op": "announce_drain"})
 
     def set(self, key: str, value: bytes) -> None:
@@ -215,6 +218,9 @@ class ControlChannel:
             return
         self.membership.leave_generation(reason)
         self._send({**self._hello, "membership_state": self.membership.membership_state()})
+        self._drain.clear()  # what the lost one has granted is void
+        if self._leaves:
+            self._send({"op": "announce_drain"})
         for response in list(self._responses.values()):  # a worker that joins may ask the lost one what to begin with
             if response.request["op"] in READS and not response.token.aborted:
                 self._send(response.request)
@@ -237,6 +243,7 @@ class ControlChannel:
             case "stop":
                 self._stop.set()
             case "drain_request":
+                self._leaves = True
                 self._drain.set()
             case "abort":
                 self.token.abort(header["reason"])

@@ -77,6 +77,8 @@ class MembershipClient:
         self._requested_generation = NO_GENERATION
         """The newest generation in which this worker was asked to request a change."""
         self._part = part
+        self._moves_to: PartId | None = None
+        """The part that this worker, a spare that has built another one, is to build instead."""
         self._is_ready = not joins
         self._is_finished = False
         self._is_drained = False
@@ -88,6 +90,16 @@ class MembershipClient:
         self._await(lambda: self._is_finished or self._part is not None)
         return None if self._is_finished else self._part
 
+    def take_move(self) -> PartId | None:
+        """Returns the part of the model that this spare is to build instead of its own, if any. It is not a member
+        from then on until it has announced that it is ready."""
+        with self._changed:
+            part, self._moves_to = self._moves_to, None
+            if part is None or self._is_finished:
+                return None
+            self._part, self._is_ready = part, False
+            return part
+
     def announce_ready(self) -> None:
         """Announces, if this worker joins a run, that it can enter with the next change."""
         with self._changed:
@@ -98,7 +110,8 @@ class MembershipClient:
     def next_generation(
         self, make_report: Callable[[int], StateReport], *, suspicion: str = ""
     ) -> PendingGeneration | None:
-        """Reports to the newest change of membership and waits for its record; None: the run is done, leave.
+        """Reports to the newest change of membership and waits for its record; None: the run is done, leave, or build
+        another part (`take_move`).
 
         `make_report(generation)` is called again when a further loss restarts the change. With `suspicion` (why the
         caller has left its generation) a change is requested if none is under way; without, the call waits for one, as
@@ -109,8 +122,14 @@ class MembershipClient:
         if suspicion and nothing_new:
             self._send({"op": "suspect", "generation": self._reported_generation, "reason": suspicion})
         while True:
-            self._await(lambda: self._is_finished or self._newest_generation > self._reported_generation)
-            if self._is_finished:
+            self._await(
+                lambda: (
+                    self._is_finished
+                    or self._moves_to is not None
+                    or self._newest_generation > self._reported_generation
+                )
+            )
+            if self._is_finished or self._moves_to is not None:
                 return None
             generation = self._newest_generation
             report = make_report(generation)
@@ -162,7 +181,8 @@ class MembershipClient:
                 case "change_request":
                     self._requested_generation = header["generation"]
                 case "build_part":
-                    self._part = (header["part"][0], header["part"][1])
+                    part = (header["part"][0], header["part"][1])
+                    self._part, self._moves_to = (self._part, part) if self._is_ready else (part, None)
                 case "finish_run":
                     self._is_finished, self._is_drained = True, header.get("is_drained", False)
             self._changed.notify_all()
@@ -213,8 +233,8 @@ class MembershipClient:
             return {
                 "newest_generation": self._newest_generation,
                 "committed_generation": self._committed_generation,
-                "part": self._part,
-                "is_ready": self._is_ready,
+                "part": self._moves_to or self._part,
+                "is_ready": self._is_ready and self._moves_to is None,
             }
 
     def leave_generation(self, reason: str) -> None:
