@@ -137,7 +137,13 @@ def run_elastic_in_threads(
         return _build_trainer(runtime, world, coordinator, records, saver=save(runtime), **callbacks).run()
 
     def body(rank: int, world: ThreadWorld) -> RankResult | None:
-        injector = FaultInjector(tuple(faults), rank, lambda kind: _inject_fault(coordinator, rank, kind))
+        injector = FaultInjector(
+            tuple(faults),
+            rank,
+            lambda kind: _inject_fault(coordinator, rank, kind),
+            joiner=rank - len(grid.ranks) + 1,
+            coordinates=lambda: str(runtime.coordinates),
+        )
         try:
             runtime = prepare(rank, injector) if grid.holds(rank) else thread_joins.build(rank, injector)
             initial, is_here = local_weights(runtime), train(runtime, injector)

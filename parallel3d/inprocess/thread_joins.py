@@ -70,6 +70,7 @@ class ThreadJoins:
         assert self._joins.prepare is not None
         try:
             context = self._joins.prepare(rank, injector, part)
+            injector("build")
             self._coordinator.memberships[rank].announce_ready()
         finally:
             self._world.run_locked(lambda: self._on_arrival(rank))

@@ -18,7 +18,9 @@ import torch
 from parallel3d.config.schema import ElasticConfig, FaultConfig, FaultPhase
 from parallel3d.trainer.context import RankContext
 
-STEP_PHASES = tuple(phase for phase in get_args(FaultPhase) if not phase.startswith("recovery") and phase != "evaluate")
+STEP_PHASES = tuple(
+    phase for phase in get_args(FaultPhase) if not phase.startswith("recovery") and phase not in ("build", "evaluate")
+)
 
 
 def plan_faults(config: ElasticConfig, *, world_size: int, num_steps: int, attempt: int = 0) -> tuple[FaultConfig, ...]:
@@ -34,15 +36,32 @@ def plan_faults(config: ElasticConfig, *, world_size: int, num_steps: int, attem
 
 
 class FaultInjector:
-    """The fault hook of one rank: called with each phase that the rank enters, it injects the faults due there."""
+    """The fault hook of one rank: called with each phase that the rank enters, it injects the faults due there.
 
-    def __init__(self, faults: tuple[FaultConfig, ...], rank: int, act: Callable[[str], None]):
-        self._faults = [fault for fault in faults if fault.rank == rank]
+    `joiner`: its number among those beyond the layout, from 1 on. `coordinates` returns those that it has now.
+    """
+
+    def __init__(
+        self,
+        faults: tuple[FaultConfig, ...],
+        rank: int,
+        act: Callable[[str], None],
+        *,
+        joiner: int = 0,
+        coordinates: Callable[[], str] = lambda: "",
+    ):
+        self._faults = [
+            fault for fault in faults if fault.coordinates is not None or fault.rank == rank or fault.joiner == joiner
+        ]
         self._act = act
+        self._joins = joiner > 0
+        self._coordinates = coordinates
         self._step = 0
         self._was_sending = False
 
     def begin_step(self, step: int) -> None:
+        if self._joins and self._step == 0:  # what these coordinates had to suffer before, others have
+            self._faults = [fault for fault in self._faults if fault.coordinates is None or fault.step >= step]
         self._step = step
         self._was_sending = False
 
@@ -52,13 +71,19 @@ class FaultInjector:
         in_recovery = phase.startswith("recovery")
         for fault in self._faults:
             is_step = self._step + 1 >= fault.step if in_recovery else self._step == fault.step
-            if fault.phase == phase and is_step:
+            if fault.phase == phase and (is_step or phase == "build") and self._is_here(fault):
                 self._faults.remove(fault)
                 if fault.kind == "sleep":
                     time.sleep(fault.seconds)
                 else:
                     self._act(fault.kind)
                 return
+
+    def _is_here(self, fault: FaultConfig) -> bool:
+        """Whether the fault names this rank; one that joins has no coordinates before its first step."""
+        if fault.coordinates is None:
+            return True
+        return not (self._joins and self._step == 0) and fault.coordinates == self._coordinates()
 
     def enter_instruction(self, op: str) -> None:
         """Maps the executor's instructions to phases: "load", "forward", "backward ...", "send ...", "receive ..."."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parallel3d.config.schema import Config
+from parallel3d.config.sections.parallel import num_ranks
 from parallel3d.config.warmup_builder import num_steps
 from parallel3d.debug.trace import NoTrace
 from parallel3d.elastic.guardian.heartbeat import Mode
@@ -23,7 +24,15 @@ class WorkerHooks:
     def __init__(self, config: Config, context: WorkerContext, trace: NoTrace | None = None, *, attempt: int = 0):
         size, last_step = context.world_size, num_steps(config)
         faults = plan_faults(config.elastic, world_size=size, num_steps=last_step, attempt=attempt)
-        self._injector = FaultInjector(faults, context.rank, self._fail)
+        self.coordinates: Callable[[], str] = lambda: ""
+        """Returns this rank's newest coordinates."""
+        self._injector = FaultInjector(
+            faults,
+            context.rank,
+            self._fail,
+            joiner=context.rank - num_ranks(config.parallel, None) + 1,
+            coordinates=lambda: self.coordinates(),
+        )
         self.corrupt_weight: Callable[[str], None] = lambda kind: None
         """Changes a weight, for faults of kind flip and nan."""
         self._heartbeat = context.heartbeat

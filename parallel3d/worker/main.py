@@ -110,6 +110,7 @@ def train_worker(
         gemm=terms.gemm if terms else agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
     )
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
+    hooks.coordinates = lambda: str(rank.coordinates)
     data_fingerprint = fingerprint_data(config, corpus)
     identity = describe(config, [PACKAGE, Path(getfile(make_stage)).parent], data_fingerprint)
     if terms:
@@ -221,6 +222,7 @@ def train_rank(rank: RankContext, context: WorkerContext, hooks: WorkerHooks, **
         on_phase=hooks.begin,
         **callbacks,
     )
+    hooks.enter_phase("build")
     control.membership.announce_ready()
     is_here = trainer.run()
     if is_here:

@@ -160,7 +160,10 @@ FAULT = dict(rank=0, step=1)
     [
         ([dict(rank=64, step=1)], "elastic.faults.0.rank", "doesn't exist: the last rank is "),
         ([FAULT, dict(rank=0, step=10**6)], "elastic.faults.1.step", "doesn't exist: the last step is "),
-        ([dict(rank=0, step=1, phase="lunch")], "elastic.faults.0.phase", "should be 'load', "),
+        ([dict(step=1)], "elastic.faults.0", "must name the worker at fault once"),
+        ([dict(rank=0, joiner=1)], "elastic.faults.0", "must name the worker at fault once"),
+        ([dict(coordinates="pp0")], "elastic.faults.0.coordinates", "String should match pattern"),
+        ([dict(rank=0, step=1, phase="lunch")], "elastic.faults.0.phase", "should be 'build', "),
         ([dict(rank=0, step=1, rnk=1)], "elastic.faults.0.rnk", "no such field exists"),
         (5, "elastic.faults", "should be a valid list"),
     ],

@@ -115,6 +115,45 @@ def test_faults_of_others_are_nothing_to_a_rank():
     assert happened == []
 
 
+def joining(number, *faults, at="pp1 dp0 tp0"):
+    happened = []
+    return FaultInjector(faults, 8 + number, happened.append, joiner=number, coordinates=lambda: at), happened
+
+
+@pytest.mark.parametrize("phase", ["build", "recovery_report", "recovery_groups"])
+def test_a_joiner_fails_where_it_is_told_to(phase):
+    ordered = FaultConfig(joiner=2, phase=phase)
+    for number in (-7, 0, 1, 2, 3):
+        fault_hook, happened = joining(number, ordered)
+        for each in ("build", "recovery_report", "recovery_moves", "recovery_confirm", "recovery_groups"):
+            fault_hook(each)
+        assert happened == (["kill"] if number == 2 else [])
+
+
+@pytest.mark.parametrize("phase", ["forward", "recovery_moves"])
+def test_a_fault_goes_by_coordinates_and_not_to_who_takes_them_over(phase):
+    ordered = FaultConfig(coordinates="pp1 dp0 tp0", step=3, phase=phase)
+    first, happened = joining(-1, ordered)
+    elsewhere, not_there = joining(-2, ordered, at="pp0 dp0 tp0")
+    for fault_hook in (first, elsewhere):
+        run_step(fault_hook, 3)
+        fault_hook("recovery_moves")
+    assert happened == ["kill"] and not_there == []
+    successor, spared = joining(1, ordered)
+    successor("recovery_moves")  # enters
+    for step in (5, 6):
+        run_step(successor, step)
+        successor("recovery_moves")
+    assert spared == []
+
+
+def test_a_joiner_fails_by_its_coordinates_later():
+    fault_hook, happened = joining(1, FaultConfig(coordinates="pp1 dp0 tp0", step=6))
+    for step in (5, 6):
+        run_step(fault_hook, step)
+    assert happened == ["kill"]
+
+
 def test_several_faults_of_one_rank():
     fault_hook, happened = injector(
         fault(step=1, kind="stop"), fault(step=1, phase="update", kind="term"), fault(step=3)

@@ -14,6 +14,7 @@ from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.errors import Problem
 
 FaultPhase = Literal[
+    "build",
     "load",
     "forward",
     "send",
@@ -68,15 +69,22 @@ class WatchdogTimeoutConfig(TimeoutConfig):
 
 
 class FaultConfig(Section):
-    """One fault to inject, for tests and demonstrations. It is real: the worker dies, hangs, ..."""
+    """One fault to inject, for tests and demonstrations. It is real: the worker dies, hangs, ... One of rank, joiner
+    and coordinates says which."""
 
-    rank: NonNegativeInt
-    """The worker at fault."""
-    step: PositiveInt
+    rank: NonNegativeInt | None = None
+    """The number of the worker at fault."""
+    joiner: PositiveInt | None = None
+    """The worker at fault is the n-th beyond those of the layout: first the spares, then those that come during the
+    run."""
+    coordinates: Annotated[str, Field(pattern=r"^pp\d+ dp\d+ tp\d+$")] | None = None
+    """The worker at fault is the one that has these coordinates then, such as "pp1 dp0 tp0"."""
+    step: PositiveInt = 1
     """The step of the fault; for phase evaluate, the step after which the evaluation runs."""
     phase: FaultPhase = "forward"
     """Phase of the step. send: between a send to the next stage and the receive that follows. recovery_*: in that phase
-    of the first recovery from step - 1 on."""
+    of the first recovery from step - 1 on; for a joiner that enters with it, of its first one if step is 1. build: once
+    it has built its part of the model, before it is admitted."""
     kind: Literal["kill", "stop", "term", "sleep", "flip", "nan"] = "kill"
     """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure. sleep: pauses for `seconds`. flip:
     flips one bit of the worker's first weight, as faulty memory would. nan: makes its first weight NaN, and the run
@@ -137,7 +145,7 @@ class ElasticConfig(Section):
     """A file in a folder that all hosts share. If the hosts split into two groups that can't reach each other, the
     group that locks this file continues. Null: a group that has lost the coordinator's host stops."""
     faults: list[FaultConfig] = []
-    """Faults to inject, each {"rank", "step", "phase", "kind"}."""
+    """Faults to inject, each {"rank" | "joiner" | "coordinates", "step", "phase", "kind"}."""
     random_faults: RandomFaults = RandomFaults()
     """Faults to draw and inject in addition."""
 
@@ -174,11 +182,19 @@ def check_max_replicas(most: int | None, batch: BatchConfig, start: int | None) 
 def check_faults(
     faults: list[FaultConfig], num_steps: int | None, parallel: ParallelConfig, world_size: int | None
 ) -> Iterator[Problem]:
-    """Faults name ranks and steps that exist."""
+    """Faults name ranks and steps that exist, and one worker each."""
     last_rank = (num_ranks(parallel, None) if world_size is None else world_size) - 1
     for number, fault in enumerate(faults):
+        named = [name for name in ("rank", "joiner", "coordinates") if getattr(fault, name) is not None]
+        if len(named) != 1:
+            yield Problem(
+                field=f"elastic.faults.{number}",
+                value=" and ".join(named) or "no worker",
+                rule="must name the worker at fault once",
+                fix="Give one of rank, joiner and coordinates",
+            )
         for name, value, last in (("rank", fault.rank, last_rank), ("step", fault.step, num_steps)):
-            if last is not None and value > last:  # a run that ends by tokens doesn't name its last step
+            if value is not None and last is not None and value > last:  # a run by tokens names no last step
                 rule_text, fix = (
                     f"doesn't exist: the last {name} is {last}",
                     f"Use an existing {name}, or remove the fault",
