@@ -240,6 +240,22 @@ def test_the_order_of_strategies(multiple: int):
     assert row.failures_per_hour == pytest.approx(8192 * 1.5e-5 * multiple)
 
 
+def test_what_a_scenario_says_of_its_strategies():
+    """Restarts by name, half a step in every pause, rejoins in the given order."""
+    strategies = build_strategies(SCENARIO, num_replicas=64, failures_per_hour=1.0, speeds=(1.0, 0.9))
+    assert [each.name for each in strategies] == [
+        *("restart", "restart, best interval", "rank drop", "replica drop, back after 1200 s"),
+        *("reroute", "reroute, back after 40 s", "reroute, back after 1200 s"),
+    ]
+    elastic = [each for each in strategies if isinstance(each, ElasticStrategy)]
+    assert {each.pause_s for each in elastic} == {0.368 + 10.0 / 2} and {each.join_pause_s for each in elastic} == {
+        0.17
+    }
+    assert [each.returns_after_s for each in elastic] == [None, 1200.0, None, 40.0, 1200.0]
+    assert [len(each.speeds) for each in elastic] == [0, 0, 2, 2, 2]
+    assert {each.restart.interval_s for each in elastic} == {86_400.0}
+
+
 def test_uptimes_and_elasticity_on_one_trace():
     """HLAT's two uptimes from the same failures, and what they would cost a run that goes on."""
     restarts = SCENARIO.restarts.model_copy(

@@ -146,7 +146,7 @@ class _Execution:
 
     def __init__(self, plan: Plan, slots: int):
         self.lists, self.slots, self.layout = plan.lists, slots, plan.request.layout
-        self.costs = costs_by_op(plan.request)
+        self.costs, self.factors = costs_by_op(plan.request), plan.request.time_factors
         self.clock = dict.fromkeys(plan.lists, 0)
         self.next_step = dict.fromkeys(plan.lists, 0)
         self.computed_at: dict[_Pair, list[int]] = defaultdict(list)
@@ -208,7 +208,7 @@ class _Execution:
         if step.op is Op.FORWARD:
             self.stashes[replica].append((self.clock[replica], virtual_stage, +1))
         if step.op in self.costs:
-            self.clock[replica] += self.costs[step.op][virtual_stage]
+            self.clock[replica] += self.costs[step.op][virtual_stage] * self.factors[replica]
         if step.op in _BACKWARDS:
             self.stashes[replica].append((self.clock[replica], virtual_stage, -1))
         if step.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):

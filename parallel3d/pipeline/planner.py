@@ -3,9 +3,10 @@
 `plan_pipeline` makes the lists for one request: routes, a simulation of each connected component, and instructions for
 its computes and messages. On a straight grid the lists are the textbook's.
 
-Training calls `choose_plan`. A straight grid has nothing to choose. Where replicas were lost it simulates
+Training calls `choose_plan`. A straight grid has nothing to choose. Where replicas were lost or are slow it simulates
 
-    {reroute, drop}     micro-batches leave their home only where it is lost; or pipelines with a loss get no work
+    {reroute, drop}     micro-batches leave their home only where it is lost; or pipelines with a loss get no work;
+     balance            or, if a replica is slow, they go where they are finished first
   x {whole, split}      the backward pass in one piece, or the gradients of inputs and of weights apart
   x {+0, +1, ...}       micro-batches held above the schedule's own limit
 
@@ -23,9 +24,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parallel3d.pipeline.instructions import RECEIVE_OF, Instruction, Op, ReplicaId, instructions_for
-from parallel3d.pipeline.request import Pause, PlanRequest, Routes, Routing, no_pause
+from parallel3d.pipeline.request import NORMAL, Pause, PlanRequest, Routes, Routing, no_pause
 from parallel3d.pipeline.routes import RouteComponent, home_replicas, plan_routes, split_components
-from parallel3d.pipeline.simulator import SimulatedRun, least_makespan
+from parallel3d.pipeline.simulator import SimulatedRun
+from parallel3d.pipeline.time_bounds import least_makespan
 from parallel3d.pipeline.wide_simulator import simulate_component
 
 
@@ -76,21 +78,22 @@ class Plan:
     @cached_property
     def busy(self) -> dict[ReplicaId, int]:
         """Time units spent computing."""
-        compute_time = self.request.compute_time
+        compute_time, factors = self.request.compute_time, self.request.time_factors
         counts = Counter(replica for route in self.routes for replica in enumerate(route))
-        return {replica: counts[replica] * compute_time[replica[0]] for replica in self.lists}
+        return {replica: counts[replica] * compute_time[replica[0]] * factors[replica] for replica in self.lists}
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """All computes by start and replica."""
         cost_of, virtual_stages = costs_by_op(self.request), self.request.layout.virtual_stages
+        factors = self.request.time_factors
         events = [
             Event(
                 replica_id,
                 op,
                 component.micro_batches[micro_batch],
                 start,
-                start + cost_of[op][virtual_stages[replica_id[0]][chunk]],
+                start + cost_of[op][virtual_stages[replica_id[0]][chunk]] * factors[replica_id],
                 chunk,
             )
             for component, run in self.runs
@@ -155,11 +158,14 @@ class Plan:
 
 
 def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int, pause: Pause = no_pause) -> Plan:
-    """Returns the plan for these replicas: the best candidate where stages differ, by a loss or from the start.
+    """Returns the plan for these replicas: the best candidate where stages differ, by a loss or from the start, or
+    replicas are slow.
 
     A straight grid gets the schedule's own lists, those of equal costs.
     """
-    if request.is_straight:
+    if not any(factor != NORMAL for factors in request.slowness for factor in factors):
+        request = replace(request, slowness=())
+    if request.is_straight and not request.slowness:
         return plan_pipeline(request.with_equal_costs(), pause)
     chosen: _Simulated | None = None
     table: list[Candidate] = []
@@ -213,17 +219,19 @@ def _candidates(request: PlanRequest, may_split: bool, max_extra_in_flight: int)
     extras = range(max_extra_in_flight + 1 if request.limits_in_flight else 1)
     rerouted = [replace(request, split_backward=split, extra_in_flight=extra) for extra in extras for split in splits]
     dropped = [replace(candidate, routing="drop") for candidate in rerouted] if request.whole_pipelines else []
-    return sorted(rerouted + dropped, key=_rank)
+    balanced = [replace(candidate, routing="balance") for candidate in rerouted] if request.slowness else []
+    return sorted(rerouted + balanced + dropped, key=_rank)
 
 
-def _rank(request: PlanRequest) -> tuple[int, bool, bool]:
+def _rank(request: PlanRequest) -> tuple[int, bool, int]:
     """Breaks ties: among candidates of equal makespan the lowest rank is taken."""
-    return request.extra_in_flight, request.split_backward, request.routing == "drop"
+    return request.extra_in_flight, request.split_backward, ("reroute", "balance", "drop").index(request.routing)
 
 
 def _promising_first(candidates: list[PlanRequest]) -> list[PlanRequest]:
     """Sorts likely winners first: the sooner a good makespan is known, the sooner other simulations stop."""
-    return sorted(candidates, key=lambda c: (c.routing == "drop", not c.split_backward, -c.extra_in_flight))
+    order = ("balance", "reroute", "drop")
+    return sorted(candidates, key=lambda c: (order.index(c.routing), not c.split_backward, -c.extra_in_flight))
 
 
 # --- one simulation ---------------------------------------------------------------------------------------------------
@@ -235,7 +243,7 @@ class _RoutedGrid(NamedTuple):
     routes: Routes
     components: list[RouteComponent]
     loads: set[tuple[int, int]]
-    """(stage, micro-batches of one of its replicas)"""
+    """(stage, micro-batches of one of its replicas x its time factor)"""
 
 
 class _Simulated(NamedTuple):
@@ -249,7 +257,12 @@ class _Simulated(NamedTuple):
 
 def _route_grid(request: PlanRequest) -> _RoutedGrid:
     routes = plan_routes(request)
-    loads = {(stage, load) for stage, column in enumerate(zip(*routes)) for load in Counter(column).values()}
+    factors = request.time_factors
+    loads = {
+        (stage, count * factors[stage, replica])
+        for stage, column in enumerate(zip(*routes))
+        for replica, count in Counter(column).items()
+    }
     return _RoutedGrid(routes, split_components(routes), loads)
 
 
@@ -257,14 +270,16 @@ def _simulate(request: PlanRequest, routed: _RoutedGrid, limit: int | None, paus
     """Simulates all components, each shape once; or, past the limit, returns a time before which the plan can't end."""
     if limit is not None and (bound := least_makespan(request, routed.loads)) > limit:
         return bound
-    runs: dict[Routes, SimulatedRun] = {}
+    runs: dict[tuple[Routes, tuple[int, ...]], SimulatedRun] = {}
+    named: list[tuple[RouteComponent, SimulatedRun]] = []
     for component in routed.components:
-        if component.shape not in runs:
-            run = simulate_component(request, component.shape, limit, pause)
+        factors = tuple([request.time_factors[replica] for replica in component.replicas]) if request.slowness else ()
+        if (component.shape, factors) not in runs:
+            run = simulate_component(request, component.shape, limit, pause, factors)
             if isinstance(run, int):
                 return run
-            runs[component.shape] = run
-    named = [(component, runs[component.shape]) for component in routed.components]
+            runs[component.shape, factors] = run
+        named.append((component, runs[component.shape, factors]))
     return _Simulated(request, routed.routes, named, max(run.makespan for run in runs.values()))
 
 

@@ -13,9 +13,11 @@ from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.schedules import SCHEDULES
 from parallel3d.pipeline.schedules.schedule import Schedule
 
-Routing = Literal["reroute", "drop"]
+Routing = Literal["reroute", "balance", "drop"]
 Routes = tuple[tuple[int, ...], ...]
 """routes[micro-batch][stage] = id of the replica."""
+NORMAL = 16
+"""The time that a replica takes if it is not slow; slow ones take more of these units."""
 Pause = Callable[[], None]
 """Called at every instant of a simulation. It may wait, or raise to give the plan up."""
 
@@ -43,8 +45,11 @@ class PlanRequest:
     slots: int = 3
     """Messages that an ordered pair of replicas can hold unread."""
     routing: Routing = "reroute"
-    """reroute: a micro-batch leaves its home replica only where it is lost; drop: replica ids that are not alive at
-    every stage get no work."""
+    """reroute: a micro-batch leaves its home replica only where it is lost; balance: also where others of the stage
+    finish it sooner; drop: replica ids that are not alive at every stage get no work."""
+    slowness: Routes = ()
+    """For each stage the time that its replicas take, in the order of `replicas`: `NORMAL`, or more. Empty: all are
+    normal. Otherwise times are in 1 / `NORMAL` of the costs' units."""
     split_backward: bool = False
     """Compute the gradients of inputs and of weights apart; some schedules always do."""
     extra_in_flight: int = 0
@@ -65,6 +70,11 @@ class PlanRequest:
             (self.costs.num_stages != num_costs, f"costs of {self.costs.num_stages} stages, {num_costs} stages"),
             (self.slots < 1, f"{self.slots} slots"),
             (self.routing == "drop" and not self.whole_pipelines, f"no id is alive at every stage: {self.replicas}"),
+            (
+                bool(self.slowness) and [*map(len, self.slowness)] != [*map(len, self.replicas)],
+                f"slowness {self.slowness} of replicas {self.replicas}",
+            ),
+            (min(map(min, self.slowness), default=NORMAL) < NORMAL, f"slowness {self.slowness}: below {NORMAL}"),
             (self.split_backward and not self.has_backward, "no backward pass to split"),
             (self.extra_in_flight < 0, f"extra_in_flight {self.extra_in_flight}"),
         ]
@@ -96,6 +106,22 @@ class PlanRequest:
     def limits_in_flight(self) -> bool:
         """Whether extra_in_flight has an effect."""
         return self.has_backward and self.rules.limits_in_flight
+
+    @property
+    def time_scale(self) -> int:
+        """Units of simulated time in a unit of the costs."""
+        return NORMAL if self.slowness else 1
+
+    @cached_property
+    def time_factors(self) -> dict[tuple[int, int], int]:
+        """By (stage, replica), the simulated time of a unit of its costs."""
+        if not self.slowness:
+            return {(stage, replica): 1 for stage, ids in enumerate(self.replicas) for replica in ids}
+        return {
+            (stage, replica): factor
+            for stage, (ids, factors) in enumerate(zip(self.replicas, self.slowness))
+            for replica, factor in zip(ids, factors)
+        }
 
     @cached_property
     def compute_time(self) -> tuple[int, ...]:

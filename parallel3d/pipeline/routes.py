@@ -5,6 +5,10 @@ every stage where it is alive; elsewhere it goes to the replica with the least l
 Any two replicas of a stage then differ by at most one micro-batch, whatever was lost: homes differ by at most one, and
 the least loaded one is filled first.
 
+Where replicas are slow, `routing` "balance" gives each micro-batch to the replica of the stage that would finish it
+first. A replica then has a share, and keeps this share of its own micro-batches, evenly over the iteration; the others
+go where shares are left.
+
 Replicas that share no micro-batch don't influence each other: the routes fall into connected components, and components
 of equal shape run alike. A straight grid costs as much to plan as one of its columns.
 """
@@ -31,6 +35,10 @@ class RouteComponent:
 def plan_routes(request: PlanRequest) -> Routes:
     """Returns routes[micro-batch][stage] = replica id."""
     home_of = home_replicas(request)
+    if request.routing == "balance":
+        factors = request.time_factors
+        stages = [{replica: factors[stage, replica] for replica in ids} for stage, ids in enumerate(request.replicas)]
+        return tuple(zip(*(_balance_stage(factor_of, home_of) for factor_of in stages)))
     return tuple(zip(*(_route_stage(ids, home_of) for ids in _replicas_in_use(request))))
 
 
@@ -77,6 +85,44 @@ def _route_stage(ids: tuple[int, ...], home_of: tuple[int, ...]) -> list[int]:
             heappush(loads, (load + 1, replica))
             column[micro_batch] = replica
     return column
+
+
+def _balance_stage(factor_of: dict[int, int], home_of: tuple[int, ...]) -> list[int]:
+    """The replica of each micro-batch at a stage whose replicas need these times for one."""
+    share = fill_by_finish_time(factor_of, len(home_of))
+    own = Counter(home_of)
+    seen: Counter[int] = Counter()
+    column, moved = list(home_of), []
+    left = dict(share)
+    for micro_batch, home in enumerate(home_of):
+        kept = min(own[home], share.get(home, 0))
+        seen[home] += 1
+        if seen[home] * kept // own[home] > (seen[home] - 1) * kept // own[home]:
+            left[home] -= 1
+        else:
+            moved.append(micro_batch)
+    finish_times = sorted((factor_of[replica], replica) for replica in left if left[replica])
+    for micro_batch in moved:
+        time, replica = heappop(finish_times)
+        column[micro_batch] = replica
+        left[replica] -= 1
+        if left[replica]:
+            heappush(finish_times, (time + factor_of[replica], replica))
+    return column
+
+
+def fill_by_finish_time(factor_of: dict[int, int], num_micro_batches: int) -> dict[int, int]:
+    """The number of micro-batches of each replica, each given to the one that finishes it first.
+
+    No other numbers end sooner.
+    """
+    finish_times = sorted((factor, replica) for replica, factor in factor_of.items())  # a sorted list is a heap
+    share = dict.fromkeys(factor_of, 0)
+    for _ in range(num_micro_batches):
+        time, replica = heappop(finish_times)
+        share[replica] += 1
+        heappush(finish_times, (time + factor_of[replica], replica))
+    return share
 
 
 def _build_component(by_route: dict[tuple[int, ...], list[int]]) -> RouteComponent:

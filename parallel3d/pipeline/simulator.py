@@ -32,9 +32,8 @@ backwards of all stages before it, take too long.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import NamedTuple
 
 from parallel3d.pipeline.component_tables import ComponentTables, Hop
@@ -42,6 +41,7 @@ from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.mailboxes import Mailboxes
 from parallel3d.pipeline.request import Pause, PlanRequest, Routes, no_pause
 from parallel3d.pipeline.schedules.schedule import VirtualMicroBatch
+from parallel3d.pipeline.time_bounds import min_time_after
 
 _FORWARD = Op.FORWARD  # saves a look-up
 _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
@@ -64,36 +64,21 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate(
-    request: PlanRequest, shape: Routes, limit: int | None = None, pause: Pause = no_pause
+    request: PlanRequest,
+    shape: Routes,
+    limit: int | None = None,
+    pause: Pause = no_pause,
+    factors: tuple[int, ...] = (),
 ) -> SimulatedRun | int:
-    """Simulates one component; if it would end after `limit`, returns a time before which it can't end."""
-    simulation = _Simulation(request, shape, float("inf") if limit is None else limit)
+    """Simulates one component; if it would end after `limit`, returns a time before which it can't end.
+
+    `factors` are those of its replicas (`PlanRequest.time_factors`); () is 1 for all.
+    """
+    simulation = _Simulation(request, shape, float("inf") if limit is None else limit, factors)
     late = simulation.run(pause)
     if late is not None:
         return late
     return SimulatedRun(simulation.tables.virtual_micro_batches, simulation.steps, simulation.clock.now)
-
-
-def least_makespan(request: PlanRequest, loads: Iterable[tuple[int, int]]) -> int:
-    """A lower bound for runs with these (stage, micro-batches of one of its replicas)."""
-    time_before = list(accumulate(request.costs.forward, initial=0))
-    time_after, compute_time = min_time_after(request), request.compute_time
-    return max(
-        time_before[request.layout.virtual_stages[stage][0]]
-        + num_micro_batches * compute_time[stage]
-        + time_after[stage]
-        for stage, num_micro_batches in loads
-    )
-
-
-def min_time_after(request: PlanRequest) -> list[int]:
-    """By stage, the least time after the end of its own work: the first chunk's backward comes last."""
-    costs, virtual_stages = request.costs, request.layout.virtual_stages
-    if not request.has_backward:
-        return [sum(costs.forward[mine[-1] + 1 :]) for mine in virtual_stages]
-    if request.splits:  # all halves for the weights may come after the last message
-        return [0] * request.num_stages
-    return [sum(costs.backward[: mine[0]]) for mine in virtual_stages]
 
 
 class _Clock:
@@ -151,8 +136,9 @@ class _Simulation:
     micro-batch has its own queue.
     """
 
-    def __init__(self, request: PlanRequest, shape: Routes, limit: float):
+    def __init__(self, request: PlanRequest, shape: Routes, limit: float, factors: tuple[int, ...]):
         self.tables = tables = ComponentTables(request, shape)
+        self.factors = factors or (1,) * tables.num_replicas
         self.limit, self.clock, self.budgets = limit, _Clock(), _Budgets(request, tables)
         self.has_backward, self.splits = request.has_backward, request.splits
         rules = request.rules
@@ -181,7 +167,10 @@ class _Simulation:
         counts = Counter(replica for route in shape for replica in route)
         self.forwards_left = [counts[replica] * request.virtual_stages for replica in range(len(stage_of))]
         time_after, compute_time = min_time_after(request), request.compute_time
-        self.time_left = [counts[r] * compute_time[stage] + time_after[stage] for r, stage in enumerate(stage_of)]
+        self.time_left = [
+            counts[r] * compute_time[stage] * self.factors[r] + time_after[stage] * request.time_scale
+            for r, stage in enumerate(stage_of)
+        ]
         """The least time until the end of the run, from the start of a replica's next compute."""
         self.end = 0  # before which the run can't end
 
@@ -338,7 +327,8 @@ class _Simulation:
         return self.mail.is_free(replica, self.tables.routes[number][previous[0]])
 
     def _compute(self, replica: int, op: Op, number: int, costs: tuple[int, ...]) -> None:
-        cost = costs[self.virtual_stages[self.tables.stage_of[replica]][self.tables.chunk_of[number]]]
+        virtual_stage = self.virtual_stages[self.tables.stage_of[replica]][self.tables.chunk_of[number]]
+        cost = costs[virtual_stage] * self.factors[replica]
         now = self.clock.now
         self.is_busy[replica] = True
         self.steps[replica].append((op, number, now))

@@ -21,7 +21,8 @@ from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.mailboxes import Mailboxes
 from parallel3d.pipeline.request import Pause, PlanRequest, Routes, no_pause
 from parallel3d.pipeline.schedules.schedule import Component, Schedule
-from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, min_time_after, simulate
+from parallel3d.pipeline.simulator import SimulatedRun, SimulatedStep, simulate
+from parallel3d.pipeline.time_bounds import min_time_after
 
 Array = NDArray[np.int64]
 
@@ -33,14 +34,18 @@ _FORWARD, _BACKWARD, _WEIGHT, _TARGETS = range(4)
 
 
 def simulate_component(
-    request: PlanRequest, shape: Routes, limit: int | None = None, pause: Pause = no_pause
+    request: PlanRequest,
+    shape: Routes,
+    limit: int | None = None,
+    pause: Pause = no_pause,
+    factors: tuple[int, ...] = (),
 ) -> SimulatedRun | int:
     """`simulate`, by the faster way."""
     if fits_all_at_once(request) and max(map(max, shape)) >= MIN_REPLICAS:
-        result = simulate_all_at_once(request, shape, limit, pause)
+        result = simulate_all_at_once(request, shape, limit, pause, factors)
         if result is not None:
             return result
-    return simulate(request, shape, limit, pause)
+    return simulate(request, shape, limit, pause, factors)
 
 
 def fits_all_at_once(request: PlanRequest) -> bool:
@@ -52,11 +57,15 @@ def fits_all_at_once(request: PlanRequest) -> bool:
 
 
 def simulate_all_at_once(
-    request: PlanRequest, shape: Routes, limit: int | None = None, pause: Pause = no_pause
+    request: PlanRequest,
+    shape: Routes,
+    limit: int | None = None,
+    pause: Pause = no_pause,
+    factors: tuple[int, ...] = (),
 ) -> SimulatedRun | int | None:
     """As `simulate`; None if a compute would have to wait for a slot."""
     try:
-        return _WideSimulation(request, shape).run(_NONE if limit is None else limit, pause)
+        return _WideSimulation(request, shape, factors).run(_NONE if limit is None else limit, pause)
     except _SlotIsFull:
         return None
 
@@ -180,7 +189,7 @@ class _Starts(NamedTuple):
 class _WideSimulation:
     """Simulates one component, instant by instant."""
 
-    def __init__(self, request: PlanRequest, shape: Routes):
+    def __init__(self, request: PlanRequest, shape: Routes, factors: tuple[int, ...]):
         self.tables = tables = _tables_of(shape)
         costs, rules, stage_of = request.costs, request.rules, tables.stage_of
         component = Component(
@@ -196,8 +205,9 @@ class _WideSimulation:
         self.costs = np.array([costs.forward, backward, costs.backward_weight])[:, list(_stages(request))]
         self.in_flight = np.array(rules.in_flight_budgets(component))
         self.deferred = np.array(rules.deferred_budgets(component) if self.splits else [_NONE] * self.num_replicas)
-        self.time_left = tables.counts * np.array(request.compute_time)[stage_of]
-        self.time_left += np.array(min_time_after(request))[stage_of]
+        self.factors = np.array(factors or (1,) * self.num_replicas)
+        self.time_left = tables.counts * np.array(request.compute_time)[stage_of] * self.factors
+        self.time_left += np.array(min_time_after(request))[stage_of] * request.time_scale
         self.activations = _Queues(tables.activation_pairs, request.slots)
         self.gradients = _Queues(tables.gradient_pairs, request.slots)
         self.due_begins = np.cumsum(tables.counts) - tables.counts
@@ -309,7 +319,7 @@ class _WideSimulation:
         self._compute(replicas, numbers, _WEIGHT)
 
     def _compute(self, replicas: Array, numbers: Array, kind: int) -> None:
-        cost = self.costs[kind, self.tables.stage_of[replicas]]
+        cost = self.costs[kind, self.tables.stage_of[replicas]] * self.factors[replicas]
         self.kind[replicas], self.number[replicas], self.end_of[replicas] = kind, numbers, self.now + cost
         self.end = max(self.end, int((self.now + self.time_left[replicas]).max(initial=0)))
         self.time_left[replicas] -= cost

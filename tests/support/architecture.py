@@ -87,7 +87,8 @@ PURE: tuple[str, ...] = (
         for name in ("instructions", "partition", "request", "routes", "simulator", "planner", "check", "timeline")
     ),
     *(f"parallel3d.pipeline.{name}" for name in ("chunk_layout", "schedules", "component_tables", "mailboxes")),
-    *(f"parallel3d.pipeline.{name}" for name in ("route_map", "wide_simulator")),
+    *(f"parallel3d.pipeline.{name}" for name in ("route_map", "wide_simulator", "time_bounds")),
+    *(f"parallel3d.pipeline.{name}" for name in ("slow_replicas", "slow_plan")),
     "parallel3d.layers.micro_batch",
     "parallel3d.data.reader",
     *(f"parallel3d.optim.{name}" for name in ("bucket_plan", "shard_map", "state_norms", "update_rules")),

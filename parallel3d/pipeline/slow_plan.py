@@ -1,0 +1,28 @@
+"""Chooses a plan for replicas of which some are slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel3d.pipeline.check import check_plan
+from parallel3d.pipeline.planner import Plan, choose_plan
+from parallel3d.pipeline.request import PlanRequest
+
+
+def choose_plan_for_slow(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int) -> Plan:
+    """Returns the plan that ends sooner in the true times: one that knows `request.slowness`, or one that does not.
+
+    A simulation chooses step by step, so that a plan from better times can be a little longer: without this, 4 of 1,018
+    random grids were, by up to 7 %. Both are timed in the same way, with every step as soon as it can run.
+    """
+    knowing = choose_plan(request, may_split=may_split, max_extra_in_flight=max_extra_in_flight)
+    if not knowing.request.slowness:
+        return knowing
+    unknowing = choose_plan(replace(request, slowness=()), may_split=may_split, max_extra_in_flight=max_extra_in_flight)
+    return min(knowing, unknowing, key=lambda plan: true_makespan(plan, request))
+
+
+def true_makespan(plan: Plan, request: PlanRequest) -> int:
+    """Time that the lists of `plan` take with the costs and the slowness of `request`."""
+    timed = replace(plan, request=replace(plan.request, costs=request.costs, slowness=request.slowness))
+    return check_plan(timed, slots=request.slots).makespan

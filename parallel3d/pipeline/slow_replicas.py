@@ -1,0 +1,81 @@
+"""Which replicas are slow, from the time that each has computed in every step. Pure.
+
+Every rank that has seen the same times has the same `ReplicaSpeeds`, so all plan with the same slowness without a
+message. What counts is the time for a unit of work against the fastest replica of the same stage: the median of a
+window, in sixteenths, and changed only if it has moved by much and not soon after a change. Otherwise every step would
+be planned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from statistics import median
+
+from parallel3d.pipeline.instructions import ReplicaId
+from parallel3d.pipeline.request import NORMAL, Routes
+
+WINDOW = 10
+"""Steps of which the median counts."""
+HYSTERESIS = 1.25
+"""Ratio of two slownesses from which on the newer one is taken."""
+HOLD = 20
+"""Steps from one change of a replica's slowness to its next."""
+MAX_SLOWNESS = 64 * NORMAL
+"""Of a replica that hardly moves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpeeds:
+    """The speeds of replicas that all ranks know after the same steps."""
+
+    recent: Mapping[ReplicaId, tuple[float, ...]] = field(default_factory=dict)
+    """The newest times for a unit of work, at most `WINDOW`."""
+    slowness: Mapping[ReplicaId, int] = field(default_factory=dict)
+    """Of slow replicas alone: their time, in 1 / `NORMAL` of the fastest one's."""
+    held: Mapping[ReplicaId, int] = field(default_factory=dict)
+    """Steps for which a slowness that has just changed stays."""
+
+    def after(self, unit_times: Mapping[ReplicaId, float]) -> ReplicaSpeeds:
+        """Returns the speeds after one more step, in which these live replicas took this time for a unit of work.
+
+        A replica without work has no time in it (0), and keeps what is known; one that is not named is forgotten.
+        """
+        recent = {
+            replica: (*self.recent.get(replica, ()), time)[-WINDOW:]
+            if isfinite(time) and time > 0
+            else self.recent.get(replica, ())
+            for replica, time in sorted(unit_times.items())
+        }
+        held = {replica: left - 1 for replica, left in self.held.items() if left > 1 and replica in recent}
+        slowness = {replica: factor for replica, factor in self.slowness.items() if replica in recent}
+        for replica, measured in _measure(recent).items():
+            known = slowness.get(replica, NORMAL)
+            if replica in held or max(measured, known) < HYSTERESIS * min(measured, known):
+                continue
+            held[replica] = HOLD
+            slowness[replica] = measured
+            if measured < HYSTERESIS * NORMAL:
+                del slowness[replica]
+        return replace(self, recent=recent, slowness=slowness, held=held)
+
+    def of_grid(self, replicas: Routes) -> Routes:
+        """The slowness of these replicas for a `PlanRequest`; () if none of them is slow.
+
+        The fastest replica of each stage is normal, whatever left since it was measured.
+        """
+        factors = [
+            [self.slowness.get((stage, replica), NORMAL) for replica in ids] for stage, ids in enumerate(replicas)
+        ]
+        relative = tuple(tuple(factor * NORMAL // min(stage) for factor in stage) for stage in factors)
+        return relative if any(factor > NORMAL for stage in relative for factor in stage) else ()
+
+
+def _measure(recent: Mapping[ReplicaId, tuple[float, ...]]) -> dict[ReplicaId, int]:
+    """The slowness of replicas with a whole window, against the fastest of their stage."""
+    medians = {replica: median(times) for replica, times in recent.items() if len(times) == WINDOW}
+    fastest: dict[int, float] = {}
+    for (stage, _), time in medians.items():
+        fastest[stage] = min(fastest.get(stage, time), time)
+    return {replica: min(MAX_SLOWNESS, round(NORMAL * time / fastest[replica[0]])) for replica, time in medians.items()}
