@@ -92,6 +92,7 @@ def test_a_replica_leaves_and_the_rest_is_needed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_host_leaves_and_nothing_returns_to_it(tmp_path):
     """Its other worker was lost a moment before. A worker of another host comes back as before."""
     hosts = ["a", "a", "b", "b"]
@@ -108,6 +109,7 @@ def test_a_host_leaves_and_nothing_returns_to_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_spare_takes_the_place_of_a_worker_that_leaves(tmp_path):
     process = start(tmp_path, num_steps=400, spares=2)
     wait_for_step(tmp_path, 5)

@@ -5,7 +5,7 @@ import pytest
 from tests.launch.test_returning_workers import SETTINGS, changes, stop_after
 from tests.support.launch_runs import finish, metrics, start, wait_for_change, wait_for_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def drain(run, what):
