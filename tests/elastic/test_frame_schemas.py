@@ -173,7 +173,6 @@ ILL = [
     {"op": "finish_generation", "generation": 0},
     {"op": "report", "report": {"generation": []}},
     {"op": "report", "report": StateReport(rank=0, generation=0).to_json()},
-    {"op": "probed", "round": 9, "unreachable": []},
     {"op": "publish", "record": {"kind": "step", "step": None}},
     {"op": "over", "exit_code": 0},
 ]

@@ -16,7 +16,6 @@ from parallel3d.elastic.coordinator.fences import Fences
 from parallel3d.elastic.coordinator.run_status import RunStatus
 from parallel3d.elastic.protocol.probe_graph import Path, describe_cut, plan_eviction
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
-from parallel3d.errors import ProtocolError
 
 QUIET_SHARE, PROBE_SHARE = 0.25, 0.75
 """Parts of `control_s`: without progress before a round, and of a round."""
@@ -69,9 +68,7 @@ class PathCheck:
         return ""
 
     def add(self, rank: int, number: int, unreachable: list[int]) -> None:
-        """Adds a worker's answer; one to an earlier round is ignored."""
-        if number > self._num_rounds:
-            raise ProtocolError(f"rank {rank} answers round {number} of {self._num_rounds}")
+        """Adds a worker's answer; one to another round is ignored, which a lost coordinator may have begun."""
         if self._round is not None and number == self._round.number:
             self._round.unreachable[rank] = unreachable
 
