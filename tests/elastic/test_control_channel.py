@@ -193,3 +193,25 @@ def test_a_worker_goes_on_with_the_coordinators_successor():
     with pytest.raises(GenerationEnded, match="it is gone"):
         control.token.sleep(5)
     assert control.lost_coordinator
+
+
+def test_a_record_that_is_published_meanwhile_comes_after_those_that_are_repeated(monkeypatch):
+    """A new coordinator takes those that are older than the newest one for written."""
+    ours, theirs = socket.socketpair()
+    control = ControlChannel(ours, rank=0, world_size=1, hello={"op": "hello"})
+    meanwhile = threading.Thread(target=control.publish, args=({"kind": "step", "step": 3},))
+    sent = []
+
+    def send(header):
+        sent.append(header)
+        if header["op"] == "hello":
+            meanwhile.start()
+            meanwhile.join(0.2)  # it has to wait
+
+    monkeypatch.setattr(control, "_send", send)
+    for step in (1, 2):
+        control.publish({"kind": "step", "step": step})
+    control._lose_coordinator("the coordinator is gone", is_final=False)
+    meanwhile.join(10)
+    theirs.close()
+    assert [header["record"]["step"] for header in sent if header["op"] == "publish"] == [1, 2, 1, 2, 3]

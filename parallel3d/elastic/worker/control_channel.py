@@ -88,6 +88,8 @@ class ControlChannel:
         self._is_finishing = False
         self._kept_records: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_RECORDS)
         """The newest published steps and evaluations: a coordinator may be lost before it has written them."""
+        self._publishing = threading.Lock()
+        """A new record must not come between those that are repeated: older ones would count as written."""
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._responses: dict[int, _Response] = {}
         self._ids = itertools.count()
@@ -147,9 +149,10 @@ class ControlChannel:
 
     def publish(self, record: dict[str, Any]) -> None:
         """Passes a record to the run's reporter; never waits."""
-        if record.get("kind") in ("step", "evaluation"):
-            self._kept_records.append(record)
-        self._send({"op": "publish", "record": record})
+        with self._publishing:
+            if record.get("kind") in ("step", "evaluation"):
+                self._kept_records.append(record)
+            self._send({"op": "publish", "record": record})
 
     def report_error(self, error: dict[str, Any]) -> None:
         """Reports why this worker is about to fail (`run_status.describe_error`)."""
@@ -217,15 +220,16 @@ class ControlChannel:
             self._shut()
             return
         self.membership.leave_generation(reason)
-        self._send({**self._hello, "membership_state": self.membership.membership_state()})
+        with self._publishing:
+            self._send({**self._hello, "membership_state": self.membership.membership_state()})
+            for record in self._kept_records:  # it knows which of them are in the run folder
+                self._send({"op": "publish", "record": record})
         self._drain.clear()  # what the lost one has granted is void
         if self._leaves:
             self._send({"op": "announce_drain"})
         for response in list(self._responses.values()):  # a worker that joins may ask the lost one what to begin with
             if response.request["op"] in READS and not response.token.aborted:
                 self._send(response.request)
-        for record in list(self._kept_records):  # it knows which of them are in the run folder
-            self._send({"op": "publish", "record": record})
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         match header.get("op"):
