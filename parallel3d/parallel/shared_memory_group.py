@@ -118,12 +118,14 @@ class SharedMemoryGroup(Group):
     def renew(self, name: str, token: AbortToken) -> None:
         with self._renewing:  # an attempt that is over can't come after the next one
             token.check()
-            self.close()
+            self.token.remove_callback(self._switch.abort)
             self.name, self.token, self._switch = name, token, WaitSwitch(self._memory)
             token.on_abort(self._switch.abort)
 
     def close(self) -> None:
         self.token.remove_callback(self._switch.abort)
+        self._pending.clear()  # they refer to the group, and so would keep its memory
+        self._unwritten.clear()
 
     def finish(self, work: _SharedWork) -> None:
         """Finishes the collectives up to `work`, in the order in which they were posted."""

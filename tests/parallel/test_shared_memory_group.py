@@ -1,10 +1,13 @@
 """Groups over shared memory: ranks that are threads here, which map the same memory several times, and processes."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +43,11 @@ def shared_group(store, rank, *, size=SIZE, token=None, name="generation0/tp", t
     )
 
 
+def num_mapped():
+    """Memory of groups that this process still maps."""
+    return Path("/proc/self/maps").read_text().count("parallel3d-exchange")
+
+
 def run_group(function, *, size=SIZE, **how):
     """The results of `function(group)` on ranks that are threads."""
     store = HashStore()
@@ -62,6 +70,8 @@ def assert_same_bits(ours, theirs):
 
 def test_every_collective_gives_the_bits_of_threads():
     assert_same_bits(run_group(all_collectives), by_threads(all_collectives))
+    gc.collect()
+    assert num_mapped() == 0  # the memory goes with its groups
 
 
 def more_than_the_slots_hold(group):
@@ -182,6 +192,27 @@ def test_an_abort_ends_every_wait_at_once():
     assert results[:2] == [(["rank 12 is lost"] * 3, False, "", True)] * 2
 
 
+def test_a_closed_group_gives_its_memory_back_at_once():
+    """Also with a collective under way."""
+    store = HashStore()
+
+    def body(rank, world):
+        group = shared_group(store, rank)
+        group.all_reduce_async(torch.ones(TOO_MANY_BYTES))
+        memory = weakref.ref(group._memory)
+        group.token.abort("over")
+        group.close()
+        del group
+        return memory() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_threads(SIZE, body) == [True] * SIZE
+    finally:
+        gc.enable()
+
+
 def test_silence_ends_too():
     def body(group):
         if group.rank == 2:
@@ -276,9 +307,9 @@ def test_all_do_without_if_one_can_not_map_it(offer):
         seen = Misled(store, offer) if rank == 1 else store
         return share_memory(seen, "tp", rank=rank, size=SIZE, timeout=LIMIT)
 
-    descriptors = len(os.listdir("/proc/self/fd"))
     assert run_threads(SIZE, body) == [None] * SIZE
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    gc.collect()
+    assert num_mapped() == 0
 
 
 def test_without_a_compiler_or_anonymous_memory_all_do_without(monkeypatch):
