@@ -43,7 +43,10 @@ def connect_transports(config: Config, grid: Grid, context: WorkerContext) -> Tr
     control, network = context.control, SocketNetwork(config, context)
     control.set(f"address/{context.rank}", json.dumps(network.listen(0)).encode())
     addresses = {rank: tuple(json.loads(control.get(f"address/{rank}", control.token))) for rank in grid.ranks}
-    record = GenerationRecord(generation=0, grid=grid, previous=None, members=grid.ranks, addresses=addresses)
+    hosts = {rank: host for rank, (host, _) in addresses.items()}
+    record = GenerationRecord(
+        generation=0, grid=grid, previous=None, members=grid.ranks, addresses=addresses, hosts=hosts
+    )
     return network.transports(record, control.token)
 
 

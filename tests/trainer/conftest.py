@@ -1,6 +1,7 @@
 """Fixtures of the trainer's tests."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -31,7 +32,7 @@ def gloo_folder(request, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", gloo_cells.__name__, str(folder), *dict.fromkeys(gloo_names)],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
         timeout=600,
