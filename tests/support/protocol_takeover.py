@@ -14,7 +14,7 @@ from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
 from parallel3d.elastic.settings import ElasticSettings
 from tests.support.protocol_moves import MovesModel
-from tests.support.protocol_world import DEAD, Step, Worker, World
+from tests.support.protocol_world import Step, Worker, World
 
 _TIMEOUT = TimeoutConfig(multiplier=1.0, min_s=1.0, max_s=1.0)
 
@@ -59,7 +59,7 @@ class TakeoverModel(MovesModel):
                 world = self._submit(world, ("release", rank))
                 world = self._submit(world, ("admit", rank, worker.part))
         protocol = self.protocol(world)
-        lost = tuple(rank for rank in sorted(protocol.live) if world.workers[rank].mode == DEAD)
+        lost = tuple(rank for rank in sorted(protocol.live) if not world.workers[rank].alive)
         world = self._submit(world, ("lost_together", lost) if lost else ("begin",))
         for rank in () if world.ended else self.leaving(live):
             world = self._submit(world, ("announce_drain", rank))
