@@ -26,6 +26,7 @@ from parallel3d.config.derived import stage_replicas
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.goodput.failure_trace import SECONDS_PER_HOUR
 from parallel3d.goodput.paper_numbers import PaperNumber, UptimeAssumptions, formulas, simulations, uptimes
 from parallel3d.goodput.scenario import Scenario, load_scenario, parse_scenario
 from parallel3d.goodput.strategies import ComparisonRow, compare_strategies
@@ -163,7 +164,7 @@ def describe(scenario: Scenario, rows: Sequence[ComparisonRow], speeds: Sequence
             f"standard errors up to {100 * error:.2g} points"
         )
     yield "a second more of pause costs (points): " + ", ".join(
-        f"{row.failures_per_hour / 36:.2g}" for row in rows[: len(scenario.failures.multiples)]
+        f"{100 * row.failures_per_hour / SECONDS_PER_HOUR:.2g}" for row in rows[: len(scenario.failures.multiples)]
     )
     if len(rows) == 1:
         yield ""
