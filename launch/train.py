@@ -83,7 +83,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("--join", action="store_true", help="add a worker to the run that goes on in run.directory")
     parser.add_argument(
-        "--drain", metavar="WHAT", help="have workers leave the run in run.directory, with nothing lost"
+        "--drain",
+        metavar="WHAT",
+        help="have workers leave the run in run.directory: rank=3, replica=1, stage=1,replica=1 or host=NAME",
     )
     parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")

@@ -44,8 +44,10 @@ def read_address(directory: Path) -> Address:
     """Returns where the coordinator of this run folder serves. Raises LaunchError."""
     try:
         host, port = json.loads((directory / ADDRESS_FILE).read_text())
+    except FileNotFoundError:
+        raise LaunchError(f"{directory}: no run goes on there; run.directory must name the folder of one") from None
     except (OSError, ValueError) as error:
-        raise LaunchError(f"{directory}: no run goes on there ({error})") from None
+        raise LaunchError(f"{directory / ADDRESS_FILE} can't be read: {error}") from None
     return str(host), int(port)
 
 

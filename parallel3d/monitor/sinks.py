@@ -328,7 +328,7 @@ def _step_text(record: dict[str, Any]) -> str:
 
 
 def _workers_text(record: dict[str, Any]) -> str:
-    """"" while each place of the first grid is taken, and no other."""
+    """Returns what the bar says of workers: nothing while each place of the first grid is taken, and no other."""
     live, spare, lost = (record[name] for name in ("live", "spare", "lost"))
     widths = "/".join(map(str, record["widths"]))
     is_as_begun = live == record["places"] and not spare

@@ -98,15 +98,11 @@ class SharedMemoryGroup(Group):
         own, whole = _flat(tensor), _flat(output).view(self.size, -1)
         step = SLOT_BYTES // own.element_size()
 
-        def write(chunk: int, slot: Tensor) -> None:
-            some = own[chunk * step : (chunk + 1) * step]
-            slot[: len(some)].copy_(some)
-
         def read(chunk: int, slots: Sequence[Tensor]) -> None:
             for target, slot in zip(whole[:, chunk * step : (chunk + 1) * step], slots):
                 target.copy_(slot[: len(target)])
 
-        return self._post(_Exchange(dtype=own.dtype, num_chunks=-(-len(own) // step), write=write, read=read))
+        return self._post(_whole_exchange(own, step, read))
 
     @property
     def state(self) -> str:
@@ -143,15 +139,11 @@ class SharedMemoryGroup(Group):
         flat = _flat(tensor)
         step = SLOT_BYTES // flat.element_size()
 
-        def write(chunk: int, slot: Tensor) -> None:
-            some = flat[chunk * step : (chunk + 1) * step]
-            slot[: len(some)].copy_(some)
-
         def read(chunk: int, slots: Sequence[Tensor]) -> None:
             target = flat[chunk * step : (chunk + 1) * step]
             _combine(target, [slot[: len(target)] for slot in slots], combine)
 
-        return _Exchange(dtype=flat.dtype, num_chunks=-(-len(flat) // step), write=write, read=read)
+        return _whole_exchange(flat, step, read)
 
     def _post(self, exchange: _Exchange) -> Work:
         self.token.check()
@@ -213,6 +205,16 @@ class _SharedWork:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
+
+
+def _whole_exchange(own: Tensor, step: int, read: Callable[[int, Sequence[Tensor]], None]) -> _Exchange:
+    """An exchange in which each rank offers all of a flat tensor, `step` elements a chunk."""
+
+    def write(chunk: int, slot: Tensor) -> None:
+        some = own[chunk * step : (chunk + 1) * step]
+        slot[: len(some)].copy_(some)
+
+    return _Exchange(dtype=own.dtype, num_chunks=-(-len(own) // step), write=write, read=read)
 
 
 def _combine(target: Tensor, versions: Sequence[Tensor], combine: Combine) -> None:

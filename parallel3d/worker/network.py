@@ -78,7 +78,7 @@ class SocketNetwork(Network):
                 meeting, timeout = ControlStore(control, token), timedelta(seconds=self._config.run.timeout_s)
                 if memory := share_memory(meeting, name, rank=number, size=len(ranks), timeout=timeout):
                     return SharedMemoryGroup(**settings_of(name, ranks), memory=memory)
-                print(f"{name}: its ranks can't share memory, which gloo does not need", flush=True)
+                print(f"{name}: its ranks can't share memory, so they exchange by gloo", flush=True)
             store = ControlStore(control, token, size=len(ranks), number=number)
             group = GlooGroup(**settings_of(name, ranks), store=store, address=self._context.address)
             return StagedGroup(group) if is_accelerator(self._device) else group

@@ -225,7 +225,7 @@ def test_silence_ends_too():
 
 
 def lose_a_peer_in_mid_exchange(gloo, token, folder):
-    """Rank 2 has filled its slots and is killed before it can fill them again. Rank 0 is told, rank 1 finds out."""
+    """Rank 2 fills its slots and is killed before it can fill them again. Rank 0 gets the abort; rank 1 times out."""
     timeout_s = 1.0 if gloo.rank == 1 else 60.0
     group = shared_group(FileStore(f"{folder}/shared", SIZE), gloo.rank, token=token, timeout_s=timeout_s)
     arrive(gloo, folder, "built")

@@ -67,7 +67,7 @@ class TakeoverModel(MovesModel):
         return world
 
     def has_left(self, protocol: ResumedProtocol, rank: int, worker: Worker) -> bool:
-        """A spare that builds another part is no member of its generation any more."""
+        """Whether a spare has left its generation to build another part."""
         return protocol.has_left(rank, worker.part)
 
     def is_about_to_leave(self, record: GenerationRecord, rank: int) -> bool:

@@ -4,7 +4,7 @@ given               PARALLEL3D_SECRET, any words, in the environment of every pr
 without a launcher  made by the coordinator's process
 torchrun            made by rank 0's coordinator process, put into torchrun's store next to the coordinator's address
 other launchers     made by rank 0, in the file .secret (mode 600) of the run's directory, which all hosts share
-train.py --join      in that file, which is written under all launchers unless the secret is given
+train.py --join     in that file, which is written under all launchers unless the secret is given
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -126,8 +126,7 @@ def _encode_grid(grid: Grid, base: Grid) -> Json:
     """Returns the ranks of those replicas of `base` that have gone or changed, and [stage, replica id, rank, ...] of
     each new one."""
     without, more = list[int](), list[list[int]]()
-    former_stages = base.stages if len(base.stages) == len(grid.stages) else ({},) * len(grid.stages)
-    for number, (stage, former) in enumerate(zip(grid.stages, former_stages)):
+    for number, (stage, former) in enumerate(zip(grid.stages, _stages_of(base, len(grid.stages)))):
         if stage != former:
             without += [rank for replica, ranks in former.items() if stage.get(replica) != ranks for rank in ranks]
             more += [[number, d, *stage[d]] for d in sorted(stage) if stage[d] != former.get(d)]
@@ -136,13 +135,17 @@ def _encode_grid(grid: Grid, base: Grid) -> Json:
 
 def _decode_grid(data: Json, base: Grid) -> Grid:
     grid = base.without(_decode_ranks(data["without"]))[0] if data["without"] else base
-    if len(base.stages) == data["num_stages"] and not data["more"]:
+    if not data["more"]:
         return grid
-    stages = [dict(stage) for stage in grid.stages] if len(base.stages) == data["num_stages"] else []
-    stages = stages or [{} for _ in range(data["num_stages"])]
+    stages = [dict(stage) for stage in _stages_of(grid, data["num_stages"])]
     for number, replica, *ranks in data["more"]:
         stages[number][replica] = tuple(ranks)
     return Grid(tuple(map(MappingProxyType, stages)))
+
+
+def _stages_of(base: Grid, num_stages: int) -> Sequence[Mapping[int, tuple[int, ...]]]:
+    """The stages of a record's base; empty ones if there is none."""
+    return base.stages if len(base.stages) == num_stages else ({},) * num_stages
 
 
 def _encode_texts(texts: Mapping[int, str], base: Mapping[int, str]) -> Json:
