@@ -49,6 +49,7 @@ from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
+from tests.support.processes import write_pids
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 BYTES_MOVED = 2**19
@@ -264,7 +265,7 @@ def dawdle(directory: Path, rank: int, tick: Callable[[], None]) -> None:
 
 
 def member(spec: dict[str, Any], context: WorkerContext) -> int:
-    Path(sys.argv[1], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
+    write_pids(Path(sys.argv[1]), context.rank)
     faults = [(rank, point, number, what) for rank, point, number, what in spec.get("faults", ())]
     mine = [fault for fault in faults if fault[0] == context.rank]
     if context.is_spare and context.control.membership.await_part() is None:

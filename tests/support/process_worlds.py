@@ -17,6 +17,7 @@ from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import DataError, UserError
 from parallel3d.monitor.run_folder import RunFolder
 from parallel3d.monitor.sinks import RunReporter
+from tests.support.processes import write_pids
 
 
 def start(case: str, directory: Path, *, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
@@ -34,7 +35,7 @@ def start(case: str, directory: Path, *, launcher: tuple[str, ...] = (), **varia
 def leave_marks(context: WorkerContext) -> None:
     """Writes a file that names this process, so that a test can check that it has ended."""
     context.control.publish({"kind": "hello", "coordinates": f"pp{context.rank} dp0 tp0"})
-    Path(sys.argv[2], f"pid-{context.rank}").write_text(f"{os.getpid()} {os.getppid()}")
+    write_pids(Path(sys.argv[2]), context.rank)
 
 
 def train_until_aborted(context: WorkerContext, step: int = 1) -> int:
