@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.member_processes import free_port
 from tests.support.process_worlds import start
 from tests.support.processes import DEADLINE_S, alive, pids, read_to_the_end, wait_for
 
@@ -153,8 +154,7 @@ def test_under_torchrun_a_killed_worker_fails_every_guardian(tmp_path):
 @pytest.mark.full
 def test_a_launcher_without_a_store_leaves_the_port_to_rank_0(tmp_path):
     """As under DeepSpeed's launcher; also: the coordinator may come up after the other ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     second = start("good", tmp_path, RANK="1", LOCAL_RANK="1", **world)
     time.sleep(0.5)
@@ -174,9 +174,8 @@ def test_a_port_in_use_is_one_message(tmp_path):
 
 @pytest.mark.full
 def test_an_unreachable_coordinator_is_one_message(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = free_port()
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CONNECT_S": "1.5"}
     code, _, err = end(start("good", tmp_path, RANK="1", LOCAL_RANK="1", **world), tmp_path)
     assert code == 2
     assert err.startswith(f"rank 1: could not reach the run's coordinator at 127.0.0.1:{port} within 1.5 s")
@@ -185,8 +184,7 @@ def test_an_unreachable_coordinator_is_one_message(tmp_path):
 
 def test_a_rank_that_never_starts_is_named(tmp_path):
     """Rank 1 of two is not started at all."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "START_S": "1"}
     code, _, err = end(start("endless", tmp_path, RANK="0", LOCAL_RANK="0", **world), tmp_path)
     assert code == 3 and err == "rank 1 did not start within 1 s\n"

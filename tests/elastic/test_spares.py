@@ -42,7 +42,7 @@ def test_a_spare_that_ends_costs_the_run_nothing(tmp_path, number, said):
 
 
 def test_a_spare_outlives_the_coordinator(tmp_path):
-    processes = start_on_hosts(tmp_path, HOSTS, num_steps=300, layout=(1, 3, 1), spares=1, connect_s=20.0)
+    processes = start_on_hosts(tmp_path, HOSTS, num_steps=300, layout=(1, 3, 1), spares=1)
     wait_for_step(tmp_path, 5)
     wait_for(lambda: (tmp_path / "pid-3").exists(), "the spare")
     processes[0].kill()
@@ -88,7 +88,7 @@ def test_the_coordinator_is_lost_while_a_spare_moves(tmp_path):
     """Its successor does not wait for the spare, and lets it in once it has built its part."""
     faults = [[2, "step", 5, "kill"], [4, "step", 10, "kill"], [5, "build", 1, "dawdle"]]
     hosts = ["a", "a", "b", "b", "b", "b", "c", "c"]
-    processes = start_on_hosts(tmp_path, hosts, num_steps=900, layout=CUBE, faults=faults, connect_s=20.0)
+    processes = start_on_hosts(tmp_path, hosts, num_steps=900, layout=CUBE, faults=faults)
     wait_for(lambda: (tmp_path / "dawdling-5").exists(), "the spare")
     os.kill(coordinator_of(processes[0]), signal.SIGKILL)
     wait_for(

@@ -291,8 +291,8 @@ def main() -> int:
             env=env,
             host=spec["hosts"][env.rank] if env and "hosts" in spec else None,
             timeouts=LaunchTimeouts(
-                start_s=spec.get("start_s", 20.0),
-                connect_s=spec.get("connect_s", 1.5),
+                start_s=spec.get("start_s", 100.0),
+                connect_s=spec.get("connect_s", 100.0),
                 failover_s=spec.get("failover_s", 2.0),
                 abort_grace_s=1.0,
                 stop_grace_s=3.0,

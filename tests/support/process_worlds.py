@@ -184,7 +184,10 @@ def main() -> int:
             env=env,
             preload=("torch",) if case in ("reduced", "half_built") else (),
             timeouts=LaunchTimeouts(
-                start_s=float(os.environ.get("START_S", "20")), connect_s=1.5, abort_grace_s=1.0, stop_grace_s=1.5
+                start_s=float(os.environ.get("START_S", "100")),
+                connect_s=float(os.environ.get("CONNECT_S", "100")),
+                abort_grace_s=1.0,
+                stop_grace_s=1.5,
             ),
         )
     except UserError as error:
