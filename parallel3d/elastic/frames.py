@@ -44,6 +44,8 @@ MAX_VALUE_BYTES = 16 * 2**20
 """Of a frame that a worker sends: a value that it stores."""
 MAX_RELAYED_BYTES = MAX_VALUE_BYTES + MAX_HEADER_BYTES + 8
 """Of a frame that a guardian sends: a worker's largest frame, with its header."""
+REPEATED_RECORDS = ("step", "evaluation")
+"""Kinds of records of which a worker repeats the newest to a coordinator that takes over."""
 CHUNK_BYTES = 2**16
 RETRY_S = 0.1
 KEEPALIVE_S = 8

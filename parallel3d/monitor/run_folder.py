@@ -20,6 +20,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ CHARTS, LOGS, LOCK, LOST_STEPS = ("loss.png", "course.png", "instability.png"), 
 DUMPS, TRACES, TENSORBOARD = "dumps", "profile", "tensorboard"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
+TAIL_BYTES = 2**16
+"""What is read at once of the end of a file."""
 
 
 class RunFolder:
@@ -146,14 +149,29 @@ class ContinuedRunFolder(RunFolder):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, without a last line that a crash cut short."""
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_metrics`, one line in memory at a time."""
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n") and line != "\n":
+                yield json.loads(line)
 
 
 def _drop_partial_line(path: Path) -> None:
     """Removes a last line that a crash cut short, so that another can follow."""
     with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
 
 
 def _copy_history(source: Path, target: Path, last_step: int) -> None:

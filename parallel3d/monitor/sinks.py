@@ -16,12 +16,13 @@ Records with "event" go to metrics.jsonl unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
@@ -37,6 +38,7 @@ from parallel3d.monitor.run_folder import (
     SUMMARY,
     TENSORBOARD,
     RunFolder,
+    iterate_metrics,
     read_metrics,
 )
 from parallel3d.monitor.tensorboard import TensorBoardFile
@@ -310,12 +312,10 @@ class RunReporter:
         files = [name for name in (METRICS, SUMMARY, *CHARTS, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
-    def _read_existing_lines(self) -> list[dict[str, Any]]:
+    def _read_existing_lines(self) -> Iterator[dict[str, Any]]:
         """Lines already in the folder: those of another process whose run this report continues."""
-        try:
-            return read_metrics(self._folder.path / METRICS)
-        except OSError:
-            return []
+        with contextlib.suppress(OSError):
+            yield from iterate_metrics(self._folder.path / METRICS)
 
     def _exists(self, name: str) -> bool:
         return (self._folder.path / name).exists()

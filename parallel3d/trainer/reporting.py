@@ -7,6 +7,7 @@ are those that this rank measured itself: a step led by another rank is reported
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
@@ -25,6 +26,9 @@ from parallel3d.trainer.step import StepReport
 
 FINAL_STEPS = 10
 """Steps whose mean loss is the run's final loss."""
+
+MAX_KEPT_STEPS = 4096
+"""More than a leader can make before it is noticed that none of its records arrives: 30 s of steps of 10 ms."""
 
 Publish = Callable[[dict[str, Any]], None]
 
@@ -49,6 +53,8 @@ class StepReporter:
         self._waited_s = 0.0
         """Seconds of waiting for data before the current step."""
         self._planned_bubble: float | None = None
+        self._kept_steps: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_STEPS)
+        """The newest steps' records: a leader may be lost with those that have not left its host."""
         self._bubbles: list[float] = []
         """Bubbles of this generation's steps: another grid has another plan."""
 
@@ -65,14 +71,18 @@ class StepReporter:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def begin_generation(self, last_reported_step: int) -> None:
-        """Reports what the previous leader may have died before reporting."""
+        """Reports the steps after `last_reported_step`: the previous leader may have died before it reported them."""
         self._bubbles = []
         self._publish_as_leader({"kind": "training"})
         if self._rank.is_leader and self._rank.config.run.show_routes:
             self._publish_routes()
+        known = max(last_reported_step, self._rank.resumed_from)
+        for record in [record for record in self._kept_steps if record["step"] > known]:
+            self._publish_as_leader(record)
+            known = record["step"]
         for entry in self._rank.state.entries:
             self._rank.history.losses[entry.iteration] = entry.loss
-            if entry.iteration > max(last_reported_step, self._rank.resumed_from):
+            if entry.iteration > known:
                 self._publish_step(entry)
         self._publish_evaluation()
 
@@ -161,23 +171,23 @@ class StepReporter:
         if not entry.finite and loss_scale.is_dynamic:
             text = f"step {entry.iteration}: a gradient is not finite, the update is skipped on every rank"
             self.leader_notice(f"{text}; loss scale {loss_scale.scale:g}")
-        self._publish_as_leader(
-            {
-                "kind": "step",
-                "step": entry.iteration,
-                "tokens": state.tokens_trained,
-                "tokens_read": state.tokens_read,
-                "sequence_length": entry.num_target_tokens // len(entry.cursors),
-                "num_sequences": len(entry.cursors),
-                "loss": _finite_or_none(entry.loss),
-                "grad_norm": _finite_or_none(entry.grad_norm) if entry.finite else None,
-                "lr": self._rank.learning_rate_now,
-                "num_updates": state.num_updates,
-                **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
-                **(state.monitor.figures() if entry.iteration == state.iteration else {}),
-                **(times or {}),
-            }
-        )
+        record = {
+            "kind": "step",
+            "step": entry.iteration,
+            "tokens": state.tokens_trained,
+            "tokens_read": state.tokens_read,
+            "sequence_length": entry.num_target_tokens // len(entry.cursors),
+            "num_sequences": len(entry.cursors),
+            "loss": _finite_or_none(entry.loss),
+            "grad_norm": _finite_or_none(entry.grad_norm) if entry.finite else None,
+            "lr": self._rank.learning_rate_now,
+            "num_updates": state.num_updates,
+            **({"loss_scale": loss_scale.scale} if loss_scale.is_dynamic else {}),
+            **(state.monitor.figures() if entry.iteration == state.iteration else {}),
+            **(times or {}),
+        }
+        self._kept_steps.append(record)
+        self._publish_as_leader(record)
 
     def _times(self, report: StepReport) -> dict[str, Any]:
         waited_s, num_ranks = self._data_wait_s() - self._waited_s, len(self._rank.grid.ranks)

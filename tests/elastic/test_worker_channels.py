@@ -148,6 +148,20 @@ def test_a_successor_gets_the_hello_first_and_nothing_that_was_meant_for_the_los
     assert world.heard(0) == ["connected", "coordinator_lost"]
 
 
+def test_a_step_that_is_said_before_the_hello_comes_in_its_turn(world):
+    """The worker says it again among the older ones, which the successor would take for written if it came first."""
+    steps = [{"op": "publish", "record": {"kind": "step", "step": number}} for number in (1, 2, 3)]
+    notice = {"op": "publish", "record": {"kind": "notice", "text": "x"}}
+    world.welcome()
+    world.say(0, HELLO, *steps[:2])
+    world.turn()
+    world.lose()
+    again = {**HELLO, "membership_state": {}}
+    world.say(0, notice, steps[2], again, *steps)
+    world.welcome()
+    assert world.turn() == [(0, frame) for frame in (again, notice, *steps)]
+
+
 def test_a_hello_that_a_second_loss_has_overtaken_is_not_passed_on(world):
     world.welcome()
     world.say(0, HELLO)

@@ -293,7 +293,7 @@ def main() -> int:
             timeouts=LaunchTimeouts(
                 start_s=spec.get("start_s", 100.0),
                 connect_s=spec.get("connect_s", 100.0),
-                failover_s=spec.get("failover_s", 2.0),
+                failover_s=spec.get("failover_s", 6.0),
                 abort_grace_s=1.0,
                 stop_grace_s=3.0,
                 control_s=spec.get("control_s", 30.0),

@@ -53,6 +53,17 @@ def test_a_finished_run_that_is_resumed_reports_no_speed():
     assert {summary[name] for name in figures} == {None}
 
 
+def test_a_new_leader_reports_all_steps_that_the_last_one_took_along():
+    """Its host may have been out of reach for long before it was lost: more steps than a change repeats."""
+    records, reporter = reporter_of(6, resumed=False)
+    reporter._rank.resumed_from = 0
+    made = [record for record in records if record["kind"] == "step"]
+    records.clear()
+    reporter.begin_generation(last_reported_step=2)
+    assert [record for record in records if record["kind"] == "step"] == made[2:]
+    assert [record["step"] for record in made[2:]] == [3, 4, 5, 6] and all("step_s" in record for record in made)
+
+
 def test_only_the_leader_publishes():
     records, reporter = reporter_of(1, resumed=False)
     rank = reporter._rank

@@ -4,7 +4,8 @@ Up, what a turn of the loop has read goes on in batches, in each worker's order.
 once. Neither waits: a worker that does not read is lost, and while the coordinator does not read, workers are not read.
 
 A coordinator that takes over gets each worker's hello first, with its membership state, then what it has said in
-between. What a worker has said to the lost one about a change of membership is over with it, up to that hello.
+between. What a worker has said to the lost one about a change of membership is over with it, up to that hello; and
+what it has recorded up to there it says again, in order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from parallel3d.elastic.frames import (
     CHUNK_BYTES,
     MAX_VALUE_BYTES,
     PING_S,
+    REPEATED_RECORDS,
     FrameReader,
     encode_frame,
     encode_from_workers,
@@ -230,7 +232,7 @@ class WorkerChannels:
             self._on_hello(channel, frame)
         elif channel.is_passed_on:
             self._batch.append((channel.rank, frame))
-        elif channel.hello or op not in TO_ITS_COORDINATOR:
+        elif channel.hello or not _is_void_before_hello(header):
             channel.held.append(frame)
             channel.num_held_bytes += len(frame)
             if not channel.hello and channel.num_held_bytes > MAX_UNSENT_BYTES:
@@ -285,3 +287,10 @@ class WorkerChannels:
         else:
             self._selector.unregister(channel.socket)
         channel.watched = events
+
+
+def _is_void_before_hello(header: dict[str, Any]) -> bool:
+    """Whether a frame before the hello that is due must not go on: out of place, or said again after it."""
+    record = header.get("record")
+    is_repeated = isinstance(record, dict) and record.get("kind") in REPEATED_RECORDS
+    return str(header.get("op")) in TO_ITS_COORDINATOR or is_repeated

@@ -19,7 +19,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, FrameReader, encode_frame
+from parallel3d.elastic.frames import CHUNK_BYTES, PING_S, REPEATED_RECORDS, FrameReader, encode_frame
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
@@ -150,7 +150,7 @@ class ControlChannel:
     def publish(self, record: dict[str, Any]) -> None:
         """Passes a record to the run's reporter; never waits."""
         with self._publishing:
-            if record.get("kind") in ("step", "evaluation"):
+            if record.get("kind") in REPEATED_RECORDS:
                 self._kept_records.append(record)
             self._send({"op": "publish", "record": record})
 
