@@ -120,6 +120,7 @@ PURE: tuple[str, ...] = (
     *(f"parallel3d.rehearsal.{name}" for name in ("kernel_counts", "device_rows", "roofline")),
     *(f"parallel3d.rehearsal.{name}" for name in ("ideal_counts", "estimate_table")),
     *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),
+    *(f"parallel3d.elastic.drop_in.{name}" for name in ("sample_order", "progress")),
     *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm", "rejoin_schedule")),
     *(
         f"parallel3d.trainer.{name}"
@@ -148,6 +149,7 @@ TENSORS_ONLY: tuple[str, ...] = (
 MAY_READ_ENVIRONMENT: tuple[str, ...] = (
     "launch/",
     "parallel3d/elastic/guardian/launcher_env.py",
+    "parallel3d/elastic/drop_in/launch_script.py",
     "parallel3d/worker/device.py",
 )
 

@@ -1,0 +1,1 @@
+"""Elasticity for any PyTorch training loop: data parallelism that survives losses."""

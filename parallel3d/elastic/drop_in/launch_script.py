@@ -1,0 +1,119 @@
+"""`elastic.init()`: turns the process that runs a script into the one that starts its workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config.schema import TimeoutConfig
+from parallel3d.elastic.guardian.launcher_env import SECRET_VARIABLE, LauncherEnv, read_launcher_env
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.operator_link import reserve_place
+from parallel3d.elastic.protocol.vacancies import GridTarget
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.errors import UserError
+from parallel3d.monitor.environment import describe_environment
+from parallel3d.monitor.run_folder import LOGS, ContinuedRunFolder, RunFolder
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.parallel.grid import Grid
+
+IS_WORKER: ContextVar[bool] = ContextVar("is_worker")
+"""Whether this process is a worker, whose script runs again."""
+JOIN_VARIABLE = "PARALLEL3D_JOIN"
+"""Set to 1 by a user who adds a worker to the run in `directory`."""
+
+
+def init(
+    num_workers: int = 1,
+    *,
+    directory: str | Path = "runs/loop",
+    seed: int = 0,
+    max_rejoins: int = 3,
+    max_workers: int | None = None,
+    heartbeat_s: float = 15.0,
+    patience_s: float = 600.0,
+) -> None:
+    """Starts the workers, each of which runs the script from its first line, and ends with the run's exit code. In a
+    worker it returns at once.
+
+    Call it before the script does anything but import. num_workers: without a launcher such as torchrun, which says how
+    many there are. directory: of metrics.jsonl and the workers' logs. seed: of the model's first weights and of
+    dropout. max_rejoins: how often in an hour each lost worker is replaced. max_workers: up to which the run grows by
+    workers that join with PARALLEL3D_JOIN=1. heartbeat_s: a worker that the kernel has stopped is lost after that.
+    patience_s: a worker is lost that for so long neither begins a slot nor has a gradient nor waits for others.
+    """
+    if IS_WORKER.get(False):
+        return
+    try:
+        env = read_launcher_env(os.environ)
+        if os.environ.get(JOIN_VARIABLE):
+            env = reserve_place(Path(directory), env, os.environ.get(SECRET_VARIABLE, ""))
+        elif env is not None:
+            num_workers = env.world_size
+        elastic = _settings(num_workers, max_workers, max_rejoins, heartbeat_s, patience_s)
+        sys.exit(_run(env, Path(directory), elastic, seed=seed, patience_s=patience_s, num_workers=num_workers))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _run(
+    env: LauncherEnv | None,
+    directory: Path,
+    elastic: ElasticSettings,
+    *,
+    seed: int,
+    patience_s: float,
+    num_workers: int,
+) -> int:
+    main: Any = sys.modules["__main__"]
+    module = main.__spec__.name.removesuffix(".__main__") if main.__spec__ else None
+    options: dict[str, Any] = {"path": str(Path(main.__file__).resolve()), "module": module}
+    options |= {"seed": seed, "patience_s": patience_s}
+
+    def open_folder() -> RunReporter:
+        folder = RunFolder(directory, config="{}", environment=describe_environment(sys.orig_argv))
+        return RunReporter(folder, title=Path(options["path"]).stem, charts=False)
+
+    def reopen_folder() -> RunReporter:
+        return RunReporter(ContinuedRunFolder(directory), title=Path(options["path"]).stem, charts=False)
+
+    return run_workers(
+        partial(_run_worker, options),
+        world_size=num_workers,
+        logs=directory / LOGS,
+        open_report=open_folder,
+        reopen_report=reopen_folder,
+        env=env,
+        preload=("torch", "parallel3d.elastic.drop_in.script"),
+        timeouts=LaunchTimeouts(change_s=patience_s),
+        elastic=elastic,
+    )
+
+
+def _settings(
+    num_workers: int, max_workers: int | None, max_rejoins: int, heartbeat_s: float, patience_s: float
+) -> ElasticSettings:
+    grid = Grid.uniform(pp_size=1, dp_size=num_workers, tp_size=1)
+    return ElasticSettings(
+        grid=grid,
+        zero_stage=0,
+        zero_backups=0,
+        target=GridTarget.of(grid, max_replicas=max_workers),
+        max_rejoins=max_rejoins,
+        heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=heartbeat_s, max_s=heartbeat_s),
+        watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=patience_s, max_s=patience_s),
+    )
+
+
+def _run_worker(options: dict[str, Any], context: WorkerContext) -> int:
+    # these import torch, which guardians do not need
+    from parallel3d.elastic.drop_in.script import Script, run_worker_script
+
+    IS_WORKER.set(True)
+    return run_worker_script(Script(**options), context)

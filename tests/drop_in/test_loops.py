@@ -1,0 +1,160 @@
+"""Elastic loops in threads: deaths at every communication call, returns, drains; bitwise the undisturbed run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from parallel3d.elastic.drop_in.elastic_loop import DataParallel, Sampler, steps
+from parallel3d.errors import UserError
+from tests.support.loop_threads import NUM_SAMPLES, LoopRun, make_model, run_loop
+
+PLAIN: dict[str, Any] = dict(is_plain_loop=True, sampler=dict(batch_size=None, on_failure="drop"))
+NUM_CALLS = 14
+"""Communication calls of one of three workers: one or two with the state, then two a step."""
+
+
+@cache
+def alone() -> LoopRun:
+    return run_loop(1)
+
+
+def assert_as_alone(run: LoopRun) -> None:
+    assert run.abort_reason == ""
+    assert run.losses == alone().losses
+    assert all(weights.equal(alone().weights[0]) for weights in run.weights.values())
+
+
+def test_any_number_of_workers_gives_the_same_bits() -> None:
+    assert len(alone().losses) == 6
+    for num_workers in (2, 3, 5):
+        run = run_loop(num_workers)
+        assert_as_alone(run)
+        assert len(run.weights) == num_workers
+    assert run_loop(2, sums="float").losses != alone().losses, "the exact sums have no effect"
+
+
+def test_float_sums_are_close() -> None:
+    for run in (run_loop(3, sums="float"), run_loop(3, sums="float", deaths={1: 6})):
+        for weights in run.weights.values():
+            torch.testing.assert_close(weights, alone().weights[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("call", range(1, NUM_CALLS + 1))
+def test_a_death_at_any_call_changes_no_bit(rank: int, call: int) -> None:
+    run = run_loop(3, deaths={rank: call})
+    assert_as_alone(run)
+    assert set(run.weights) == {0, 1, 2} - {rank}
+    assert run.num_changes == 1
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("first", range(1, NUM_CALLS, 2))
+@pytest.mark.parametrize("second", range(2, NUM_CALLS + 6, 2))
+def test_two_deaths_and_a_return_change_no_bit(first: int, second: int) -> None:
+    run = run_loop(4, deaths={1: first, 0: second}, joins=[3])
+    assert_as_alone(run)
+    assert {2, 3} <= set(run.weights)
+    assert run.num_changes >= 2 - (0 in run.weights)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("call", range(4, NUM_CALLS + 4))
+def test_a_death_while_others_join_changes_no_bit(source: int, call: int) -> None:
+    run = run_loop(3, deaths={source: call}, joins=[2, 3], max_workers=5)
+    assert_as_alone(run)
+    joined = {3, 4} & set(run.weights)
+    assert joined, "the test does not show what it should"
+    assert any(len(run.computed.get(rank, ())) for rank in joined)
+
+
+@pytest.mark.parametrize("call", range(1, 8))
+def test_a_joiner_may_die_at_any_call(call: int) -> None:
+    run = run_loop(2, joins=[2], max_workers=3, deaths={2: call})
+    assert_as_alone(run)
+    assert {0, 1} <= set(run.weights)
+
+
+def test_no_sample_is_lost_or_trained_twice() -> None:
+    run = run_loop(3, deaths={1: 7})
+    steps_of = {step for given in run.computed.values() for step, _ in given}
+    for step in steps_of:
+        survivors = Counter(s for rank in (0, 2) for at, given in run.computed[rank] if at == step for s in given)
+        assert set(survivors.values()) <= {1}
+        if step > 3:  # the dead one had its last in step 3
+            whole = {sample for at, given in alone().computed[0] if at == step for sample in given}
+            assert set(survivors) == whole
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_leaves_hands_its_slots_over(rank: int) -> None:
+    run = run_loop(3, drains={rank: 2})
+    assert_as_alone(run)
+    assert set(run.weights) == {0, 1, 2} - {rank}
+
+
+def test_a_stop_ends_all_loops_after_the_same_step() -> None:
+    run = run_loop(3, stop_at=3)
+    assert run.steps == {0: 3, 1: 3, 2: 3}
+    assert run.losses == {step: alone().losses[step] for step in (1, 2, 3)}
+
+
+# --- the plain loop, whose lost samples return later ----------------------------------------------------------------
+
+
+def test_the_plain_loop_deals_every_sample_once_an_epoch() -> None:
+    run = run_loop(3, **PLAIN)
+    given = Counter(sample for slots in run.computed.values() for _, samples in slots for sample in samples)
+    ghosts = sum(given.values()) - 2 * NUM_SAMPLES
+    assert min(given.values()) == 2 and ghosts < 4
+    assert run.steps == {0: 8, 1: 8, 2: 8}
+    assert run.weights[0].equal(run.weights[1]) and run.weights[0].equal(run.weights[2])
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("joins", [(), (2,)])
+@pytest.mark.parametrize("call", range(1, NUM_CALLS + 1))
+def test_the_plain_loop_goes_on_after_a_death_at_any_call(call: int, joins: tuple[int, ...]) -> None:
+    run = run_loop(3, deaths={1: call}, joins=joins, **PLAIN)
+    assert run.abort_reason == ""
+    assert {0, 2} <= set(run.weights)
+    first = run.weights[0]
+    assert all(weights.equal(first) for weights in run.weights.values())
+    assert len(set(run.steps.values())) == 1
+
+
+def test_a_dropped_sample_comes_back_in_the_next_epoch() -> None:
+    run = run_loop(3, deaths={1: 6}, **PLAIN)
+    last = run.computed[1][-1]
+    survivors = Counter(s for rank in (0, 2) for _, samples in run.computed[rank] for s in samples)
+    dead = Counter(s for _, samples in run.computed[1][:-1] for s in samples)
+    assert all((survivors + dead)[sample] >= 2 for sample in range(NUM_SAMPLES)), last
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_named() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match="call elastic.init"):
+        DataParallel(model, optimizer)
+    with pytest.raises(UserError, match="the optimizer's state"):
+        DataParallel(model)
+    with pytest.raises(UserError, match="call elastic.init"):
+        next(steps(Sampler(range(8), batch_size=4, slot_size=2)))
+    with pytest.raises(UserError, match="needs a batch_size"):
+        Sampler(range(8), slot_size=2)
+    with pytest.raises(UserError, match="needs a batch_size"):
+        Sampler(range(8), slot_size=2, batch_size=4, on_failure="drop")
+    with pytest.raises(UserError, match="at least 1"):
+        Sampler([], slot_size=2, batch_size=4)
+    with pytest.raises(UserError, match="use elastic.steps"):
+        next(iter(Sampler(range(8), slot_size=2, batch_size=4)))

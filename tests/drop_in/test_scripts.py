@@ -1,0 +1,106 @@
+"""Users' scripts on real processes: alone and under torchrun, through deaths, returns and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.processes import read_to_the_end
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests/support/loop_script.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The results of a script."""
+
+    code: int
+    out: str
+    err: str
+    lines: list[dict[str, Any]]
+    weights: dict[int, dict[str, torch.Tensor]]
+
+    @property
+    def losses(self) -> dict[int, float | None]:
+        return {line["step"]: line.get("loss") for line in self.lines if "event" not in line}
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line.get("event") == "membership"]
+
+
+def run_script(directory: Path, *, torchrun: int | None = None, **spec: Any) -> Ended:
+    launcher = [*TORCHRUN, str(torchrun)] if torchrun else []
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), str(directory), json.dumps({"num_workers": 1, **spec})],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    out, err = read_to_the_end(process)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    weights = {int(each.stem.split("-")[1]): torch.load(each) for each in directory.glob("weights-*.pt")}
+    return Ended(code=process.returncode, out=out, err=err, lines=lines, weights=weights)
+
+
+def assert_same_weights(ended: Ended, reference: dict[str, torch.Tensor]) -> None:
+    for rank, weights in ended.weights.items():
+        for name, value in weights.items():
+            assert value.equal(reference[name]), f"rank {rank}, {name}"
+
+
+def test_two_deaths_change_no_bit_of_a_script_with_dropout(tmp_path: Path) -> None:
+    alone = run_script(tmp_path / "alone", epochs=4)
+    ended = run_script(tmp_path / "killed", num_workers=4, epochs=4, kills={"3": 1, "5": 0})
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert set(ended.weights) == {2, 3}
+    assert_same_weights(ended, alone.weights[0])
+    assert ended.losses == alone.losses and len(alone.losses) == 8
+    assert [change["why"] for change in ended.changes] == [
+        "lost rank 1: killed by SIGKILL in step 3",
+        "lost rank 0: killed by SIGKILL in step 5",
+    ]
+    assert ended.out.count("is at the end of 4 epochs") == 1, "the lines of one worker are shown"
+
+
+@pytest.mark.full
+def test_a_lost_worker_comes_back_and_changes_no_bit(tmp_path: Path) -> None:
+    spec = dict(epochs=20, wait_at=5, step_s=0.1)
+    alone = run_script(tmp_path / "alone", epochs=20)
+    ended = run_script(tmp_path / "killed", num_workers=3, kills={"3": 1}, max_rejoins=3, **spec)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert set(ended.weights) == {0, 2, 3}
+    assert_same_weights(ended, alone.weights[0])
+    assert ended.losses == alone.losses
+    joined = [[worker["rank"] for worker in change["joined"]] for change in ended.changes]
+    assert joined == [[], [3]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loop", ["steps", "plain"])
+def test_a_script_runs_under_torchrun(tmp_path: Path, loop: str) -> None:
+    ended = run_script(tmp_path / "run", torchrun=3, epochs=3, kills={"2": 1}, loop=loop)
+    assert ended.code == 0, ended
+    assert set(ended.weights) == {0, 2}
+    assert_same_weights(ended, ended.weights[0])
+    assert len(ended.changes) == 1
+
+
+@pytest.mark.full
+def test_a_mistake_of_the_script_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    ended = run_script(tmp_path / "run", num_workers=2, fail=1)
+    assert ended.code == 1
+    assert "rank 1 (pp0 dp1 tp0), step 2: ValueError: a mistake of the script" in ended.err

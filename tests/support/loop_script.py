@@ -1,0 +1,86 @@
+"""A user's training script for tests of elastic.init: `loop_script.py DIRECTORY SPEC`; SPEC is JSON.
+
+    num_workers, epochs, num_samples, sums
+    kills      {"STEP": RANK}: a worker that kills itself as it computes its first slot of a step
+    loop       "steps", or "plain" for one as in a script for DistributedDataParallel
+    wait_at    the step in which the first workers wait until one that joins is as far as its loop
+    step_s     what a slot takes longer from then on
+    fail       a rank whose script raises an error in step 2
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from parallel3d import elastic
+
+DIRECTORY, SPEC = Path(sys.argv[1]), json.loads(sys.argv[2])
+elastic.init(SPEC["num_workers"], directory=DIRECTORY, seed=3, max_rejoins=SPEC.get("max_rejoins", 0))
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from parallel3d.elastic.drop_in.elastic_loop import current_session  # noqa: E402
+
+RANK = current_session().rank
+WAIT_S = 60.0
+
+
+def strike(step: int) -> None:
+    """Injects this worker's faults."""
+    if 0 < SPEC.get("wait_at", 0) <= step:
+        wait_for_joiner()
+        time.sleep(SPEC["step_s"])
+    if SPEC.get("kills", {}).get(str(step)) == RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if SPEC.get("fail") == RANK and step == 2:
+        raise ValueError("a mistake of the script")
+
+
+def wait_for_joiner() -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not (DIRECTORY / "joiner").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SPEC.get("num_samples", 64), 16, generator=generator)
+    dataset = TensorDataset(x, (x[:, 0] > 0).long())
+    network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    model = elastic.DataParallel(network, optimizer, sums=SPEC.get("sums", "exact"))
+    epochs = SPEC.get("epochs", 2)
+    if SPEC["num_workers"] <= RANK:
+        (DIRECTORY / "joiner").touch()
+    if SPEC.get("loop") == "plain":
+        sampler = elastic.Sampler(dataset, slot_size=8, on_failure="drop")
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                strike(current_session().progress.samples.step)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    else:
+        sampler = elastic.Sampler(dataset, batch_size=32, slot_size=8)
+        for step in elastic.steps(sampler, epochs=epochs):
+            for x, y in step:
+                strike(step.number)
+                loss = functional.cross_entropy(model(x), y)
+                step.add_loss(loss)
+                loss.backward()
+            optimizer.step()
+    print(f"worker {RANK} is at the end of {epochs} epochs")
+    torch.save(network.state_dict(), DIRECTORY / f"weights-{RANK}.pt")
+
+
+main()

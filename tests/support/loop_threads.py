@@ -1,0 +1,201 @@
+"""Elastic training loops whose workers are threads: deterministic, with deaths at any communication call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from parallel3d.elastic.drop_in.elastic_loop import CURRENT, DataParallel, Sampler, steps
+from parallel3d.elastic.drop_in.generations import LeftRun, LoopGroups
+from parallel3d.elastic.drop_in.session import LoopHooks, Session
+from parallel3d.elastic.protocol.membership import Address, GenerationRecord
+from parallel3d.inprocess.scheduler import RankDied
+from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
+from parallel3d.inprocess.world import ThreadWorld, run_threads
+from parallel3d.parallel.abort import AbortToken
+from parallel3d.parallel.group import Group
+from tests.support.tiny_runs import make_config
+
+NUM_SAMPLES, NUM_FEATURES = 20, 6
+PART = (0, 0)
+
+
+class ThreadLoopNetwork:
+    def __init__(self, world: ThreadWorld, rank: int):
+        self._world = world
+        self._rank = rank
+
+    def listen(self) -> Address:
+        return ("threads", 1)
+
+    def make_host_group(self, name: str, ranks: tuple[int, ...], token: AbortToken) -> Group:
+        self._world.begin_generation(self._rank, token)
+        return self._world.make_group(self._rank)(name, ranks)
+
+    def make_groups(self, record: GenerationRecord, token: AbortToken) -> LoopGroups:
+        group = self.make_host_group(f"generation{record.generation}/gradients", record.grid.ranks, token)
+        return LoopGroups(gradients=group, entries=group)
+
+
+@dataclass(kw_only=True)
+class LoopRun:
+    """The results of a run."""
+
+    weights: dict[int, Tensor]
+    """Of the workers that came to the end."""
+    losses: dict[int, float | None]
+    """By step."""
+    computed: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=dict)
+    """By worker: what the loop was given, as (step, samples)."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """By worker: how many steps the run had when its loop ended."""
+    num_changes: int = 0
+    abort_reason: str = ""
+
+
+class Numbers:
+    """A dataset whose samples say who they are."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES, dtype: torch.dtype = torch.float32):
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(num_samples, NUM_FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randn(num_samples, generator=generator, dtype=torch.float64).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Sequential(nn.Linear(NUM_FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSpec:
+    """What the threads train, and what happens to them."""
+
+    num_workers: int
+    deaths: Mapping[int, int] = field(default_factory=dict)
+    """The communication call at which a worker dies."""
+    joins: Sequence[int] = ()
+    """The steps in which new workers are ready, each one."""
+    max_workers: int | None = None
+    drains: Mapping[int, int] = field(default_factory=dict)
+    """The step in which a worker asks to leave."""
+    stop_at: int | None = None
+    epochs: int = 2
+    sums: Any = "exact"
+    dtype: torch.dtype = torch.float32
+    is_plain_loop: bool = False
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LoopWorld:
+    """The threads of one run."""
+
+    def __init__(self, spec: LoopSpec):
+        self.spec = spec
+        self.world = ThreadWorld(spec.num_workers + len(spec.joins))
+        parallel = dict(dp_size=spec.num_workers, zero_stage=0)
+        elastic = dict(max_replicas=spec.max_workers or spec.num_workers)
+        self.coordinator = ThreadCoordinator(self.world, make_config(parallel=parallel, elastic=elastic))
+        for rank, call in spec.deaths.items():
+            self.world.die_at(rank, call)
+        self.run = LoopRun(weights={}, losses={})
+        self.begun: set[int] = set()
+        """Steps that a worker has begun."""
+
+    def work(self, rank: int, world: ThreadWorld) -> None:
+        if rank >= self.spec.num_workers and not self.may_join(rank, self.spec.joins[rank - self.spec.num_workers]):
+            return
+        session = self.open_session(rank)
+        CURRENT.set(session)
+        try:
+            model = self.train(session)
+        except LeftRun:
+            return
+        except RankDied:
+            self.coordinator.on_lost(rank, "died")
+            raise
+        self.run.weights[rank] = torch.cat([each.detach().view(-1) for each in model.parameters()])
+
+    def may_join(self, rank: int, at_step: int) -> bool:
+        """Waits for its step; False if the run has ended before."""
+
+        def is_due() -> bool:
+            return any(step >= at_step for step in self.begun) or self.coordinator.protocol.over
+
+        self.world.wait(rank, is_due, lambda: "to join", token=AbortToken())
+        self.world.run_locked(lambda: self.coordinator.building.update({rank: PART}))
+        return not self.coordinator.protocol.over
+
+    def open_session(self, rank: int) -> Session:
+        membership, stop_at = self.coordinator.memberships[rank], self.spec.stop_at
+
+        def on_step(step: int) -> None:
+            self.world.run_locked(lambda: self.begun.add(step))
+            self.world.doing(rank, f"step {step}")
+            if self.spec.drains.get(rank) == step:
+                self.coordinator.announce_drain(rank)
+
+        hooks = LoopHooks(
+            drain_requested=lambda: rank in self.coordinator.draining or membership.change_requested,
+            stop_requested=lambda: stop_at is not None and session.progress.samples.step >= stop_at,
+            on_step=on_step,
+        )
+        network = ThreadLoopNetwork(self.world, rank)
+        session = Session(rank=rank, membership=membership, network=network, hooks=hooks)
+        return session
+
+    def train(self, session: Session) -> nn.Module:
+        network = make_model(self.spec.dtype)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        model = DataParallel(network, optimizer, sums=self.spec.sums)
+        options = {"batch_size": 8, "slot_size": 2, "seed": 5, **self.spec.sampler}
+        sampler = Sampler(Numbers(dtype=self.spec.dtype), **options)
+
+        def backward(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            index, x, y = batch
+            given = (session.progress.samples.step, tuple(index.tolist()))
+            self.run.computed.setdefault(session.rank, []).append(given)
+            loss = (model(x).squeeze(1) - y).square().mean()
+            loss.backward()
+            return loss
+
+        if self.spec.is_plain_loop:
+            for epoch in range(self.spec.epochs):
+                sampler.set_epoch(epoch)
+                for batch in DataLoader(sampler.dataset, batch_sampler=sampler):  # type: ignore[arg-type]
+                    optimizer.zero_grad()
+                    backward(batch)
+                    optimizer.step()
+        else:
+            for step in steps(sampler, epochs=self.spec.epochs):
+                for batch in step:
+                    step.add_loss(backward(batch))
+                self.run.losses[step.number] = step.mean_loss
+                optimizer.step()
+        self.run.steps[session.rank] = session.progress.position
+        session.end()
+        return network
+
+
+def run_loop(num_workers: int, **spec: Any) -> LoopRun:
+    """Trains with `num_workers` threads; options as in LoopSpec."""
+    loop_world = LoopWorld(LoopSpec(num_workers=num_workers, **spec))
+    run_threads(loop_world.world.num_ranks, loop_world.work, world=loop_world.world)
+    protocol = loop_world.coordinator.protocol
+    loop_world.run.num_changes = protocol.committed.generation if protocol.committed else 0
+    loop_world.run.abort_reason = loop_world.coordinator.abort_reason
+    return loop_world.run
