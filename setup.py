@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["parallel3d", "parallel3d.*", "models", "models.*"]),
-    package_data={"parallel3d": ["*.c"], "parallel3d.kernels": ["*.c", "*.h"]},
+    package_data={"": ["*.c", "*.h"]},
     install_requires=[
         "torch>=2.11",
         "numpy",

@@ -5,7 +5,8 @@
 
 Updates one flat range, as a bucket's owner does: torch's fused AdamW on fp32 weights (12 bytes of weights and moments
 per element, 4 of gradient), the same with a copy of the master weights into bf16, AdamW on bf16 weights and moments (6
-and 2 bytes) rounded to the nearest or stochastically, and Lion in fp32 (8 and 4 bytes). Muon updates matrices of SIDE x
+and 2 bytes) rounded to the nearest or stochastically, by torch's operators and by one loop in C, and Lion in fp32 (8
+and 4 bytes). Muon updates matrices of SIDE x
 SIDE in fp32 on one of 1, 2 or 4 tensor-parallel ranks: each rank computes the whole direction, so its own elements cost
 more. Contestants take turns; medians and the fastest are printed. The variables keep freed memory in the process, as
 workers do.
@@ -27,14 +28,18 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.sections.optimizer import OptimizerConfig
+from parallel3d.kernels.c_update import update_range
+from parallel3d.kernels.update_table import Piece, UpdateTable
 from parallel3d.optim.bucket_plan import ParamSlot
 from parallel3d.optim.matrices import make_directions
+from parallel3d.optim.update_rules import default_settings
+from parallel3d.optim.update_rules.adamw import AdamW
 from parallel3d.optim.update_rules.lion import Lion
 from parallel3d.optim.update_rules.muon import Muon
 from parallel3d.optim.update_rules.update_rule import MatrixRule, UpdateStep
-from parallel3d.optim.updater import Updater, Updaters
+from parallel3d.optim.updater import Updater, Updaters, build_updater
 from parallel3d.parallel.sharding import ParamSharding
-from parallel3d.random_keys import bits, key_of
+from parallel3d.random_keys import Key, bits, key_of
 
 STEP = UpdateStep(number=10, learning_rate=1e-4, peak_learning_rate=1e-4, grad_scale=0.5)
 ADAMW = Updaters.build(OptimizerConfig(learning_rate=1.0)).element
@@ -62,7 +67,7 @@ def main() -> None:
         print(f"| {name} | {statistics.median(each[1:]):.2f} | {min(each[1:]):.2f} |")
 
 
-def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
+def make_variants(num_elements: int) -> dict[str, Callable[[], object]]:
     """Contestants by name, each with tensors of its own."""
     key = key_of("update", 1, 2, "w")
 
@@ -87,11 +92,25 @@ def make_variants(num_elements: int) -> dict[str, Callable[[], None]]:
         "bf16 with fp32 master weights, fused": update_mixed,
         "bf16_pure": lambda: ADAMW.update(*near, STEP, weight_decay=0.1, noise=None),
         "bf16_sr": lambda: ADAMW.update(*stochastic, STEP, weight_decay=0.1, noise=noise),
+        "bf16_pure in C": make_update_in_c(tensors(torch.bfloat16), "nearest", key),
+        "bf16_sr in C": make_update_in_c(tensors(torch.bfloat16), "stochastic", key),
         "fp32, lion": lambda: LION.update(lion_weights, lion_states[:1], lion_grads, STEP, weight_decay=0.1),
     }
 
 
-def make_muon_variants(side: int) -> Iterator[tuple[str, tuple[int, Callable[[], None]]]]:
+def make_update_in_c(tensors: tuple[Tensor, Tensor, Tensor], rounding: str, key: Key) -> Callable[[], object]:
+    """AdamW's, which also measures what it stores."""
+    updater = build_updater(AdamW, default_settings(AdamW.name), form="c")
+    formula, size = updater.range_formula, len(tensors[0])
+    assert formula is not None
+    piece = Piece(start=0, stop=size, origin=0, width=size, stride=size, shift=0, name="w")
+    table, numbers = UpdateTable.build([piece], [key]), updater.rule.scalars(STEP, weight_decay=0.1)
+    return lambda: update_range(
+        formula, numbers, tensors, table, grad_scale=STEP.grad_scale, rounding=rounding, variance=1, measures=True
+    )
+
+
+def make_muon_variants(side: int) -> Iterator[tuple[str, tuple[int, Callable[[], object]]]]:
     """Muon's update of one rank's rows of a matrix, with the directions; by name, with the number of its elements."""
     sharding = ParamSharding(name="w", shape=(side, side), dim=0)
     for tp_size in (1, 2, 4):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
+import re
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +21,7 @@ from torch import Tensor
 _RANDOM_BITS = Path(__file__).with_name("random_bits.c")
 _COMMAND = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 _TIMEOUT_S = 60.0
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 def run_loop(name: str, *arguments: Tensor | int) -> bool:
@@ -61,8 +64,7 @@ def loop_library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
 def _load(source: Path, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Loads the library from `folder`, and compiles it if it is not there."""
-    sources = [source, *sorted(source.parent.glob("*.h"))]  # it may include them
-    text = "".join(each.read_text() for each in sources) + " ".join((*_COMMAND, *flags, platform.machine(), _cpu()))
+    text = "".join(_with_included(source)) + " ".join((*_COMMAND, *flags, platform.machine(), _cpu()))
     path = folder / f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -72,6 +74,14 @@ def _load(source: Path, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
             made.rename(path)  # whole or not at all: other processes do the same
     return ctypes.CDLL(str(path))
+
+
+def _with_included(source: Path) -> Iterator[str]:
+    """The text of a C file and of the headers that it includes."""
+    text = source.read_text()
+    yield text
+    for name in _INCLUDE.findall(text):
+        yield from _with_included(source.parent / name)
 
 
 def _cpu() -> str:

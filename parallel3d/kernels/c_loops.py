@@ -32,15 +32,16 @@ def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:
 
 def run_layer_loop(name: str, *arguments: Tensor | int | float | None) -> None:
     """Calls a function of layer_loops.c, whose last argument is the number of threads."""
-    _run(_LAYERS, name, *arguments)
+    run_loop_of(_LAYERS, name, *arguments)
 
 
 def run_attention_loop(name: str, *arguments: Tensor | int | float | None) -> None:
     """Calls a function of attention_loops.c, whose last argument is the number of threads."""
-    _run(_ATTENTION, name, *arguments)
+    run_loop_of(_ATTENTION, name, *arguments)
 
 
-def _run(source: Path, name: str, *arguments: Tensor | int | float | None) -> None:
+def run_loop_of(source: Path, name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls a function of a C file, whose last argument is the number of threads."""
     library = _library(source)
     assert library is not None, "run.kernels c was chosen without a compiler"
     call_loop(library, name, *arguments, torch.get_num_threads())

@@ -94,6 +94,15 @@ INLINE vec larger_of(vec a, vec b) { return where(a > b, a, b); }
 INLINE vec smaller_of(vec a, vec b) { return where(a < b, a, b); }
 #endif
 
+INLINE vec root_of(vec x) {
+#ifdef __AVX512F__
+    return (vec)_mm512_sqrt_ps((__m512)x);
+#else
+    for (int lane = 0; lane < LANES; lane++) x[lane] = sqrtf(x[lane]);
+    return x;
+#endif
+}
+
 INLINE float largest_of(vec x) {
     float part[LANES], found;
     memcpy(part, &x, sizeof x);

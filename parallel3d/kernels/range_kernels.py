@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from parallel3d.kernels import c_update
+from parallel3d.kernels.choice import KernelForm
 from parallel3d.kernels.launch_kernel import Launch
 
 
@@ -16,10 +18,13 @@ from parallel3d.kernels.launch_kernel import Launch
 class RangeKernels:
     """One form of these functions; triton_update.py and triton_sums.py describe them."""
 
+    form: KernelForm = "torch"
     squared_norms: Callable[[Sequence[Tensor]], Tensor]
     """(any number,) fp64, whose sum is the squared norm of some tensors (n,) of one format."""
     update_range: Callable[..., Tensor | None] | None = None
     """None: the rule's formula is applied block by block (`optim/updater.py`)."""
+    yields_to_fused: bool = False
+    """Whether a rule's fused kernel for fp32 (`optim/kernels.py`) goes before `update_range`."""
     add_norms: Callable[[Sequence[Tensor]], Tensor] | None = None
     """(3,) fp64 from what updates have measured."""
 
@@ -33,6 +38,13 @@ def squared_norms(parts: Sequence[Tensor]) -> Tensor:
 
 
 TORCH_RANGE_KERNELS = RangeKernels(squared_norms=squared_norms)
+C_RANGE_KERNELS = RangeKernels(
+    form="c",
+    squared_norms=squared_norms,
+    update_range=c_update.update_range,
+    yields_to_fused=True,  # as fast on CPUs, and its last bits are others
+    add_norms=c_update.add_norms,
+)
 
 
 def triton_range_kernels(launch: Launch) -> RangeKernels:
@@ -44,7 +56,15 @@ def triton_range_kernels(launch: Launch) -> RangeKernels:
         return squared_norms(parts) if is_wide else triton_sums.squared_norms(launch, parts)
 
     return RangeKernels(
+        form="triton",
         squared_norms=norms,
         update_range=partial(triton_update.update_range, launch),
         add_norms=partial(triton_sums.add_norms, launch),
     )
+
+
+def range_kernels(form: KernelForm, launch: Launch) -> RangeKernels:
+    """The functions in a form; `launch` starts Triton's."""
+    if form == "triton":
+        return triton_range_kernels(launch)
+    return C_RANGE_KERNELS if form == "c" else TORCH_RANGE_KERNELS

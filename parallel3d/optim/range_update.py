@@ -1,6 +1,7 @@
 """The update of one bucket's ranges, by the policy and in the chosen form.
 
-In the Triton form one kernel updates a range, rounds, writes the copies of master weights and measures the result.
+In the Triton and the C form one kernel updates a range, rounds, writes the copies of master weights and measures the
+result.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class RangeUpdate:
 
     @property
     def _is_one_kernel(self) -> bool:
-        return self.updater.triton_formula is not None and self.policy.state != torch.float64
+        state, updater = self.policy.state, self.updater
+        is_fused = self.kernels.yields_to_fused and updater.kernel is not None and state == torch.float32
+        return updater.range_formula is not None and state != torch.float64 and not is_fused
 
     def pieces(self, span: range) -> tuple[Piece, ...]:
         """The pieces of a range, of which the kernel needs a table."""
@@ -96,7 +99,7 @@ class RangeUpdate:
         rule, copies = self.updater.rule, self.policy.has_master and weights.dtype == torch.bfloat16
         keys = [self.noise.key("update", iteration, name=piece.name) for piece in shard.pieces]
         measured = self.kernels.update_range(
-            self.updater.triton_formula,
+            self.updater.range_formula,
             rule.scalars(step, weight_decay=self.weight_decay),
             (shard.master, shard.states, shard.grads),
             UpdateTable.build(shard.pieces, keys).to(weights.device),

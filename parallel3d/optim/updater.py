@@ -1,15 +1,16 @@
 """Applies update rules to flat ranges of weights, states and gradients.
 
-On a GPU, one kernel updates a range where the rule has a formula for it (`kernels/triton_update.py`). Else ranges in
-fp32 or wider are updated by a fused kernel where the rule has one, or by the rule's formula block by block. Narrow
-ranges (bf16) are widened to fp32 block by block, updated there, and each result is rounded, with noise of its own or to
-the nearest.
+On a GPU one kernel, and on a CPU one loop in C, updates a range where the rule has a formula for it
+(`kernels/triton_update.py`, `kernels/c_update.py`). Else ranges in fp32 or wider are updated by a fused kernel where
+the rule has one, or by the rule's formula block by block. Narrow ranges (bf16) are widened to fp32 block by block,
+updated there, and each result is rounded, with noise of its own or to the nearest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from parallel3d.accelerator import blocks_of
 from parallel3d.backends import Backend
 from parallel3d.config.sections.optimizer import OptimizerConfig
-from parallel3d.kernels.launch_kernel import Launch
-from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, RangeKernels, triton_range_kernels
+from parallel3d.kernels.choice import KernelForm
+from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, RangeKernels
+from parallel3d.optim import update_rules
 from parallel3d.optim.kernels import KERNELS, Kernel
 from parallel3d.optim.update_rules import rules_of
 from parallel3d.optim.update_rules.update_rule import Block, MatrixRule, UpdateRule, UpdateStep
@@ -36,8 +38,8 @@ class Updater:
     rule: UpdateRule
     kernel: Kernel | None = None
     """Updates ranges in fp32 or wider; None: the rule's formula does."""
-    triton_formula: Any | None = None
-    """The rule's formula for the kernel that updates a whole range; None: `update` does."""
+    range_formula: Any | None = None
+    """The rule's formula for what updates a whole range, a function in Triton or a file in C; None: `update` does."""
 
     def update(
         self,
@@ -108,26 +110,29 @@ class Updaters:
         return self.matrix
 
     @staticmethod
-    def build(optimizer: OptimizerConfig, backend: Backend = "torch", launch: Launch | None = None) -> Updaters:
-        """Returns the updaters of the rule that the configuration names, with its settings; with `launch` in their
-        Triton form."""
+    def build(
+        optimizer: OptimizerConfig, backend: Backend = "torch", kernels: RangeKernels = TORCH_RANGE_KERNELS
+    ) -> Updaters:
+        """Returns the updaters of the rule that the configuration names, with its settings, in the kernels' form."""
         kinds, settings = rules_of(optimizer.kind), optimizer.settings
-        built = [build_updater(rule, settings, backend=backend, is_triton=launch is not None) for rule in kinds]
+        built = [build_updater(rule, settings, backend=backend, form=kernels.form) for rule in kinds]
         return Updaters(
             element=built[-1],
             matrix=built[0] if isinstance(built[0].rule, MatrixRule) else None,
             weight_decay=optimizer.weight_decay,
             decay_norms_and_biases=optimizer.decay_norms_and_biases,
-            kernels=TORCH_RANGE_KERNELS if launch is None else triton_range_kernels(launch),
+            kernels=kernels,
         )
 
 
 def build_updater(
-    rule: type[UpdateRule], settings: dict[str, float], *, backend: Backend = "torch", is_triton: bool = False
+    rule: type[UpdateRule], settings: dict[str, float], *, backend: Backend = "torch", form: KernelForm = "torch"
 ) -> Updater:
     """Returns the updater of `rule` with its own of the `settings`."""
     own = {name: settings[name] for name in rule.model_fields}
-    formula = None
-    if is_triton and backend == "torch" and rule.has_triton_formula:
+    formula: Any | None = None
+    if backend == "torch" and form == "triton" and rule.has_triton_formula:
         formula = import_module(f"parallel3d.optim.update_rules.triton_{rule.name}").update_values
-    return Updater(rule=rule(**own), kernel=KERNELS.get((rule.name, backend)), triton_formula=formula)
+    elif backend == "torch" and form == "c" and rule.has_c_formula:
+        formula = Path(update_rules.__file__).with_name(f"c_{rule.name}.c")
+    return Updater(rule=rule(**own), kernel=KERNELS.get((rule.name, backend)), range_formula=formula)

@@ -16,8 +16,9 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import build_shape_schedule
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
-from parallel3d.kernels.choice import choose_kernels
+from parallel3d.kernels.choice import KernelForm, choose_kernels
 from parallel3d.kernels.launch_kernel import launch_triton
+from parallel3d.kernels.range_kernels import range_kernels
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import WeightGradStore
 from parallel3d.layers.init import InitMethod
@@ -97,7 +98,7 @@ def prepare_rank(
     chunks = nn.ModuleList(make_stage(config, layers, tp, device, gemm=gemm) for layers in own_layers)
     share_parameters(chunks)
     train_loader, evaluate_loader = build_loaders(config, lanes, device)
-    state, grads = build_start_state(config, lanes.train), WeightGradStore()
+    state, grads, gemm = build_start_state(config, lanes.train), WeightGradStore(), gemm or Gemm()
     return RankContext(
         config=config,
         rank=rank,
@@ -108,9 +109,9 @@ def prepare_rank(
         chunks=chunks,
         weight_grads=grads,
         optimizer=build_optimizer(
-            config, rank, coordinates, grid, chunks, weight_grads=grads, device=device, initial=initial, hooks=hooks
+            config, rank, coordinates, grid, chunks, grads, gemm.kernels, device=device, initial=initial, hooks=hooks
         ),
-        gemm=gemm or Gemm(),
+        gemm=gemm,
         train_loader=train_loader,
         evaluate_loader=evaluate_loader,
         layout=build_entry_layout(config, grid, cursor_size=len(state.cursors[0])),
@@ -135,17 +136,19 @@ def build_optimizer(
     coordinates: Coordinates,
     grid: Grid,
     chunks: nn.ModuleList,
-    *,
     weight_grads: WeightGradStore,
+    form: KernelForm,
+    *,
     device: torch.device,
     initial: InitMethod | None,
     hooks: RankHooks,
 ) -> ShardedOptimizer:
-    """The optimizer of a rank's chunks; it owns buckets, initial weights and the rank's ranges of state."""
+    """The optimizer of a rank's chunks; it owns buckets, initial weights and the rank's ranges of state. `form`: what
+    the ranks have agreed on for `run.kernels` auto."""
     tp = TpShard(rank=coordinates.tp, size=grid.tp_size)
     return ShardedOptimizer(
         chunks,
-        build_optimizer_settings(config, tp.size, device),
+        build_optimizer_settings(config, tp.size, device, form),
         rank=rank,
         tp=tp,
         widest_shard_maps=shard_maps_of(config, coordinates, widest_grid(config, grid), hosts={}),
@@ -156,17 +159,19 @@ def build_optimizer(
     )
 
 
-def build_optimizer_settings(config: Config, tp_size: int, device: torch.device) -> OptimizerSettings:
+def build_optimizer_settings(
+    config: Config, tp_size: int, device: torch.device, agreed: KernelForm
+) -> OptimizerSettings:
     """The settings of the run's optimizer; ConfigError where its backend can't be had on `device`."""
     parallel, policy = config.parallel, policy_of(config.precision)
     backend = choose_update_backend(config.optimizer, policy.state, device.type)
-    launch = launch_triton if choose_kernels(config.run.kernels, device) == "triton" else None
+    form = choose_kernels(config.run.kernels, device, agreed=agreed)
     return OptimizerSettings(
         seed=config.run.seed,
         is_sharded=parallel.zero_stage == 1,
         bucket_bytes=int(parallel.bucket_mib * 2**20),
         policy=policy,
-        updaters=Updaters.build(config.optimizer, backend, launch),
+        updaters=Updaters.build(config.optimizer, backend, range_kernels(form, launch_triton)),
         fixed=exact_format(config, plan_batch(config, 0), tp_size),
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,

@@ -7,18 +7,29 @@ import torch
 
 from parallel3d.inprocess.world import run_threads
 from parallel3d.kernels.launch_kernel import launch_triton
-from parallel3d.kernels.update_table import Piece, UpdateTable
+from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, triton_range_kernels
 from parallel3d.layers.global_index import global_index
 from parallel3d.optim.bucket_plan import ParamSlot
 from parallel3d.optim.update_pieces import pieces_of
 from parallel3d.optim.update_rules import UPDATE_RULES, default_settings
-from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, UpdateStep
 from parallel3d.optim.updater import build_updater
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding, TpShard
-from parallel3d.random_keys import bits, key_of
 from tests.support.kernel_compiler import KernelCase, compile_kernels
 from tests.support.kernel_forms import DEVICE
-from tests.support.optimizer_ranks import NUM_STEPS, SHARDINGS, Rank, update_step
+from tests.support.optimizer_ranks import SHARDINGS, Rank
+from tests.support.update_examples import (
+    INFINITY,
+    NAN,
+    NARROW,
+    STEP,
+    WIDE,
+    assert_same_bits,
+    noise,
+    range_of,
+    trained,
+    variance_of,
+    whole,
+)
 
 pytest.importorskip("triton")
 pytestmark = [  # the warnings are numpy's, of overflows in the interpreter
@@ -27,45 +38,13 @@ pytestmark = [  # the warnings are numpy's, of overflows in the interpreter
 ]
 on_host = pytest.mark.skipif(DEVICE == "cuda", reason="ranks that are threads, on the CPU")
 RULES = [name for name, rule in UPDATE_RULES.items() if rule.has_triton_formula]
-STEP = UpdateStep(number=3, learning_rate=1e-2, peak_learning_rate=1e-2, grad_scale=0.3)
-KEY = key_of("update", 1, 2, "w")
-INFINITY, NAN = float("inf"), float("nan")
-EDGES = [0.0, -0.0, 1.0, -1.0, INFINITY, -INFINITY, NAN, 3.38e38, -3.38e38, 1e-38, 1e-40, -1e-45, 2.0**-126, 255.5]
-NARROW, WIDE = torch.bfloat16, torch.float32
-
-
-def variance_of(rule):
-    states = UPDATE_RULES[rule].states
-    return states.index(EXP_AVG_SQ) if EXP_AVG_SQ in states else None
-
-
-def range_of(rule, num_elements, dtype, grad_dtype=None, seed=4):
-    """Weights, states and gradients: all pairs of edge values in weights and gradients, then numbers of many sizes."""
-    numbers = torch.Generator().manual_seed(seed)
-
-    def draw():
-        magnitude = torch.rand(num_elements, generator=numbers).mul(60).sub(40).exp2()
-        return torch.randn(num_elements, generator=numbers) * magnitude
-
-    weights, grads, states = draw(), draw(), torch.stack([draw() for _ in UPDATE_RULES[rule].states])
-    states[-1].abs_()
-    edges = torch.tensor(EDGES)[:num_elements]
-    for place, values in enumerate([edges.repeat_interleave(len(edges)), edges.repeat(len(edges))]):
-        count = min(len(values), num_elements)
-        (weights, grads)[place][:count] = values[:count]
-        states[-1, count // 2 : count] = values[: count - count // 2].abs()
-    return weights.to(dtype), states.to(dtype), grads.to(grad_dtype or dtype)
-
-
-def noise(span):
-    return bits(KEY, torch.arange(span.start, span.stop))
 
 
 def run_both(rule, tensors, *, rounding, table, copies=False, measures=False):
     """Results of the torch form and of the kernel, each (1 + num_states, n), and what the kernel measured."""
     from parallel3d.kernels.triton_update import update_range
 
-    updater = build_updater(UPDATE_RULES[rule], default_settings(rule), is_triton=True)
+    updater = build_updater(UPDATE_RULES[rule], default_settings(rule), form="triton")
     torchs, ours = ([each.clone() for each in tensors] for _ in range(2))
     plain = build_updater(UPDATE_RULES[rule], default_settings(rule))
     formula = type(plain)(rule=plain.rule)  # without torch's fused kernel
@@ -74,7 +53,7 @@ def run_both(rule, tensors, *, rounding, table, copies=False, measures=False):
     copy = torch.empty(len(ours[0]), dtype=NARROW, device=DEVICE) if copies else None
     measured = update_range(
         launch_triton,
-        updater.triton_formula,
+        updater.range_formula,
         updater.rule.scalars(STEP, weight_decay=0.1),
         tuple(ours),
         table.to(torch.device(DEVICE)),
@@ -88,20 +67,6 @@ def run_both(rule, tensors, *, rounding, table, copies=False, measures=False):
     if copies:
         assert_same_bits(copy.cpu(), expected[0].bfloat16())
     return expected, found, measured
-
-
-def assert_same_bits(found, expected):
-    """Equal bits, but for the payload of a NaN that was not rounded stochastically."""
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.isnan(), expected.isnan())
-    pattern = {2: torch.int16, 4: torch.int32}[found.dtype.itemsize]
-    differing = (found.view(pattern) != expected.view(pattern)) & ~found.isnan()
-    assert not differing.any(), differing.nonzero()[:5].tolist()
-
-
-def whole(num_elements, block=1 << 14):
-    piece = Piece(start=0, stop=num_elements, origin=0, width=num_elements, stride=num_elements, shift=0, name="w")
-    return UpdateTable.build([piece], [KEY], block)
 
 
 # --- a range with one key ---------------------------------------------------------------------------------------------
@@ -188,21 +153,6 @@ def test_pieces_have_the_indices_of_the_share(sharding, tp_size):
             assert torch.equal(torch.where(expected < 0, -1, found), expected)
 
 
-def trained(launch, **settings):
-    """For each rank, its weights, its states and the norms before each step."""
-
-    def body(number, world):
-        rank, norms = Rank(number, world, launch=launch, **settings), []
-        for step in range(NUM_STEPS):
-            rank.reduce(step)
-            norms.append((rank.squared_norm(), rank.state_norms()))
-            rank.optimizer.update(step + 1, None if step == 1 else update_step(step))
-        rank.optimizer.finish_gather()
-        return rank.weights(), rank.state(), norms
-
-    return run_threads(settings["tp_size"] * settings["dp_size"], body)
-
-
 @on_host
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", RULES)
@@ -211,7 +161,9 @@ def trained(launch, **settings):
 def test_buckets_of_many_parameters(tp_size, dp_size, backups, policy, kind):
     """Padding, both dimensions, copied heads, ranges with borders inside parameters; a step that updates nothing."""
     settings = dict(tp_size=tp_size, dp_size=dp_size, zero_backups=backups, policy=policy, kind=kind)
-    for mine, theirs in zip(trained(launch_triton, **settings), trained(None, **settings)):
+    for mine, theirs in zip(
+        trained(triton_range_kernels(launch_triton), **settings), trained(TORCH_RANGE_KERNELS, **settings)
+    ):
         assert all(torch.equal(mine[0][name], theirs[0][name]) for name in theirs[0])
         for ours, other in zip(mine[1], theirs[1]):
             assert all(torch.equal(ours[span], other[span]) for span in other)
@@ -227,7 +179,7 @@ def test_norms_from_an_update_are_those_of_the_ranges_that_it_updated():
     """Until new ranges are installed; then the state is measured in a pass of its own."""
 
     def body(number, world):
-        rank = Rank(number, world, tp_size=1, dp_size=2, policy="bf16_sr", launch=launch_triton)
+        rank = Rank(number, world, tp_size=1, dp_size=2, policy="bf16_sr", kernels=triton_range_kernels(launch_triton))
         assert all(bucket.updated_norms is None for bucket in rank.buckets)
         rank.step(0)
         assert all(bucket.updated_norms is not None for bucket in rank.buckets)
@@ -246,7 +198,6 @@ def test_norms_from_an_update_are_those_of_the_ranges_that_it_updated():
 
 @pytest.mark.parametrize("bad", [NAN, INFINITY])
 def test_what_is_no_number_shows_in_norms(bad):
-    from parallel3d.kernels.range_kernels import triton_range_kernels
     from parallel3d.optim.bucket_norms import _norms_of_updates
 
     kernels = triton_range_kernels(launch_triton)
@@ -263,7 +214,6 @@ def test_what_is_no_number_shows_in_norms(bad):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_squared_norms(dtype):
     """1e-6: sums in fp32 over blocks of 4096."""
-    from parallel3d.kernels.range_kernels import triton_range_kernels
 
     parts = [torch.randn(size, device=DEVICE).to(dtype) for size in (1, 4096, 0, 9001)]
     found = triton_range_kernels(launch_triton).squared_norms(parts)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.inprocess.world import ThreadWorld
-from parallel3d.kernels.launch_kernel import Launch
+from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, RangeKernels
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.distributed_optimizer import PhaseHook, ShardedOptimizer
@@ -121,7 +121,7 @@ class Rank:
         overlap_reduce: bool = False,
         overlap_gather: bool = False,
         phase_hook: PhaseHook = lambda phase: None,
-        launch: Launch | None = None,
+        kernels: RangeKernels = TORCH_RANGE_KERNELS,
     ):
         self.rank, self.world = rank, world
         self.tp_size, self.dp_size = tp_size, dp_size
@@ -135,7 +135,7 @@ class Rank:
             is_sharded=zero_stage == 1,
             bucket_bytes=bucket_bytes,
             policy=POLICIES[policy],
-            updaters=Updaters.build(OptimizerConfig(learning_rate=1.0, kind=kind), launch=launch),
+            updaters=Updaters.build(OptimizerConfig(learning_rate=1.0, kind=kind), kernels=kernels),
             measures_norms=True,
             overlap_reduce=overlap_reduce,
             overlap_gather=overlap_gather,

@@ -17,6 +17,7 @@ class AdamW(UpdateRule):
     states = (EXP_AVG, EXP_AVG_SQ)
     backends = ("torch", "apex")
     has_triton_formula = True
+    has_c_formula = True
 
     beta1: Fraction = 0.9
     """Decay of the first moment per update."""

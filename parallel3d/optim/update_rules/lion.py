@@ -16,6 +16,7 @@ class Lion(UpdateRule):
     name = "lion"
     states = (EXP_AVG,)
     has_triton_formula = True
+    has_c_formula = True
 
     beta1: Fraction = 0.9
     """The momentum's share of a step."""

@@ -95,6 +95,8 @@ class UpdateRule(Section, ABC):
     has_triton_formula: ClassVar[bool] = False
     """Whether `triton_<name>.py` beside the rule's file defines its formula for Triton, `update_values`, which gets the
     rule's `scalars`. Without it GPUs run `update_block`."""
+    has_c_formula: ClassVar[bool] = False
+    """The same for `c_<name>.c` and CPUs."""
     fallback: ClassVar[str | None] = None
     """For a rule on matrices: the rule that updates all other parameters."""
 
