@@ -14,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -30,11 +30,13 @@ from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.pipeline.executor import Executor, LoadedMicroBatch
+from parallel3d.pipeline.instructions import ReplicaId
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import Plan, choose_plan, complete_candidates
 from parallel3d.pipeline.request import PlanRequest
 
 STAGES, WIDTH, MICRO_BATCHES, SLOTS = 4, 4, 32, 3
+NO_FACTORS: Mapping[ReplicaId, float] = {}
 LOSSES: dict[str, list[tuple[int, int]]] = {
     "none": [],
     "1": [(1, 2)],
@@ -96,9 +98,11 @@ def plan_without(lost: Sequence[tuple[int, int]]) -> Plan:
     return complete_candidates(choose_plan(request, may_split=True, max_extra_in_flight=2))
 
 
-def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
-    """Seconds of one iteration, every replica a thread with its own sockets."""
-    full = Grid.uniform(tp_size=1, pp_size=STAGES, dp_size=WIDTH)
+def run(
+    plan: Plan, lost: Sequence[ReplicaId], unit_s: float, *, factors: Mapping[ReplicaId, float] = NO_FACTORS
+) -> float:
+    """Seconds of one iteration, every replica a thread with its own sockets; slow ones take `factors` as long."""
+    full = Grid.uniform(tp_size=1, pp_size=len(plan.request.replicas), dp_size=WIDTH)
     grid, _ = full.without(full.stages[p][d][0] for p, d in lost)
     listeners = {rank: open_listener("127.0.0.1") for rank in grid.ranks}
     addresses = {rank: listener.getsockname() for rank, listener in listeners.items()}
@@ -107,6 +111,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
 
     def work(rank: int) -> None:
         links = SocketLinks(
+            secret=b"a secret of a benchmark's own...",
             rank=rank,
             generation=0,
             listener=listeners[rank],
@@ -115,10 +120,11 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
             token=token,
             timeout_s=60.0,
         )
-        executor = build_executor(plan, grid, rank, links, token, unit_s)
+        replica = grid.coordinates(rank).replica
+        executor = build_executor(plan, grid, rank, links, token, unit_s * factors.get(replica, 1.0))
         tokens = torch.zeros(4, dtype=torch.int64)
         ready.wait(60.0)
-        executor.run(plan.lists[grid.coordinates(rank).replica], batch, lambda micro: LoadedMicroBatch(tokens, tokens))
+        executor.run(plan.lists[replica], batch, lambda micro: LoadedMicroBatch(tokens, tokens))
         ends.append(time.perf_counter())
         links.close()
 
@@ -134,7 +140,7 @@ def run(plan: Plan, lost: Sequence[tuple[int, int]], unit_s: float) -> float:
 
 def build_executor(plan: Plan, grid: Grid, rank: int, links: SocketLinks, token: AbortToken, unit_s: float) -> Executor:
     stage, weight_grads = grid.coordinates(rank).pp, WeightGradStore()
-    chunk = SleepingStage("weight", is_first=stage == 0, is_last=stage == STAGES - 1, seconds=unit_s)
+    chunk = SleepingStage("weight", is_first=stage == 0, is_last=stage == grid.pp_size - 1, seconds=unit_s)
     chunk.weight.attach(GradientSink.with_own_buffer(chunk.weight, weight_grads=weight_grads))
     return Executor(
         chunks=[chunk],

@@ -146,6 +146,7 @@ RECORDS: dict[str, Fields] = {
     "round_trip": {"seconds": is_number},
     "resumed": {"generation": is_count, "regroup_s": is_number, "plan": is_text},
     "notice": {"text": is_text},
+    "balance": {"text": is_text, "step": is_count},
 }
 """Fields of those published records that the coordinator reads, by their kind."""
 

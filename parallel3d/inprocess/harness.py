@@ -70,6 +70,8 @@ class ElasticRunResult:
     """The leader's losses, by step."""
     notices: tuple[str, ...] = ()
     """Notices of all ranks."""
+    balances: tuple[dict[str, Any], ...] = ()
+    """The leader's records of slow replicas."""
 
 
 class ThreadNetwork(Network):
@@ -96,11 +98,14 @@ class _Records:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
+    balances: list[dict[str, Any]] = field(default_factory=list)
 
     def publish(self, record: dict[str, Any]) -> None:
         match record["kind"]:
             case "notice":
                 self.notices.append(record["text"])
+            case "balance":
+                self.balances.append(record)
             case "evaluation":
                 self.evaluations[record["step"]] = record["loss"]
             case "step" if record["step"] not in self.steps:
@@ -189,6 +194,7 @@ def _elastic_result(results: list[RankResult | None], grid: Grid, records: _Reco
         num_tokens=max((record["tokens"] for record in records.steps.values()), default=0),
         evaluations=records.evaluations,
         notices=tuple(records.notices),
+        balances=tuple(records.balances),
     )
 
 

@@ -7,6 +7,8 @@ that wakes it (`on_abort`). Aborting is idempotent; the first reason stays.
 from __future__ import annotations
 
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -35,6 +37,8 @@ class AbortToken:
         self.reason = ""
         self.on_wait: Callable[[Wait | None], None] = lambda wait: None
         """Called when a wait for peers begins and (None) ends: a rank that waits for others is not stuck itself."""
+        self.waited_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds of all waits, by group."""
 
     @property
     def aborted(self) -> bool:
@@ -73,9 +77,11 @@ class AbortToken:
     def waiting(self, what: str = "", ranks: Sequence[int] = ()) -> Iterator[None]:
         """Marks the block as a wait for some of these ranks; `what` is the group of a collective."""
         self.on_wait(Wait(what, tuple(ranks)))
+        started = time.perf_counter()
         try:
             yield
         finally:
+            self.waited_s[what] += time.perf_counter() - started
             self.on_wait(None)
 
     def sleep(self, seconds: float) -> None:

@@ -37,6 +37,9 @@ class InstructionHook(Protocol):
     def __call__(self, instruction: Instruction) -> None: ...
 
 
+ComputeHook = Callable[[float], float]
+"""Called at the end of each compute with its seconds; returns the seconds that count. A slow rank sleeps in it."""
+
 Label = Callable[[Instruction], AbstractContextManager[object]]
 """A context manager that names an instruction in a profiler's trace."""
 
@@ -73,6 +76,8 @@ class StageResult:
     """Seconds spent computing."""
     run_s: float = 0.0
     """Seconds from the list's first instruction to its last."""
+    tp_wait_s: float = 0.0
+    """Those of the busy ones in which the rank has waited for its tensor-parallel group."""
 
 
 @dataclass(kw_only=True)
@@ -99,6 +104,7 @@ class Executor:
     weight_grads: WeightGradStore
     """The store of the chunks' gradient sinks, in which a split backward pass keeps the products for weights."""
     on_instruction: InstructionHook = lambda instruction: None
+    compute_hook: ComputeHook = lambda seconds: seconds
     label: Label = lambda instruction: NO_LABEL
     after_compute: Callable[[MicroBatch, GradPass], None] = lambda micro_batch, grad_pass: None
     """Called after each instruction that may have added a micro-batch's gradients to the main gradients."""
@@ -149,7 +155,7 @@ class Executor:
         if scratch.batch.training:
             scratch.saved_for_backward[key] = (inputs, output)
         scratch.result.forwarded[key] += 1
-        scratch.result.busy_s += time.perf_counter() - started
+        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
         if is_last and scratch.batch.training:  # the head's gradients
             self.after_compute(micro_batch, "forward")
 
@@ -157,7 +163,7 @@ class Executor:
         started = time.perf_counter()
         self._differentiate(scratch, _key(step))
         scratch.result.backwarded[_key(step)] += 1
-        scratch.result.busy_s += time.perf_counter() - started
+        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_input(self, scratch: _Scratch, step: Instruction) -> None:
@@ -165,14 +171,14 @@ class Executor:
         with self.weight_grads.deferred() as work:
             self._differentiate(scratch, _key(step))
         scratch.weight_work[_key(step)] = work
-        scratch.result.busy_s += time.perf_counter() - started
+        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     def _backward_weight(self, scratch: _Scratch, step: Instruction) -> None:
         started = time.perf_counter()
         run_deferred(scratch.weight_work.pop(_key(step)))
         scratch.result.backwarded[_key(step)] += 1
-        scratch.result.busy_s += time.perf_counter() - started
+        scratch.result.busy_s += self.compute_hook(time.perf_counter() - started)
         self.after_compute(scratch.batch.micro_batch(step.micro_batch), "backward")
 
     @staticmethod

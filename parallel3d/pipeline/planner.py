@@ -135,14 +135,15 @@ class Plan:
         """One line for logs and reports."""
         request, counts = self.request, [len(ids) for ids in self.request.replicas]
         grid = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
-        rerouted = sum(len(set(route)) > 1 for route in self.routes)
+        rerouted = sum({*route} != {home} for route, home in zip(self.routes, self.homes))
         busiest = max(self.busy, key=lambda replica: self.busy[replica])
         compute_time = self.busy[busiest]
         chunks = f" of {request.virtual_stages} chunks" if request.virtual_stages > 1 else ""
         what = (
             f"{request.name} on {len(counts)} stages{chunks} x {grid} replicas, {len(self.routes)} micro-batches, "
             f"{rerouted} rerouted: "
-            f"{self.makespan} units, of which {compute_time} are work of the busiest replica {busiest}"
+            f"{self.makespan / request.time_scale:g} units, of which {compute_time / request.time_scale:g} are work of "
+            f"the busiest replica {busiest}"
         )
         return f"{what}; {self._choice()}" if self.candidates else what
 
@@ -154,7 +155,7 @@ class Plan:
             return what
         best = min(others, key=lambda candidate: (candidate.makespan, candidate.is_lower_bound))
         bound = "at least " if best.is_lower_bound else ""
-        return f"{what}; the best to {best.request.routing} takes {bound}{best.makespan}"
+        return f"{what}; the best to {best.request.routing} takes {bound}{best.makespan / best.request.time_scale:g}"
 
 
 def choose_plan(request: PlanRequest, *, may_split: bool, max_extra_in_flight: int, pause: Pause = no_pause) -> Plan:

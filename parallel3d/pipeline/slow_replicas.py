@@ -4,6 +4,9 @@ Every rank that has seen the same times has the same `ReplicaSpeeds`, so all pla
 message. What counts is the time for a unit of work against the fastest replica of the same stage: the median of a
 window, in sixteenths, and changed only if it has moved by much and not soon after a change. Otherwise every step would
 be planned again.
+
+A replica is named by its stage and its newest worker. Numbers of workers are never used again, so one that has got a
+new worker is another replica, and begins at normal speed.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from statistics import median
+from typing import Any
 
 from parallel3d.pipeline.instructions import ReplicaId
 from parallel3d.pipeline.request import NORMAL, Routes
 
-WINDOW = 10
-"""Steps of which the median counts."""
+WINDOW = 15
+"""Steps of which the median counts: odd, since the mean of two middle times is a speed that no replica had."""
 HYSTERESIS = 1.25
 """Ratio of two slownesses from which on the newer one is taken."""
 HOLD = 20
 """Steps from one change of a replica's slowness to its next."""
+PATIENCE = 100
+"""Steps after which a replica that is too slow for any work is taken for half as slow: only work shows its speed."""
 MAX_SLOWNESS = 64 * NORMAL
 """Of a replica that hardly moves."""
 
@@ -36,6 +42,8 @@ class ReplicaSpeeds:
     """Of slow replicas alone: their time, in 1 / `NORMAL` of the fastest one's."""
     held: Mapping[ReplicaId, int] = field(default_factory=dict)
     """Steps for which a slowness that has just changed stays."""
+    idle: Mapping[ReplicaId, int] = field(default_factory=dict)
+    """Steps since slow replicas had work."""
 
     def after(self, unit_times: Mapping[ReplicaId, float]) -> ReplicaSpeeds:
         """Returns the speeds after one more step, in which these live replicas took this time for a unit of work.
@@ -50,15 +58,19 @@ class ReplicaSpeeds:
         }
         held = {replica: left - 1 for replica, left in self.held.items() if left > 1 and replica in recent}
         slowness = {replica: factor for replica, factor in self.slowness.items() if replica in recent}
+        idle = {replica: self.idle.get(replica, 0) + 1 for replica in slowness if not unit_times[replica] > 0}
+        for replica in [replica for replica, num_steps in idle.items() if num_steps == PATIENCE]:
+            recent[replica], idle[replica] = (), 0
+            slowness[replica] = max(NORMAL, slowness[replica] // 2)
         for replica, measured in _measure(recent).items():
             known = slowness.get(replica, NORMAL)
             if replica in held or max(measured, known) < HYSTERESIS * min(measured, known):
                 continue
             held[replica] = HOLD
-            slowness[replica] = measured
+            slowness[replica] = min(MAX_SLOWNESS, round(measured))
             if measured < HYSTERESIS * NORMAL:
                 del slowness[replica]
-        return replace(self, recent=recent, slowness=slowness, held=held)
+        return replace(self, recent=recent, slowness=slowness, held=held, idle=idle)
 
     def of_grid(self, replicas: Routes) -> Routes:
         """The slowness of these replicas for a `PlanRequest`; () if none of them is slow.
@@ -71,11 +83,31 @@ class ReplicaSpeeds:
         relative = tuple(tuple(factor * NORMAL // min(stage) for factor in stage) for stage in factors)
         return relative if any(factor > NORMAL for stage in relative for factor in stage) else ()
 
+    def to_json(self) -> list[list[Any]]:
+        """A row for each replica."""
+        return [
+            [*replica, list(times), self.slowness.get(replica), self.held.get(replica), self.idle.get(replica)]
+            for replica, times in self.recent.items()
+        ]
 
-def _measure(recent: Mapping[ReplicaId, tuple[float, ...]]) -> dict[ReplicaId, int]:
+    @staticmethod
+    def from_json(rows: list[list[Any]]) -> ReplicaSpeeds:
+        known = [((stage, worker), values) for stage, worker, *values in rows]
+        slowness, held, idle = (
+            {replica: values[column] for replica, values in known if values[column] is not None} for column in (1, 2, 3)
+        )
+        recent = {replica: tuple(values[0]) for replica, values in known}
+        return ReplicaSpeeds(recent=recent, slowness=slowness, held=held, idle=idle)
+
+
+NORMAL_SPEEDS = ReplicaSpeeds()
+"""Nothing has been measured."""
+
+
+def _measure(recent: Mapping[ReplicaId, tuple[float, ...]]) -> dict[ReplicaId, float]:
     """The slowness of replicas with a whole window, against the fastest of their stage."""
     medians = {replica: median(times) for replica, times in recent.items() if len(times) == WINDOW}
     fastest: dict[int, float] = {}
     for (stage, _), time in medians.items():
         fastest[stage] = min(fastest.get(stage, time), time)
-    return {replica: min(MAX_SLOWNESS, round(NORMAL * time / fastest[replica[0]])) for replica, time in medians.items()}
+    return {replica: NORMAL * time / fastest[replica[0]] for replica, time in medians.items()}

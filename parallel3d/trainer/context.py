@@ -28,7 +28,7 @@ from parallel3d.parallel.p2p_messages import Links
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.pipeline.chunk_layout import ChunkLayout
-from parallel3d.pipeline.executor import NO_LABEL, Executor, InstructionHook, Label
+from parallel3d.pipeline.executor import NO_LABEL, ComputeHook, Executor, InstructionHook, Label
 from parallel3d.ramps import LrSchedule
 from parallel3d.trainer.entry_layout import EntryLayout
 from parallel3d.trainer.loader import LaneLoader
@@ -54,6 +54,8 @@ class RankHooks:
 
     on_instruction: InstructionHook = lambda instruction: None
     """Called before each instruction of the pipeline."""
+    compute_hook: ComputeHook = lambda seconds: seconds
+    """Called at the end of each compute with its seconds; returns those that count."""
     phase_hook: PhaseHook = lambda phase: None
     """Called at the named phases of a step and of a recovery."""
     label: Label = lambda instruction: NO_LABEL

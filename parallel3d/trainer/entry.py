@@ -18,6 +18,8 @@ from parallel3d.optim.state_norms import StateNorms
 from parallel3d.precision.fixed_point import ExactSum
 
 Json = dict[str, Any]
+UnitTime = tuple[int, int, float]
+"""Stage and newest worker of a replica, and its seconds for a token; 0 without work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class Entry:
     """l1 norm of Adam's sqrt(v) before the update."""
     variance_max: float | None = None
     """Largest element of sqrt(v) before the update."""
+    unit_times: tuple[UnitTime, ...] = field(default=(), compare=False)
+    """With `elastic.balance`, the time of each replica. Entries of the same mathematics are equal whatever it took."""
 
     @property
     def loss(self) -> float:
@@ -118,7 +122,9 @@ class Entry:
     def from_json(data: Json) -> Entry:
         fields = {key: value for key, value in data.items() if key != "kind"}
         cursors = tuple(tuple(cursor) for cursor in data["cursors"])
-        return Entry(**{**fields, "cursors": cursors, "differing_stages": tuple(data["differing_stages"])})
+        unit_times = tuple((stage, worker, time) for stage, worker, time in data.get("unit_times", ()))
+        differing = tuple(data["differing_stages"])
+        return Entry(**{**fields, "cursors": cursors, "differing_stages": differing, "unit_times": unit_times})
 
 
 @dataclass(frozen=True, kw_only=True)

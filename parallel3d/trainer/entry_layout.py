@@ -29,7 +29,7 @@ from parallel3d.errors import ProtocolError
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.optim.state_norms import larger
 from parallel3d.precision.fixed_point import NUM_FLOATS, ExactSum
-from parallel3d.trainer.entry import Contribution, Entry
+from parallel3d.trainer.entry import Contribution, Entry, UnitTime
 
 Vector = NDArray[np.float64]
 
@@ -95,8 +95,8 @@ class EntryLayout:
             return np.concatenate((vector, np.array(words, dtype=np.float64)))
         return vector
 
-    def unpack(self, iteration: int, total: ArrayLike) -> Entry:
-        """The entry from the sum of all vectors. Raises ProtocolError when the audit fails."""
+    def unpack(self, iteration: int, total: ArrayLike, unit_times: tuple[UnitTime, ...] = ()) -> Entry:
+        """The entry from the sum of all vectors, and replicas' times. Raises ProtocolError when the audit fails."""
         vector = np.asarray(total, dtype=np.float64)
         self._audit(iteration, vector)
         squared_norm, loss_sum = (
@@ -122,6 +122,7 @@ class EntryLayout:
             differing_stages=tuple(
                 stage for stage, words in enumerate(self._checksums_by_stage(vector)) if has_difference(words)
             ),
+            unit_times=unit_times,
         )
 
     def _audit(self, iteration: int, total: Vector) -> None:

@@ -1,11 +1,12 @@
 """The grid of a run and the pipeline plans for it, from the configuration. Pure.
 
-A plan holds the instruction list of every replica for one number of micro-batches. Warmups change that number, losses
-change the grid: each generation has its own `Plans`, which are computed on first use.
+A plan holds the instruction list of every replica for one number of micro-batches. Warmups change that number, slow
+replicas the routes, losses the grid: each generation has its own `Plans`, which are computed on first use.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,10 +24,12 @@ from parallel3d.pipeline.partition import (
     partition_layers,
     pass_costs,
 )
-from parallel3d.pipeline.planner import Plan, choose_plan
-from parallel3d.pipeline.request import Pause, PlanRequest, no_pause
+from parallel3d.pipeline.planner import Plan
+from parallel3d.pipeline.request import Pause, PlanRequest, Routes, no_pause
 from parallel3d.pipeline.schedules import SCHEDULES
+from parallel3d.pipeline.slow_plan import choose_plan_for_slow
 from parallel3d.trainer.batching import next_batch, plan_batch
+from parallel3d.trainer.entry import UnitTime
 from parallel3d.trainer.state import TrainState
 
 
@@ -64,26 +67,46 @@ class Plans:
     grid: Grid
     made_ahead: Mapping[PlanKey, Plan] = field(default_factory=dict)
 
-    _train: dict[int, Plan] = field(default_factory=dict)
+    _made: dict[tuple[int, Routes, bool], Plan] = field(default_factory=dict)
 
-    def train(self, num_micro_batches: int, pause: Pause = no_pause) -> Plan:
+    def train(self, num_micro_batches: int, slowness: Routes = (), pause: Pause = no_pause) -> Plan:
         """The plan of a training step of `num_micro_batches`."""
-        if num_micro_batches not in self._train:
-            plan = self.made_ahead.get((self.grid.replicas, num_micro_batches))
-            self._train[num_micro_batches] = plan or plan_schedule(
-                self.config, self.grid, num_micro_batches, pause=pause
-            )
-        return self._train[num_micro_batches]
+        ahead = None if slowness else self.made_ahead.get((self.grid.replicas, num_micro_batches))
+        return ahead or self._make(num_micro_batches, slowness, pause=pause)
 
     def next(self, state: TrainState, pause: Pause = no_pause) -> Plan:
         """The plan of the iteration after `state`."""
-        return self.train(next_batch(self.config, state).num_micro_batches, pause)
+        return self.train(next_batch(self.config, state).num_micro_batches, self.slowness(state), pause)
+
+    def evaluate(self, state: TrainState) -> Plan:
+        """The forward passes of an evaluation after `state`."""
+        num_micro_batches = plan_batch(self.config, 0).num_micro_batches * self.config.run.evaluate_batches
+        return self._make(num_micro_batches, self.slowness(state), has_backward=False)
+
+    def slowness(self, state: TrainState) -> Routes:
+        """How slow the replicas are, for a plan; () if none is."""
+        return state.speeds.of_grid(self._newest_workers) if state.speeds.slowness else ()
 
     @cached_property
-    def evaluate(self) -> Plan:
-        """The forward passes of an evaluation."""
-        num_micro_batches = plan_batch(self.config, 0).num_micro_batches * self.config.run.evaluate_batches
-        return plan_schedule(self.config, self.grid, num_micro_batches, has_backward=False)
+    def _newest_workers(self) -> Routes:
+        """The newest worker of each replica, in the order of `grid.replicas`: the names of their speeds."""
+        return tuple(tuple(max(stage[d]) for d in sorted(stage)) for stage in self.grid.stages)
+
+    def _make(
+        self, num_micro_batches: int, slowness: Routes, *, has_backward: bool = True, pause: Pause = no_pause
+    ) -> Plan:
+        key = num_micro_batches, slowness, has_backward
+        if key not in self._made:
+            if slowness != self._slowness_made:
+                self._made.clear()  # the plans for other speeds
+            self._made[key] = plan_schedule(
+                self.config, self.grid, num_micro_batches, slowness=slowness, has_backward=has_backward, pause=pause
+            )
+        return self._made[key]
+
+    @property
+    def _slowness_made(self) -> Routes:
+        return next((slowness for _, slowness, _ in self._made), ())
 
 
 def num_micro_batches_at(plan: Plan, coordinates: Coordinates) -> int:
@@ -91,12 +114,36 @@ def num_micro_batches_at(plan: Plan, coordinates: Coordinates) -> int:
     return sum(route[coordinates.pp] == coordinates.dp for route in plan.routes)
 
 
+def unit_times(grid: Grid, plan: Plan, busy_s: Mapping[int, float], num_tokens: int) -> tuple[UnitTime, ...]:
+    """The time of each replica for a token: the seconds of its slowest rank in a step of `num_tokens`, by its share.
+
+    To three digits, so that entries stay short. 0 for replicas without work, or with a rank whose seconds are unknown.
+    """
+    counts = Counter(pair for route in plan.routes for pair in enumerate(route))
+    num_tokens_each = num_tokens / len(plan.routes)
+    times = []
+    for stage, replicas in enumerate(grid.stages):
+        for replica, ranks in sorted(replicas.items()):
+            seconds = [busy_s[rank] for rank in ranks]
+            share = counts[stage, replica] * num_tokens_each
+            time = max(seconds) / share if share and min(seconds) > 0 else 0.0
+            times.append((stage, max(ranks), float(f"{time:.3g}")))
+    return tuple(times)
+
+
 def plan_schedule(
-    config: Config, grid: Grid, num_micro_batches: int, *, has_backward: bool = True, pause: Pause = no_pause
+    config: Config,
+    grid: Grid,
+    num_micro_batches: int,
+    *,
+    slowness: Routes = (),
+    has_backward: bool = True,
+    pause: Pause = no_pause,
 ) -> Plan:
     """The plan for the replicas that `grid` has.
 
-    Where stages have different replicas, by a loss or from the start, it is the best of those that were compared.
+    Where stages have different replicas, by a loss or from the start, or some are slow, it is the best of those that
+    were compared.
     """
     request = PlanRequest(
         replicas=grid.replicas,
@@ -106,8 +153,9 @@ def plan_schedule(
         costs=costs_of_passes(config),
         virtual_stages=config.parallel.virtual_stages,
         slots=config.parallel.p2p_slots,
+        slowness=slowness,
     )
-    return choose_plan(
+    return choose_plan_for_slow(
         request,
         may_split=config.parallel.split_backward != "never",
         max_extra_in_flight=config.parallel.max_extra_in_flight,

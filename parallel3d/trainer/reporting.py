@@ -21,6 +21,7 @@ from parallel3d.trainer.batching import next_batch
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.entry import Entry
 from parallel3d.trainer.resume import data_position_to_json
+from parallel3d.trainer.slow_workers import SlowWorkers
 from parallel3d.trainer.speed import ThroughputMeter
 from parallel3d.trainer.step import StepReport
 
@@ -50,6 +51,7 @@ class StepReporter:
         self._data_wait_s = data_wait_s
         self._describe = describe
         self._throughput = ThroughputMeter(rank.config)
+        self._slow_workers = SlowWorkers(rank)
         self._waited_s = 0.0
         """Seconds of waiting for data before the current step."""
         self._planned_bubble: float | None = None
@@ -84,6 +86,8 @@ class StepReporter:
             self._rank.history.losses[entry.iteration] = entry.loss
             if entry.iteration > known:
                 self._publish_step(entry)
+        for record in self._slow_workers.begin_generation(max(last_reported_step, self._rank.resumed_from)):
+            self._publish_as_leader(record)
         self._publish_evaluation()
 
     def begin_step(self) -> None:
@@ -99,10 +103,12 @@ class StepReporter:
         history.timed_flops += num_tokens * flops_per_token(config.model, report.batch.sequence_length)
         history.losses[report.entry.iteration] = report.entry.loss
         self._bubbles.append(report.telemetry.bubble)
-        self._planned_bubble = report.planned_bubble
+        self._planned_bubble = report.plan.bubble
         self._publish_warnings(report)
         if self._rank.is_leader and config.data.blend is not None:
             self.notices(describe_begun_stages(config.data.blend, report.entry.iteration, tokens))
+        for record in self._slow_workers.end_step(report):
+            self._publish_as_leader(record)
         self._publish_step(report.entry, self._times(report))
 
     def begin_evaluation(self) -> None:

@@ -21,6 +21,7 @@ from parallel3d.checkpoint.read import CheckpointReader, check_states, load_shar
 from parallel3d.config.same_model import NON_WEIGHT_FIELDS
 from parallel3d.config.schema import Config
 from parallel3d.errors import CheckpointError
+from parallel3d.pipeline.slow_replicas import NORMAL_SPEEDS, ReplicaSpeeds
 from parallel3d.precision.loss_scale import LossScale
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.entry import Entry, EvaluationEntry
@@ -34,9 +35,11 @@ UNREPORTED_FIELDS = ("description", "source", "run.directory", "run.resume", "ru
 
 
 def state_to_json(state: TrainState) -> Json:
-    """The state as JSON, without requests that concern one moment: stop, leave, save counts."""
-    entries = tuple(replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0) for entry in state.entries)
-    return whole_state_to_json(replace(state, entries=entries))
+    """The state as JSON, without what concerns one moment: requests, save counts, the speeds of these workers."""
+    entries = tuple(
+        replace(entry, stop=False, leave=False, num_saved=0, num_not_saved=0, unit_times=()) for entry in state.entries
+    )
+    return whole_state_to_json(replace(state, entries=entries, speeds=NORMAL_SPEEDS))
 
 
 def whole_state_to_json(state: TrainState) -> Json:
@@ -52,6 +55,7 @@ def whole_state_to_json(state: TrainState) -> Json:
         "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
         "loss_scale": _loss_scale_to_json(state.loss_scale),
         "watch": state.monitor.to_json(),
+        "speeds": state.speeds.to_json(),
         "pacing": state.shape_schedule.to_json(),
     }
 
@@ -75,6 +79,7 @@ def state_from_json(data: Json, fresh: TrainState) -> TrainState:
         monitor=fresh.monitor.from_json(data["watch"])
         if "watch" in data
         else fresh.monitor,  # older checkpoints lack it
+        speeds=ReplicaSpeeds.from_json(data.get("speeds", [])),
         shape_schedule=fresh.shape_schedule.resumed(data.get("pacing")),
     )
 

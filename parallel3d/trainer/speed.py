@@ -63,7 +63,7 @@ class ThroughputMeter:
             **({"mfu": used} if used is not None else {}),
             "step_s": report.step_s,
             "bubble": report.telemetry.bubble,
-            "planned_bubble": report.planned_bubble,
+            "planned_bubble": report.plan.bubble,
             "data_wait_s": data_wait_s,
             "memory_bytes": report.telemetry.memory_bytes,
         }

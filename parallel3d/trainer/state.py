@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from parallel3d.data.reader import LaneCursor
 from parallel3d.monitor.training_monitor import NEW_MONITOR, TrainingMonitor
+from parallel3d.pipeline.slow_replicas import NORMAL_SPEEDS, ReplicaSpeeds
 from parallel3d.precision.loss_scale import UNSCALED, LossScale
 from parallel3d.size_schedule import CONSTANT_SHAPE, BatchShape, BatchShapeSchedule
 from parallel3d.trainer.entry import Entry, EvaluationEntry
@@ -38,6 +39,8 @@ class TrainState:
     """The loss scale of the next iteration."""
     monitor: TrainingMonitor = NEW_MONITOR
     """Stability figures of the run so far."""
+    speeds: ReplicaSpeeds = NORMAL_SPEEDS
+    """Which replicas are slow."""
     shape_schedule: BatchShapeSchedule = CONSTANT_SHAPE
     """Gives the shape of each iteration's batch."""
 
@@ -82,4 +85,5 @@ class TrainState:
             entries=(*self.entries, entry)[-2:],
             loss_scale=self.loss_scale.after(finite=entry.finite),
             monitor=self.monitor.after(entry.metrics),
+            speeds=self.speeds.after({(stage, worker): time for stage, worker, time in entry.unit_times}),
         )

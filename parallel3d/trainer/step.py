@@ -17,16 +17,17 @@ from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.monitor.memory import used_bytes
 from parallel3d.parallel.host_numbers import HostNumbers
 from parallel3d.pipeline.executor import StageResult
+from parallel3d.pipeline.planner import Plan
 from parallel3d.precision.fixed_point import ExactSum
 from parallel3d.trainer.batching import next_batch, plan_batch
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.dumps import record_tensors, write_step_dump
-from parallel3d.trainer.entry import NO_SAVE_STATUS, Contribution, Entry, EvaluationEntry, SaveStatus
-from parallel3d.trainer.plans import num_micro_batches_at
+from parallel3d.trainer.entry import NO_SAVE_STATUS, Contribution, Entry, EvaluationEntry, SaveStatus, UnitTime
+from parallel3d.trainer.plans import num_micro_batches_at, unit_times
 from parallel3d.trainer.replica_copies import is_check_due, replica_checksums, report_differences
 
-NUM_TELEMETRY = 3
-"""Numbers that each rank adds after its part of the entry: busy seconds, seconds of the lists, bytes in use."""
+NUM_TELEMETRY = 4
+"""Numbers that each rank adds after its part of the entry: busy seconds, seconds of the lists, bytes, own seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Telemetry:
     """Idle share of the pipeline's busiest rank."""
     memory_bytes: int
     """Bytes in use on the rank with the most."""
+    own_s: tuple[float, ...] = ()
+    """Of each rank of the grid, the busy seconds without waits for its tensor-parallel group; 0 where they are unknown.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class StepReport:
     step_s: float
     batch: BatchPlan
     telemetry: Telemetry
-    planned_bubble: float
+    plan: Plan
     warning: str = ""
     """Finding of the replica check, if the run continues in spite of it."""
     dump: Path | None = None
@@ -75,7 +79,9 @@ def train_step(
     rank.optimizer.begin_iteration(batch.iteration, num_micro_batches, batch.loss_factor)
     rank.train_loader.begin(rank.state.cursors, rank.state.tokens_read)
     with record_tensors(rank, batch) as recorder:
+        waited_s = rank.token.waited_s[rank.groups.tp.name]
         result = rank.executor.run(plan.lists.get(rank.coordinates.replica, ()), batch, rank.train_loader.load)
+        result.tp_wait_s = rank.token.waited_s[rank.groups.tp.name] - waited_s
     rank.optimizer.finish_reduction()
     part = build_contribution(rank, result, stop=stop, leave=leave, evaluate=evaluate, save_status=save_status)
     entry, telemetry = all_reduce_entry(rank, batch, part, result)
@@ -89,7 +95,7 @@ def train_step(
         step_s=time.perf_counter() - started,
         batch=batch,
         telemetry=telemetry,
-        planned_bubble=plan.bubble,
+        plan=plan,
         warning=warning,
         dump=dump,
     )
@@ -135,19 +141,28 @@ def all_reduce_entry(
 ) -> tuple[Entry, Telemetry]:
     """The one all-reduce over all ranks of the grid: returns the entry and the telemetry.
 
-    Times and bytes travel behind the entry's vector and never enter the entry: a repeated iteration gives the same one.
+    Times and bytes travel behind the entry's vector. They enter the entry only with `elastic.balance`, as the times of
+    replicas, which choose routes and don't belong to the mathematics.
     """
-    layout = rank.layout.for_batch(batch)
-    words, telemetry = layout.pack(part), np.zeros((len(rank.grid.ranks), NUM_TELEMETRY))
-    telemetry[rank.grid.ranks.index(rank.rank)] = result.busy_s, result.run_s, float(used_bytes(rank.device))
+    layout, grid = rank.layout.for_batch(batch), rank.grid
+    words, telemetry = layout.pack(part), np.zeros((len(grid.ranks), NUM_TELEMETRY))
+    telemetry[grid.ranks.index(rank.rank)] = (
+        result.busy_s,
+        result.run_s,
+        float(used_bytes(rank.device)),
+        0.0 if is_accelerator(rank.device) else max(0.0, result.busy_s - result.tp_wait_s),  # there, it takes orders
+    )
     vector = np.concatenate((words, telemetry.ravel()))
     work = rank.groups.world.all_reduce_async(torch.from_numpy(vector))  # in place
     rank.hooks.phase_hook("all_reduce")
     work.wait()
-    busy_s, run_s, num_bytes = vector[len(words) :].reshape(-1, NUM_TELEMETRY).T.tolist()
-    return layout.unpack(batch.iteration, vector[: len(words)]), Telemetry(
-        bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes))
-    )
+    busy_s, run_s, num_bytes, own_s = vector[len(words) :].reshape(-1, NUM_TELEMETRY).T.tolist()
+    times: tuple[UnitTime, ...] = ()
+    if rank.config.elastic.balance:
+        known_s = {member: busy if own else 0.0 for member, busy, own in zip(grid.ranks, busy_s, own_s)}
+        times = unit_times(grid, rank.plans.next(rank.state), known_s, batch.num_tokens)
+    entry = layout.unpack(batch.iteration, vector[: len(words)], times)
+    return entry, Telemetry(bubble=bubble_of(busy_s, run_s), memory_bytes=int(max(num_bytes)), own_s=tuple(own_s))
 
 
 def measures_norms(config: Config, iteration: int) -> bool:
@@ -185,7 +200,7 @@ def _evaluation_loss(rank: RankContext) -> float | None:
     num_micro_batches = rank.config.run.evaluate_batches * batch.num_micro_batches
     batch = replace(batch, num_micro_batches=num_micro_batches, training=False)
     rank.evaluate_loader.begin(((),) * batch.num_slots, 0)
-    steps = rank.plans.evaluate.lists.get(rank.coordinates.replica, ())
+    steps = rank.plans.evaluate(rank.state).lists.get(rank.coordinates.replica, ())
     result, numbers = rank.executor.run(steps, batch, rank.evaluate_loader.load), HostNumbers()
     losses = numbers.add_all(result.losses.values())
     with rank.token.waiting():

@@ -50,9 +50,10 @@ class FaultInjector:
         joiner: int = 0,
         coordinates: Callable[[], str] = lambda: "",
     ):
-        self._faults = [
-            fault for fault in faults if fault.coordinates is not None or fault.rank == rank or fault.joiner == joiner
-        ]
+        self.sleep: Callable[[float], None] = time.sleep
+        mine = [f for f in faults if f.coordinates is not None or f.rank == rank or f.joiner == joiner]
+        self._faults = [fault for fault in mine if fault.kind != "slow"]
+        self._slow = [fault for fault in mine if fault.kind == "slow"]
         self._act = act
         self._joins = joiner > 0
         self._coordinates = coordinates
@@ -74,10 +75,22 @@ class FaultInjector:
             if fault.phase == phase and (is_step or phase == "build") and self._is_here(fault):
                 self._faults.remove(fault)
                 if fault.kind == "sleep":
-                    time.sleep(fault.seconds)
+                    self.sleep(fault.seconds)
                 else:
                     self._act(fault.kind)
                 return
+
+    def slow_down(self, seconds: float) -> float:
+        """Sleeps as long as a compute of these seconds takes longer while this rank is slow; returns its seconds."""
+        factor = 1.0
+        for fault in self._slow:
+            has_begun = fault.step <= self._step
+            is_over = fault.num_steps is not None and self._step >= fault.step + fault.num_steps
+            if has_begun and not is_over and self._is_here(fault):
+                factor = max(factor, fault.factor)
+        if factor > 1.0:
+            self.sleep((factor - 1.0) * seconds)
+        return factor * seconds
 
     def _is_here(self, fault: FaultConfig) -> bool:
         """Whether the fault names this rank; one that joins has no coordinates before its first step."""

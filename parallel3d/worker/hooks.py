@@ -42,7 +42,12 @@ class WorkerHooks:
 
     def for_rank(self) -> RankHooks:
         """The hooks that a rank calls while it trains."""
-        return RankHooks(on_instruction=self.on_instruction, phase_hook=self.enter_phase, label=self._trace.label)
+        return RankHooks(
+            on_instruction=self.on_instruction,
+            compute_hook=self._injector.slow_down,
+            phase_hook=self.enter_phase,
+            label=self._trace.label,
+        )
 
     def close(self) -> None:
         """Ends the trace."""

@@ -26,8 +26,13 @@ MONITORED = ("perplexity", "loss_ratio", "fraction_clipped", "param_norm", "vari
 
 
 def fault_hooks(injector: FaultInjector) -> RankHooks:
-    """Hooks that show a fault injector every instruction and every phase."""
-    return RankHooks(on_instruction=lambda step: injector.enter_instruction(step.op.value), phase_hook=injector)
+    """Hooks that show a fault injector every instruction and every phase; a compute takes a second, or a slow one's."""
+    injector.sleep = lambda seconds: None
+    return RankHooks(
+        on_instruction=lambda step: injector.enter_instruction(step.op.value),
+        compute_hook=lambda seconds: injector.slow_down(1.0),
+        phase_hook=injector,
+    )
 
 
 def run(

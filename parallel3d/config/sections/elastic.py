@@ -85,14 +85,18 @@ class FaultConfig(Section):
     """Phase of the step. send: between a send to the next stage and the receive that follows. recovery_*: in that phase
     of the first recovery from step - 1 on; for a joiner that enters with it, of its first one if step is 1. build: once
     it has built its part of the model, before it is admitted."""
-    kind: Literal["kill", "stop", "term", "sleep", "flip", "nan"] = "kill"
-    """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure. sleep: pauses for `seconds`. flip:
-    flips one bit of the worker's first weight, as faulty memory would. nan: makes its first weight NaN, and the run
-    diverges."""
+    kind: Literal["kill", "stop", "term", "sleep", "slow", "flip", "nan"] = "kill"
+    """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure. sleep: pauses for `seconds`. slow:
+    computes at 1 / `factor` of its speed for `num_steps`. flip: flips one bit of the worker's first weight, as faulty
+    memory would. nan: makes its first weight NaN, and the run diverges."""
     attempt: NonNegativeInt = 0
     """The attempt with the fault: 0 is the first start of the run, n the n-th restart."""
     seconds: NonNegativeFloat = 1.0
     """Duration of a sleep."""
+    factor: Annotated[float, Field(ge=1.0)] = 2.0
+    """How much longer the computes of a slow worker take."""
+    num_steps: PositiveInt | None = None
+    """Steps for which a worker is slow; null: to the end."""
 
 
 class RandomFaults(Section):
@@ -129,6 +133,9 @@ class ElasticConfig(Section):
     max_replicas: PositiveInt | None = None
     """Replicas up to which new workers widen each stage, one replica at a time; each needs a micro-batch, also in the
     first steps of a warmup of batch sizes. Null: no stage gets wider than it was at the start."""
+    balance: bool = False
+    """Give slow replicas less work: every step's times choose the routes of the next ones. With precision.sums float,
+    two runs then differ by the order of sums, as after a loss. No effect on GPUs yet."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
     """How long a worker may go without a heartbeat before its guardian kills it."""
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()
