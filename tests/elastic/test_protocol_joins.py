@@ -65,9 +65,8 @@ def test_the_reduction_leaves_no_join_out():
     assert found[True] == found[False]
 
 
-@pytest.mark.full
 def test_a_successor_while_a_worker_joins():
-    model = TakeoverModel(uniform(1, 2), num_iterations=1, reduced=False)
+    model = TakeoverModel(uniform(1, 2), num_iterations=1)
     found = explore(model, model.start(deaths=1, joins=1, takeovers=1))
     assert found.ends.keys() == {"released", "halted"} and any(record.joiners for record in model.records)
 

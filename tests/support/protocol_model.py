@@ -97,12 +97,16 @@ class Model(WorkerModel):
             if worker.outbox:
                 yield f"{worker.outbox[0]} of rank {rank} arrives", lambda r=rank: self._deliver(world, r)
         for rank, worker in enumerate(world.workers):
-            if worker.inbox and worker.inbox[0][0] not in ("record", "fetch_entries") and not worker.has_abort:
+            if worker.inbox and self.is_taken_at_once(world, worker.inbox[0]) and not worker.has_abort:
                 yield f"rank {rank} takes {worker.inbox[0]}", lambda r=rank: self._take(world, r)
             if worker.mode == RUN and not worker.has_abort and self._can_gather(world, rank):
                 yield f"rank {rank} gathers", lambda r=rank: self._put(world, r, self._gather(r, world.workers[r]))
             if worker.has_abort:
                 return
+
+    def is_taken_at_once(self, world: World, frame: Frame) -> bool:
+        """Whether nothing else depends on when a worker takes this frame."""
+        return frame[0] not in ("record", "fetch_entries")
 
     def _frames(self, world: World) -> Iterator[Step]:
         """Frames that arrive. An abort takes effect at once, even if the frames before it have not been handled."""
@@ -212,10 +216,7 @@ class Model(WorkerModel):
         return world
 
     def _notice(self, world: World, rank: int) -> World:
-        worker = world.workers[rank]
-        sent = {} if self.reduced else {name: getattr(worker, name) for name in ("run", "step", "own", "back")}
-        world = self._put(world, rank, Worker(mode=DEAD, part=worker.part, **sent))
-        world = world._replace(unseen=tuple(r for r in world.unseen if r != rank))
+        world = self.bury(world, rank)
         before = self.protocol(world)
         if before.over or rank not in before.live | before._ready:
             return world
@@ -226,6 +227,13 @@ class Model(WorkerModel):
         else:
             self._check(lost == "", f"goes on without {lost}")
         return world
+
+    def bury(self, world: World, rank: int) -> World:
+        """Takes notice of a death: the worker holds nothing any more, but what it has sent may still arrive."""
+        worker = world.workers[rank]
+        sent = {} if self.reduced else {name: getattr(worker, name) for name in ("run", "step", "own", "back")}
+        world = self._put(world, rank, Worker(mode=DEAD, part=worker.part, **sent))
+        return world._replace(unseen=tuple(other for other in world.unseen if other != rank))
 
     def _suspect(self, world: World, rank: int) -> World:
         worker = world.workers[rank]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.support.protocol_model import Model
-from tests.support.protocol_world import Step, World
+from tests.support.protocol_world import Frame, Step, World
 
 
 class MovesModel(Model):
     """Any spare may be asked to build any other part, even where the protocol would not choose to."""
+
+    def is_taken_at_once(self, world: World, frame: Frame) -> bool:
+        """Building takes its time, in which the others go on."""
+        return super().is_taken_at_once(world, frame) and frame[0] != "build_part"
 
     def _faults(self, world: World) -> Iterator[Step]:
         yield from super()._faults(world)

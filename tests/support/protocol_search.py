@@ -15,7 +15,10 @@ class Explored(NamedTuple):
 
 
 def explore(model: Model, start: World, *, max_worlds: int = 10**6) -> Explored:
-    """Visits every world that can be reached; raises Violation with a way to it."""
+    """Visits every world that can be reached; raises Violation with a way to a wrong one.
+
+    A failed assertion counts as one.
+    """
     came_from: dict[World, tuple[World, str] | None] = {start: None}
     todo = [start]
     ends: dict[str, int] = {}
@@ -30,7 +33,7 @@ def explore(model: Model, start: World, *, max_worlds: int = 10**6) -> Explored:
                 if following not in came_from:
                     came_from[following] = (world, label)
                     todo.append(following)
-        except Violation as error:
+        except (Violation, AssertionError) as error:
             raise Violation(f"{error}\n{_way(came_from, world)}\n  {label}") from None
         assert len(came_from) <= max_worlds, f"more than {max_worlds} worlds"
     return Explored(len(came_from), ends)

@@ -14,13 +14,18 @@ from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
 from parallel3d.elastic.protocol.membership import NO_GENERATION, GenerationRecord
 from parallel3d.elastic.settings import ElasticSettings
 from tests.support.protocol_moves import MovesModel
-from tests.support.protocol_world import Step, Worker, World
+from tests.support.protocol_world import Frame, Step, Worker, World
 
 _TIMEOUT = TimeoutConfig(multiplier=1.0, min_s=1.0, max_s=1.0)
 
 
 class TakeoverModel(MovesModel):
-    """Explore it without `reduced`, which takes commits at once."""
+    """With `reduced`, commits are taken one by one as long as the coordinator may be lost: its successor goes on from
+    those that have been. Whether a frame reaches the coordinator before it is lost makes no difference: what it sends
+    in answer is lost with it, and a successor ignores frames of an earlier generation."""
+
+    def is_taken_at_once(self, world: World, frame: Frame) -> bool:
+        return super().is_taken_at_once(world, frame) and not (world.takeovers and frame[0] == "commit")
 
     def _faults(self, world: World) -> Iterator[Step]:
         yield from super()._faults(world)
@@ -48,7 +53,9 @@ class TakeoverModel(MovesModel):
         for rank, worker in live.items():
             outbox = worker.outbox if keeps_frames else ()
             world = self._put(world, rank, worker._replace(inbox=(), outbox=outbox, draining=False))
-        world = world._replace(protocol=self._intern(protocol), takeovers=world.takeovers - 1, unseen=())
+        for rank in world.unseen:
+            world = self.bury(world, rank)
+        world = world._replace(protocol=self._intern(protocol), takeovers=world.takeovers - 1)
         behind = tuple(rank for rank in live if rank in record.members and live[rank].shard_map != base)
         world = self.send_commit(world, behind, record.generation)
         for rank, worker in live.items():

@@ -109,6 +109,8 @@ class WorkerModel(ModelTables):
         for frame in worker.inbox:
             if frame[0] == "commit":
                 worker = self._enter(rank, worker)
+                if not worker.alive:
+                    return self._put(world, rank, worker)
             elif frame[0] in ("drain_request", "stay"):
                 worker = worker._replace(draining=frame[0] == "drain_request")
         worker = worker._replace(generation=generation, inbox=(), outbox=(*worker.outbox, ("report", generation)))
