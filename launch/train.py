@@ -2,7 +2,7 @@
 
 Without a launcher it runs one worker process per rank on this machine; under torchrun, srun, mpirun or DeepSpeed's
 launcher this process guards the worker of its rank. Exit codes: 0 success, 2 invalid input, 3 too many workers lost, 4
-coordinator lost, 5 replicas that must be bitwise equal differ, 6 diverged, 130/143 stopped.
+coordinator lost, 5 replicas that must be bitwise equal differ, 6 diverged, 7 preempted, 130/143 stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parallel3d.elastic.protocol.restart_policy import RestartPolicy
 from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.errors import UserError
+from parallel3d.errors import EXIT_PREEMPTED, UserError
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, RunFolder
 from parallel3d.monitor.sinks import RunReporter
@@ -144,7 +144,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         timeouts=LaunchTimeouts.from_config(config),
         elastic=ElasticSettings.from_config(config, grid, build_target(config)),
     )
-    if code > EXIT_BY_SIGNAL and env is None and (steps := checkpoint_dir.steps()):
+    if (code > EXIT_BY_SIGNAL or code == EXIT_PREEMPTED) and env is None and (steps := checkpoint_dir.steps()):
         print(f"to continue after step {steps[-1]}, run the same command with run.resume=auto", file=sys.stderr)
     return code
 

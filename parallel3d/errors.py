@@ -19,6 +19,9 @@ EXIT_REPLICAS_DIFFER = 5
 EXIT_DIVERGED = 6
 """A run's exit code when training has diverged."""
 
+EXIT_PREEMPTED = 7
+"""A run's exit code when it has saved and ended, since hosts are taken away without which it can't go on."""
+
 
 MAX_PROBLEMS = 50
 """Problems that one message lists."""

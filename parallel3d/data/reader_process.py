@@ -108,7 +108,7 @@ class ReaderProcess:
 
 def serve(descriptor: int) -> None:
     """Main function of the process: answers requests until the pipe ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(descriptor)
     make_reader: Callable[[], Reader] = pipe.recv()  # bounded: ends with the worker

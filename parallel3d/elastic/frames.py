@@ -11,9 +11,9 @@ Operations (`op` of the header), by sender:
                   set, get, get_all, check, add                     the key-value store
                   report, entries, confirm, suspect                 the membership protocol
                   request_record, committed, finish_generation
-    guardian      hello, ended, stop, announce_drain, request_status, ping, from_workers
+    guardian      hello, ended, stop, announce_drain, announce_preemption, request_status, ping, from_workers
     coordinator   to both: stop, abort, request_status, ping
-                  to workers: response, finish_ack, drain_request, probe, finish_run
+                  to workers: response, finish_ack, drain_request, drain_withdrawn, probe, finish_run
                               abort_generation, fetch_entries, entries, record, commit, fetch_committed
                   to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker
 

@@ -81,7 +81,7 @@ def run_workers(
         preload=() if env else preload,
         make_secret=make_secret,
         timeouts=timeouts,
-        max_rejoins=elastic.max_rejoins if elastic and elastic.enabled else 0,
+        elastic=elastic,
     )
     coordinator = CoordinatorSpec(
         listener=listener,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.config.derived import save_intervals
-from parallel3d.config.schema import Config, TimeoutConfig
+from parallel3d.config.schema import Config, NoticeConfig, TimeoutConfig
 from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.parallel.grid import Grid
 
@@ -70,6 +70,10 @@ class ElasticSettings:
     heartbeat_timeout: TimeoutConfig
     watchdog_timeout: TimeoutConfig
     witness: str | None = None
+    coordinator_host: str | None = None
+    """Where the coordinator is to serve; None: where it begins."""
+    notice: NoticeConfig = NoticeConfig()
+    """How hosts learn that they will be taken away."""
     slow_step: SlowStepRule | None = None
     """When a step counts as slow; None: never."""
 
@@ -92,6 +96,8 @@ class ElasticSettings:
             heartbeat_timeout=elastic.heartbeat_timeout,
             watchdog_timeout=elastic.watchdog_timeout,
             witness=elastic.witness,
+            coordinator_host=elastic.coordinator_host,
+            notice=elastic.notice,
             slow_step=SlowStepRule(factor=debug.slow_step_factor, min_s=debug.slow_step_min_s)
             if debug.slow_step_factor
             else None,

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from parallel3d.elastic.child_processes import ChildProcess, ParentLink
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
 from parallel3d.elastic.frames import PING_S
-from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
+from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, UserError
@@ -61,7 +61,7 @@ class Stub:
         self._timeouts = timeouts
         self._parent = parent
         self._signals = Signals()
-        self._stops_seen = self._status_requests_seen = 0
+        self._stops_seen = self._requests_seen = 0
         self._selector = selectors.DefaultSelector()
         self._next_check_s = 0.0
         self._guardian: ChildProcess | None = None
@@ -78,6 +78,8 @@ class Stub:
         """That of the run, by the coordinator."""
         self._deadline_s = float("inf")
         """By then the guardian must have ended its start, or have asked for a failover coordinator."""
+        self._has_moved = False
+        """The coordinator has ended since another host's goes on with the run."""
         self._exit_code: int | None = None
         self._refusal = ""
 
@@ -141,6 +143,8 @@ class Stub:
                 self._limit_guardian()
             case "refused":
                 self._refusal, self._exit_code = message["text"], message["exit_code"]
+            case "moved":
+                self._has_moved = True
             case "done":
                 self._coordinator_code = message["exit_code"]
                 self._limit_guardian()
@@ -243,6 +247,9 @@ class Stub:
     def _on_coordinator_exit(self, code: int) -> None:
         """Waits for the guardian to ask for another one, if it was killed."""
         self._coordinator = None
+        if self._has_moved:
+            self._has_moved = False
+            return
         if self._exit_code is None and self._coordinator_code is None:
             if code >= 0:
                 self._exit_code = code or EXIT_COORDINATOR_LOST
@@ -271,7 +278,7 @@ class Stub:
                 self._guardian.send({"op": "signal", "number": number})
             if self._coordinator is not None:
                 self._coordinator.signal(number)
-        while self._status_requests_seen < self._signals.num_status_requests:
-            self._status_requests_seen += 1
+        for number in self._signals.requests[self._requests_seen :]:
+            self._requests_seen += 1
             if self._guardian is not None:
-                self._guardian.send({"op": "signal", "number": STACK_DUMP_SIGNAL})
+                self._guardian.send({"op": "signal", "number": number})

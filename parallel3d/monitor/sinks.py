@@ -234,7 +234,7 @@ class RunReporter:
             case "evaluation":
                 self._display.log(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
                 self._append_event("evaluation", fields)
-            case "notice" | "drain" | "balance" as kind:
+            case "notice" | "drain" | "balance" | "preemption" as kind:
                 self._display.log(record["text"])
                 self._append_event(kind, fields)
             case "membership":

@@ -50,6 +50,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "ended": {"ends": [END]},
         "stop": {"signal": 15, "at_once": False},
         "announce_drain": {},
+        "announce_preemption": {"text": "aws: spot terminate", "seconds": 120},
         "request_status": {},
         "offer_worker": {"slot": 0},
         "ping": {},

@@ -9,7 +9,8 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
              what: kill, stop, term, exit, fail, hang, dawdle, suspect
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, step_s, zero_stage, zero_backups, max_rejoins, spares, witness
+    num_steps, step_s, zero_stage, zero_backups, max_rejoins, spares, witness, coordinator_host
+    notice   fields of the configuration's elastic.notice; joins: this process joins the run in RUN_DIRECTORY
     start_s, connect_s, control_s, failover_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
 """
@@ -30,10 +31,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.schema import TimeoutConfig
+from parallel3d.config.schema import NoticeConfig, TimeoutConfig
 from parallel3d.elastic.guardian.heartbeat import Mode
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.operator_link import reserve_place
 from parallel3d.elastic.protocol.membership import (
     NO_GENERATION,
     GenerationRecord,
@@ -213,6 +215,7 @@ class Member:
         while self.state < self.num_steps:
             step, started = self.state + 1, time.monotonic()
             self.context.heartbeat.step = step
+            print(f"begins step {step}")
             self.come_to("step", step)
             self.token.sleep(self.step_s)
             words = self.gather(record, f"step{step}")
@@ -280,6 +283,7 @@ def main() -> int:
     grid = Grid.uniform(pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
     env = read_launcher_env(os.environ)
     try:
+        env = reserve_place(directory, None, "") if spec.get("joins") else env
         return run_workers(
             partial(member, spec),
             world_size=len(grid.ranks) + spec.get("spares", 0),
@@ -289,7 +293,7 @@ def main() -> int:
             ),
             reopen_report=lambda: RunReporter(ContinuedRunFolder(directory), title="members", charts=False),
             env=env,
-            host=spec["hosts"][env.rank] if env and "hosts" in spec else None,
+            host=spec.get("host") or (spec["hosts"][env.rank] if env and "hosts" in spec else None),
             timeouts=LaunchTimeouts(
                 start_s=spec.get("start_s", 100.0),
                 connect_s=spec.get("connect_s", 100.0),
@@ -307,6 +311,8 @@ def main() -> int:
                 heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("heartbeat_s", 0.3), max_s=5.0),
                 watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("watchdog_s", 1.5), max_s=60.0),
                 witness=spec.get("witness"),
+                coordinator_host=spec.get("coordinator_host"),
+                notice=NoticeConfig(**spec.get("notice", {})),
             ),
         )
     except UserError as error:

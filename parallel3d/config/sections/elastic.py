@@ -112,6 +112,28 @@ class RandomFaults(Section):
     """kill: SIGKILL. stop: SIGSTOP, a hang. term: SIGTERM, an announced departure."""
 
 
+class NoticeConfig(Section):
+    """How a host learns that it will be taken away soon (spot and preemptible machines, a job's time limit). Its
+    workers leave at the next step boundary; if the run can't go on without them, it saves and ends with exit code 7."""
+
+    signal: Literal["USR1", "USR2"] | None = None
+    """A signal to the process that the launcher started, such as SLURM's --signal=USR1@120. With USR1, USR2 asks for
+    the status of all workers in its place."""
+    file: str | None = None
+    """A file whose existence is the notice."""
+    command: str | None = None
+    """A shell command whose exit code 0 is the notice; its first line of output says what it is."""
+    cloud: Literal["aws", "gcp", "azure"] | None = None
+    """Whose metadata server to ask. aws: spot interruptions. gcp: preemption, maintenance. azure: scheduled events."""
+    url: str | None = None
+    """The metadata server's address, if not the cloud's usual one."""
+    every_s: Annotated[float, Field(ge=0.1)] = 5.0
+    """Seconds between two looks at file, command and cloud."""
+    deadline_s: PositiveFloat | None = None
+    """Seconds from the notice until the host is gone. Workers that are still there two seconds before are killed, so
+    that their loss is noticed at once. Null: what a cloud says, or else 120 on aws and 30 elsewhere."""
+
+
 class ElasticConfig(Section):
     """What happens when workers die."""
 
@@ -151,6 +173,11 @@ class ElasticConfig(Section):
     witness: str | None = None
     """A file in a folder that all hosts share. If the hosts split into two groups that can't reach each other, the
     group that locks this file continues. Null: a group that has lost the coordinator's host stops."""
+    coordinator_host: str | None = None
+    """The name of the host to which the coordinator moves after the first step, such as one that is not preemptible.
+    Null: it stays on rank 0's host."""
+    notice: NoticeConfig = NoticeConfig()
+    """How a host learns that it will be taken away."""
     faults: list[FaultConfig] = []
     """Faults to inject, each {"rank" | "joiner" | "coordinates", "step", "phase", "kind"}."""
     random_faults: RandomFaults = RandomFaults()
@@ -170,6 +197,14 @@ def timeout_rule(name: str) -> Rule:
 
 heartbeat_limits = timeout_rule("heartbeat_timeout")
 watchdog_limits = timeout_rule("watchdog_timeout")
+
+
+@rule("elastic.notice")
+def check_notice(notice: NoticeConfig) -> Iterator[Problem]:
+    """It is known which cloud's server an address is."""
+    if notice.url is not None and notice.cloud is None:
+        fix = "Set elastic.notice.cloud to aws, gcp or azure, or remove the url"
+        yield Problem(field="elastic.notice.url", value=notice.url, rule="needs to know whose server it is", fix=fix)
 
 
 @rule("elastic.max_replicas", BATCH_SIZES, "warmup.batch_size.start")

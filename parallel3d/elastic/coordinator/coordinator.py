@@ -7,7 +7,6 @@ decides about losses; membership_manager.py carries that out.
 
 from __future__ import annotations
 
-import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
-from parallel3d.elastic.coordinator.drains import DrainQueue
+from parallel3d.elastic.coordinator.drain_manager import DrainManager
 from parallel3d.elastic.coordinator.kv_store import OPS as KV_STORE_OPS
 from parallel3d.elastic.coordinator.kv_store import KeyValueStore
 from parallel3d.elastic.coordinator.membership_manager import OPS as MEMBERSHIP_OPS
@@ -75,10 +74,12 @@ class Coordinator:
         self._hang_reporter = HangReporter(
             elastic.slow_step if elastic else None, request_status=self._request_status, emit_notice=self._emit_notice
         )
-        self._drains = DrainQueue()
         own_host = own_info.host if own_info else ""
-        self._requests = OperatorRequests(self._server, self._status, emit=self._emit, own_host=own_host)
         self._stall_check = StallCheck(self._server, self._status, timeouts=timeouts, own_host=own_host)
+        self._drains = DrainManager(
+            self._status, self._shutdown, self._stall_check.fences, emit=self._emit, own_host=own_host, elastic=elastic
+        )
+        self._requests = OperatorRequests(self._server, self._status, emit=self._emit, drains=self._drains)
         self._witness = witness or Witness(None)
         self._membership = self._make_membership()
         self._monitor_frame: dict[str, Any] | None = None
@@ -115,25 +116,31 @@ class Coordinator:
         """Serves until the run is over; returns its outcome. Calls `on_turn` in every turn, at most 0.25 s apart."""
         try:
             self._begin()
-            while not self._status.over:
+            while not (self._status.over or self._moved_to):
                 self._poll(self._drains.deadline_s - time.monotonic())
                 self._check_start_deadline()
                 self._stop_before_start()
-                self._process_drains()
+                self._drains.turn(self._elastic_membership, self._live)
                 self._check_slow_step()
                 self._check_stalls()
                 if rejected := self._server.rejections.report(time.monotonic()):
                     self._emit_notice(rejected)
             if self._membership:
                 self._membership.close()
-            self._witness.mark(OVER)
-            self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})
+            if not self._moved_to:
+                self._witness.mark(OVER)
+                self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})
             deadline = time.monotonic() + SHUTDOWN_S
             while self._server.connections and time.monotonic() < deadline:
                 self._poll(TICK_S)
         finally:  # also after a defect in here: a closed connection ends the run, an open one would hang it
             self._server.close()
-        return self._status.outcome()
+        return RunOutcome(exit_code=0, moved_to=self._moved_to) if self._moved_to else self._status.outcome()
+
+    @property
+    def _moved_to(self) -> str:
+        """The host whose coordinator goes on with the run; "" while this one does. Nothing is handled any more then."""
+        return self._membership.moved_to if self._membership else ""
 
     def _poll(self, timeout_s: float) -> None:
         self._on_turn()
@@ -157,17 +164,6 @@ class Coordinator:
             self._status.mark_gone(missing)
             self._shutdown.stop(self._status.stop_signal, at_once=True)
 
-    def _process_drains(self) -> None:
-        """Begins the announced drains; stops the run if no worker would remain."""
-        ranks = self._drains.take(self._live, time.monotonic())
-        if not ranks:
-            return
-        if self._membership is None or ranks >= self._live or self._status.missing:
-            self._shutdown.stop(signal.SIGTERM)
-            return
-        for rank in sorted(ranks):
-            self._membership.announce_drain(rank)
-
     def _check_slow_step(self) -> None:
         now_s, last_step = time.monotonic(), self._status.last_step or 0
         if not self._shutdown.aborting and (why := self._hang_reporter.slow_step(last_step, now_s)):
@@ -188,7 +184,9 @@ class Coordinator:
 
     def _on_message(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         op = header["op"]
-        if op == "hello" and header["role"] == "operator":
+        if self._moved_to:
+            pass
+        elif op == "hello" and header["role"] == "operator":
             connection.hello = header
         elif op == "hello":
             self._learn_ranks(header)
@@ -248,7 +246,9 @@ class Coordinator:
             case "stop":
                 self._shutdown.stop(header["signal"], at_once=header["at_once"])
             case "announce_drain":
-                self._drains.add(connection.guarded_ranks, time.monotonic())
+                self._drains.announce(connection.guarded_ranks)
+            case "announce_preemption":
+                self._drains.announce_preemption(connection.hello["host"], header, self._elastic_membership)
             case "offer_worker" if self._membership:
                 self._membership.joins.offer(connection, header["slot"])
             case "request_status":
@@ -268,7 +268,7 @@ class Coordinator:
                 self._status.record_error(rank, header["error"])
                 self._shutdown.abort_after_failure()
             case "announce_drain":
-                self._drains.add([rank], time.monotonic())
+                self._drains.announce([rank], by_command=header.get("by_command", False))
             case "finish":
                 self._stall_check.fences.on_finish(rank)
                 self._server.send(connection, {"op": "finish_ack"})
@@ -340,11 +340,11 @@ class Coordinator:
             for rank in connection.guarded_ranks
             if not self._status.workers[rank].ended
         ]
-        if membership := self._elastic_membership:
+        if (membership := self._elastic_membership) and not self._moved_to:
             if lost_workers and (reason := membership.quorum_loss()):
                 self._status.record_lost_quorum(reason)
             membership.evict(lost_workers)
-        else:
+        elif not self._moved_to:
             for lost_worker in lost_workers:
                 self._status.record_fatal_loss(lost_worker)
         self._shutdown.abort_after_failure()

@@ -4,6 +4,7 @@ The run folder's lock and the witness are this process's alone, and end with it.
 
     start      the secret is known and the report is open: the guardian may fork (all) workers
     refused    the run can't begin, and why
+    moved      another host's coordinator goes on with the run
     done       the run's exit code
 """
 
@@ -149,7 +150,7 @@ class CoordinatorProcess:
 
     def _run_restarts(self, report: RunReporter, outcome: RunOutcome) -> RunOutcome:
         """Restarts the run as often as the handler decides; returns the outcome of the last start."""
-        while True:
+        while not outcome.moved_to:
             self._link.pause()
             report.pause()
             decision = self._spec.restart_handler.next_action(report, outcome, stopped=self._is_stopped)
@@ -161,12 +162,18 @@ class CoordinatorProcess:
                 return RunOutcome(exit_code=EXIT_BY_SIGNAL + self._signals.stops[0], message=message)
             report.pause()
             outcome = self._serve(report)
+        return outcome
 
     def _is_stopped(self) -> bool:
         return bool(self._signals.stops)
 
     def _end(self, outcome: RunOutcome) -> int:
         """Closes the report, if this process has one, and sends the stub the exit code."""
+        if outcome.moved_to:  # the run folder's lock ends with this process
+            if self._report is not None:
+                self._report.pause()
+            self._link.send({"op": "moved"})
+            return 0
         if self._report is not None:
             remove_address(self._spec.directory, self._spec.own_info.address)
             self._report.close(outcome.message, exit_code=outcome.exit_code)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
@@ -76,7 +77,7 @@ class FailoverCoordinator(Coordinator):
             world_size=world_size,
             emit=lambda record: None,
             timeouts=timeouts,
-            elastic=elastic,
+            elastic=replace(elastic, coordinator_host=None),  # it stays where it is
             own_info=own_info,
             on_turn=on_turn,
             witness=witness,
@@ -152,7 +153,9 @@ class FailoverCoordinator(Coordinator):
         joining = {rank for rank in here if membership.is_joining(rank)}
         self._status.mark_gone(self._status.workers.keys() - protocol.live - joining)
         self._start_deadline = time.monotonic() + self._timeouts.failover_s
+        is_move = self._failover_plan.is_move
         how = "with a new coordinator" if self._is_same_host else "without its coordinator"
+        how = "with its coordinator" if is_move else how
         self._emit_notice(f"the run goes on {how} on {self._lost_host}, from generation {base.generation}")
         behind = [
             rank
@@ -170,7 +173,8 @@ class FailoverCoordinator(Coordinator):
         if lost:
             membership.evict(lost)
         elif not protocol.over:
-            membership.execute(protocol.begin(f"the coordinator on {self._lost_host} is lost"))
+            why = f"the coordinator moves to {self._lost_host}" if is_move else None
+            membership.execute(protocol.begin(why or f"the coordinator on {self._lost_host} is lost"))
 
     def _readmit(self, membership: MembershipManager, protocol: ResumedProtocol) -> None:
         """Takes over spares, and workers on their way into the run; those that are ready enter at the first change."""

@@ -5,9 +5,9 @@ The protocol (protocol/state_machine.py) is pure; here are its effects.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
@@ -81,6 +81,10 @@ class MembershipManager:
         """Workers that were sent a drain request."""
         self._drained_by_command: set[int] = set()
         """If the run turns out to need one of these, it stays."""
+        self._successor: GuardianInfo | None = None
+        """Its stub's coordinator takes over, once all workers wait between two steps."""
+        self.moved_to = ""
+        """The successor's host, once guardians have been sent there."""
         self._dismissed: set[int] = set()
         """Workers that the run does not need, perhaps before they have said hello."""
 
@@ -181,8 +185,22 @@ class MembershipManager:
             return survivability.reason
         self._dismiss([rank for rank in ranks if rank not in members])
         self._drained_by_command.update(members)
+        self._server.send_to_workers(members, {"op": "drain_request", "by_command": True})
         self.execute(self.protocol.drain(members))
         return ""
+
+    def drain_if_possible(self, ranks: Collection[int]) -> None:
+        """Has workers leave that a command named to the coordinator before this one, or has them stay."""
+        if reason := self.drain(ranks):
+            for rank in sorted(ranks):
+                self._keep(rank, reason)
+
+    def _keep(self, rank: int, reason: str) -> None:
+        """Lets a worker stay that a command named, since the run has come to need it."""
+        self._drained_by_command.discard(rank)
+        self._server.send_to_workers([rank], {"op": "drain_withdrawn"})
+        text = f"{self._status.name(rank)} stays after all: without it, {reason}"
+        self._emit({"kind": "notice", "text": text})
 
     def _is_on_its_way(self, rank: int) -> bool:
         """Whether this worker is a spare, builds its part, or has not even said hello."""
@@ -209,6 +227,24 @@ class MembershipManager:
         reached = {self._own_info.host, *(connection.hello["host"] for connection in self._server.guardians())}
         return check_quorum(reached, hosts, lock_witness=lambda: "").reason
 
+    def keep_empty(self, host: str) -> None:
+        """Lets no worker come back on a host."""
+        self.joins.withdraw(host)
+        guardians = [each for each in self._server.guardians() if each.hello["host"] == host]
+        self._server.send_to_all(guardians, {"op": "end_rejoins"})
+
+    def hand_over(self, hosts: Collection[str]) -> bool:
+        """Has a coordinator on one of these hosts take over between two steps; False if that can't be."""
+        committed = self.protocol.committed
+        if committed is None or self._own_info is None or self._successor is not None:
+            return self._successor is not None
+        plan = self._failover_plan(committed, self._own_info)
+        guardians = (*plan.candidates, *plan.guardians)  # the next host's first, as after a loss
+        self._successor = next((guardian for guardian in guardians if guardian.host in hosts), None)
+        if self._successor is not None:
+            self.execute(self.protocol.request_hand_over())
+        return self._successor is not None
+
     def close(self) -> None:
         """Publishes what is left of the recovery log."""
         self._emit_all(self.recovery_log.close())
@@ -217,6 +253,9 @@ class MembershipManager:
         """Carries out the protocol's actions."""
         for action in actions:
             match action:
+                case FetchEntries() | Propose() if self._successor is not None:
+                    self._send_away(self._successor)
+                    return
                 case AbortGeneration():
                     self._abort_generation(action, detect_s)
                 case FetchEntries():
@@ -233,14 +272,12 @@ class MembershipManager:
                     frame = {"op": "change_request", "generation": action.generation}
                     self._server.send_to_workers([action.rank], frame)
                 case DrainRefused() if action.rank in self._drained_by_command:
-                    self._drained_by_command.discard(action.rank)
-                    text = f"{self._status.name(action.rank)} stays after all: without it, {action.reason}"
-                    self._emit({"kind": "notice", "text": text})
+                    self._keep(action.rank, action.reason)
                 case DrainRefused():
                     name = self._status.name(action.rank)
                     text = f"{name} should drain, but the run can't go on without it: {action.reason}"
                     self._emit({"kind": "notice", "text": text})
-                    self._shutdown.stop(signal.SIGTERM)
+                    self._shutdown.stop_without([action.rank])
                 case FinishRun():
                     self._finish([*action.ranks, *self.joins.take_spares()])
                     self._fences.kill(dict.fromkeys(building := self.joins.take_building(), "the run is over"))
@@ -285,21 +322,34 @@ class MembershipManager:
     def _send_failover_plan(self, committed: GenerationRecord) -> None:
         """Sends guardians what they need if this process is lost: the whole plan to those whose stubs may take over,
         its brief form to the others. Those whose plan has not changed get nothing."""
-        if self._own_info is None:
-            return
-        guardians: dict[Connection, GuardianInfo] = {}
-        guardians |= {each: GuardianInfo.from_json(each.hello) for each in self._server.guardians()}
-        whole = FailoverPlan(
-            coordinator=self._own_info,
-            guardians=tuple(sorted(guardians.values(), key=lambda guardian: guardian.ranks)),
+        if self._own_info is not None:
+            self._send_plan(self._failover_plan(committed, self._own_info))
+
+    def _send_away(self, successor: GuardianInfo) -> None:
+        """Sends guardians to the successor: all workers have reported, so none is within a step."""
+        assert self.protocol.committed is not None
+        plan = replace(self._failover_plan(self.protocol.committed, successor), is_move=True)
+        self._emit({"kind": "notice", "text": f"the coordinator moves to {successor.host}"})
+        self._send_plan(plan)
+        self.moved_to = successor.host
+
+    def _failover_plan(self, committed: GenerationRecord, coordinator: GuardianInfo) -> FailoverPlan:
+        infos = [GuardianInfo.from_json(each.hello) for each in self._server.guardians()]
+        return FailoverPlan(
+            coordinator=coordinator,
+            guardians=tuple(sorted(infos, key=lambda guardian: guardian.ranks)),
             hosts=tuple(sorted({committed.hosts[rank] for rank in committed.members})),
         )
+
+    def _send_plan(self, whole: FailoverPlan) -> None:
+        guardians: dict[Connection, tuple[int, ...]] = {}
+        guardians |= {each: tuple(each.hello["ranks"]) for each in self._server.guardians()}
         if self._known_plans and self._known_plans[0] == whole:
             whole, brief = self._known_plans
         else:
             whole, brief = self._known_plans = whole, whole.brief()
         successors = {whole.coordinator.ranks, *(candidate.ranks for candidate in whole.candidates)}
-        plans = {each: whole if info.ranks in successors else brief for each, info in guardians.items()}
+        plans = {each: whole if ranks in successors else brief for each, ranks in guardians.items()}
         changed = [each for each, plan in plans.items() if self._failover_plans.get(each) is not plan]
         for plan in (whole, brief):
             if receivers := [each for each in changed if plans[each] is plan]:

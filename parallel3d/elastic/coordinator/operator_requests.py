@@ -7,6 +7,7 @@ from typing import Any
 
 from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.drain_manager import DrainManager
 from parallel3d.elastic.coordinator.membership_manager import MembershipManager
 from parallel3d.elastic.coordinator.run_status import RunStatus
 from parallel3d.elastic.drain_target import MAX_NAMED, DrainTarget, choose_workers
@@ -15,13 +16,15 @@ Json = dict[str, Any]
 
 
 class OperatorRequests:
-    """Handles the requests of connections that have proven the run's secret. `own_host`: the coordinator's."""
+    """Handles the requests of connections that have proven the run's secret."""
 
-    def __init__(self, server: ConnectionServer, status: RunStatus, *, emit: Callable[[Json], None], own_host: str):
+    def __init__(
+        self, server: ConnectionServer, status: RunStatus, *, emit: Callable[[Json], None], drains: DrainManager
+    ):
         self._server = server
         self._status = status
         self._emit = emit
-        self._own_host = own_host
+        self._drains = drains
 
     def handle(self, connection: Connection, header: Json, membership: MembershipManager | None) -> None:
         """Handles one request; `membership`: None while no worker may leave."""
@@ -46,18 +49,10 @@ class OperatorRequests:
         choice = choose_workers(target, committed.grid, hosts)
         if reason := choice.refusal or membership.drain(choice.ranks):
             return {"refused": True, "text": reason if choice.refusal else f"the run needs {target}: without, {reason}"}
-        if target.host is not None:
-            self._keep_empty(target.host, membership)
+        moves = target.host is not None and self._drains.empty_host(target.host, membership)
         text = f"{self._list(choice.ranks)} at the next step boundary, after step {self._status.last_step or 0}"
         self._emit({"kind": "drain", "text": f"{target} by command: {text}", "ranks": list(choice.ranks)})
-        stays = target.host == self._own_host
-        return {"refused": False, "text": f"{text}; the run's coordinator stays on this host" if stays else text}
-
-    def _keep_empty(self, host: str, membership: MembershipManager) -> None:
-        """Lets no worker come back on a host."""
-        membership.joins.withdraw(host)
-        guardians = [each for each in self._server.guardians() if each.hello["host"] == host]
-        self._server.send_to_all(guardians, {"op": "end_rejoins"})
+        return {"refused": False, "text": f"{text}; so does the run's coordinator" if moves else text}
 
     def _list(self, ranks: Sequence[int]) -> str:
         names = [self._status.name(rank) for rank in ranks[:MAX_NAMED]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker
-from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, GenerationEnded, RunEnded
+from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_PREEMPTED, EXIT_WORKER_LOST, GenerationEnded, RunEnded
 from parallel3d.parallel.grid import Grid
 
 EXIT_BY_SIGNAL = 128
@@ -38,6 +38,8 @@ class RunOutcome:
 
     exit_code: int
     message: str = ""
+    moved_to: str = ""
+    """The host where another coordinator goes on with the run, if one does."""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +90,8 @@ class RunStatus:
         self.failures: list[Failure] = []
         self.last_step: int | None = None
         self.stop_signal: int | None = None
+        self._preempted = ""
+        """Which hosts are taken away, if the run stops because of that."""
         self._failed: set[int | None] = set()
 
     @property
@@ -210,9 +214,9 @@ class RunStatus:
             self.workers[rank].ended = True
             self._fail(rank, EXIT_WORKER_LOST, f"rank {rank} did not start within {timeout_s:g} s")
 
-    def record_stop_signal(self, signal_number: int) -> None:
+    def record_stop_signal(self, signal_number: int, *, preempted: str = "") -> None:
         if self.stop_signal is None:
-            self.stop_signal = signal_number
+            self.stop_signal, self._preempted = signal_number, preempted
 
     def outcome(self) -> RunOutcome:
         """Returns the cause of a failure, the requested stop, or success."""
@@ -221,6 +225,8 @@ class RunStatus:
             return RunOutcome(exit_code=cause.exit_code, message=cause.message)
         if self.stop_signal is not None:
             at = "before the first step" if self.last_step is None else f"after step {self.last_step}"
+            if self._preempted:
+                return RunOutcome(exit_code=EXIT_PREEMPTED, message=f"stopped {at}: {self._preempted}")
             return RunOutcome(exit_code=EXIT_BY_SIGNAL + self.stop_signal, message=f"stopped {at}")
         if self.over and all(worker.lost_worker for worker in self.workers.values()):
             return RunOutcome(exit_code=EXIT_WORKER_LOST, message="no worker has reached the run's end")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from parallel3d.elastic.coordinator.connections import ConnectionServer
+from parallel3d.elastic.coordinator.preemptions import Preemptions
 from parallel3d.elastic.coordinator.run_status import RunStatus
+from parallel3d.errors import EXIT_PREEMPTED
 
 
 class Shutdown:
@@ -24,17 +27,25 @@ class Shutdown:
         self._status = status
         self._emit = emit
         self._abort_grace_s = abort_grace_s
+        self.preemptions = Preemptions()
         self.aborting = False
 
-    def stop(self, signal_number: int, *, at_once: bool = False) -> None:
-        """Stops the run after its step; `at_once` aborts it."""
+    def stop(self, signal_number: int, *, at_once: bool = False, preempted: str = "") -> None:
+        """Stops the run after its step; `at_once` aborts it. `preempted`: hosts that are taken away, if that is why."""
         if self._status.stop_signal is None and not self.aborting:
-            self._status.record_stop_signal(signal_number)
-            self._emit({"kind": "notice", "text": "stopping after this step; press Ctrl-C again to stop at once"})
+            self._status.record_stop_signal(signal_number, preempted=preempted)
+            text = "stopping after this step; press Ctrl-C again to stop at once"
+            if preempted:
+                text = f"{preempted}: the run can't go on without, saves and ends with exit code {EXIT_PREEMPTED}"
+            self._emit({"kind": "notice", "text": text})
             self._server.broadcast({"op": "stop"})
         if at_once:
             self.aborting = True
             self._server.broadcast(self._abort_frame(0.0))
+
+    def stop_without(self, ranks: Iterable[int]) -> None:
+        """Stops the run after its step, since these workers must leave and it can't go on without them."""
+        self.stop(signal.SIGTERM, preempted=self.preemptions.why(ranks))
 
     def abort_after_failure(self) -> None:
         """Aborts the run if it has a failure that it can't survive."""

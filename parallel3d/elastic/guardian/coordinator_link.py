@@ -311,6 +311,9 @@ class CoordinatorLink:
                     self._on_welcome()
                 case "failover_plan":
                     self._failover_plan = FailoverPlan.from_json(header["failover_plan"])
+                    if self._failover_plan.is_move:
+                        self._on_broken("moved")
+                        return
                 case _:
                     self._events.on_frame(header, payload)
 

@@ -19,11 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from parallel3d.config.schema import NoticeConfig
 from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
 from parallel3d.elastic.frames import RETRY_S
 from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
+from parallel3d.elastic.guardian.host_notice import HostNotice
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
 from parallel3d.elastic.guardian.spawn import HeldResource
@@ -43,6 +45,7 @@ class Guardian:
 
     `address`: the coordinator's; None until a worker finds it. `is_at_coordinator`: it began on this host.
     `lost_ranks`: the workers of the guardian before this one, which died with it. `leaves`: it ends with its workers.
+    `notice`: how its host may learn that it will be taken away.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Guardian:
         timeouts: LaunchTimeouts,
         own_info: GuardianInfo,
         link: ParentLink,
+        notice: NoticeConfig,
         lost_ranks: Sequence[int] = (),
         leaves: bool = False,
     ):
@@ -65,8 +69,7 @@ class Guardian:
         self._monitor = HeartbeatMonitor({each.pid: each.heartbeats for each in workers}, stopped_s=timeouts.control_s)
         self._declared_dead: dict[int, str] = {}
         """Unresponsive workers that it has killed: pid -> reason."""
-        self._broken: dict[int, str] = {}
-        """Workers that it can't relay for any more: rank -> reason."""
+        self._broken: dict[int, str] = {}  # by rank: why it can't be relayed for any more
         self._own_info = own_info
         self._stub = link
         self._timeouts = timeouts
@@ -74,8 +77,7 @@ class Guardian:
         self._run_secret = run_secret
         self._is_at_coordinator = is_at_coordinator
         self._leaves = leaves
-        self._stops_seen = 0
-        self._status_requests_seen = 0
+        self._stops_seen = self._requests_seen = 0
         self._request: dict[str, Any] | None = None
         """The frame of the newest stop signal."""
         self._deadline = float("inf")
@@ -88,6 +90,7 @@ class Guardian:
         self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
         self._selector.register(link.connection, selectors.EVENT_READ, self._on_stub_message)
         self._link = self._make_link()
+        self._notice = self._watch_for(notice)
         ends = {worker.rank: worker.end for worker in workers}
         self._channels = WorkerChannels(
             self._selector, ends, link=self._link, on_located=self._on_located, on_broken=self._broken.__setitem__
@@ -102,7 +105,8 @@ class Guardian:
             while self._children or self._exit_code is None:
                 self._reap()
                 self._handle_stop_signals()
-                self._forward_status_requests()
+                self._handle_requests()
+                self._notice.turn()
                 self._kill_unresponsive()
                 self._enforce_deadline()
                 self._link.turn()
@@ -114,6 +118,7 @@ class Guardian:
             return self._exit_code
         finally:
             self._kill_all(enforced=False)
+            self._notice.close()
             self._link.close()
             self._channels.close_all()
             self._selector.close()
@@ -162,6 +167,8 @@ class Guardian:
         self._channels.on_welcome(self._run_secret.read())
         if self._ends:
             self._link.send({"op": "ended", "ends": self._ends})
+        if notice := self._notice.frame():
+            self._link.send(notice)
         if self._request:
             self._link.send(self._request)
         self._offer_slots(self._forks.rejoins.offered)
@@ -289,10 +296,23 @@ class Guardian:
                 self._request = {"op": "stop", "signal": number, "at_once": at_once}
             self._link.send(self._request)
 
-    def _forward_status_requests(self) -> None:
-        if self._signals.num_status_requests > self._status_requests_seen:
-            self._status_requests_seen = self._signals.num_status_requests
+    def _handle_requests(self) -> None:
+        """Handles user signals: a request for the status of all workers, or a notice."""
+        new = self._signals.requests[self._requests_seen :]
+        self._requests_seen += len(new)
+        if self._notice.status_signal in new:
             self._link.send({"op": "request_status"})
+        for number in new:
+            self._notice.on_signal(number)
+
+    def _watch_for(self, notice: NoticeConfig) -> HostNotice:
+        return HostNotice(notice, selector=self._selector, on_notice=self._on_notice, on_trouble=self._print)
+
+    def _on_notice(self) -> None:
+        """Reports that this host will be taken away; no worker is started on it any more."""
+        self._forks.rejoins.end()
+        if frame := self._notice.frame():
+            self._link.send(frame)
 
     def _kill_unresponsive(self) -> None:
         for pid, why in self._monitor.check(self._children.keys() - self._declared_dead.keys()).items():

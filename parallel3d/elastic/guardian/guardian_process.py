@@ -4,7 +4,7 @@ Messages from the stub:
 
     start      fork the workers, and guard them until the run is over. `secret`: if it is known. `lost_at`: the
                coordinator's address; the workers died with the guardian before this one, which reports that instead
-    signal     a stop signal or a request for a hang report, sent to the stub
+    signal     a stop signal or a user signal, sent to the stub
 
 and to it:
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.child_process import STOP_SIGNALS
+from parallel3d.config.schema import NoticeConfig
 from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.guardian import Guardian
@@ -33,7 +34,7 @@ from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.guardian.worker_forks import WorkerForks
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
-from parallel3d.elastic.settings import LaunchTimeouts
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerMain, WorkerSpec
 
 
@@ -50,8 +51,20 @@ class GuardianSpec:
     preload: Sequence[str]
     make_secret: Callable[..., RunSecret]
     timeouts: LaunchTimeouts
-    max_rejoins: int = 0
-    """How often a lost worker's place may be taken by a new one."""
+    elastic: ElasticSettings | None
+
+    @property
+    def max_rejoins(self) -> int:
+        """How often a lost worker's place may be taken by a new one."""
+        return self.elastic.max_rejoins if self.elastic and self.elastic.enabled else 0
+
+    @property
+    def notice(self) -> NoticeConfig:
+        """How this guardian learns that its host will be taken away. Of several the first one asks for all."""
+        notice = self.elastic.notice if self.elastic else NoticeConfig()
+        if self.workers[0].local_rank == 0:
+            return notice
+        return NoticeConfig(signal=notice.signal, deadline_s=notice.deadline_s)
 
 
 def run_guardian_process(spec: GuardianSpec, link: ParentLink) -> int:
@@ -104,6 +117,7 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
         timeouts=spec.timeouts,
         own_info=spec.own_info,
         link=link,
+        notice=spec.notice,
         lost_ranks=[worker.rank for worker in spec.workers] if lost_at else (),
         leaves=spec.env is not None and spec.env.joins,
     ).monitor()

@@ -12,17 +12,20 @@ from typing import Any
 from parallel3d.child_process import STOP_SIGNALS
 
 STACK_DUMP_SIGNAL = signal.SIGUSR1
-"""A guardian forwards it as a request for a hang report; a worker writes its stacks to its log."""
+"""A worker writes its stacks to its log."""
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""A guardian takes one of them for a request for a hang report, the other for nothing or a notice (host_notice.py)."""
 READ_BYTES = 2**16
 
 
 class Signals:
-    """Collects SIGINT, SIGTERM, SIGUSR1 and SIGCHLD while entered, and wakes a selector through `wakeup`."""
+    """Collects SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD while entered, and wakes a selector through `wakeup`."""
 
     def __init__(self) -> None:
         self.stops: list[int] = []
         """The stop signals received, oldest first."""
-        self.num_status_requests = 0
+        self.requests: list[int] = []
+        """The user signals received, oldest first."""
         self.wakeup, self._writer = socket.socketpair()
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
@@ -31,7 +34,7 @@ class Signals:
         for end in (self.wakeup, self._writer):
             end.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, STACK_DUMP_SIGNAL, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, *USER_SIGNALS, signal.SIGCHLD):
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -64,5 +67,5 @@ class Signals:
         """Records a signal, this process's own or one that its parent passes on."""
         if number in STOP_SIGNALS:
             self.stops.append(number)
-        elif number == STACK_DUMP_SIGNAL:
-            self.num_status_requests += 1
+        elif number in USER_SIGNALS:
+            self.requests.append(number)

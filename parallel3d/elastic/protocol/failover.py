@@ -50,6 +50,8 @@ class FailoverPlan:
     """In rank order."""
     hosts: tuple[str, ...]
     """Hosts of the last committed generation's members."""
+    is_move: bool = False
+    """The coordinator has not been lost: it leaves its host, and `coordinator` is to take over now."""
 
     @property
     def candidates(self) -> tuple[GuardianInfo, ...]:
@@ -67,6 +69,7 @@ class FailoverPlan:
             coordinator=self.coordinator,
             guardians=tuple(guardian for guardian in self.guardians if guardian in guardians),
             hosts=tuple(host for host in self.hosts if any(host == guardian.host for guardian in guardians)),
+            is_move=self.is_move,
         )
 
     def reached_hosts(self, guardians: Collection[tuple[int, ...]]) -> set[str]:
@@ -96,6 +99,7 @@ class FailoverPlan:
             "coordinator": self.coordinator.to_json(),
             "guardians": [guardian.to_json() for guardian in self.guardians],
             "hosts": list(self.hosts),
+            "is_move": self.is_move,
         }
 
     @staticmethod
@@ -104,6 +108,7 @@ class FailoverPlan:
             coordinator=GuardianInfo.from_json(data["coordinator"]),
             guardians=tuple(GuardianInfo.from_json(guardian) for guardian in data["guardians"]),
             hosts=tuple(data["hosts"]),
+            is_move=data["is_move"],
         )
 
 

@@ -4,7 +4,8 @@
     success, or a stop               stop
     an invalid configuration;        stop: it would fail again
       replicas that differ;
-      the coordinator lost
+      the coordinator lost;
+      hosts taken away
     too many workers lost            restart from the newest checkpoint
     an exception in a worker         restart from the newest checkpoint; stop if the start completed no step, or if it
                                      failed at the same step before: then it is a defect
@@ -24,6 +25,7 @@ from typing import Any
 from parallel3d.errors import (
     EXIT_COORDINATOR_LOST,
     EXIT_DIVERGED,
+    EXIT_PREEMPTED,
     EXIT_REPLICAS_DIFFER,
     EXIT_WORKER_LOST,
     UserError,
@@ -35,7 +37,7 @@ Json = dict[str, Any]
 START_KEY = "start"
 """Key of the start instruction in the key-value store."""
 FIRST_SIGNAL_CODE = 128
-FINAL_EXIT_CODES = (0, UserError.exit_code, EXIT_COORDINATOR_LOST, EXIT_REPLICAS_DIFFER)
+FINAL_EXIT_CODES = (0, UserError.exit_code, EXIT_COORDINATOR_LOST, EXIT_REPLICAS_DIFFER, EXIT_PREEMPTED)
 """Exit codes after which the run is not restarted."""
 
 

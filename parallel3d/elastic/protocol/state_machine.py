@@ -76,6 +76,8 @@ class MembershipProtocol(WorkerTable):
         """True after StopRun or FinishRun: no further actions."""
         self.last_reported_step = 0
         """The last step that the reporter has received; set by the caller, carried by the next record."""
+        self._hands_over = False
+        """The coordinator waits for a change in which another one takes over."""
         self._zero_stage = zero_stage
         self._zero_backups = zero_backups
         self._enabled = enabled
@@ -218,6 +220,11 @@ class MembershipProtocol(WorkerTable):
         self._draining |= (self.live | self._ready).intersection(ranks)
         return self._request_change()
 
+    def request_hand_over(self) -> list[Action]:
+        """Handles that another coordinator should take over, which it can between two steps."""
+        self._hands_over = True
+        return self._request_change()
+
     def finish(self, rank: int, generation: int) -> list[Action]:
         """Handles a worker of the grid that has completed its last step; workers end once all have."""
         if not self._is_current(rank, generation):
@@ -337,7 +344,7 @@ class MembershipProtocol(WorkerTable):
         """Asks the leader for a change if workers are to leave, or could fill a vacancy."""
         if self.committed is None or self.pending is not None or self.over:
             return []
-        is_right = not self._draining and self._next_grid(joining=self._ready) == self._grid
+        is_right = not (self._draining or self._hands_over) and self._next_grid(joining=self._ready) == self._grid
         return [] if is_right else [ChangeRequest(rank=self.committed.leader, generation=self._generation)]
 
     def _stop_run(self, reason: str) -> list[Action]:

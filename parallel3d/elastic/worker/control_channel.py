@@ -80,8 +80,8 @@ class ControlChannel:
         """Why the run can't go on without its coordinator."""
         self._stop = threading.Event()
         self._drain = threading.Event()
-        self._leaves = False
-        """Whether this worker must leave: it says so to each coordinator."""
+        self._drain_frame: dict[str, Any] | None = None
+        """If this worker must leave, what it says about it to each coordinator."""
         self._finish_acked = threading.Event()
         self.lost_coordinator = False
         """Whether the coordinator is gone without having ended the run, and has no successor."""
@@ -122,8 +122,8 @@ class ControlChannel:
 
     def announce_drain(self) -> None:
         """Announces that this worker must leave soon; safe within a signal handler."""
-        self._leaves = True
-        self._send({"op": "announce_drain"})
+        self._drain_frame = {"op": "announce_drain"}
+        self._send(self._drain_frame)
 
     def set(self, key: str, value: bytes) -> None:
         """Stores `value` under `key` for every worker."""
@@ -225,8 +225,8 @@ class ControlChannel:
             for record in self._kept_records:  # it knows which of them are in the run folder
                 self._send({"op": "publish", "record": record})
         self._drain.clear()  # what the lost one has granted is void
-        if self._leaves:
-            self._send({"op": "announce_drain"})
+        if self._drain_frame:
+            self._send(self._drain_frame)
         for response in list(self._responses.values()):  # a worker that joins may ask the lost one what to begin with
             if response.request["op"] in READS and not response.token.aborted:
                 self._send(response.request)
@@ -246,9 +246,13 @@ class ControlChannel:
                 self._lose_coordinator(header["reason"], is_final=header["is_final"])
             case "stop":
                 self._stop.set()
+            case "drain_request" if header.get("by_command"):  # the leader requests that change
+                self._drain_frame = self._drain_frame or {"op": "announce_drain", "by_command": True}
             case "drain_request":
-                self._leaves = True
+                self._drain_frame = {"op": "announce_drain"}
                 self._drain.set()
+            case "drain_withdrawn":
+                self._drain_frame = None
             case "abort":
                 self.token.abort(header["reason"])
             case "request_status":
