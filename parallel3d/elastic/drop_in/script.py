@@ -35,6 +35,7 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
     """The main function of a worker: runs the script to its end, and waits for the other workers'."""
     if context.is_spare and context.control.membership.await_part() is None:
         return 0
+    print(f"rank {context.rank} is process {os.getpid()} on {context.host}", flush=True)
     session = open_session(script, context)
     CURRENT.set(session)
     sys.stdout = LeaderStream(sys.stdout, lambda: is_leader(session), lambda text: publish_line(context, text))

@@ -1,0 +1,23 @@
+"""The same training with elastic.steps: `python examples/digits_exact.py`. Kill workers: the weights are the same."""
+
+import digits
+import torch
+from torch.nn import functional
+
+from parallel3d import elastic
+
+options = digits.parse_arguments()
+elastic.init(options.workers, directory=options.directory, seed=options.seed, max_rejoins=options.rejoins)
+torch.manual_seed(options.seed)
+training, test = digits.draw_digits()
+network = digits.make_network()
+optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+model = elastic.DataParallel(network, optimizer, sums="exact")
+sampler = elastic.Sampler(training, slot_size=64, batch_size=256, seed=options.seed)
+for step in elastic.steps(sampler, epochs=options.epochs):
+    for x, y in step:
+        loss = functional.cross_entropy(model(x), y)
+        step.add_loss(loss)
+        loss.backward()
+    optimizer.step()
+digits.report(network, training, test)
