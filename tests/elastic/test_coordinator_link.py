@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,19 @@ def test_the_next_candidate_is_tried_at_once_where_nobody_listens(make):
     world.until(lambda: world.events[-1] == "welcome" and "lost" in world.events)
     assert world.events == ["welcome", "lost", "welcome"] and candidates[1].got[0] == HELLO
     assert world.stub.messages[-1]["address"] == list(candidates[1].address)
+
+
+def test_a_coordinator_that_moves_is_left_while_it_still_serves(make):
+    world = make()
+    first, second = world.serve(), world.serve()
+    world.link.find(first.address)
+    world.until(lambda: world.link.is_open)
+    plan = replace(world.plan(guardian(second, 9, "b"), guardian(first, 8, "a")), is_move=True)
+    (connection,) = first.server.connections
+    first.server.send(connection, {"op": "failover_plan", "failover_plan": plan.to_json()})
+    world.until(lambda: world.events[-1] == "welcome" and "lost" in world.events)
+    assert world.events == ["welcome", "lost", "welcome"] and second.got[0] == HELLO
+    assert not first.server.connections
 
 
 def test_without_any_candidate_the_run_ends_here(make):

@@ -34,6 +34,15 @@ def test_a_suspicion_makes_a_generation_of_the_same_members():
     assert agree(protocol).reason == "rank 4: another one"
 
 
+def test_a_coordinator_that_hands_over_asks_for_changes_until_another_one_has_taken_over():
+    protocol = started()
+    assert protocol.request_hand_over() == [ChangeRequest(rank=0, generation=0)]
+    on_lost(protocol, 4)
+    assert protocol.request_hand_over() == []  # this change will do
+    report_all(protocol)
+    assert confirm_all(protocol)[-1] == ChangeRequest(rank=0, generation=1)
+
+
 def test_a_draining_worker_hands_over_and_leaves_with_the_commit():
     protocol = started()
     assert protocol.announce_drain(4) == [DrainRequest(rank=4)]

@@ -119,7 +119,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.elastic.drain_target",
     *(f"parallel3d.rehearsal.{name}" for name in ("kernel_counts", "device_rows", "roofline")),
     *(f"parallel3d.rehearsal.{name}" for name in ("ideal_counts", "estimate_table")),
-    *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains")),
+    *(f"parallel3d.elastic.coordinator.{name}" for name in ("recovery_log", "drains", "preemptions")),
     *(f"parallel3d.elastic.drop_in.{name}" for name in ("sample_order", "progress")),
     *(f"parallel3d.elastic.guardian.{name}" for name in ("launcher_env", "slurm", "rejoin_schedule")),
     *(

@@ -131,7 +131,7 @@ class Coordinator:
                 self._witness.mark(OVER)
                 self._server.send_to_guardians({"op": "over", "exit_code": self._status.outcome().exit_code})
             deadline = time.monotonic() + SHUTDOWN_S
-            while self._server.connections and time.monotonic() < deadline:
+            while self._peers_left() and time.monotonic() < deadline:
                 self._poll(TICK_S)
         finally:  # also after a defect in here: a closed connection ends the run, an open one would hang it
             self._server.close()
@@ -141,6 +141,10 @@ class Coordinator:
     def _moved_to(self) -> str:
         """The host whose coordinator goes on with the run; "" while this one does. Nothing is handled any more then."""
         return self._membership.moved_to if self._membership else ""
+
+    def _peers_left(self) -> bool:
+        """Whether some may still read what they were sent last. A successor does not wait for commands."""
+        return bool(self._server.guardians() if self._moved_to else self._server.connections)
 
     def _poll(self, timeout_s: float) -> None:
         self._on_turn()
