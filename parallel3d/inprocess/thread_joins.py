@@ -95,7 +95,7 @@ class ThreadJoins:
         return rank in self._called and self._missing() is not None
 
     def _missing(self) -> PartId | None:
-        return self._coordinator.protocol.choose_part(self._coordinator.building.values())
+        return self._coordinator.protocol.choose_part(self._coordinator.building)
 
     def _choose(self, rank: int) -> PartId:
         part = self._missing()

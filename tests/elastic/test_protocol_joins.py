@@ -83,7 +83,7 @@ def test_the_leader_is_asked_for_a_change_once_a_replica_can_be_filled():
     protocol = started(uniform(2, 2))
     on_lost(protocol, 3)
     agree(protocol)
-    assert protocol.choose_part() == (1, 0) and protocol.choose_part([(1, 0)]) is None
+    assert protocol.choose_part() == (1, 0) and protocol.choose_part({4: (1, 0)}) is None
     assert protocol.admit(4, (1, 0), "host4") == [ChangeRequest(rank=0, generation=1)]
     assert protocol.choose_part() is None and protocol.live == {0, 1, 2}
     protocol.suspect(0, 1, "a worker joins")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,15 +64,54 @@ def test_a_replica_goes_where_its_stage_has_the_fewest():
 )
 def test_the_part_that_a_new_worker_should_build(dead: set[int], built: list[PartId], part: PartId | None):
     grid, spares = FIRST.without(dead)
-    candidates = [*built, *(FIRST.part(rank) for rank in spares)]
-    assert choose_part(grid, target=WHOLE, candidates=candidates) == part
+    assert next_part(grid, WHOLE, [*built, *(FIRST.part(rank) for rank in spares)]) == part
+
+
+def next_part(grid: Grid, target: GridTarget, candidates: Iterable[PartId]) -> PartId | None:
+    """What a new worker builds if all are on one host."""
+    return choose_part(grid, target=target, candidates=[(part, "a") for part in candidates], host="a")
+
+
+@pytest.mark.parametrize(
+    ("dead", "candidates", "host", "part"),
+    [
+        ({0, 5}, [((0, 1), "a"), ((1, 0), "b")], "a", (0, 0)),
+        ({0, 5}, [((0, 1), "a"), ((1, 0), "b")], "b", (1, 1)),  # completes what is there
+        ({0, 5}, [((0, 1), "a"), ((1, 0), "b"), ((1, 1), "b")], "b", (0, 0)),  # on b, stage 0 is begun once more
+        ({0}, [((0, 1), "a"), ((0, 0), "b")], "b", (0, 1)),
+        ({0}, [((0, 1), "a"), ((0, 0), "b")], "c", (0, 0)),  # of no use to either
+        ({0}, [((0, 1), "a"), ((0, 0), "a")], "b", None),
+    ],
+)
+def test_a_new_worker_completes_a_replica_of_its_host(
+    dead: set[int], candidates: list[tuple[PartId, str]], host: str, part: PartId | None
+):
+    grid, _ = FIRST.without(dead)
+    assert choose_part(grid, target=WHOLE, candidates=candidates, host=host) == part
+
+
+@given(dead=st.sets(st.sampled_from(FIRST.ranks)), data=st.data())
+def test_new_workers_of_several_hosts_make_the_grid_whole(dead: set[int], data: st.DataObject):
+    left, spares = FIRST.without(dead)
+    host = st.sampled_from("ab")
+    hosts = {rank: data.draw(host, label=f"host of {rank}") for rank in FIRST.ranks}
+    parts = {rank: FIRST.part(rank) for rank in spares}
+    while True:
+        candidates, at = [(part, hosts[rank]) for rank, part in parts.items()], data.draw(host, label="next")
+        if (part := choose_part(left, target=WHOLE, candidates=candidates, host=at)) is None:
+            break
+        assert len(parts) < 3 * len(FIRST.ranks)
+        rank = len(FIRST.ranks) + len(parts)
+        parts[rank], hosts[rank] = part, at
+    whole = fill(left, target=WHOLE, candidates=parts, hosts=hosts, holders=FIRST)
+    assert whole.replicas == FIRST.replicas
 
 
 @given(dead=st.sets(st.sampled_from(FIRST.ranks)), data=st.data())
 def test_whoever_builds_what_is_asked_for_makes_the_grid_whole(dead: set[int], data: st.DataObject):
     left, spares = FIRST.without(dead)
     candidates = {rank: FIRST.part(rank) for rank in spares}
-    while (part := choose_part(left, target=WHOLE, candidates=candidates.values())) is not None:
+    while (part := next_part(left, WHOLE, candidates.values())) is not None:
         candidates[8 + len(candidates)] = part
     whole = fill(left, target=WHOLE, candidates=candidates, hosts={}, holders=FIRST)
     assert whole.replicas == FIRST.replicas and all(whole.part(rank) == part for rank, part in candidates.items())
@@ -99,13 +140,13 @@ def test_new_workers_widen_the_stage_that_takes_longest(
     filled = grid
     for stage in stages:
         for tp in (0, 1):
-            part = choose_part(filled, target=target, candidates=[(stage, 0)] * tp)
+            part = next_part(filled, target, [(stage, 0)] * tp)
             assert part == (stage, tp)
             candidates[100 + len(candidates)] = part
         filled = fill(grid, target=target, candidates=candidates, hosts={}, holders=grid)
         assert all(filled.holds(rank) for rank in candidates)
     if len(stages) in (0, 4, 5):
-        assert filled.replicas == ((0, 1, 2, 3),) * 2 and choose_part(filled, target=target, candidates=[]) is None
+        assert filled.replicas == ((0, 1, 2, 3),) * 2 and next_part(filled, target, []) is None
 
 
 ONE = dict.fromkeys(range(20), "a")

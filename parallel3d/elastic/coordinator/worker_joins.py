@@ -62,11 +62,16 @@ class WorkerJoins:
         if protocol.pending is not None or protocol.over or self._state(protocol) == self._seen:
             return []
         self._offers = [offer for offer in self._offers if offer[0].is_open]
-        while (self._offers or self._spares) and (part := protocol.choose_part(self._built().values())):
-            if self._spares:
-                self._take(min(self._spares), part, now_s)
-            else:
+        while self._offers or self._spares:
+            spare = min(self._spares, default=None)
+            host = self._offers[0][0].hello["host"] if spare is None else workers[spare].host
+            part = protocol.choose_part(self._built(), self._hosts(), host=host)
+            if part is None:
+                break
+            if spare is None:
                 self._start(*self._offers.pop(0), part, now_s)
+            else:
+                self._take(spare, part, now_s)
         notices = self._move_spares(protocol, now_s)
         self._seen = self._state(protocol)
         return notices
@@ -127,10 +132,13 @@ class WorkerJoins:
         """The parts of those that have not said that they are ready."""
         return {rank: self._parts[rank] for rank in self._building}
 
+    def _hosts(self) -> dict[int, str]:
+        return {rank: self._status.workers[rank].host for rank in self._building}
+
     def _move_spares(self, protocol: MembershipProtocol, now_s: float) -> list[str]:
         """Has members without coordinates build other parts, where that makes replicas whole."""
         notices = []
-        while moves := protocol.choose_moves(self._built(), {r: self._status.workers[r].host for r in self._building}):
+        while moves := protocol.choose_moves(self._built(), self._hosts()):
             for rank, part in moves.items():
                 notices.append(f"{self._status.name(rank)}, now a spare, moves: it builds pp{part[0]} tp{part[1]}")
                 protocol.release(rank)

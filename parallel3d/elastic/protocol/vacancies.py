@@ -93,13 +93,23 @@ def fill(
     return grid
 
 
-def choose_part(grid: Grid, *, target: GridTarget, candidates: Iterable[PartId]) -> PartId | None:
-    """Returns the part that a new worker should build, given those of the candidates; None if none is missing."""
+def choose_part(
+    grid: Grid, *, target: GridTarget, candidates: Iterable[tuple[PartId, str]], host: str
+) -> PartId | None:
+    """Returns the part that a new worker on `host` should build; None if no replica is missing.
+
+    `candidates` are the parts and hosts of the others. A replica is on one host: the new worker completes one that
+    others have begun on its own; else it begins one of the stage that gains most, even if one is begun elsewhere.
+    """
     built = Counter(candidates)
-    parts = [(stage, tp) for stage in range(grid.pp_size) for tp in range(target.tp_size)]
-    widths = {part: len(grid.stages[part[0]]) + built[part] for part in parts}
-    missing = [part for part in parts if widths[part] < target.widths[part[0]]]
-    return min(missing, key=lambda part: (target.order(part[0], widths[part]), part), default=None)
+    tp_ranks, hosts = range(target.tp_size), {at for _, at in built}
+    missing = {}
+    for stage, width in enumerate(target.widths):
+        whole = {at: min(built[(stage, tp), at] for tp in tp_ranks) for at in {*hosts, host}}
+        if (num_replicas := len(grid.stages[stage]) + sum(whole.values())) < width:
+            parts = [(stage, tp) for tp in tp_ranks if built[(stage, tp), host] == whole[host]]
+            missing[parts[0]] = len(parts), target.order(stage, num_replicas)
+    return min(missing, key=lambda part: (missing[part], part), default=None)
 
 
 def plan_moves(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from parallel3d.elastic.protocol.vacancies import GridTarget, choose_part, fill, plan_moves
 from parallel3d.parallel.grid import Grid, PartId
@@ -25,11 +26,22 @@ class WorkerTable:
         """Former spares that build another part, outside of the membership."""
         self._draining: frozenset[int] = frozenset()
 
-    def choose_part(self, building: Iterable[PartId] = ()) -> PartId | None:
-        """Returns the part of the model that one more worker should build, or None; others are building some."""
+    def choose_part(
+        self,
+        building: Mapping[int, PartId] = MappingProxyType({}),
+        hosts: Mapping[int, str] = MappingProxyType({}),
+        *,
+        host: str = "",
+    ) -> PartId | None:
+        """Returns the part of the model that one more worker, on `host`, should build, or None.
+
+        `building` are the parts that new workers build, `hosts` theirs.
+        """
         grid = self._next_grid(joining=self._ready)
-        idle = (self._parts[rank] for rank in self.live | self._ready if not grid.holds(rank))
-        return choose_part(grid, target=self._target, candidates=[*building, *idle])
+        hosts = {**self._hosts, **hosts}
+        idle = {rank: self._parts[rank] for rank in self.live | self._ready if not grid.holds(rank)}
+        candidates = [(part, hosts.get(rank, "")) for rank, part in [*idle.items(), *building.items()]]
+        return choose_part(grid, target=self._target, candidates=candidates, host=host)
 
     def choose_moves(self, building: Mapping[int, PartId], hosts: Mapping[int, str]) -> dict[int, PartId]:
         """Returns the parts that spares should build instead of theirs (vacancies.py). `building`: the parts that new
