@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.elastic.drop_in.gradient_sums import GradientSums
-from parallel3d.errors import UserError
+from parallel3d.errors import GenerationEnded, UserError
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.group import DoneWork, SoloGroup, Work
 from parallel3d.precision.fixed_point import plan_fixed_point
@@ -107,6 +107,29 @@ def test_the_reduction_begins_within_the_last_backward_pass() -> None:
     assert log.index("reduce 4") < log.index("first layer", 2), log
     sums.reduce(group)
     assert [line for line in log if line.startswith("reduce")] == ["reduce 1", "reduce 4", "reduce 4", "reduce 12"]
+
+
+class EndedGroup(SoloGroup):
+    """A group whose generation is over."""
+
+    def all_reduce_async(self, tensor: Tensor) -> Work:
+        raise GenerationEnded("a worker is lost")
+
+
+def test_a_loss_does_not_show_within_the_backward_pass() -> None:
+    model = make_model()
+    sums, group = GradientSums(model.parameters(), exact=False, bucket_bytes=1), EndedGroup()
+    sums.begin_step(12, FIXED)
+    sums.begin_slot(12, group)
+    loss_of(model, slice(0, 12)).backward()
+    sums.end_slot()
+    with pytest.raises(GenerationEnded):
+        sums.reduce(group)
+    sums.forget_reduction(is_aborted=True)
+    sums.reduce(SoloGroup())
+    sums.publish()
+    for parameter, whole in zip(model.parameters(), oracle(slice(0, 12))):
+        torch.testing.assert_close(parameter.grad, whole, rtol=0, atol=1e-12)
 
 
 def test_a_reduction_that_was_aborted_is_made_again_of_the_same_sums() -> None:

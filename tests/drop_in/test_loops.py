@@ -38,9 +38,15 @@ def test_any_number_of_workers_gives_the_same_bits() -> None:
     assert run_loop(2, sums="float").losses != alone().losses, "the exact sums have no effect"
 
 
-def test_float_sums_are_close() -> None:
-    for run in (run_loop(3, sums="float"), run_loop(3, sums="float", deaths={1: 6})):
-        for weights in run.weights.values():
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("is_plain_loop", [False, True])
+@pytest.mark.parametrize("call", range(1, NUM_CALLS + 1))
+def test_float_sums_are_close(call: int, is_plain_loop: bool) -> None:
+    run = run_loop(3, sums="float", deaths={1: call}, **(PLAIN if is_plain_loop else {}))
+    assert {0, 2} <= set(run.weights)
+    for weights in run.weights.values():
+        assert weights.equal(run.weights[0])
+        if not is_plain_loop:
             torch.testing.assert_close(weights, alone().weights[0], rtol=0, atol=1e-6)
 
 

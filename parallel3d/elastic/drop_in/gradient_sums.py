@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from parallel3d.errors import UserError
+from parallel3d.errors import GenerationEnded, UserError
 from parallel3d.parallel.group import Group, Work
 from parallel3d.precision.exact_sums import add_and_clear, write_floats
 from parallel3d.precision.fixed_point import FixedPoint
@@ -176,9 +176,11 @@ class GradientSums:
                 view.add_(gradient, alpha=self._weight)
         bucket.waits_for.discard(parameter)
         self.on_gradient()
-        group = self._group
-        while group and self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
-            self._begin_reduction(self._buckets[self._next], group)
+        try:
+            while self._group and self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
+                self._begin_reduction(self._buckets[self._next], self._group)
+        except GenerationEnded:  # the loop is within its backward pass: `reduce` finds the same
+            self._group = None
 
     def _begin_reduction(self, bucket: SumBucket, group: Group) -> None:
         bucket.clear_stale()
