@@ -58,25 +58,34 @@ class NetworkRun:
         settings["parallel"]["zero_stage"] = zero_stage
         settings["precision"] = {"sums": sums}
         config.write_text(json.dumps(settings))
+        self._config = config
         self.processes = [
             host.popen(_command(launcher, network, host, config), env=_environment(launcher, network, host))
             for host in network.hosts
         ]
 
+    def join(self, number: int) -> None:
+        """Has a host whose processes are gone join the run by the command, in the place of its first process."""
+        host = self.network.hosts[number]
+        command = [*_command("variables", self.network, host, self._config), "--join"]
+        plain = _environment("torchrun", self.network, host)
+        self.processes[number].communicate(timeout=20)
+        self.processes[number] = host.popen(command, env=plain)
+
     def wait_for_step(self, step: int) -> None:
         """Waits until the reporter has published `step`."""
-        self._wait_for(lambda: self.steps()[-1:] >= [step], f"step {step}")
+        self.wait_until(lambda: self.steps()[-1:] >= [step], f"step {step}")
 
     def wait_for_change(self, number: int) -> dict[str, Any]:
         """Waits for this change of membership, from 1 on; returns its record."""
-        self._wait_for(lambda: len(self.changes()) >= number, f"change {number}")
+        self.wait_until(lambda: len(self.changes()) >= number, f"change {number}")
         return self.changes()[number - 1]
 
     def wait_for_worker_end(self, rank: int) -> None:
         """Waits until the process of a worker is gone."""
         log = self.directory / "logs" / f"rank-{rank}.log"
         host = self.network.hosts[rank]
-        self._wait_for(lambda: not any(_writes_to(pid, log) for pid in host.pids()), f"the end of rank {rank}")
+        self.wait_until(lambda: not any(_writes_to(pid, log) for pid in host.pids()), f"the end of rank {rank}")
 
     def end(self) -> list[Ended]:
         """Waits for all hosts; none may keep a process of the run.
@@ -112,7 +121,7 @@ class NetworkRun:
         text = file.read_text() if file.exists() else ""
         return text[: text.rfind("\n") + 1]
 
-    def _wait_for(self, condition: Any, what: str) -> None:
+    def wait_until(self, condition: Any, what: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert any(process.poll() is None for process in self.processes), f"ended before {what}: {self._outputs()}"
