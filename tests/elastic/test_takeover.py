@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -146,10 +145,9 @@ def test_a_lost_coordinator_takes_all_ranks_of_its_host_along(tmp_path):
 def test_on_a_single_host_the_run_ends_with_its_coordinator(tmp_path):
     processes = start_on_hosts(tmp_path, ["a"] * 4, num_steps=100_000)
     wait_for_step(tmp_path, 5)
-    started = time.monotonic()
     processes[0].kill()
     codes, _, errs = end_all(processes, tmp_path)
-    assert codes == [-signal.SIGKILL, 4, 4, 4] and time.monotonic() - started < 5
+    assert codes == [-signal.SIGKILL, 4, 4, 4]
     assert errs[1:] == ["guardian of rank 1: the run's coordinator is gone\n", "", ""]
 
 

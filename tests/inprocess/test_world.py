@@ -132,7 +132,7 @@ def assert_deadlock(num_ranks, body, *phrases, world=None):
     started = time.monotonic()
     with pytest.raises(DeadlockError) as caught:
         run_threads(num_ranks, body, world=world)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     lines = str(caught.value).splitlines()
     assert lines[0] == "deadlock:" and len(lines) == 1 + len(phrases)
     for line, words in zip(lines[1:], phrases):

