@@ -56,8 +56,8 @@ def assert_went_on(ended: Ended, *, num_changes: int, num_steps: int = 20) -> No
     assert ended.steps == list(range(1, num_steps + 1))
     assert len(ended.changes) == num_changes, ended.changes
     committed = max((change["generation"] for change in ended.changes), default=0)
-    last = [log.splitlines()[-2] for log in ended.logs.values() if log.endswith("done\n")]
-    assert last and all(line.startswith(f"generation {committed}: ") for line in last)
+    last = [re.findall("^generation (\\d+): ", log, re.M)[-1] for log in ended.logs.values() if log.endswith("done\n")]
+    assert last and set(last) == {str(committed)}
 
 
 def wait_for_step(directory: Path, number: int) -> None:
