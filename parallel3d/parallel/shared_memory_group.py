@@ -2,9 +2,10 @@
 
 A tensor moves in chunks. A call copies as many of them into this rank's slots as are free and returns; `wait` reads the
 peers' slots, sums them in rank order and writes the rest. Nothing happens in between, on no thread. So between a call
-and its wait a rank must not wait for anything that a peer does after *its* wait: layers that sum over their
-tensor-parallel group only compute there. The optimizer's buckets, under way while stages wait for each other, take
-gloo.
+and its wait a rank must not wait for anything that a peer does after *its* wait. Layers that sum over their
+tensor-parallel group only compute there, and in a run with one stage all ranks wait for the same collectives in the
+same order, the optimizer's among them. With several stages, buckets are under way while stages wait for each other:
+these take gloo.
 
 Every rank reads all versions of what it needs, in the order of the ranks, and adds them with the same operators as
 ranks that are threads: the same bits. It writes to its own tensors only in a call or a wait, so that nothing is busy
@@ -85,12 +86,16 @@ class SharedMemoryGroup(Group):
 
         def write(chunk: int, slot: Tensor) -> None:
             some = parts[:, chunk * step : (chunk + 1) * step]
-            slot[: some.numel()].view_as(some).copy_(some)
+            places = slot[: some.numel()].view_as(some)
+            for rank in set(range(self.size)) - {self.rank}:
+                places[rank].copy_(some[rank])
 
         def read(chunk: int, slots: Sequence[Tensor]) -> None:
             target = out[chunk * step : (chunk + 1) * step]
             own = slice(self.rank * len(target), (self.rank + 1) * len(target))
-            _combine(target, [slot[own] for slot in slots], torch.add)
+            versions = [slot[own] for slot in slots]
+            versions[self.rank] = parts[self.rank, chunk * step : (chunk + 1) * step]
+            _combine(target, versions, torch.add)
 
         return self._post(_Exchange(dtype=out.dtype, num_chunks=-(-len(out) // step), write=write, read=read))
 
@@ -99,8 +104,11 @@ class SharedMemoryGroup(Group):
         step = SLOT_BYTES // own.element_size()
 
         def read(chunk: int, slots: Sequence[Tensor]) -> None:
-            for target, slot in zip(whole[:, chunk * step : (chunk + 1) * step], slots):
-                target.copy_(slot[: len(target)])
+            targets = whole[:, chunk * step : (chunk + 1) * step]
+            for rank in set(range(self.size)) - {self.rank}:
+                targets[rank].copy_(slots[rank][: targets.shape[1]])
+            if targets[self.rank].data_ptr() != own[chunk * step :].data_ptr():  # not a view of the output
+                targets[self.rank].copy_(own[chunk * step : (chunk + 1) * step])
 
         return self._post(_whole_exchange(own, step, read))
 

@@ -128,6 +128,7 @@ def _blends() -> Iterator[tuple[str, KillLayout]]:
 def _on_processes() -> Iterator[tuple[str, KillLayout]]:
     """Rows that only the runs on processes have."""
     for name, parallel in [
+        ("dp4", dict(dp_size=4)),  # replicas exchange through shared memory
         ("pp2-dp2-tp2-sp", CUBE_SP),
         ("pp2-dp2-interleaved", dict(pp_size=2, dp_size=2, **INTERLEAVED)),
         ("pp2-dp2-zb-h1", dict(pp_size=2, dp_size=2, schedule="zb-h1")),

@@ -81,7 +81,8 @@ def kill_cell(layout: str, *faults: tuple[int, int, str, str]) -> KillCell:
 
 def special_cells() -> Iterator[KillCell]:
     """Hangs, drains, several deaths at once, a second loss during recovery, down to one replica a stage, too many
-    losses; other schedules, losses on either end of a pipeline whose ends share a matrix, and while batches grow."""
+    losses; other schedules, one stage, losses on either end of a pipeline whose ends share a matrix, and while batches
+    grow."""
     yield EVERY_KIND
     yield kill_cell(CUBE, (0, 2, "load", "kill"), (1, 2, "load", "kill"))
     yield kill_cell(CUBE, (6, 4, "backward", "stop"))
@@ -98,6 +99,9 @@ def special_cells() -> Iterator[KillCell]:
     yield kill_cell("tied-pp2-dp2", (2, 2, "all_gather", "kill"))
     yield kill_cell("tied-pp2-dp2", (1, 2, "reduce_scatter", "kill"), (2, 4, "update", "kill"))
     yield kill_cell("warmup-pp2-dp2-tp2", (5, 3, "backward", "kill"))
+    yield kill_cell("dp4", (1, 2, "reduce_scatter", "kill"), (3, 4, "all_gather", "kill"))
+    yield kill_cell("dp4", (0, 2, "backward", "stop"))
+    yield kill_cell("dp3-tp2", (4, 2, "all_gather", "kill"), (1, 4, "update", "kill"))
     yield kill_cell("tied-stages-3-1-2", (0, 2, "backup", "kill"), (5, 2, "recovery_moves", "kill"))
 
 

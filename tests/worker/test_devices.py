@@ -15,7 +15,12 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.staged_group import StagedGroup
-from parallel3d.worker.device import are_own_devices, choose_device, exchange_device_ids, init_device
+from parallel3d.worker.device import (
+    are_own_devices,
+    choose_device,
+    exchange_device_ids,
+    init_device,
+)
 from parallel3d.worker.network import SocketNetwork
 
 
@@ -151,16 +156,17 @@ def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wanted,device,hosts,kinds",
+    "wanted,device,hosts,pp_size,kinds",
     [
-        ("cpu", "cpu", "ab", ("tree", "gloo", "gloo")),
-        ("cpu", "cpu", "aa", ("tree", "gloo", "memory")),
-        ("cuda", "cuda:1", "aa", ("tree", "nccl", "nccl")),
-        ("auto", "cuda:1", "aa", ("tree", "nccl", "nccl")),
-        ("cuda_shared", "cuda:0", "aa", ("tree", "staged gloo", "staged gloo")),
+        ("cpu", "cpu", "ab", 1, ("tree", "gloo", "gloo")),
+        ("cpu", "cpu", "aa", 1, ("tree", "memory", "memory")),
+        ("cpu", "cpu", "aa", 2, ("tree", "gloo", "memory")),
+        ("cuda", "cuda:1", "aa", 1, ("tree", "nccl", "nccl")),
+        ("auto", "cuda:1", "aa", 1, ("tree", "nccl", "nccl")),
+        ("cuda_shared", "cuda:0", "aa", 1, ("tree", "staged gloo", "staged gloo")),
     ],
 )
-def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, kinds):
+def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, pp_size, kinds):
     """The group of all ranks reduces numbers of the host, whatever the device; a group of one needs no transport."""
     made = []
 
@@ -185,7 +191,7 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, kinds):
     context = SimpleNamespace(rank=1, address="127.0.0.1", secret=b"", control=None)
     network = SocketNetwork(config(wanted), context, torch.device(device))
     network._listener = SimpleNamespace()
-    grid = Grid.uniform(tp_size=2, pp_size=1, dp_size=2)
+    grid = Grid.uniform(tp_size=2, pp_size=pp_size, dp_size=2)
     record = GenerationRecord(
         generation=0, grid=grid, previous=None, members=grid.ranks, hosts=dict(enumerate(hosts)), addresses={}
     )
