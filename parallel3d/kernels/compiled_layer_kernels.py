@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel3d.kernels import torch_activations, torch_norms
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, Activation, LayerKernels, NormKernels, RotaryKernels
+from parallel3d.kernels.torch_norms import NormGrads
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
 
 P = ParamSpec("P")
@@ -25,13 +26,31 @@ def compiled_layer_kernels() -> LayerKernels:
         TORCH_KERNELS,
         rms_norm=NormKernels(
             forward=_compiled(torch_norms.rms_norm),
-            backward=_compiled(torch_norms.rms_norm_grads),
+            backward=_compiled(rms_norm_grads_formula),
         ),
         rotary=RotaryKernels(forward=_compiled(split_and_rotate_formula), backward=_compiled(packed_grads_formula)),
         silu_times=Activation(
             forward=_compiled(torch_activations.silu_times), backward=_compiled(silu_times_grads_formula)
         ),
     )
+
+
+def rms_norm_grads_formula(
+    grad: Tensor,
+    total: Tensor,
+    statistics: tuple[Tensor, ...],
+    parameters: tuple[Tensor, ...],
+    residual_grad: Tensor | None,
+) -> NormGrads:
+    """`rms_norm_grads` without a product with the weight, for which a compiler would write a matrix to memory and read
+    it again."""
+    (scale,), (weight,) = statistics, parameters
+    normed = total.to(scale.dtype) * scale
+    weight_grad = (grad.to(scale.dtype) * normed).sum(0)
+    wide_grad = grad.to(scale.dtype) * weight
+    inner = (wide_grad * normed).sum(-1, keepdim=True) / total.shape[-1]
+    input_grad = ((wide_grad - normed * inner) * scale).to(total.dtype)
+    return NormGrads(input_grad if residual_grad is None else input_grad + residual_grad, (weight_grad,))
 
 
 def silu_times_grads_formula(grad: Tensor, gate_up: Tensor, _kept: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -86,10 +87,19 @@ def describe_device(device: torch.device) -> dict[str, object]:
         "device": properties.name,
         "device_memory_bytes": properties.total_memory,
         "device_capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver_version(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
+
+
+def _driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The driver's own line; None where it does not say."""
+    try:
+        return path.read_text().splitlines()[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return None
 
 
 def choose_num_threads(config: Config, local_world_size: int) -> int:

@@ -8,6 +8,7 @@ from parallel3d.kernels import compiled_layer_kernels
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
+from parallel3d.rehearsal.kernel_counter import KernelCounter
 from tests.support.tiny_stages import build, micro_batch, model_config, relative, tokens
 
 # fp64: operations in another order. bf16: eager code rounds after every operation, a kernel once; 8 bits.
@@ -39,7 +40,15 @@ def test_the_formulas_are_the_layers(monkeypatch, policy, recompute):
     )
     assert_near(policy, recompute)
     rotary = {"split_and_rotate_formula", "packed_grads_formula"}
-    assert set(made) == {"rms_norm", "rms_norm_grads", "silu_times", "silu_times_grads_formula"} | rotary
+    assert set(made) == {"rms_norm", "rms_norm_grads_formula", "silu_times", "silu_times_grads_formula"} | rotary
+
+
+def test_a_compiled_norm_has_no_product_around_which_its_kernel_would_be_cut():
+    counter, rows = KernelCounter(), torch.empty(6, 8, device="meta", dtype=torch.bfloat16)
+    scale, weight = torch.empty(6, 1, device="meta"), torch.empty(8, device="meta")
+    with counter.counting():
+        compiled_layer_kernels.rms_norm_grads_formula(rows, rows, (scale,), (weight,), rows)
+    assert counter.counts[""].flops("product") == 0
 
 
 def test_a_second_length_makes_a_kernel_for_all_lengths(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.layers import attention
 from parallel3d.layers.document_marks import append_document_marks, document_lengths, num_rows, split_document_marks
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
@@ -24,6 +25,15 @@ from tests.support.tiny_stages import (
 
 DOCUMENTS = (5, 7, 1, 3, 8)
 """Of two sequences of 12 tokens: the first document that would cross their border is cut there."""
+
+
+def test_all_layers_share_one_copy_of_the_documents_starts(monkeypatch):
+    copies = []
+    monkeypatch.setattr(attention, "to_device", lambda starts, device: copies.append(device) or starts)
+    attention._document_starts.cache_clear()
+    found = [attention._document_starts(DOCUMENTS, torch.device("meta")) for _ in range(3)]
+    attention._document_starts.cache_clear()
+    assert found[0].tolist() == [0, 5, 12, 13, 16, 24] and len(copies) == 1
 
 
 def test_an_eos_belongs_to_its_document_and_sequences_cut_documents():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel3d.accelerator import MetaAccelerator, accelerator_of, is_accelerator
+from parallel3d.accelerator import MetaAccelerator, accelerator_of, blocks_of, is_accelerator
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.staged_group import HostCopy, to_device
@@ -17,6 +17,13 @@ def test_which_devices_are_accelerators():
     assert accelerator_of(torch.device("cpu")) is None
     meta = accelerator_of(torch.device("meta"))
     assert isinstance(meta, MetaAccelerator) and accelerator_of(torch.device("meta")) is meta
+
+
+def test_work_block_by_block_waits_for_a_device_after_many_more_elements():
+    """Exact sums read a flag of each block."""
+    flat = torch.empty((1 << 24) + 5, device="meta")
+    assert list(map(len, blocks_of(flat, 1 << 16))) == [1 << 24, 5]
+    assert len(blocks_of(torch.empty((1 << 17) + 5), 1 << 16)) == 3
 
 
 def test_meta_tensors_are_read_as_zeros_and_each_read_counts(monkeypatch):

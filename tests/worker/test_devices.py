@@ -16,8 +16,10 @@ from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.staged_group import StagedGroup
 from parallel3d.worker.device import (
+    _driver_version,
     are_own_devices,
     choose_device,
+    describe_device,
     exchange_device_ids,
     init_device,
 )
@@ -123,6 +125,18 @@ def test_holes_in_a_full_device_are_avoided_unless_the_user_has_settings(cuda_ca
     device_module.os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
     init_device(torch.device("cuda", 1))
     assert cuda_calls[2:] == [("device", torch.device("cuda", 1))]
+
+
+def test_the_environment_names_device_driver_and_libraries(monkeypatch, tmp_path):
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=2**37, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15\nGCC version: 12\n")
+    monkeypatch.setattr(device_module, "_driver_version", partial(_driver_version, tmp_path / "version"))
+    facts = describe_device(torch.device("cuda", 0))
+    assert facts["device"] == "NVIDIA H200" and facts["device_capability"] == "9.0" and facts["nccl"] == "2.27.5"
+    assert facts["driver"] == "NVIDIA UNIX x86_64 Kernel Module  570.86.15" and facts.keys() >= {"cuda", "cudnn"}
+    assert _driver_version(tmp_path / "none") is None and describe_device(torch.device("cpu")) == {}
 
 
 def test_a_deterministic_device(cuda_calls):
