@@ -30,8 +30,9 @@ _WIDENING = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 """Formats (total, factors) that a GPU's products add up without rounding in between."""
 
 Role = Literal["forward", "input_grad", "weight_grad"]
-Library = Literal["mkl", "onednn"]
-"""mkl: what torch's own product uses, which is MKL on x86."""
+Library = Literal["mkl", "onednn", "copied"]
+"""mkl: what torch's own product uses, which is MKL on x86. copied: of a weight's gradient x is copied, transposed, and
+the product turned round: AMX multiplies whole rows of both factors."""
 AttentionForm = Literal["sdpa", "blocks"]
 """Attention on CPUs. sdpa: torch's own; blocks: products over blocks of queries (layers/block_attention.py)."""
 
@@ -126,7 +127,8 @@ def add_matmul(
     if wide:
         a, b = a.to(total.dtype), b.to(total.dtype)
     is_onednn, formats = _fits_onednn(a, b, library), (total.dtype, a.dtype)
-    if not is_onednn and formats[0] == formats[1]:
+    is_copied = library == "copied" and a.device.type == "cpu"
+    if not (is_onednn or is_copied) and formats[0] == formats[1]:
         if overwrite:
             torch.mm(a, b, out=total)
         else:
@@ -138,7 +140,9 @@ def add_matmul(
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
-    if is_onednn and a.shape[0] > b.shape[1]:
+    if is_copied:
+        total, product = total.t(), matmul(b.t().contiguous(), a.t())
+    elif is_onednn and a.shape[0] > b.shape[1]:
         total, product = total.t(), matmul(b.t(), a.t(), library)
     else:
         product = matmul(a, b, library)

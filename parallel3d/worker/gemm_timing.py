@@ -2,8 +2,9 @@
 
 Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
 products up to twice as fast as MKL, on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
-oneDNN (docs/experiments.md). One rank measures and all take over its choices, because last bits depend on them; with
-them go the form of attention (`worker/attention_timing.py`) and that of all other kernels.
+oneDNN (docs/experiments.md), and its bf16 weight gradients want a factor copied. One rank measures and all take over
+its choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`) and
+that of all other kernels.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ BUDGET_S = 0.2
 CACHE_FORMAT = 4
 """Grows when the way of measuring or a form changes: earlier choices are measured again."""
 
+CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
+    torch.float32: {role: ("mkl", "onednn") for role in get_args(Role)},
+    torch.bfloat16: {"weight_grad": ("onednn", "copied")},
+}
+"""What is timed, by the format of the factors."""
+
 Timings = Mapping[ProductKey, Mapping[Library, float]]
 """Seconds of each product on each library."""
 
@@ -70,16 +77,31 @@ class LinearShape:
 
 
 def is_choice_measured(config: Config, device: torch.device) -> bool:
-    """Whether a measurement decides: on CPUs, for products in fp32, where last bits may depend on it."""
-    is_fp32 = policy_of(config.precision).compute in (torch.float32, torch.float16)
+    """Whether a measurement decides: on CPUs, for products in fp32, and for weight gradients in bf16 if the leader has
+    AMX, where last bits may depend on it."""
+    is_timed = policy_of(config.precision).compute in (torch.float32, torch.float16, torch.bfloat16)
     is_free = config.run.cpu_gemm == "auto" and config.precision.sums != "exact"
-    return device.type == "cpu" and is_fp32 and is_free and torch.backends.mkldnn.is_available()
+    return device.type == "cpu" and is_timed and is_free and torch.backends.mkldnn.is_available()
 
 
 def is_form_chosen(config: Config, device: torch.device) -> bool:
     """Whether the leader's machine decides on C forms of kernels: on CPUs, unless bits must not depend on it."""
     is_free = config.run.kernels == "auto" and config.run.compile == "never" and config.precision.sums != "exact"
     return device.type == "cpu" and is_free and policy_of(config.precision).compute in (torch.bfloat16, torch.float32)
+
+
+def has_amx(cpu_facts: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's processor multiplies matrices in bf16 (AMX)."""
+    try:
+        return "amx_bf16" in cpu_facts.read_text().split()
+    except OSError:
+        return False
+
+
+def _timed_dtype(config: Config) -> torch.dtype:
+    """The format of the factors; products of fp16 ones are computed in fp32."""
+    compute = policy_of(config.precision).compute
+    return torch.float32 if compute is torch.float16 else compute
 
 
 def linear_shapes(stage: nn.Module, num_tokens: int) -> set[LinearShape]:
@@ -99,20 +121,28 @@ def _linear_shapes(stage: nn.Module, num_tokens: int) -> Iterator[LinearShape]:
 
 
 @torch.no_grad()
-def time_products(shapes: Iterable[LinearShape], clock: Callable[[], float] = time.perf_counter) -> Timings:
-    """Times the three products with each shape on both libraries, in turn; the shortest of some runs counts."""
+def time_products(
+    shapes: Iterable[LinearShape],
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Timings:
+    """Times the products with each shape on all candidates for `dtype`, in turn; the shortest of some runs counts."""
     timings: dict[ProductKey, dict[Library, float]] = {}
     begun = clock()
     for shape in sorted(shapes):
         num_tokens = max(MIN_TOKENS, TIMED_MULTIPLICATIONS // (shape.out_features * shape.in_features))
         num_tokens = min(shape.num_tokens, num_tokens)
-        x, grad = torch.ones(num_tokens, shape.in_features), torch.ones(num_tokens, shape.out_features)
-        weight, total = (torch.ones(shape.out_features, shape.in_features) for _ in range(2))
+        x, grad = (torch.ones(num_tokens, size, dtype=dtype) for size in (shape.in_features, shape.out_features))
+        size = (shape.out_features, shape.in_features)
+        weight, total = torch.ones(size, dtype=dtype), torch.ones(size)
         for number in range(MAX_ROUNDS):
             if number > 1 and clock() - begun > BUDGET_S:
                 break
             for library in get_args(Library):
                 for role, product in _products(Gemm(default=library), x, grad, weight, total).items():
+                    if library not in CANDIDATES[dtype].get(role, ()):
+                        continue
                     started = clock()
                     product()
                     seconds = clock() - started if number else float("inf")
@@ -141,12 +171,14 @@ def choose_libraries(timings: Timings, default: Library = "onednn") -> Gemm:
 
 def describe_choices(gemm: Gemm, timings: Timings) -> str:
     """One line for the log."""
+    has_copies = any("copied" in each for each in timings.values())
+    subject = "bf16 weight gradients" if has_copies else "fp32 products"
     gains = [timings[key][gemm.default] / timings[key][library] for key, library in gemm.choices.items()]
     if not gains:
-        return f"fp32 products: {gemm.default} is the fastest library for all {len(timings)}"
+        return f"{subject}: {gemm.default} is the fastest library for all {len(timings)}"
     (other,) = set(gemm.choices.values())
     gain = f"where it is up to {max(gains):.1f} times as fast"
-    return f"fp32 products: {gemm.default}, and {other} for {len(gains)} of {len(timings)}, {gain}"
+    return f"{subject}: {gemm.default}, and {other} for {len(gains)} of {len(timings)}, {gain}"
 
 
 def agree_on_gemm(
@@ -169,8 +201,8 @@ def agree_on_gemm(
     elif is_leader:
         form = choose_kernels(config.run.kernels, device, agreed="c" if has_form and has_c_loops() else "torch")
         shapes, attention = _shapes_of_the_run(config, make_stage, device, form)
-        cache = Path(str(config.data.cache_directory))
-        chosen, text = known_or_measured(shapes, cache, attention) if shapes or attention else (Gemm(), "")
+        cache, dtype = Path(str(config.data.cache_directory)), _timed_dtype(config)
+        chosen, text = known_or_measured(shapes, cache, attention, dtype) if shapes or attention else (Gemm(), "")
         chosen = replace(chosen, kernels=form if has_form else Gemm.kernels)
         context.control.set(f"cpu_gemm/{start.attempt}", json.dumps(chosen.to_json()).encode())
         if text:
@@ -197,17 +229,20 @@ def _configured(config: Config, device: torch.device) -> Gemm:
 
 
 def known_or_measured(
-    shapes: Iterable[LinearShape], cache: Path, attention: AttentionShape | None = None
+    shapes: Iterable[LinearShape],
+    cache: Path,
+    attention: AttentionShape | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Gemm, str]:
     """Returns the choices for this machine and text for the log. A file in the folder `cache` keeps them, so that a
     run that is repeated gives the same bits."""
     shapes = sorted(shapes)
-    facts = (CACHE_FORMAT, describe_cpu(), torch.__version__, torch.get_num_threads(), shapes, attention)
+    facts = (CACHE_FORMAT, describe_cpu(), torch.__version__, torch.get_num_threads(), shapes, attention, dtype)
     file = cache / f"cpu_gemm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(file.read_text())
         return Gemm.from_json(known["choices"]), known["text"]
-    gemm, text = _measured(shapes, attention)
+    gemm, text = _measured(shapes, attention, dtype)
     with contextlib.suppress(OSError):  # without a cache the next run measures again
         cache.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
@@ -216,10 +251,10 @@ def known_or_measured(
     return gemm, text
 
 
-def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None) -> tuple[Gemm, str]:
+def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None, dtype: torch.dtype) -> tuple[Gemm, str]:
     gemm, lines = Gemm(), []
     if shapes:
-        timings = time_products(shapes)
+        timings = time_products(shapes, dtype=dtype)
         gemm = choose_libraries(timings)
         lines.append(describe_choices(gemm, timings))
     if attention is not None:
@@ -237,7 +272,8 @@ def _shapes_of_the_run(
     tp = TensorParallel(group=AbsentGroup(name="none", rank=0, ranks=tuple(range(config.parallel.tp_size))))
     stage = make_stage(config, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
     num_tokens = config.batch.micro_batch_size * config.batch.sequence_length
+    has_candidates = _timed_dtype(config) is torch.float32 or has_amx()
     return (
-        linear_shapes(stage, num_tokens) if is_choice_measured(config, device) else set(),
+        linear_shapes(stage, num_tokens) if is_choice_measured(config, device) and has_candidates else set(),
         attention_shape(config, stage, form) if is_attention_measured(config, device) else None,
     )

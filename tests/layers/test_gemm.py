@@ -5,7 +5,7 @@ import torch
 
 from parallel3d.inprocess.live_bytes import LiveBytes
 from parallel3d.layers import gemm
-from parallel3d.layers.gemm import add_matmul, matmul
+from parallel3d.layers.gemm import Gemm, add_matmul, matmul
 
 # fp32 sums of 300 products of normal numbers: errors of some sqrt(300) x 2**-24 x 17, in another order on each kernel.
 TOLERANCE = dict(rtol=1e-5, atol=1e-4)
@@ -134,6 +134,22 @@ def test_overwriting_forgets_what_was_there(size, total_dtype, dtype):
     add_matmul(total, a, b, overwrite=True)
     add_matmul(zeros, a, b)
     assert torch.equal(total, zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_copied_factor_gives_the_same_weight_gradient(dtype, monkeypatch):
+    copied, first_factors = Gemm(default="copied"), []
+    monkeypatch.setattr(gemm, "matmul", lambda a, b: first_factors.append(a) or matmul(a, b))
+    numbers = torch.Generator().manual_seed(1)
+    grad, x = (torch.randn(60, size, generator=numbers).to(dtype) for size in (24, 16))
+    total, start = torch.ones(24, 16), torch.ones(24, 16)
+    copied.add_weight_grad(total, grad, x)
+    exact = start.double() + grad.double().t() @ x.double()
+    assert (total - exact).abs().max() < (0.2 if dtype is torch.bfloat16 else 1e-4)  # half a step of 2**-8 of 30
+    copied.add_weight_grad(total, grad, x, overwrite=True)
+    assert all(factor.shape == (16, 60) and factor.is_contiguous() for factor in first_factors)
+    assert len(first_factors) == 2
+    assert (total - exact + 1).abs().max() < (0.2 if dtype is torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
