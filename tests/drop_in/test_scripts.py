@@ -62,6 +62,7 @@ def assert_same_weights(ended: Ended, reference: dict[str, torch.Tensor]) -> Non
             assert value.equal(reference[name]), f"rank {rank}, {name}"
 
 
+@pytest.mark.full
 def test_two_deaths_change_no_bit_of_a_script_with_dropout(tmp_path: Path) -> None:
     alone = run_script(tmp_path / "alone", epochs=4)
     ended = run_script(tmp_path / "killed", num_workers=4, epochs=4, kills={"3": 1, "5": 0})

@@ -123,7 +123,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_leaves(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["command", "SIGTERM"])
+@pytest.mark.parametrize("how", [pytest.param("command", marks=pytest.mark.full), "SIGTERM"])
 def test_a_worker_that_builds_its_part_leaves_without_it(tmp_path, how):
     process = start(tmp_path, num_steps=600, max_rejoins=1, faults=[[3, "step", 5, "kill"], [4, "build", 0, "hang"]])
     wait_for(lambda: (tmp_path / "pid-4").exists(), "the joiner")

@@ -103,7 +103,8 @@ def test_a_killed_coordinator_still_leads_to_a_restart_later(config_file, tmp_pa
     assert len(losses(tmp_path / "run")) == 200
 
 
-@pytest.mark.parametrize("name", ["guardian", pytest.param("coordinator", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["guardian", "coordinator"])
 def test_under_torchrun_the_run_goes_on(config_file, tmp_path, undisturbed, name):
     run = tmp_path / "run"
     process = start("--config", config_file, *UNDISTURBED, launcher=TORCHRUN)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 ONE = ("parallel.pp_size=1", "parallel.dp_size=1")
 
 
+@pytest.mark.full
 def test_the_run_starts_after_its_preflight(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "--preflight", "checkpoint.every=5", "parallel.dp_size=1"))
     assert code == 0, out + err

@@ -92,7 +92,8 @@ def test_all_processes_of_another_host_are_killed(start, undisturbed):
 DATA_PATHS = {"both directions": {(2, 3), (3, 2)}, "one direction": {(2, 3)}}
 
 
-@pytest.mark.parametrize("cut", ["both directions", pytest.param("one direction", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("cut", DATA_PATHS)
 def test_two_hosts_reach_the_coordinator_but_not_each_other(start, undisturbed, cut):
     run = start(3)
     run.wait_for_step(5)
@@ -231,6 +232,7 @@ def test_under_torchrun_training_goes_on_without_a_host(start, undisturbed, even
     assert lost_ranks(run) == [number - 1]
 
 
+@pytest.mark.full
 def test_a_run_listens_at_the_interface_of_its_hosts_alone(start):
     run = start(2, num_steps=20_000)
     run.wait_for_step(2)

@@ -42,6 +42,7 @@ def test_the_report(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_estimate_for_many_workers(tmp_path):
     done = run_script(tmp_path, "--workers", "10240")
     assert (done.returncode, done.stderr) == (0, "")

@@ -37,13 +37,13 @@ def run_with_joins(
     grid = build_grid(config)
 
     def prepare(rank: int, injector: FaultInjector) -> RankContext:
-        context = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector))
+        context = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector, config))
         if start is not None:
             resume(context, start, TEXT)
         return context
 
     def prepare_joiner(rank: int, injector: FaultInjector, part: PartId) -> RankContext:
-        return tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector), part=part)
+        return tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector, config), part=part)
 
     joins = Joins(steps=steps, moves=moves, prepare=prepare_joiner)
     return run_elastic_in_threads(config, prepare, faults, save=save, joins=joins)

@@ -25,12 +25,13 @@ MONITORED = ("perplexity", "loss_ratio", "fraction_clipped", "param_norm", "vari
 """Figures of a step's record that follow from applied state."""
 
 
-def fault_hooks(injector: FaultInjector) -> RankHooks:
-    """Hooks that show a fault injector every instruction and every phase; a compute takes a second, or a slow one's."""
+def fault_hooks(injector: FaultInjector, config: Config) -> RankHooks:
+    """Hooks that show a fault injector every instruction and every phase. Where routes follow the speeds, a compute
+    takes a second, or a slow one's."""
     injector.sleep = lambda seconds: None
     return RankHooks(
         on_instruction=lambda step: injector.enter_instruction(step.op.value),
-        compute_hook=lambda seconds: injector.slow_down(1.0),
+        compute_hook=(lambda seconds: injector.slow_down(1.0)) if config.elastic.balance else (lambda seconds: seconds),
         phase_hook=injector,
     )
 
@@ -45,7 +46,7 @@ def run(
     grid = build_grid(config)
 
     def prepare(rank: int, phase_hook) -> RankContext:
-        runtime = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
+        runtime = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(phase_hook, config))
         watch(rank, runtime)
         return runtime
 

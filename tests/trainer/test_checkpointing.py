@@ -65,7 +65,7 @@ def train(config, directory, faults=(), *, start=None, disk=None, stop_at=None):
     grid = build_grid(config)
 
     def prepare(rank, phase_hook):
-        runtime = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(phase_hook))
+        runtime = tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(phase_hook, config))
         if start is not None:
             resume(runtime, Path(start), TEXT)
         return runtime

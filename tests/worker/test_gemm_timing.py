@@ -185,6 +185,7 @@ def test_all_ranks_take_over_the_leaders_choices(tmp_path, monkeypatch, has_comp
     config = make_config(precision=dict(policy="fp32"), data=dict(cache_directory=str(tmp_path)))
     context = SimpleNamespace(control=Store())
     monkeypatch.setattr(gemm_timing, "time_products", lambda shapes, dtype: {FORWARD: {"mkl": 1.0, "onednn": 2.0}})
+    monkeypatch.setattr(gemm_timing, "time_attention", lambda attention: {"sdpa": 1.0, "blocks": 2.0})
     monkeypatch.setattr(gemm_timing, "has_c_loops", lambda: has_compiler)
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
     chosen = [
