@@ -29,8 +29,8 @@ from parallel3d.elastic.worker.membership_client import MembershipClient
 from parallel3d.errors import GenerationEnded, ProtocolError, UserError
 from parallel3d.precision.fixed_point import ExactSum, plan_fixed_point
 
-NUM_KEPT_RECORDS = 64
-"""Steps that a new leader publishes if the old one may not have."""
+NUM_KEPT_RECORDS = 4096
+"""Steps that a new leader publishes if the old one may not have: more than pass until a silent host is given up."""
 AFTER_STEP = -1
 """In place of a slot's number: the random numbers between two steps."""
 
