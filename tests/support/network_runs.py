@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -93,7 +94,7 @@ class NetworkRun:
         torchrun's own processes are killed once training has ended: without its store one waits for minutes.
         """
         deadline = time.monotonic() + TIMEOUT_S
-        while any(_training(host) for host in self.network.hosts):
+        while any(map(self._is_running, self.network.hosts, self.processes)):
             assert time.monotonic() < deadline, f"still running: {[host.pids() for host in self.network.hosts]}"
             time.sleep(0.05)
         if self._launcher == "torchrun":
@@ -103,6 +104,11 @@ class NetworkRun:
         ended = [Ended(code=process.returncode, out=out) for process, out in zip(self.processes, outs)]
         assert not any("Traceback" in out and TORCHRUN_FAILED not in out for out in outs), "\n".join(outs)
         return ended
+
+    def _is_running(self, host: Host, process: subprocess.Popen[str]) -> bool:
+        """Also before it has begun. A torchrun that has started training counts as long as that lasts."""
+        has_begun = self._launcher == "torchrun" and bool(self.steps())
+        return bool(_training(host)) or (process.poll() is None and not has_begun)
 
     def steps(self) -> list[int]:
         return [line["step"] for line in self._lines() if "event" not in line]
