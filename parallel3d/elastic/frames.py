@@ -80,11 +80,13 @@ def decode_from_workers(header: dict[str, Any], payload: bytes) -> Iterator[tupl
         raise ProtocolError(f"{len(payload)} bytes from {len(ranks)} workers, sizes {sizes}")
     view, end = memoryview(payload), 0
     for rank, size in zip(ranks, sizes):
-        start, end = end, end + size
-        frames = list(FrameReader(MAX_VALUE_BYTES).feed(view[start:end]))
-        if len(frames) != 1:
-            raise ProtocolError(f"{len(frames)} frames of rank {rank} in {size} bytes, not one")
-        yield rank, *frames[0]
+        frame, end = view[end : end + size], end + size
+        header_bytes, payload_bytes = _LENGTHS.unpack_from(frame) if size >= _LENGTHS.size else (0, 0)
+        payload_start = _LENGTHS.size + header_bytes
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_VALUE_BYTES or payload_start + payload_bytes != size:
+            lengths = f"lengths {header_bytes} and {payload_bytes}"
+            raise ProtocolError(f"not one frame of rank {rank} in {size} bytes: {lengths}")
+        yield rank, _decode_header(frame[_LENGTHS.size : payload_start]), bytes(frame[payload_start:])
 
 
 def encode_to_workers(ranks: Iterable[int], frame: bytes) -> bytes:
@@ -95,6 +97,16 @@ def encode_to_workers(ranks: Iterable[int], frame: bytes) -> bytes:
 def _encode_header(header: dict[str, Any], num_payload_bytes: int) -> bytes:
     text = json.dumps(header).encode()
     return _LENGTHS.pack(len(text), num_payload_bytes) + text
+
+
+def _decode_header(encoded: bytearray | memoryview) -> dict[str, Any]:
+    try:
+        header = json.loads(str(encoded, "utf-8"))  # of bytes it would guess the encoding
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a control frame: {error}") from None
+    if not isinstance(header, dict):
+        raise ProtocolError(f"not a control frame: header {header!r}")
+    return header
 
 
 class FrameReader:
@@ -124,12 +136,7 @@ class FrameReader:
             start, end = _LENGTHS.size + header_bytes, _LENGTHS.size + header_bytes + payload_bytes
             if len(self._bytes) < end:
                 return
-            try:
-                header = json.loads(self._bytes[_LENGTHS.size : start])
-            except (ValueError, RecursionError) as error:
-                raise ProtocolError(f"not a control frame: {error}") from None
-            if not isinstance(header, dict):
-                raise ProtocolError(f"not a control frame: header {header!r}")
+            header = _decode_header(self._bytes[_LENGTHS.size : start])
             frame = bytes(self._bytes[:end])
             del self._bytes[:end]
             yield header, frame, start

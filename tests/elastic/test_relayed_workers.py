@@ -144,3 +144,14 @@ def test_a_worker_whose_exit_is_reported_gets_nothing_more(relay):
 def test_batches_whose_sizes_are_wrong(sizes):
     with pytest.raises(ProtocolError):
         list(decode_from_workers({"ranks": [0], "sizes": sizes}, encode_frame({"op": "check"})))
+
+
+@pytest.mark.parametrize("part", ["", "half", "two", "with a tail"])
+def test_a_part_of_a_batch_that_is_not_one_frame(part):
+    frame = encode_frame({"op": "set", "key": "a"}, b"value")
+    payload = {"": b"", "half": frame[:-3], "two": frame + frame, "with a tail": frame + b"x"}[part]
+    good = encode_frame({"op": "check"})
+    batch = decode_from_workers({"ranks": [0, 1], "sizes": [len(good), len(payload)]}, good + payload)
+    assert next(batch) == (0, {"op": "check"}, b"")
+    with pytest.raises(ProtocolError, match="not one frame of rank 1"):
+        next(batch)
