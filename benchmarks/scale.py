@@ -9,6 +9,8 @@ alone (CPU seconds, bytes that it sends, peak memory) and the wall time of both 
     start     from the first connection to the commit of generation 0
     loss      from the death of one worker to the commit of the generation without it; `--behind` of the workers lack
               the newest entry, which has a cursor for each sequence of the batch
+    offer     from a guardian's offer of the lost worker's place to the instruction to start another one there
+    join      from the new worker's hello, which has built its part at once, to the commit of the generation that it enters
     takeover  from the loss of the coordinator's host to the first commit of its successor
 
 The pure parts alone: scale_pure.py.
@@ -111,7 +113,7 @@ def raise_open_files() -> None:
 
 
 def measure_loss(size: Size) -> None:
-    """Prints the rows of a start and of one loss."""
+    """Prints the rows of a start, of one loss, and of the join that makes it good."""
     raise_open_files()
     listener, secret = open_listener("127.0.0.1", 0), new_secret()
     coordinator = Coordinator(
@@ -125,7 +127,7 @@ def measure_loss(size: Size) -> None:
     )
     with play_clients(size, listener.getsockname()[1], secret) as pipe:
         threading.Thread(target=coordinator.serve, daemon=True).start()
-        for part in ("start", "loss"):
+        for part in ("start", "loss", "offer", "join"):
             measure(part, size, pipe)
 
 
@@ -175,6 +177,8 @@ def run_clients(size: Size, port: int, secret: bytes, pipe: Pipe) -> None:
     parts: dict[str, Callable[[], int]] = {
         "start": lambda: clients.start(("127.0.0.1", port), secret),
         "loss": lambda: clients.lose(rank=size.num_workers - 1),
+        "offer": lambda: clients.offer(lost=size.num_workers - 1),
+        "join": clients.join,
         "takeover": lambda: clients.take_over(("127.0.0.1", port), secret),
     }
     while True:

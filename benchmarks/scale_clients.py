@@ -20,7 +20,7 @@ from parallel3d.elastic.protocol.membership import (
     StateReport,
     digest_entries,
 )
-from parallel3d.elastic.protocol.record_delta import encode_record
+from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
 from parallel3d.handshake import connect_handshake
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.entry import Entry
@@ -59,6 +59,10 @@ class Clients:
         self._num_bytes = 0
         self._next_ping_s = 0.0
         self._record_generation = NO_GENERATION
+        self._spares: set[int] = set()
+        """Live workers whose replica has lost another one."""
+        self._joiner: int | None = None
+        """The worker that is to take the lost one's place."""
 
     def start(self, address: Address, secret: bytes) -> int:
         """Connects all and begins generation 0."""
@@ -70,11 +74,34 @@ class Clients:
     def lose(self, rank: int) -> int:
         """Reports the death of a worker; ends with the commit of the next generation."""
         self._live.discard(rank)
+        self._spares = set(self._grid.tp_ranks(self._grid.coordinates(rank).replica)) - {rank}
         guardian = self._guardians[rank]
         guardian.ranks.discard(rank)
         end = {"rank": rank, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 3}
         end["permission"] = ""
         guardian.socket.sendall(encode_frame({"op": "ended", "ends": [end]}))
+        return self._run_until_committed()
+
+    def offer(self, lost: int) -> int:
+        """Offers the place of the lost worker; ends with the instruction to start another one there."""
+        self._num_bytes = 0
+        self._guardians[lost].socket.sendall(encode_frame({"op": "offer_worker", "slot": 0}))
+        while self._joiner is None:
+            self._answer_frames()
+        self._guardians[self._joiner] = self._guardians[lost]
+        self._ports[self._joiner] = self._random.randrange(32768, 60999)
+        return self._num_bytes
+
+    def join(self) -> int:
+        """Has the new worker say hello, and that it has built its part; ends with the commit of the generation that it
+        enters. All ranks of the grid leave theirs at once, after the same entry."""
+        assert self._joiner is not None
+        guardian = self._guardians[self._joiner]
+        guardian.ranks.add(self._joiner)
+        self._live.add(self._joiner)
+        hello = {"op": "hello", "role": "worker", "host": guardian.info.host, "log": "logs/rank.log"}
+        self._send(guardian, [self._joiner], encode_frame({**hello, "ranks": [self._joiner]}))
+        self._send(guardian, [self._joiner], encode_frame({"op": "ready"}))
         return self._run_until_committed()
 
     def take_over(self, address: Address, secret: bytes) -> int:
@@ -83,7 +110,8 @@ class Clients:
         lost = self._infos[0].host
         infos = [info for info in self._infos if info.host != lost]
         self._live -= {rank for info in self._infos if info.host == lost for rank in info.ranks}
-        self._connect(address, secret, infos, {"newest_generation": 0, "committed_generation": 0})
+        state = {"newest_generation": 0, "committed_generation": 0, "part": None, "is_ready": True}
+        self._connect(address, secret, infos, state)
         return self._run_until_committed()
 
     def _each_guardian(self) -> Iterable[Guardian]:
@@ -120,21 +148,29 @@ class Clients:
         """Answers frames until all live workers have the next commit."""
         self._num_commits = self._num_bytes = 0
         while self._num_commits < len(self._live):
-            self._ping()
-            for key, _ in self._selector.select(1.0):
-                guardian: Guardian = key.data
-                data = guardian.socket.recv(CHUNK_BYTES)
-                assert data, f"the coordinator has closed the connection of {guardian.info}"
-                self._num_bytes += len(data)
-                for header, payload in guardian.reader.feed(data):
-                    if header["op"] == "to_workers":
-                        self._answer(guardian, header["ranks"], payload)
+            self._answer_frames()
         self._committed = self._record_generation
         return self._num_bytes
 
+    def _answer_frames(self) -> None:
+        """Answers the frames that have arrived, and pings."""
+        self._ping()
+        for key, _ in self._selector.select(1.0):
+            guardian: Guardian = key.data
+            data = guardian.socket.recv(CHUNK_BYTES)
+            assert data, f"the coordinator has closed the connection of {guardian.info}"
+            self._num_bytes += len(data)
+            for header, payload in guardian.reader.feed(data):
+                if header["op"] == "to_workers":
+                    self._answer(guardian, header["ranks"], payload)
+                elif header["op"] == "start_worker":
+                    self._joiner = header["rank"]
+
     def _answer(self, guardian: Guardian, ranks: list[int], frame: bytes) -> None:
-        ((header, _),) = FrameReader().feed(frame)
+        ((header, payload),) = FrameReader().feed(frame)
         match header["op"]:
+            case "change_request":
+                self._leave(header["generation"])
             case "abort_generation":
                 self._report(guardian, header["generation"], ranks)
             case "fetch_entries":
@@ -143,24 +179,45 @@ class Clients:
             case "fetch_committed":
                 record = encode_record(self._first_record(), None)
                 self._send(guardian, ranks, encode_frame({"op": "committed"}, record))
+            case "record" if self._joiner in ranks and header["base"] is not None:
+                request = encode_frame({"op": "request_record", "generation": header["generation"]})
+                self._send(guardian, [self._joiner], request)
+                self._answer(guardian, [rank for rank in ranks if rank != self._joiner], frame)
             case "record":
+                if self._joiner in ranks:
+                    assert len(decode_record(payload, None).grid.ranks) == len(self._grid.ranks)  # it fills the vacancy
                 self._record_generation = header["generation"]
                 confirm = {"op": "confirm", "generation": header["generation"], "digest": "d" * 16, "moved_bytes": 9}
                 self._send(guardian, ranks, encode_frame(confirm))
             case "commit":
                 self._num_commits += len(ranks)
 
+    def _leave(self, generation: int) -> None:
+        """Has all ranks of the grid leave their generation: the leader's request was in the entry that they hold."""
+        reason = {"op": "suspect", "generation": generation, "reason": "a worker leaves or joins"}
+        for guardian in self._each_guardian():
+            if ranks := sorted(guardian.ranks - self._spares - {self._joiner}):
+                self._send(guardian, ranks, encode_frame(reason))
+
+    def _iteration(self, rank: int, generation: int) -> int:
+        """The iteration of the worker's newest entry; without a joiner some lack the newest."""
+        if generation == 0 or rank == self._joiner:
+            return 0
+        if self._joiner is None:
+            return 1 if self._is_behind[rank] else 2
+        return 2 if rank in self._spares else 3
+
     def _report(self, guardian: Guardian, generation: int, ranks: Iterable[int]) -> None:
         frames = []
         for rank in ranks:
-            has_newest = generation > 0 and not self._is_behind[rank]
+            iteration = self._iteration(rank, generation)
             report = StateReport(
                 rank=rank,
                 generation=generation,
-                state_generation=self._committed,
-                position=LogPosition(iteration=0 if generation == 0 else 1 + has_newest),
-                digest=digest_entries(self._ahead) if has_newest else "0" * 16,
-                version=0 if generation == 0 else 1,
+                state_generation=NO_GENERATION if rank == self._joiner else self._committed,
+                position=LogPosition(iteration=iteration),
+                digest=digest_entries(self._ahead) if iteration > 1 else "0" * 16,
+                version=min(iteration, 1),
                 host=guardian.info.host,
                 address=(guardian.info.address[0], self._ports[rank]),
             )
@@ -168,7 +225,8 @@ class Clients:
         guardian.socket.sendall(encode_from_workers(frames))
 
     def _send(self, guardian: Guardian, ranks: list[int], frame: bytes) -> None:
-        guardian.socket.sendall(encode_from_workers([(rank, frame) for rank in ranks]))
+        if ranks:
+            guardian.socket.sendall(encode_from_workers([(rank, frame) for rank in ranks]))
 
     def _first_record(self) -> GenerationRecord:
         return GenerationRecord(

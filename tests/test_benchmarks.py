@@ -49,6 +49,14 @@ def test_a_peer_is_a_script_that_knows_its_kinds(module: str):
             assert all(f'"{argument}"' in source for argument in variant.arguments)
 
 
+def test_the_control_plane_of_many_workers_starts_and_survives_and_takes_them_back():
+    command = [sys.executable, "benchmarks/scale.py", "--workers", "64", "--batch", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    parts = [line.split()[2] for line in done.stdout.splitlines()[1:]]
+    assert parts == ["start", "loss", "offer", "join", "takeover"]
+
+
 @pytest.mark.parametrize("name", bubble.SCHEDULES)
 def test_the_stages_that_sleep_have_a_plan(name: str):
     config = bubble.sleeping_config(bubble.SCHEDULES[name], 8, 1)
