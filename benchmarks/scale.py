@@ -10,7 +10,7 @@ alone (CPU seconds, bytes that it sends, peak memory) and the wall time of both 
     loss      from the death of one worker to the commit of the generation without it; `--behind` of the workers lack
               the newest entry, which has a cursor for each sequence of the batch
     offer     from a guardian's offer of the lost worker's place to the instruction to start another one there
-    join      from the new worker's hello, which has built its part at once, to the commit of the generation that it enters
+    join      from the new worker's hello, which has built its part at once, to the commit of the generation with it
     takeover  from the loss of the coordinator's host to the first commit of its successor
 
 The pure parts alone: scale_pure.py.
