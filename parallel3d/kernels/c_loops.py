@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,6 +24,13 @@ def has_attention_loop(dtype: torch.dtype) -> bool:
     """Whether the machine's processor has the instructions that attention's loops in this format need."""
     needed = {torch.float32: "attention", torch.bfloat16: "attention_multiplies_bf16"}
     return dtype in needed and hasattr(_library(_ATTENTION), needed[dtype])
+
+
+@cache
+def has_attention_tiles() -> bool:
+    """Whether attention's loops in bf16 can use AMX: the processor has it and the kernel lets this process use it."""
+    library = _library(_ATTENTION)
+    return library is not None and library.attention_has_tiles() != 0
 
 
 def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:

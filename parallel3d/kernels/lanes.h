@@ -76,12 +76,21 @@ INLINE void *row_of(const void *array, int64_t first, int narrow) {
     return (char *)array + first * (narrow ? 2 : 4);
 }
 
+/* Always in this order. */
 INLINE float sum_of(vec x) {
+#ifdef __AVX512DQ__
+    __m512 all = (__m512)x;
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float part[LANES];
     memcpy(part, &x, sizeof x);
     for (int half = LANES / 2; half; half /= 2)
         for (int lane = 0; lane < half; lane++) part[lane] += part[lane + half];
     return part[0];
+#endif
 }
 
 /* The second one if one is NaN. */

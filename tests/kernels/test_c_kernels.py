@@ -205,10 +205,12 @@ def test_sums_do_not_depend_on_what_follows():
 
 
 def test_the_constants_are_those_of_the_source():
-    layers, attention = c_loops._LAYERS.read_text(), c_loops._ATTENTION.read_text()
+    layers = c_loops._LAYERS.read_text()
+    attention = c_loops._ATTENTION.with_name("attention_products.h").read_text()
     assert f"#define BLOCK_ROWS {c_norms._BLOCK_ROWS} " in layers
     assert f"#define TILE {c_attention._TILE}\n" in attention
     assert f"#define QUERIES {c_attention._QUERIES} " in attention
+    assert f"#define TILES {c_attention._TILES}\n" in attention
 
 
 # fp32: operations in another order. bf16: torch's operators round after each, a kernel once; 8 bits. fp64: torch's.
