@@ -81,8 +81,6 @@ class RestartManager:
         self._policy = policy
         self._skip_diverging_data = skip_diverging_data
         self._launcher = launcher
-        self._origin: str | None = None
-        """The checkpoint that the run began with."""
         self._start_instruction = StartInstruction()
 
     @property
@@ -98,14 +96,14 @@ class RestartManager:
         notices = self._prepare(start.path is not None)
         history_until_step = self._history_of(start)
         report = self._make_report(self._open_folder(history_until_step))
-        self._origin = str(start.path) if start.path else None
-        self._start_instruction = StartInstruction(checkpoint=self._origin)
+        origin = str(start.path) if start.path else None
+        self._start_instruction = StartInstruction(checkpoint=origin)
         step = start.index.step if start.index else 0
-        report.publish({"event": "started", "step": step, "path": self._origin, "run_id": self._launcher.run_id})
+        report.publish({"event": "started", "step": step, "path": origin, "run_id": self._launcher.run_id})
         _publish_damaged(report, start.damaged)
         self._archive_later(report, after=history_until_step)
         if start.index is not None:
-            report.publish({"event": "resumed_from", "step": step, "path": self._origin})
+            report.publish({"event": "resumed_from", "step": step, "path": origin})
         elif self._resume == "auto":
             report.publish({"kind": "notice", "text": "no checkpoint to resume from: starting from step 0"})
         for text in notices:
@@ -117,10 +115,7 @@ class RestartManager:
 
     def reopen(self) -> RunReporter:
         """Returns the reporter of a run that this process takes over while it is running."""
-        report = self._make_report(ContinuedRunFolder(self._directory))
-        if (started := report.run_history.started) is not None:
-            self._origin = started["path"]
-        return report
+        return self._make_report(ContinuedRunFolder(self._directory))
 
     def next_action(self, report: RunReporter, outcome: RunOutcome, stopped: Callable[[], bool]) -> Restart | Stop:
         """Decides what follows a start that has ended. After a Restart, `values` are the next start's.
@@ -222,7 +217,8 @@ class RestartManager:
     ) -> None:
         """Publishes the restart and sets the instruction of the next start."""
         step, path = restart.step, self._checkpoint_dir.path_of(restart.step)
-        checkpoint = str(path) if step in self._checkpoint_dir.steps() else self._origin
+        origin = (report.run_history.started or {}).get("path")  # the checkpoint that the run began with
+        checkpoint = str(path) if step in self._checkpoint_dir.steps() else origin
         skips_data = attempt_end.exit_code == EXIT_DIVERGED and self._skip_diverging_data
         data_position = report.run_history.data_position_after(step, skips_data=skips_data)
         lost_steps = max(0, attempt_end.last_step - step)

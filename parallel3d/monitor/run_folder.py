@@ -38,6 +38,9 @@ TAIL_BYTES = 2**16
 class RunFolder:
     """An open run folder, created before any worker starts."""
 
+    is_continued = False
+    """Whether another process has begun to write the run's files."""
+
     def __init__(self, path: Path, *, config: str, environment: dict[str, Any], history_until_step: int = 0):
         """Writes `config` (the text of config.json) and the environment. Raises UserError if it can't write there.
 
@@ -107,6 +110,8 @@ class ContinuedRunFolder(RunFolder):
     If it can't be opened, each attempt to write raises the OSError of the opening.
     """
 
+    is_continued = True
+
     def __init__(self, path: Path):
         self.path, self.moved_to = path, None
         self._open_error: OSError | None = None
@@ -158,6 +163,23 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith("\n") and line != "\n":
                 yield json.loads(line)
+
+
+def iterate_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_metrics`, from the last line to the first; reads at most `TAIL_BYTES` more than the lines taken."""
+    with path.open("rb") as file:
+        end, rest, is_cut = file.seek(0, os.SEEK_END), b"", True
+        while end:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            block, end = file.read(end - start) + rest, start
+            if is_cut:  # what follows the last newline is not a line
+                block, newline, _ = block.rpartition(b"\n")
+                is_cut = not newline
+            rest, *lines = block.split(b"\n")
+            yield from (json.loads(line) for line in reversed(lines) if line)
+        if rest:
+            yield json.loads(rest)
 
 
 def _drop_partial_line(path: Path) -> None:

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
@@ -40,10 +41,11 @@ from parallel3d.monitor.run_folder import (
     TENSORBOARD,
     RunFolder,
     iterate_metrics,
+    iterate_metrics_backwards,
     read_metrics,
 )
 from parallel3d.monitor.tensorboard import TensorBoardFile
-from parallel3d.monitor.uptime import RunHistory
+from parallel3d.monitor.uptime import LastReported, RunHistory
 
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
@@ -165,20 +167,22 @@ class RunReporter:
         """The sizes of a full batch."""
         self._workers = ""
         """Counts of live, spare and lost workers, once one is lost."""
-        self.run_history = RunHistory(self._read_existing_lines())
-        """The account of the run so far; complete while the thread is paused."""
+        self._run_history = None if folder.is_continued else RunHistory(self._read_existing_lines())
+        """None until it is asked for: the whole history of a long run takes seconds to read."""
+        last = LastReported.of(self._read_existing_lines(iterate_metrics_backwards))
+        self.last_step = last.step
+        """The last step that was reported before this report began; 0 before the first."""
+        self.last_evaluation = last.evaluation
+        """The step before the last evaluation that was; -1 if it is none that may be reported again."""
         self._summary: dict[str, Any] = {}
         self._disk_works = True
 
     @property
-    def last_step(self) -> int:
-        """The last step reported; 0 before the first."""
-        return self.run_history.last_step
-
-    @property
-    def last_evaluation(self) -> int:
-        """The step before the last evaluation reported; -1 before the first."""
-        return self.run_history.last_evaluation
+    def run_history(self) -> RunHistory:
+        """The account of the run so far; complete while the thread is paused."""
+        if self._run_history is None:
+            self._run_history = RunHistory(self._read_existing_lines())
+        return self._run_history
 
     def start(self) -> None:
         """Starts the writing thread, for the first time or after a pause; call it after all forks."""
@@ -267,16 +271,25 @@ class RunReporter:
 
     def _append(self, line: dict[str, Any]) -> None:
         """Adds a line to the account, metrics.jsonl and the TensorBoard file."""
-        self.run_history.log(line)
+        if self._run_history is not None:
+            self._run_history.log(line)
         if self._tensorboard and self._tensorboard_file is None:
             self._try_write(self._open_tensorboard_file)
-        self._try_write(self._folder.append_metrics, line)
+        self._try_write(self._append_metrics, line)
         if self._tensorboard_file is not None:
             self._try_write(self._tensorboard_file.add, line, time.time())
 
+    def _append_metrics(self, line: dict[str, Any]) -> None:
+        try:
+            self._folder.append_metrics(line)
+        except OSError:
+            if self._run_history is None:  # it could not be read from metrics.jsonl any more
+                self.run_history.log(line)
+            raise
+
     def _open_tensorboard_file(self) -> None:
-        """Opens it with the history that metrics.jsonl already holds."""
-        path, lines = self._folder.path, read_metrics(self._folder.path / METRICS)
+        """Opens it with the history that metrics.jsonl already holds, unless the process before has written one."""
+        path, lines = self._folder.path, () if self._folder.is_continued else read_metrics(self._folder.path / METRICS)
         self._tensorboard_file = TensorBoardFile(path / TENSORBOARD, started_at=time.time(), history=lines)
 
     def _try_write(self, write: Callable[..., None], *arguments: Any) -> None:
@@ -313,10 +326,12 @@ class RunReporter:
         files = [name for name in (METRICS, SUMMARY, *CHARTS, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
-    def _read_existing_lines(self) -> Iterator[dict[str, Any]]:
+    def _read_existing_lines(
+        self, iterate: Callable[[Path], Iterator[dict[str, Any]]] = iterate_metrics
+    ) -> Iterator[dict[str, Any]]:
         """Lines already in the folder: those of another process whose run this report continues."""
         with contextlib.suppress(OSError):
-            yield from iterate_metrics(self._folder.path / METRICS)
+            yield from iterate(self._folder.path / METRICS)
 
     def _exists(self, name: str) -> bool:
         return (self._folder.path / name).exists()

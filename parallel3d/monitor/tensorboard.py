@@ -34,7 +34,8 @@ class TensorBoardFile:
         from tensorboardX.event_file_writer import EventsWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"), ".parallel3d")
+        number = len(list(folder.iterdir()))  # else two files of one second would have one name
+        self._writer = EventsWriter(str(folder / "events"), f".{number}.parallel3d")
         for line in history:
             self._write(line, started_at)
         self._writer.flush()

@@ -19,9 +19,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 MetricsLine = dict[str, Any]
+
+MAX_REPEATED_RECORDS = 4096
+"""Newest steps and evaluations that a worker repeats to a coordinator that takes over. More than a silent one can miss:
+30 s of steps of 10 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,36 @@ class AttemptEnd:
     """The step after which it started."""
     last_step: int
     """Its last completed step; attempt_start_step if none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastReported:
+    """The last records in metrics.jsonl: a process that continues the run writes repeated ones no second time."""
+
+    step: int
+    """The last step; 0 before the first."""
+    evaluation: int
+    """The step before the last evaluation; -1 if there was none within the records that may be repeated."""
+
+    @staticmethod
+    def of(lines_backwards: Iterable[MetricsLine]) -> LastReported:
+        """Finds both from the end of metrics.jsonl, as `RunHistory` from its beginning."""
+        step, evaluation, kept_until, num_records = None, -1, inf, 0
+        for line in lines_backwards:
+            match line:
+                case {"event": "started", "step": int(at)}:
+                    return LastReported(step=at if step is None else step, evaluation=evaluation)
+                case {"event": "restart", "step": int(at)}:
+                    step, kept_until = at if step is None else step, min(kept_until, at)
+                case {"event": "evaluation", "step": int(at), "seconds": float()}:
+                    evaluation, num_records = max(evaluation, at if at <= kept_until else -1), num_records + 1
+                case {"event": _}:
+                    continue
+                case {"step": int(at)}:
+                    step, num_records = at if step is None else step, num_records + 1
+            if step is not None and (evaluation >= 0 or num_records >= MAX_REPEATED_RECORDS):
+                break
+        return LastReported(step=step or 0, evaluation=evaluation)
 
 
 class RunHistory:

@@ -7,7 +7,13 @@ import threading
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder, read_metrics
+from parallel3d.monitor.run_folder import (
+    TAIL_BYTES,
+    ContinuedRunFolder,
+    RunFolder,
+    iterate_metrics_backwards,
+    read_metrics,
+)
 
 
 def open_folder(path) -> RunFolder:
@@ -105,3 +111,12 @@ def test_a_folder_that_can_not_be_gone_on_with_says_so_at_each_attempt(tmp_path,
                 write({"step": 1})
         folder.close()
     first.close()
+
+
+@pytest.mark.parametrize("cut", ["", '{"step": 9', "x" * (TAIL_BYTES + 5)])
+@pytest.mark.parametrize("sizes", [[], [1], [3, 70_000, 2, 200_000, 5], [TAIL_BYTES - 20] * 9, [40] * 5000])
+def test_lines_from_the_last_to_the_first(tmp_path, sizes, cut):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": at, "text": "y" * size}) + "\n" for at, size in enumerate(sizes)) + cut)
+    assert list(iterate_metrics_backwards(path)) == read_metrics(path)[::-1]
+    assert len(read_metrics(path)) == len(sizes)

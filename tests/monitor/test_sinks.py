@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
+
+import pytest
 
 from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder, read_metrics
 from parallel3d.monitor.sinks import PlainDisplay, RunReporter
@@ -16,9 +19,9 @@ def step(number: int, **fields) -> dict:
     return {"kind": "step", "step": number, "loss": 8.0 / number, "tokens_per_s": 1234.0, "step_s": 2.0, **fields}
 
 
-def report_of(tmp_path, out: io.StringIO) -> tuple[RunReporter, io.StringIO]:
+def report_of(tmp_path, out: io.StringIO, *, folder: RunFolder | None = None) -> tuple[RunReporter, io.StringIO]:
     err = io.StringIO()
-    folder = RunFolder(tmp_path, config="{}", environment={})
+    folder = folder or RunFolder(tmp_path, config="{}", environment={})
     return RunReporter(folder, title="small", out=out, err=err), err
 
 
@@ -140,6 +143,40 @@ def test_a_continued_report_knows_the_earlier_records(tmp_path):
     assert (summary["exit_code"], summary["last_step"]) == (0, 3)
 
 
+def bytes_read():
+    """By this process so far, as the kernel counts them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_a_process_that_takes_over_reads_the_history_when_it_is_asked_for(tmp_path, monkeypatch, disk_is_full):
+    first, _ = report_of(tmp_path, io.StringIO())
+    first.close("", exit_code=4)
+    lines = [{"event": "started", "step": 0, "time": 0.0, "path": None}]
+    lines += [{**step(number), "step_s": 2.0, "text": "x" * 500} for number in range(1, 20_001)]
+    lines += [{"event": "evaluation", "step": 20_000, "seconds": 3.0, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = bytes_read()
+    second, _ = report_of(tmp_path, out := io.StringIO(), folder=ContinuedRunFolder(tmp_path))
+    second.start()
+    assert (second.last_step, second.last_evaluation) == (20_000, 20_000)
+    assert bytes_read() - before < 10**6 < (tmp_path / "metrics.jsonl").stat().st_size / 10
+    if disk_is_full:
+        monkeypatch.setattr(second._folder, "append_metrics", refuse)
+    second.publish({**step(20_001), "step_s": 2.0})
+    second.publish({**step(20_002), "step_s": 2.0})
+    second.pause()
+    assert second.run_history.last_step == 20_002
+    second.publish({**step(20_003), "step_s": 2.0})
+    second.close("", exit_code=0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["last_step"], summary["productive_s"]) == (20_003, 40_009.0), out.getvalue()
+
+
+def refuse(line):
+    raise OSError(28, "No space left on device")
+
+
 def test_a_run_that_begins_again_leaves_one_curve(tmp_path):
     report, err = report_of(tmp_path, out := io.StringIO())
     report.start()
@@ -168,11 +205,7 @@ def test_a_run_that_begins_again_leaves_one_curve(tmp_path):
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
-    report, err = report_of(tmp_path, out := io.StringIO())
-
-    def refuse(line):
-        raise OSError(28, "No space left on device")
-
+    report, err = report_of(tmp_path, io.StringIO())
     monkeypatch.setattr(report._folder, "append_metrics", refuse)
     report.start()
     for number in (1, 2):

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.run_folder import RunFolder
+from parallel3d.monitor.run_folder import ContinuedRunFolder, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import TensorBoardFile, check_tensorboard, scalars
 
@@ -62,6 +62,19 @@ def test_a_resumed_report_has_whole_curves(tmp_path):
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert [(step, values["train/loss"]) for step, values in read(path)[1:]] == [(1, 4.0), (2, 2.0)]
     assert (tmp_path / "previous-1" / "tensorboard").is_dir()
+
+
+def test_a_process_that_takes_over_goes_on_with_the_curves(tmp_path):
+    pytest.importorskip("tensorboardX")
+    for number, folder in enumerate([RunFolder(tmp_path, config="{}", environment={}), None], start=1):
+        folder = folder or ContinuedRunFolder(tmp_path)
+        report = RunReporter(folder, title="a", tensorboard=True, out=io.StringIO(), err=io.StringIO())
+        report.start()
+        report.publish({"kind": "step", "step": number, "loss": 4.0 / number, "step_s": 1.0})
+        report.close("", exit_code=0)
+    curves = [read(path)[1:] for path in (tmp_path / "tensorboard").iterdir()]
+    points = sorted((step, values["train/loss"]) for curve in curves for step, values in curve)
+    assert points == [(1, 4.0), (2, 2.0)]
 
 
 def test_a_folder_that_can_not_be_written_costs_the_curves_alone(tmp_path):

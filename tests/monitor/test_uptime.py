@@ -1,8 +1,10 @@
 """The account of a run from its lines, with and without the lost ones."""
 
+import random
+
 import pytest
 
-from parallel3d.monitor.uptime import AttemptEnd, RunHistory
+from parallel3d.monitor.uptime import AttemptEnd, LastReported, RunHistory
 
 DATA_POSITION = {"tokens_read": 64, "cursors": [[0, 3, 1]]}
 
@@ -78,3 +80,46 @@ def test_data_that_led_into_a_divergence(skips_data):
     ]:  # a checkpoint of step 5 stands behind it
         assert diverged.data_position_after(step, skips_data=False) == (data_position if skips_data else None)
     assert diverged.data_position_after(5, skips_data=True) is None  # nothing new has diverged
+
+
+def random_lines(seed):
+    """A run's lines: attempts, evaluations, other events; those of lost steps are there or not."""
+    numbers, lines, at, is_rewound = random.Random(seed), [], 0, seed % 2
+    for _ in range(numbers.randrange(60)):
+        kind = numbers.choice(["step"] * 8 + ["evaluation"] * 2 + ["notice", "restart", "started"])
+        if kind == "step":
+            at += 1
+            lines.append({"step": at, "loss": 1.0, "step_s": 2.0})
+        elif kind == "evaluation":
+            seconds = {"seconds": 1.0} if numbers.random() < 0.8 else {}
+            lines.append({"event": kind, "step": at, "loss": 1.0, **seconds})
+        elif kind == "started":
+            lines.append({"event": kind, "step": at, "time": 1.0})
+        elif kind == "restart":
+            at = numbers.randrange(at + 1)
+            keeps = [line for line in lines if line.get("event", "evaluation") != "evaluation" or line["step"] <= at]
+            lines = [*(keeps if is_rewound else lines), restart(at, 1)]
+        else:
+            lines.append({"event": kind, "text": "a"})
+    return lines
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_end_says_what_was_reported_last(seed):
+    lines = random_lines(seed)
+    run_history = RunHistory(lines)
+    expected = LastReported(step=run_history.last_step, evaluation=run_history.last_evaluation)
+    assert LastReported.of(reversed(lines)) == expected
+
+
+@pytest.mark.parametrize("every, evaluation, num_read", [(1, 10_000, 2), (80, 9_950, 51), (10**6, -1, 4096)])
+def test_only_the_end_is_read_for_it(every, evaluation, num_read):
+    """As far as the newest evaluation that a worker could repeat; without any no further than its records go back."""
+    lines = []
+    for line in steps(1, 10_000):
+        is_evaluated = (line["step"] - 9_950) % every == 0 and every < 10**6
+        lines += [line, *([{"event": "evaluation", "step": line["step"], "seconds": 1.0}] if is_evaluated else [])]
+    lines = [{"event": "evaluation", "step": 0, "seconds": 1.0}, *lines]
+    backwards = reversed(lines)
+    assert LastReported.of(backwards) == LastReported(step=10_000, evaluation=evaluation)
+    assert len(lines) - len(list(backwards)) == num_read

@@ -25,14 +25,13 @@ from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.membership_client import FRAMES, MembershipClient
 from parallel3d.elastic.worker.path_probe import likely_first, unreachable_ranks
 from parallel3d.errors import ProtocolError
+from parallel3d.monitor.uptime import MAX_REPEATED_RECORDS
 from parallel3d.parallel.abort import POLL_S, AbortToken
 from parallel3d.parallel.grid import PartId
 
 FINISH_ACK_S = 5.0
 READS = ("get", "get_all", "check")
 """Requests that may be made twice: of two answers the first counts."""
-MAX_KEPT_RECORDS = 4096
-"""More than a silent coordinator can miss: 30 s of steps of 10 ms."""
 
 
 @dataclass
@@ -86,7 +85,7 @@ class ControlChannel:
         self.lost_coordinator = False
         """Whether the coordinator is gone without having ended the run, and has no successor."""
         self._is_finishing = False
-        self._kept_records: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_RECORDS)
+        self._kept_records: deque[dict[str, Any]] = deque(maxlen=MAX_REPEATED_RECORDS)
         """The newest published steps and evaluations: a coordinator may be lost before it has written them."""
         self._publishing = threading.Lock()
         """A new record must not come between those that are repeated: older ones would count as written."""
