@@ -1,10 +1,11 @@
 """A user's training script for tests of elastic.init: `loop_script.py DIRECTORY SPEC`; SPEC is JSON.
 
-    num_workers, epochs, num_samples, sums
+    num_workers, max_workers, max_rejoins, epochs, num_samples, sums
+    seed       of weights, dropout and the order of samples
     kills      {"STEP": RANK}: a worker that kills itself as it computes its first slot of a step
     loop       "steps", or "plain" for one as in a script for DistributedDataParallel
     wait_at    the step in which the first workers wait until one that joins is as far as its loop
-    step_s     what a slot takes longer from then on
+    step_s     what a slot takes longer from then on, until one has joined
     fail       a rank whose script raises an error in step 2
 """
 
@@ -20,7 +21,14 @@ from pathlib import Path
 from parallel3d import elastic
 
 DIRECTORY, SPEC = Path(sys.argv[1]), json.loads(sys.argv[2])
-elastic.init(SPEC["num_workers"], directory=DIRECTORY, seed=3, max_rejoins=SPEC.get("max_rejoins", 0))
+SEED = SPEC.get("seed", 3)
+elastic.init(
+    SPEC["num_workers"],
+    directory=DIRECTORY,
+    seed=SEED,
+    max_rejoins=SPEC.get("max_rejoins", 0),
+    max_workers=SPEC.get("max_workers"),
+)
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -37,7 +45,8 @@ def strike(step: int) -> None:
     """Injects this worker's faults."""
     if 0 < SPEC.get("wait_at", 0) <= step:
         wait_for_joiner()
-        time.sleep(SPEC["step_s"])
+        if max(current_session().generations.workers) < SPEC["num_workers"]:
+            time.sleep(SPEC["step_s"])
     if SPEC.get("kills", {}).get(str(step)) == RANK:
         os.kill(os.getpid(), signal.SIGKILL)
     if SPEC.get("fail") == RANK and step == 2:
@@ -61,8 +70,8 @@ def main() -> None:
     if SPEC["num_workers"] <= RANK:
         (DIRECTORY / "joiner").touch()
     if SPEC.get("loop") == "plain":
-        sampler = elastic.Sampler(dataset, slot_size=8, on_failure="drop")
-        loader = DataLoader(dataset, batch_sampler=sampler)
+        sampler = elastic.Sampler(dataset, slot_size=8, on_failure="drop", seed=SEED)
+        loader = DataLoader(dataset, batch_size=8, sampler=sampler)
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
             for x, y in loader:
@@ -71,7 +80,7 @@ def main() -> None:
                 functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
     else:
-        sampler = elastic.Sampler(dataset, batch_size=32, slot_size=8)
+        sampler = elastic.Sampler(dataset, batch_size=32, slot_size=8, seed=SEED)
         for step in elastic.steps(sampler, epochs=epochs):
             for x, y in step:
                 strike(step.number)
@@ -79,6 +88,8 @@ def main() -> None:
                 step.add_loss(loss)
                 loss.backward()
             optimizer.step()
+            with torch.no_grad():  # random numbers between two steps, the same on all workers
+                network[0].bias.add_(torch.rand(64), alpha=1e-3)
     print(f"worker {RANK} is at the end of {epochs} epochs")
     torch.save(network.state_dict(), DIRECTORY / f"weights-{RANK}.pt")
 

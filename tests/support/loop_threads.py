@@ -54,6 +54,12 @@ class LoopRun:
     """By worker: what the loop was given, as (step, samples)."""
     steps: dict[int, int] = field(default_factory=dict)
     """By worker: how many steps the run had when its loop ended."""
+    lengths: dict[int, list[int | str]] = field(default_factory=dict)
+    """By worker: how many batches the loader of a plain loop says that an epoch has, before the loop and after it."""
+    published: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """By worker: the records of steps that it has sent to metrics.jsonl."""
+    draws: list[float] = field(default_factory=list)
+    """A random number of each slot, with one worker: threads share torch's generator."""
     num_changes: int = 0
     abort_reason: str = ""
 
@@ -81,6 +87,13 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
+def length_of(loader: DataLoader[Any]) -> int | str:
+    try:
+        return len(loader)
+    except TypeError:  # which callers such as tqdm take for that
+        return "unknown"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopSpec:
     """What the threads train, and what happens to them."""
@@ -94,10 +107,15 @@ class LoopSpec:
     drains: Mapping[int, int] = field(default_factory=dict)
     """The step in which a worker asks to leave."""
     stop_at: int | None = None
+    break_at: int | None = None
+    """The step before which the loop of elastic.steps is left."""
     epochs: int = 2
     sums: Any = "exact"
     dtype: torch.dtype = torch.float32
     is_plain_loop: bool = False
+    loader_batch_size: int | None = None
+    """Of the plain loop, if it is not the slot_size."""
+    num_samples: int = NUM_SAMPLES
     sampler: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -115,6 +133,8 @@ class LoopWorld:
         self.run = LoopRun(weights={}, losses={})
         self.begun: set[int] = set()
         """Steps that a worker has begun."""
+        self.let_in: set[int] = set()
+        """Those that join and have their part."""
 
     def work(self, rank: int, world: ThreadWorld) -> None:
         if rank >= self.spec.num_workers and not self.may_join(rank, self.spec.joins[rank - self.spec.num_workers]):
@@ -137,8 +157,19 @@ class LoopWorld:
             return any(step >= at_step for step in self.begun) or self.coordinator.protocol.over
 
         self.world.wait(rank, is_due, lambda: "to join", token=AbortToken())
-        self.world.run_locked(lambda: self.coordinator.building.update({rank: PART}))
+        self.world.run_locked(lambda: (self.coordinator.building.update({rank: PART}), self.let_in.add(rank)))
         return not self.coordinator.protocol.over
+
+    def await_joiners(self, rank: int, step: int) -> None:
+        """Waits in a step until those that join in it, or before, have asked to: how fast their threads are decides
+        nothing."""
+        due = [self.spec.num_workers + index for index, at_step in enumerate(self.spec.joins) if at_step <= step]
+        due = [] if rank in due else due
+
+        def have_asked() -> bool:
+            return self.coordinator.protocol.over or self.let_in >= set(due) and not self.coordinator.building
+
+        self.world.wait(rank, have_asked, lambda: "for those that join", token=AbortToken())
 
     def open_session(self, rank: int) -> Session:
         membership, stop_at = self.coordinator.memberships[rank], self.spec.stop_at
@@ -146,10 +177,16 @@ class LoopWorld:
         def on_step(step: int) -> None:
             self.world.run_locked(lambda: self.begun.add(step))
             self.world.doing(rank, f"step {step}")
+            self.await_joiners(rank, step)
             if self.spec.drains.get(rank) == step:
                 self.coordinator.announce_drain(rank)
 
+        def publish(record: dict[str, Any]) -> None:
+            if record["kind"] == "step":
+                self.run.published.setdefault(rank, []).append(record)
+
         hooks = LoopHooks(
+            publish=publish,
             drain_requested=lambda: rank in self.coordinator.draining or membership.change_requested,
             stop_requested=lambda: stop_at is not None and session.progress.samples.step >= stop_at,
             on_step=on_step,
@@ -163,25 +200,33 @@ class LoopWorld:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         model = DataParallel(network, optimizer, sums=self.spec.sums)
         options = {"batch_size": 8, "slot_size": 2, "seed": 5, **self.spec.sampler}
-        sampler = Sampler(Numbers(dtype=self.spec.dtype), **options)
+        sampler = Sampler(Numbers(self.spec.num_samples, self.spec.dtype), **options)
 
         def backward(batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
             index, x, y = batch
             given = (session.progress.samples.step, tuple(index.tolist()))
             self.run.computed.setdefault(session.rank, []).append(given)
+            if self.world.num_ranks == 1:
+                self.run.draws.append(torch.rand(()).item())
             loss = (model(x).squeeze(1) - y).square().mean()
             loss.backward()
             return loss
 
         if self.spec.is_plain_loop:
+            batch_size = self.spec.loader_batch_size or sampler.order.slot_size
+            loader: DataLoader[Any] = DataLoader(sampler.dataset, batch_size, sampler=sampler)  # type: ignore[arg-type]
+            self.run.lengths[session.rank] = [length_of(loader)]
             for epoch in range(self.spec.epochs):
                 sampler.set_epoch(epoch)
-                for batch in DataLoader(sampler.dataset, batch_sampler=sampler):  # type: ignore[arg-type]
+                for batch in loader:
                     optimizer.zero_grad()
                     backward(batch)
                     optimizer.step()
+            self.run.lengths[session.rank].append(length_of(loader))
         else:
             for step in steps(sampler, epochs=self.spec.epochs):
+                if step.number == self.spec.break_at:
+                    break
                 for batch in step:
                     step.add_loss(backward(batch))
                 self.run.losses[step.number] = step.mean_loss

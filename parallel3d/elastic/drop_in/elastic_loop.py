@@ -12,7 +12,7 @@ With "redo" the samples of a lost worker are computed again, which needs an inne
 With "drop" the loop stays as it is in a script for DistributedDataParallel::
 
     sampler = elastic.Sampler(dataset, slot_size=64, on_failure="drop")
-    loader = DataLoader(dataset, batch_sampler=sampler)
+    loader = DataLoader(dataset, batch_size=64, sampler=sampler)
     for epoch in range(14):
         for x, y in loader:
             optimizer.zero_grad()
@@ -22,6 +22,7 @@ With "drop" the loop stays as it is in a script for DistributedDataParallel::
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from torch.utils.data import default_collate
 
 from parallel3d.elastic.drop_in.gradient_sums import GradientSums
 from parallel3d.elastic.drop_in.loop_state import LossKind, Stateful
+from parallel3d.elastic.drop_in.progress import Progress
 from parallel3d.elastic.drop_in.sample_order import SampleOrder
 from parallel3d.elastic.drop_in.session import Session
 from parallel3d.errors import UserError
@@ -116,54 +118,102 @@ class Sampler:
         return self.collate(fetch_all(list(indices)) if fetch_all else [dataset[index] for index in indices])
 
     def __len__(self) -> int:
-        """The steps of an epoch, if no worker is lost."""
-        return self.order.steps_per_epoch(len(current_session().generations.workers))
+        """The samples of an epoch that a worker has if none is lost, as with a DistributedSampler."""
+        record = current_session().generations.record
+        if record is None:  # the kind of error for which len() has callers such as tqdm go on without
+            raise TypeError("elastic.Sampler has no length before the loop begins: the number of workers is not known")
+        return -(-self.order.num_samples // len(record.grid.ranks))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yields the indices of this worker's batches, for a DataLoader: a step ends with its backward pass."""
+    def __iter__(self) -> Iterator[int]:
+        """The indices of this worker's samples in an epoch, for a DataLoader."""
         if self.order.batch_size is not None:
             raise UserError('a DataLoader goes with elastic.Sampler(on_failure="drop"); for "redo" use elastic.steps')
         session = current_session()
         session.attach_order(self.order)
-        step = BackwardStep(session)
-        while True:
-            progress = session.begin_step()
-            settled = progress.newest.epoch if session.state.is_settled and progress.newest else None
-            epoch = progress.samples.epoch if settled is None else settled
-            if epoch > self._epoch or (session.is_over and settled is None):
-                session.end_loop()
-                self._epoch += 1
-                return
-            yield list(self.order.samples(progress.samples, step.begin()))
+        return SlotIndices(self, session)
+
+    def begin_step(self, step: BackwardStep) -> Progress | None:
+        """Goes to the coming step of this epoch; None if the epoch is over, or the run."""
+        session = step.session
+        progress = session.begin_step()
+        settled = progress.newest.epoch if session.state.is_settled and progress.newest else None
+        epoch = progress.samples.epoch if settled is None else settled
+        if epoch > self._epoch or (session.is_over and settled is None):
+            session.end_loop()
+            self._epoch += 1
+            return None
+        return progress
+
+
+class SlotIndices:
+    """An epoch's indices one by one: a DataLoader, whose batch_size is the slot_size, makes a batch of each slot.
+
+    The first index of a slot begins its step. Only the last slot of an epoch may be smaller than a batch: the iterator
+    ends after it once more than usual, so that the DataLoader takes what it has.
+    """
+
+    def __init__(self, sampler: Sampler, session: Session):
+        self._sampler = sampler
+        self._session = session
+        self._step = BackwardStep(session)
+        self._left: deque[int] = deque()
+        self._is_short = False
+
+    def __iter__(self) -> SlotIndices:
+        return self
+
+    def __next__(self) -> int:
+        if self._left and not self._session.is_within_step:
+            raise UserError(
+                "batch_size of the DataLoader is smaller than slot_size of its elastic.Sampler: they must be equal"
+            )
+        if not self._left:
+            self._begin_slot()
+        return self._left.popleft()
+
+    def _begin_slot(self) -> None:
+        """Begins the next step. Raises StopIteration at the end of the epoch, and of a batch that is not full."""
+        if self._is_short:
+            self._is_short = False
+            raise StopIteration
+        progress = self._sampler.begin_step(self._step)
+        if progress is None:
+            raise StopIteration
+        order, (slot, is_ghost) = self._sampler.order, self._step.begin()
+        samples = order.samples(progress.samples, slot)
+        if is_ghost:  # a full batch: it may be that of a step which is not the last of this epoch
+            samples = (samples * order.slot_size)[: order.slot_size]
+        self._is_short = len(samples) < order.slot_size
+        self._left.extend(samples)
 
 
 class BackwardStep:
     """The steps of a loop without an inner one: the end of the backward pass commits them."""
 
     def __init__(self, session: Session):
-        self._session = session
+        self.session = session
         self._is_queued = False
         session.gradients.on_gradient = self._on_gradient
 
-    def begin(self) -> int:
+    def begin(self) -> tuple[int, bool]:
         """Begins this worker's only slot, or a ghost if it has none: the loop makes the optimizer's step only where it
-        has a batch."""
-        session = self._session
+        has a batch. Returns the slot, and whether it is a ghost."""
+        session = self.session
         own = () if session.state.is_settled else session.progress.samples.slots_of(session.rank)
         slot = own[0] if own else 0
         session.begin_slot(slot, is_last=True, is_ghost=not own)
-        return slot
+        return slot, not own
 
     def _on_gradient(self) -> None:
-        self._session.hooks.on_progress()
+        self.session.hooks.on_progress()
         if not self._is_queued:
             self._is_queued = True
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._is_queued = False
-        self._session.end_slot()
-        self._session.commit()
+        self.session.end_slot()
+        self.session.commit()
 
 
 class Step:

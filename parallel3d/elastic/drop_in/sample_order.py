@@ -94,9 +94,6 @@ class SampleOrder:
         used = [slot for slot, owner in enumerate(state.owners) if owner != DROPPED]
         return sum(self.num_samples_of(state, slot) for slot in used)
 
-    def steps_per_epoch(self, num_workers: int) -> int:
-        return -(-self.num_samples // (self.batch_size or self.slot_size * num_workers))
-
     def _deal(self, state: SampleState, workers: Sequence[int]) -> SampleState:
         left = self.num_samples + len(state.returned) - state.offset
         if left == 0:

@@ -127,7 +127,8 @@ class Session:
         if self.is_within_step:
             raise UserError(
                 "the loop asks for the next step before the last one is done: let the inner loop run to its end, or "
-                "call backward() once for each batch, with a DataLoader of num_workers=0"
+                "call backward() once for each batch of a DataLoader, which takes num_workers=0, drop_last=False and "
+                "the slot_size as batch_size"
             )
         if self.state.progress is None:
             self._enter("")
