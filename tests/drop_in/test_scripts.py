@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import read_to_the_end
+from parallel3d.elastic.drop_in.launch_script import JOIN_VARIABLE
+from tests.support.processes import read_to_the_end, wait_for
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -40,16 +42,25 @@ class Ended:
         return [line for line in self.lines if line.get("event") == "membership"]
 
 
-def run_script(directory: Path, *, torchrun: int | None = None, **spec: Any) -> Ended:
-    launcher = [*TORCHRUN, str(torchrun)] if torchrun else []
-    process = subprocess.Popen(
+def start_script(
+    directory: Path, spec: dict[str, Any], *, launcher: Sequence[str] = (), joins: bool = False
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, *launcher, str(SCRIPT), str(directory), json.dumps({"num_workers": 1, **spec})],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({JOIN_VARIABLE: "1"} if joins else {}),
         start_new_session=True,
     )
+
+
+def run_script(directory: Path, *, torchrun: int | None = None, **spec: Any) -> Ended:
+    launcher = [*TORCHRUN, str(torchrun)] if torchrun else []
+    return read_script(directory, start_script(directory, spec, launcher=launcher))
+
+
+def read_script(directory: Path, process: subprocess.Popen[str]) -> Ended:
     out, err = read_to_the_end(process)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     weights = {int(each.stem.split("-")[1]): torch.load(each) for each in directory.glob("weights-*.pt")}
@@ -79,7 +90,7 @@ def test_two_deaths_change_no_bit_of_a_script_with_dropout(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_lost_worker_comes_back_and_changes_no_bit(tmp_path: Path) -> None:
-    spec = dict(epochs=20, wait_at=5, step_s=0.1)
+    spec = dict(epochs=20, wait_at=5, step_s=0.5)
     alone = run_script(tmp_path / "alone", epochs=20)
     ended = run_script(tmp_path / "killed", num_workers=3, kills={"3": 1}, max_rejoins=3, **spec)
     assert (ended.code, ended.err) == (0, ""), ended
@@ -88,6 +99,48 @@ def test_a_lost_worker_comes_back_and_changes_no_bit(tmp_path: Path) -> None:
     assert ended.losses == alone.losses
     joined = [[worker["rank"] for worker in change["joined"]] for change in ended.changes]
     assert joined == [[], [3]]
+
+
+FAULTS = [
+    pytest.param(sums, seed, marks=() if (sums, seed) == ("exact", 1) else pytest.mark.full)
+    for sums in ("exact", "float")
+    for seed in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("sums, seed", FAULTS)
+def test_two_deaths_of_four_and_a_return_end_where_no_fault_does(tmp_path: Path, sums: str, seed: int) -> None:
+    spec: dict[str, Any] = dict(num_workers=4, epochs=20, sums=sums, seed=seed)
+    calm = run_script(tmp_path / "calm", **spec)
+    faults = dict(kills={"3": 1, "36": 0}, max_rejoins=1, wait_at=5, step_s=0.5)
+    ended = run_script(tmp_path / "faults", **spec, **faults)
+    assert (calm.code, ended.code, ended.err) == (0, 0, ""), ended
+    assert set(calm.weights) == {0, 1, 2, 3}
+    assert {2, 3, 4} <= set(ended.weights)
+    for weights in ended.weights.values():
+        for name, value in weights.items():
+            torch.testing.assert_close(value, calm.weights[0][name], rtol=0, atol=0 if sums == "exact" else 1e-6)
+    assert sorted(ended.losses) == list(range(1, 41))
+    lost = [change["why"].partition(":")[0] for change in ended.changes if not change["joined"]]
+    assert lost == ["lost rank 1", "lost rank 0"]
+
+
+def test_a_worker_joins_from_another_shell(tmp_path: Path) -> None:
+    """The undisturbed run has one worker."""
+    alone = run_script(tmp_path / "alone", epochs=20)
+    directory = tmp_path / "run"
+    spec = dict(num_workers=2, max_workers=3, epochs=20, wait_at=3, step_s=0.5)
+    first = start_script(directory, spec)
+    wait_for((directory / ".coordinator").exists, "the coordinator's address")
+    second = start_script(directory, spec, joins=True)
+    ended = read_script(directory, first)
+    out, err = read_to_the_end(second)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert (second.returncode, err) == (0, ""), (out, err)
+    assert set(ended.weights) == {0, 1, 2}
+    assert_same_weights(ended, alone.weights[0])
+    assert ended.losses == alone.losses
+    assert [[worker["rank"] for worker in change["joined"]] for change in ended.changes] == [[2]]
 
 
 @pytest.mark.full
