@@ -36,6 +36,7 @@ setup(
         "triton": ["triton"],
         "tensorboard": ["tensorboardX"],
         "deepspeed": ["deepspeed"],
+        "experiments": ["scikit-learn"],
         "peers": ["transformers", "deepspeed"],
     },
 )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 options = digits.parse_arguments()
 dist.init_process_group("gloo")
 torch.manual_seed(options.seed)
-training, test = digits.draw_digits()
+training, test = digits.make_data(options.data)
 network = digits.make_network()
 optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
 model = DistributedDataParallel(network)

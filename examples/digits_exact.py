@@ -9,7 +9,7 @@ from parallel3d import elastic
 options = digits.parse_arguments()
 elastic.init(options.workers, directory=options.directory, seed=options.seed, max_rejoins=options.rejoins)
 torch.manual_seed(options.seed)
-training, test = digits.draw_digits()
+training, test = digits.make_data(options.data)
 network = digits.make_network()
 optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
 model = elastic.DataParallel(network, optimizer, sums="exact")
