@@ -20,7 +20,6 @@
 #define UNITS(threads) _Pragma("omp parallel for schedule(dynamic) num_threads((int)threads)")
 
 #ifdef __AMX_BF16__
-int64_t attention_has_tiles(void) { return may_use_tiles(); }
 #define ON_TILES(...)                 \
     do {                              \
         Tiles before = begin_tiles(); \
@@ -28,7 +27,6 @@ int64_t attention_has_tiles(void) { return may_use_tiles(); }
         end_tiles(&before);           \
     } while (0)
 #else
-int64_t attention_has_tiles(void) { return 0; }
 #define ON_TILES(...)
 #endif
 
@@ -188,6 +186,4 @@ void attention_grads(const void *grad, const void *q, const void *k, const void 
 #undef PASS
     }
 }
-#else
-int64_t attention_has_tiles(void) { return 0; }
 #endif

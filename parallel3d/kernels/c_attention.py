@@ -1,8 +1,8 @@
 """Causal attention by blocks of queries in C, one call each way (`torch_attention.py` defines it).
 
-attention_loops.c needs AVX-512, and for bf16 instructions that multiply such numbers with results in fp32, which torch's
-products on CPUs have not: those of AMX, else those of AVX512 BF16. Other processors, formats and sizes of heads take
-torch's form.
+attention_loops.c needs AVX-512, and for bf16 instructions that multiply such numbers with results in fp32, which
+torch's products on CPUs have not: those of AMX, else those of AVX512 BF16. Other processors, formats and sizes of heads
+take torch's form.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.kernels import torch_attention
-from parallel3d.kernels.c_loops import has_attention_loop, has_attention_tiles, is_narrow, run_attention_loop
+from parallel3d.kernels.c_loops import has_attention_loop, has_tiles, is_narrow, run_attention_loop
 
 _QUERIES, _TILE, _LANES = 64, 64, 16
 """Of attention_products.h: rows and columns of scores at a time, and numbers of a vector."""
@@ -51,7 +51,7 @@ def _space_and_sizes(q: Tensor) -> tuple[Tensor, int, int, int, int, int, float,
 
 def _format_of(q: Tensor) -> int:
     """The loops' argument `narrow`."""
-    return _TILES if is_narrow(q) and q.shape[-1] % _TILE_SIZE == 0 and has_attention_tiles() else is_narrow(q)
+    return _TILES if is_narrow(q) and q.shape[-1] % _TILE_SIZE == 0 and has_tiles() else is_narrow(q)
 
 
 def _fits(q: Tensor) -> bool:

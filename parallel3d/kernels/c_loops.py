@@ -1,4 +1,4 @@
-"""Calls the functions of layer_loops.c and attention_loops.c, on as many threads as torch uses."""
+"""Calls the functions of layer_loops.c, attention_loops.c and weight_grad_loops.c, on as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from parallel3d.compiled_loops import call_loop, loop_library
 
-_LAYERS, _ATTENTION = (Path(__file__).with_name(f"{name}_loops.c") for name in ("layer", "attention"))
+_LAYERS, _ATTENTION, _WEIGHT_GRAD = (
+    Path(__file__).with_name(f"{name}_loops.c") for name in ("layer", "attention", "weight_grad")
+)
 _FORMATS = (torch.bfloat16, torch.float32)
 
 
@@ -27,10 +29,11 @@ def has_attention_loop(dtype: torch.dtype) -> bool:
 
 
 @cache
-def has_attention_tiles() -> bool:
-    """Whether attention's loops in bf16 can use AMX: the processor has it and the kernel lets this process use it."""
-    library = _library(_ATTENTION)
-    return library is not None and library.attention_has_tiles() != 0
+def has_tiles() -> bool:
+    """Whether loops in bf16 can use AMX: there is a C compiler, the processor has it and the kernel lets this process
+    use it."""
+    library = _library(_WEIGHT_GRAD)
+    return library is not None and library.has_tiles() != 0
 
 
 def fits_c_loops(x: Tensor, wide_dtype: torch.dtype) -> bool:
@@ -46,6 +49,11 @@ def run_layer_loop(name: str, *arguments: Tensor | int | float | None) -> None:
 def run_attention_loop(name: str, *arguments: Tensor | int | float | None) -> None:
     """Calls a function of attention_loops.c, whose last argument is the number of threads."""
     run_loop_of(_ATTENTION, name, *arguments)
+
+
+def run_weight_grad_loop(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls a function of weight_grad_loops.c, whose last argument is the number of threads."""
+    run_loop_of(_WEIGHT_GRAD, name, *arguments)
 
 
 def run_loop_of(source: Path, name: str, *arguments: Tensor | int | float | None) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.accelerator import is_accelerator
+from parallel3d.kernels import c_weight_grad
 from parallel3d.kernels.c_sums import add_product
 from parallel3d.kernels.choice import KernelForm
 
@@ -30,9 +31,9 @@ _WIDENING = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 """Formats (total, factors) that a GPU's products add up without rounding in between."""
 
 Role = Literal["forward", "input_grad", "weight_grad"]
-Library = Literal["mkl", "onednn", "copied"]
-"""mkl: what torch's own product uses, which is MKL on x86. copied: of a weight's gradient x is copied, transposed, and
-the product turned round: AMX multiplies whole rows of both factors."""
+Library = Literal["mkl", "onednn", "tiles"]
+"""mkl: what torch's own product uses, which is MKL on x86. tiles: AMX in a loop of our own, for weight
+gradients in bf16, which adds up in fp32 (kernels/c_weight_grad.py)."""
 AttentionForm = Literal["sdpa", "blocks"]
 """Attention on CPUs. sdpa: torch's own; blocks: products over blocks of queries (layers/block_attention.py)."""
 
@@ -75,7 +76,10 @@ class Gemm:
         self, total: Tensor, grad: Tensor, x: Tensor, *, wide: bool = False, overwrite: bool = False
     ) -> None:
         """total (out, in) += grad^T x for grad (tokens, out), x (tokens, in); see `add_matmul`."""
-        add_matmul(total, grad.t(), x, self._library("weight_grad", total), wide=wide, overwrite=overwrite)
+        library = self._library("weight_grad", total)
+        if library == "tiles" and c_weight_grad.add_weight_grad(total, grad, x, overwrite=overwrite):
+            return  # as `wide` as it gets
+        add_matmul(total, grad.t(), x, library, wide=wide, overwrite=overwrite)
 
     def to_json(self) -> dict[str, str]:
         """The choices, by "role OUTxIN", "attention" and "kernels"; what is not the default."""
@@ -127,8 +131,7 @@ def add_matmul(
     if wide:
         a, b = a.to(total.dtype), b.to(total.dtype)
     is_onednn, formats = _fits_onednn(a, b, library), (total.dtype, a.dtype)
-    is_copied = library == "copied" and a.device.type == "cpu"
-    if not (is_onednn or is_copied) and formats[0] == formats[1]:
+    if not is_onednn and formats[0] == formats[1]:
         if overwrite:
             torch.mm(a, b, out=total)
         else:
@@ -140,9 +143,7 @@ def add_matmul(
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
-    if is_copied:
-        total, product = total.t(), matmul(b.t().contiguous(), a.t())
-    elif is_onednn and a.shape[0] > b.shape[1]:
+    if is_onednn and a.shape[0] > b.shape[1]:
         total, product = total.t(), matmul(b.t(), a.t(), library)
     else:
         product = matmul(a, b, library)

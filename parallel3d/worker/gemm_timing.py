@@ -1,10 +1,10 @@
 """Chooses the library for each product of a run on CPUs, by timing both at the run's shapes.
 
 Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
-products up to twice as fast as MKL, on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
-oneDNN (docs/experiments.md), and its bf16 weight gradients want a factor copied. One rank measures and all take over
-its choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`) and
-that of all other kernels.
+products up to twice as fast as MKL; on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
+oneDNN, and in bf16 a loop of our own is twice as fast as oneDNN (docs/experiments.md). One rank measures and all take
+over its choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`)
+and that of all other kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel3d.checkpoint.directory import read_index
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.kernels.c_loops import has_c_loops
+from parallel3d.kernels.c_loops import has_c_loops, has_tiles
 from parallel3d.kernels.choice import KernelForm, choose_kernels
 from parallel3d.layers.cross_entropy import LinearCrossEntropy, block_rows, gradient_rows
 from parallel3d.layers.gemm import Gemm, Library, ProductKey, Role
@@ -54,12 +54,12 @@ MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.2
 """After that each shape is timed once."""
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 """Grows when the way of measuring or a form changes: earlier choices are measured again."""
 
 CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
     torch.float32: {role: ("mkl", "onednn") for role in get_args(Role)},
-    torch.bfloat16: {"weight_grad": ("onednn", "copied")},
+    torch.bfloat16: {"weight_grad": ("onednn", "tiles")},
 }
 """What is timed, by the format of the factors."""
 
@@ -78,7 +78,7 @@ class LinearShape:
 
 def is_choice_measured(config: Config, device: torch.device) -> bool:
     """Whether a measurement decides: on CPUs, for products in fp32, and for weight gradients in bf16 if the leader has
-    AMX, where last bits may depend on it."""
+    AMX, where last bits depend on it."""
     is_timed = policy_of(config.precision).compute in (torch.float32, torch.float16, torch.bfloat16)
     is_free = config.run.cpu_gemm == "auto" and config.precision.sums != "exact"
     return device.type == "cpu" and is_timed and is_free and torch.backends.mkldnn.is_available()
@@ -88,14 +88,6 @@ def is_form_chosen(config: Config, device: torch.device) -> bool:
     """Whether the leader's machine decides on C forms of kernels: on CPUs, unless bits must not depend on it."""
     is_free = config.run.kernels == "auto" and config.run.compile == "never" and config.precision.sums != "exact"
     return device.type == "cpu" and is_free and policy_of(config.precision).compute in (torch.bfloat16, torch.float32)
-
-
-def has_amx(cpu_facts: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's processor multiplies matrices in bf16 (AMX)."""
-    try:
-        return "amx_bf16" in cpu_facts.read_text().split()
-    except OSError:
-        return False
 
 
 def _timed_dtype(config: Config) -> torch.dtype:
@@ -171,8 +163,8 @@ def choose_libraries(timings: Timings, default: Library = "onednn") -> Gemm:
 
 def describe_choices(gemm: Gemm, timings: Timings) -> str:
     """One line for the log."""
-    has_copies = any("copied" in each for each in timings.values())
-    subject = "bf16 weight gradients" if has_copies else "fp32 products"
+    has_tiles_timed = any("tiles" in each for each in timings.values())
+    subject = "bf16 weight gradients" if has_tiles_timed else "fp32 products"
     gains = [timings[key][gemm.default] / timings[key][library] for key, library in gemm.choices.items()]
     if not gains:
         return f"{subject}: {gemm.default} is the fastest library for all {len(timings)}"
@@ -272,7 +264,7 @@ def _shapes_of_the_run(
     tp = TensorParallel(group=AbsentGroup(name="none", rank=0, ranks=tuple(range(config.parallel.tp_size))))
     stage = make_stage(config, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
     num_tokens = config.batch.micro_batch_size * config.batch.sequence_length
-    has_candidates = _timed_dtype(config) is torch.float32 or has_amx()
+    has_candidates = _timed_dtype(config) is torch.float32 or has_tiles()
     return (
         linear_shapes(stage, num_tokens) if is_choice_measured(config, device) and has_candidates else set(),
         attention_shape(config, stage, form) if is_attention_measured(config, device) else None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.make import make_decoder
-from parallel3d.kernels.c_loops import has_attention_loop, has_attention_tiles
+from parallel3d.kernels.c_loops import has_attention_loop, has_tiles
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
 from parallel3d.layers.attention import attend
 from parallel3d.layers.gemm import Gemm
@@ -79,7 +79,7 @@ def test_loops_in_c_are_as_exact(dtype, factor, length, size, num_heads, num_kv_
     assert max(distance(results(*tensors, "blocks", kernels), by_torch)) < (4e-3 if dtype != FP32 else 1e-6)
 
 
-@pytest.mark.skipif(not has_attention_tiles(), reason="no AMX")
+@pytest.mark.skipif(not has_tiles(), reason="no AMX")
 @pytest.mark.parametrize("length, size, num_kv_heads", [(64, 32, 4), (130, 64, 2), (320, 96, 1)])
 def test_tiles_give_what_vectors_give(monkeypatch, length, size, num_kv_heads):
     """And leave the processor's tiles to torch's products as they were."""
@@ -88,7 +88,7 @@ def test_tiles_give_what_vectors_give(monkeypatch, length, size, num_kv_heads):
     product = factor @ factor
     by_tiles = results(*tensors, "blocks", kernels)
     assert torch.equal(factor @ factor, product)
-    monkeypatch.setattr("parallel3d.kernels.c_attention.has_attention_tiles", lambda: False)
+    monkeypatch.setattr("parallel3d.kernels.c_attention.has_tiles", lambda: False)
     by_vectors = results(*tensors, "blocks", kernels)
     assert max(distance(by_tiles, [each.double() for each in by_vectors])) < 1e-3
     assert not all(torch.equal(*pair) for pair in zip(by_tiles, by_vectors)), "tiles add up in another order"

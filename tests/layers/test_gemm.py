@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from parallel3d.inprocess.live_bytes import LiveBytes
+from parallel3d.kernels import c_weight_grad
+from parallel3d.kernels.c_loops import has_tiles
 from parallel3d.layers import gemm
 from parallel3d.layers.gemm import Gemm, add_matmul, matmul
 
@@ -136,20 +138,36 @@ def test_overwriting_forgets_what_was_there(size, total_dtype, dtype):
     assert torch.equal(total, zeros)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_copied_factor_gives_the_same_weight_gradient(dtype, monkeypatch):
-    copied, first_factors = Gemm(default="copied"), []
-    monkeypatch.setattr(gemm, "matmul", lambda a, b: first_factors.append(a) or matmul(a, b))
+@pytest.mark.skipif(not has_tiles(), reason="no AMX")
+@pytest.mark.parametrize("num_tokens, num_out, num_in", [(1, 32, 32), (63, 96, 64), (700, 64, 512)])
+def test_tiles_add_a_weight_gradient_in_fp32(num_tokens, num_out, num_in, monkeypatch):
+    """Whatever the number of threads, of views, and of tokens at a time: the same bits; and no rounding to bf16."""
+    numbers, num_threads = torch.Generator().manual_seed(1), torch.get_num_threads()
+    grad, x = (torch.randn(num_tokens, size + 8, generator=numbers).bfloat16()[:, 4:-4] for size in (num_out, num_in))
+    exact, found = grad.double().t() @ x.double(), []
+    for threads, chunk_bytes in ((1, 1 << 19), (3, 1 << 19), (2, 1)):
+        monkeypatch.setattr(c_weight_grad, "_CHUNK_BYTES", chunk_bytes)
+        torch.set_num_threads(threads)
+        try:
+            total = torch.full((num_out, num_in), float("nan"))
+            Gemm(default="tiles").add_weight_grad(total, grad, x, overwrite=True)
+            assert (total - exact).norm() < 1e-6 * exact.norm()
+            Gemm(default="tiles").add_weight_grad(total, grad, x)
+        finally:
+            torch.set_num_threads(num_threads)
+        found.append(total)
+    assert (found[0] - 2 * exact).norm() < 1e-6 * exact.norm()
+    assert all(torch.equal(total, found[0]) for total in found[1:])
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 24), (torch.float32, 32)], ids=str)
+def test_what_does_not_fit_tiles_is_added_as_by_torch(dtype, size):
     numbers = torch.Generator().manual_seed(1)
-    grad, x = (torch.randn(60, size, generator=numbers).to(dtype) for size in (24, 16))
-    total, start = torch.ones(24, 16), torch.ones(24, 16)
-    copied.add_weight_grad(total, grad, x)
-    exact = start.double() + grad.double().t() @ x.double()
-    assert (total - exact).abs().max() < (0.2 if dtype is torch.bfloat16 else 1e-4)  # half a step of 2**-8 of 30
-    copied.add_weight_grad(total, grad, x, overwrite=True)
-    assert all(factor.shape == (16, 60) and factor.is_contiguous() for factor in first_factors)
-    assert len(first_factors) == 2
-    assert (total - exact + 1).abs().max() < (0.2 if dtype is torch.bfloat16 else 1e-4)
+    grad, x = (torch.randn(60, size, generator=numbers).to(dtype) for _ in range(2))
+    totals = [torch.ones(size, size) for _ in range(2)]
+    for total, library in zip(totals, ("tiles", "mkl")):
+        Gemm(default=library).add_weight_grad(total, grad, x)
+    assert torch.equal(*totals) and not torch.equal(totals[0], torch.ones(size, size))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

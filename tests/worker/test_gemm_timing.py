@@ -22,7 +22,6 @@ from parallel3d.worker.gemm_timing import (
     agree_on_gemm,
     choose_libraries,
     describe_choices,
-    has_amx,
     is_choice_measured,
     is_form_chosen,
     known_or_measured,
@@ -91,31 +90,29 @@ def test_every_product_is_timed_on_both_and_the_budget_ends_it(monkeypatch):
     assert num_calls == 1 + 2 * (2 * 6 * 2 + 1) - 6 * 2  # the first round looks at the clock once a product
 
 
-@pytest.mark.parametrize("copied_s, text", [(1.0, "onednn, and copied for 1 of 1"), (1.9, "onednn is the fastest")])
-def test_where_there_is_amx_weight_gradients_in_bf16_may_copy_a_factor(tmp_path, monkeypatch, copied_s, text):
+@pytest.mark.parametrize("tiles_s, text", [(1.0, "onednn, and tiles for 1 of 1"), (1.9, "onednn is the fastest")])
+def test_where_there_is_amx_weight_gradients_in_bf16_may_take_tiles(tmp_path, monkeypatch, tiles_s, text):
     config = make_config(precision=dict(policy="bf16"), data=dict(cache_directory=str(tmp_path)))
-    (tmp_path / "cpuinfo").write_text("flags : avx512f amx_bf16 amx_tile\n")
-    assert has_amx(tmp_path / "cpuinfo") and not has_amx(tmp_path / "none")
     timed, store = [], SimpleNamespace(control=Store())
 
     def give_times(shapes, dtype):
         timed.extend(shapes)
-        return {WEIGHT: {"onednn": 2.0, "copied": copied_s}}
+        return {WEIGHT: {"onednn": 2.0, "tiles": tiles_s}}
 
     monkeypatch.setattr(gemm_timing, "time_products", give_times)
-    monkeypatch.setattr(gemm_timing, "has_amx", lambda: False)
+    monkeypatch.setattr(gemm_timing, "has_tiles", lambda: False)
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
     agree_on_gemm(config, store, CPU, begin, make_stage, is_leader=True)
     assert not timed  # on this machine nothing is to be chosen
-    monkeypatch.setattr(gemm_timing, "has_amx", lambda: True)
+    monkeypatch.setattr(gemm_timing, "has_tiles", lambda: True)
     chosen = [agree_on_gemm(config, store, CPU, begin, make_stage, is_leader=leader) for leader in (True, False)]
-    assert chosen[0] == chosen[1] and chosen[0].choices == ({WEIGHT: "copied"} if copied_s == 1.0 else {})
+    assert chosen[0] == chosen[1] and chosen[0].choices == ({WEIGHT: "tiles"} if tiles_s == 1.0 else {})
     assert any(f"bf16 weight gradients: {text}" in record.get("text", "") for record in store.control.records)
 
 
 def test_candidates_in_bf16_are_two_ways_to_a_weights_gradient():
     timings = time_products([LinearShape(8, 4, 100)], dtype=torch.bfloat16)
-    assert {key.role: set(each) for key, each in timings.items()} == {"weight_grad": {"onednn", "copied"}}
+    assert {key.role: set(each) for key, each in timings.items()} == {"weight_grad": {"onednn", "tiles"}}
 
 
 def test_the_choices_are_made_once_for_a_machine(tmp_path, monkeypatch):
