@@ -184,6 +184,20 @@ def test_slow_replicas_of_pipelines(
     check_plan(plan, slots=3)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("factor", [4, 8, 20, 64])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 32), (2, 12), (2, 64), (4, 32)])
+def test_knowing_a_very_slow_replica_is_not_slower_than_evicting_it(
+    num_stages: int, num_micro_batches: int, factor: int
+):
+    """Where other stages would wait for what it computes, it gets nothing."""
+    at = (num_stages - 1, 1)
+    request = slow_request(num_stages, 4, num_micro_batches, {at: factor * NORMAL})
+    plan = choose_plan_for_slow(request, may_split=True, max_extra_in_flight=2)
+    evicted = choose(make_request(lose(num_stages, 4, at), num_micro_batches))
+    assert true_makespan(plan, request) <= evicted.makespan * NORMAL
+
+
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2}
 
 
