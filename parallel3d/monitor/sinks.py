@@ -45,7 +45,7 @@ from parallel3d.monitor.run_folder import (
     read_metrics,
 )
 from parallel3d.monitor.tensorboard import TensorBoardFile
-from parallel3d.monitor.uptime import LastReported, RunHistory
+from parallel3d.monitor.uptime import LastReported, RunHistory, recorded_preemptions
 
 PLAIN_EVERY_S = 10.0
 PLAIN_EVERY_SHARE = 0.05
@@ -183,6 +183,10 @@ class RunReporter:
         if self._run_history is None:
             self._run_history = RunHistory(self._read_existing_lines())
         return self._run_history
+
+    def recorded_preemptions(self) -> dict[str, set[int]]:
+        """The workers of each host whose notice is recorded in the run folder."""
+        return recorded_preemptions(self._read_existing_lines(iterate_metrics_backwards))
 
     def start(self) -> None:
         """Starts the writing thread, for the first time or after a pause; call it after all forks."""

@@ -19,11 +19,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from typing import Any
 
 MetricsLine = dict[str, Any]
 
+MAX_LINES_OF_NOTICES = 16_384
+"""More than a run writes while a host that has a notice is still there."""
 MAX_REPEATED_RECORDS = 4096
 """Newest steps and evaluations that a worker repeats to a coordinator that takes over. More than a silent one can miss:
 30 s of steps of 10 ms."""
@@ -68,6 +71,18 @@ class LastReported:
             if step is not None and (evaluation >= 0 or num_records >= MAX_REPEATED_RECORDS):
                 break
         return LastReported(step=step or 0, evaluation=evaluation)
+
+
+def recorded_preemptions(lines_backwards: Iterable[MetricsLine]) -> dict[str, set[int]]:
+    """The workers of each host whose notice is among the newest `MAX_LINES_OF_NOTICES` lines of metrics.jsonl."""
+    found: dict[str, set[int]] = {}
+    for line in islice(lines_backwards, MAX_LINES_OF_NOTICES):
+        match line:
+            case {"event": "started"}:
+                break
+            case {"event": "preemption", "host": str(host), "ranks": list(ranks)}:
+                found.setdefault(host, set()).update(ranks)
+    return found
 
 
 class RunHistory:

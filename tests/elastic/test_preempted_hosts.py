@@ -74,6 +74,7 @@ def test_the_coordinator_moves_away_from_its_host_without_a_repeated_step(tmp_pa
     assert [change["live"] for change in metrics(tmp_path)[1]] == [3, 2, 2, 1]
     assert "the coordinator moves to b" in outs[0] and "the coordinator moves to c" in outs[1]
     assert "the run goes on with its coordinator on c, from generation" in outs[2]
+    assert [event["host"] for event in events(tmp_path, "preemption")] == ["a", "b"]  # though told to each coordinator
     assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == 0
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from parallel3d.monitor.uptime import AttemptEnd, LastReported, RunHistory
+from parallel3d.monitor.uptime import MAX_LINES_OF_NOTICES, AttemptEnd, LastReported, RunHistory, recorded_preemptions
 
 DATA_POSITION = {"tokens_read": 64, "cursors": [[0, 3, 1]]}
 
@@ -123,3 +123,13 @@ def test_only_the_end_is_read_for_it(every, evaluation, num_read):
     backwards = reversed(lines)
     assert LastReported.of(backwards) == LastReported(step=10_000, evaluation=evaluation)
     assert len(lines) - len(list(backwards)) == num_read
+
+
+def test_the_notices_of_hosts_are_found_from_the_end():
+    """Those of this run alone, and of the newest lines."""
+    told = (("a", [0]), ("a", [2]), ("b", []))
+    notices = [{"event": "preemption", "host": host, "ranks": ranks} for host, ranks in told]
+    before = {"event": "preemption", "host": "c", "ranks": [9]}
+    lines = [before, {"event": "started", "step": 0}, *notices, {"step": 1}]
+    assert recorded_preemptions(reversed(lines)) == {"a": {0, 2}, "b": set()}
+    assert recorded_preemptions([{"step": 1}] * MAX_LINES_OF_NOTICES + notices) == {}

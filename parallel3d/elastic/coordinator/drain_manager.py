@@ -6,7 +6,7 @@ If the run can't go on without them it saves and ends: by a signal's exit code, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from parallel3d.elastic.coordinator.drains import DrainQueue
@@ -48,6 +48,8 @@ class DrainManager:
         """The coordinator's own host becomes empty."""
         self._seen: object = None
         """What the last decision about a move rested on."""
+        self.find_recorded: Callable[[], Mapping[str, Collection[int]]] = lambda: {}
+        """Returns the workers of each host whose notice another coordinator has recorded: guardians repeat notices."""
 
     @property
     def deadline_s(self) -> float:
@@ -64,10 +66,10 @@ class DrainManager:
         ranks = self._preemptions.add(host, self._ranks_on(host), header["text"], due_s=now_s + seconds)
         if not (ranks or (host == self._own_host and not self._leaves_host)):
             return
-        text = (
-            f"host {host} is taken away in {seconds} s ({header['text']}): its workers leave at the next step boundary"
-        )
-        self._emit({"kind": "preemption", "text": text, "host": host, "seconds": seconds, "ranks": ranks})
+        if (recorded := self.find_recorded().get(host)) is None or not set(ranks) <= set(recorded):
+            text = f"host {host} is taken away in {seconds} s ({header['text']})"
+            text = f"{text}: its workers leave at the next step boundary"
+            self._emit({"kind": "preemption", "text": text, "host": host, "seconds": seconds, "ranks": ranks})
         self._leave(host)
         if membership:
             membership.keep_empty(host)

@@ -145,6 +145,7 @@ class FailoverCoordinator(Coordinator):
         self._emit_record = report.publish
         protocol.last_reported_step = self._last_published["step"] = max(base.last_reported_step, report.last_step)
         self._last_published["evaluation"] = report.last_evaluation
+        self._drains.find_recorded = report.recorded_preemptions
         for rank in base.hosts.keys() - self._status.workers.keys():  # their numbers are never used again
             self._status.add_worker(rank, host=base.hosts[rank], coordinates="")
         self._status.place(base)
