@@ -78,7 +78,7 @@ def choose(request: PlanRequest) -> Plan:
 
 
 def bound(request: PlanRequest) -> float:
-    """The longest time of a stage: its whole micro-batches, shared by speed, after a forward pass of each stage before it.
+    """The longest time of a stage: whole micro-batches, shared by speed, after a forward pass of each stage before it.
 
     No fill or drain is added: weight gradients of a split backward pass take that time.
     """

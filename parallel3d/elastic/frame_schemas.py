@@ -148,6 +148,7 @@ RECORDS: dict[str, Fields] = {
     "resumed": {"generation": is_count, "regroup_s": is_number, "plan": is_text},
     "notice": {"text": is_text},
     "balance": {"text": is_text, "step": is_count},
+    "drain_slow": {"text": is_text, "step": is_count, "ranks": list_of(is_count)},
 }
 """Fields of those published records that the coordinator reads, by their kind."""
 

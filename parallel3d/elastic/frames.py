@@ -15,7 +15,8 @@ Operations (`op` of the header), by sender:
     coordinator   to both: stop, abort, request_status, ping
                   to workers: response, finish_ack, drain_request, drain_withdrawn, probe, finish_run
                               abort_generation, fetch_entries, entries, record, commit, fetch_committed
-                  to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker
+                  to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker, start_worker,
+                              end_rejoins, leaves_slow
 
 A guardian relays for its workers, each at the other end of a socket pair: `from_workers` carries a batch of their
 frames, `to_workers` one frame for several of them, both as they are. Between a guardian and its workers alone:

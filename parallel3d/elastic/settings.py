@@ -67,6 +67,8 @@ class ElasticSettings:
     """The widths up to which vacancies are filled; None: those of the grid at the start."""
     max_rejoins: int = 0
     """New workers in the place of lost ones, for each place, in an hour."""
+    probation_s: float = 300.0
+    """How long the place of a worker that was slow stays empty."""
     heartbeat_timeout: TimeoutConfig
     watchdog_timeout: TimeoutConfig
     witness: str | None = None
@@ -93,6 +95,7 @@ class ElasticSettings:
             enabled=elastic.enabled,
             target=target,
             max_rejoins=elastic.max_rejoins,
+            probation_s=elastic.probation_s,
             heartbeat_timeout=elastic.heartbeat_timeout,
             watchdog_timeout=elastic.watchdog_timeout,
             witness=elastic.witness,

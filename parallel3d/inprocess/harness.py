@@ -72,6 +72,8 @@ class ElasticRunResult:
     """Notices of all ranks."""
     balances: tuple[dict[str, Any], ...] = ()
     """The leader's records of slow replicas."""
+    drains: tuple[dict[str, Any], ...] = ()
+    """Of those that have left since they were slow."""
 
 
 class ThreadNetwork(Network):
@@ -99,6 +101,7 @@ class _Records:
     notices: list[str] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     balances: list[dict[str, Any]] = field(default_factory=list)
+    drains: list[dict[str, Any]] = field(default_factory=list)
 
     def publish(self, record: dict[str, Any]) -> None:
         match record["kind"]:
@@ -106,6 +109,8 @@ class _Records:
                 self.notices.append(record["text"])
             case "balance":
                 self.balances.append(record)
+            case "drain_slow" if self.coordinator.drain(record["ranks"]):
+                self.drains.append(record)
             case "evaluation":
                 self.evaluations[record["step"]] = record["loss"]
             case "step" if record["step"] not in self.steps:
@@ -195,6 +200,7 @@ def _elastic_result(results: list[RankResult | None], grid: Grid, records: _Reco
         evaluations=records.evaluations,
         notices=tuple(records.notices),
         balances=tuple(records.balances),
+        drains=tuple(records.drains),
     )
 
 

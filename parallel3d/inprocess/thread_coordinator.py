@@ -6,7 +6,7 @@ reported as a deadlock at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,16 @@ class ThreadCoordinator:
 
     def announce_drain(self, rank: int) -> None:
         self._world.run_locked(lambda: self._execute(self.protocol.announce_drain(rank)))
+
+    def drain(self, ranks: Collection[int]) -> bool:
+        """Has workers leave that are slow; False if they leave already, or the run needs them."""
+
+        def begin() -> bool:
+            may_leave = self.protocol.stays(ranks) and self.protocol.check_drain(ranks).can_continue
+            self._execute(self.protocol.drain(ranks) if may_leave else [])
+            return may_leave
+
+        return self._world.run_locked(begin)
 
     def move(self, rank: int, part: PartId) -> None:
         """Has a spare build `part` instead of its own; call it with the lock."""

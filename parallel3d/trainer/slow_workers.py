@@ -13,6 +13,7 @@ from parallel3d.pipeline.request import NORMAL
 from parallel3d.pipeline.slow_plan import true_makespan
 from parallel3d.pipeline.slow_replicas import NORMAL_SPEEDS
 from parallel3d.trainer.context import RankContext
+from parallel3d.trainer.hopeless_replicas import find_hopeless, settled_slow_replicas
 from parallel3d.trainer.plans import costs_of_passes
 from parallel3d.trainer.step import StepReport
 
@@ -28,9 +29,12 @@ class SlowWorkers:
         """The last step that changed it."""
         self._within = NORMAL_SPEEDS
         """Of ranks against those of their replica."""
+        self._judged: object = None
+        """What the last decision about hopeless replicas rested on."""
 
     def begin_generation(self, last_reported_step: int) -> Iterator[dict[str, Any]]:
         """Yields what the former leader may have died before reporting."""
+        self._judged = None
         self._look()
         if self._changed_in > last_reported_step:
             yield self._record(None)
@@ -44,6 +48,8 @@ class SlowWorkers:
             yield self._record(report.plan)
         if self._rank.grid.tp_size > 1:
             yield from self._slow_ranks(report)
+        if self._rank.is_leader and self._rank.config.elastic.drain_slow and self._rank.config.elastic.enabled:
+            yield from self._hopeless()
 
     def _look(self) -> None:
         """Finds out whether other replicas of the grid are slow, or slow in another way, than at the last look."""
@@ -72,6 +78,25 @@ class SlowWorkers:
             "step_share": share,
             "plan": plan.reason,
         }
+
+    def _hopeless(self) -> Iterator[dict[str, Any]]:
+        """The request that a replica leaves, once for the same speeds on the same grid."""
+        rank = self._rank
+        settled = settled_slow_replicas(rank.plans, rank.state)
+        if not settled or (judged := (settled, rank.plans.slowness(rank.state))) == self._judged:
+            return
+        self._judged = judged
+        if (found := find_hopeless(rank.plans, rank.state)) is not None:
+            name = describe_replica(rank.grid, found.ranks[0])
+            yield {
+                "kind": "drain_slow",
+                "step": rank.state.iteration,
+                "text": f"{name} takes {found.factor:.1f} x as long as the fastest of its stage; without it, steps are "
+                f"planned to take {found.step_share:.2f} x as long",
+                "ranks": list(found.ranks),
+                "slow": found.factor,
+                "step_share": found.step_share,
+            }
 
     def _share_of(self, plan: Plan, former: Plan) -> float:
         """The time of a step, as a share of what it would be with the plan before."""

@@ -17,7 +17,7 @@ from tests.support.processes import wait_for
 
 
 def test_a_slot_is_offered_ever_later_and_then_not_again():
-    schedule = RejoinSchedule(3)
+    schedule = RejoinSchedule(3, 300.0)
     last_s = 110.0 + BACKOFF_COUNTED_S
     for loss_s, wait_s in ((100.0, BACKOFF_S), (110.0, 2 * BACKOFF_S), (last_s, BACKOFF_S)):
         schedule.on_lost(1, loss_s)
@@ -29,8 +29,34 @@ def test_a_slot_is_offered_ever_later_and_then_not_again():
     assert schedule.take_due(1e6) == [1]
 
 
+def test_the_place_of_a_slow_worker_stays_empty_for_a_probation():
+    """Twice as long if the next worker is slow again within an hour. Each counts as a loss; other slots don't wait."""
+    schedule = RejoinSchedule(3, 300.0)
+    left_s = 100.0
+    for wait_s in (300.0, 600.0, 1200.0):
+        schedule.on_left_slow(1, left_s)
+        assert schedule.take_due(left_s + 0.99 * wait_s) == [] and schedule.is_pending
+        assert schedule.take_due(left_s + wait_s) == [1] and schedule.take(1)
+        left_s += wait_s + 60.0
+    schedule.on_left_slow(1, left_s)
+    schedule.on_lost(0, left_s)
+    assert schedule.take_due(1e6) == [0]  # too many within an hour
+    schedule.on_left_slow(1, 1e6)
+    assert schedule.take_due(1e6 + 299.0) == [] != schedule.take_due(1e6 + 300.0)
+
+
+def test_a_death_does_not_lengthen_the_probation():
+    schedule = RejoinSchedule(9, 300.0)
+    schedule.on_lost(1, 0.0)
+    assert schedule.take_due(BACKOFF_S) == [1] and schedule.take(1)
+    schedule.on_left_slow(1, 100.0)
+    assert schedule.take_due(399.0) == [] != schedule.take_due(400.0)
+    schedule.on_lost(1, 500.0)
+    assert schedule.take_due(500.0 + BACKOFF_S) == [1]
+
+
 def test_nothing_is_offered_after_the_end():
-    schedule = RejoinSchedule(2)
+    schedule = RejoinSchedule(2, 300.0)
     schedule.on_lost(0, 0.0)
     schedule.on_lost(1, 100.0)
     assert schedule.take_due(50.0) == [0]

@@ -132,6 +132,7 @@ PURE: tuple[str, ...] = (
             "seen_steps",
             "batching",
             "plans",
+            "hopeless_replicas",
             "divergence_check",
         )
     ),

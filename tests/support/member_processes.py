@@ -6,12 +6,12 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
     faults   [[rank, point, number, what], ...]: what happens to it when it comes to that point of that number
              point: step, build (number: how often it has built before), finish (number 0), and in the generation of
              that number report, moves, confirm, go
-             what: kill, stop, term, exit, fail, hang, dawdle, suspect
+             what: kill, stop, term, exit, fail, hang, dawdle, suspect, slow (it says that it is too slow to be of use)
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
-    num_steps, step_s, zero_stage, zero_backups, max_rejoins, spares, witness, coordinator_host
+    num_steps, step_s, zero_stage, zero_backups, max_rejoins, probation_s, spares, witness, coordinator_host
     notice   fields of the configuration's elastic.notice; joins: this process joins the run in RUN_DIRECTORY
-    start_s, connect_s, control_s, failover_s       of LaunchTimeouts
+    start_s, connect_s, control_s, failover_s, stop_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
 """
 
@@ -249,6 +249,10 @@ class Member:
                 raise ValueError("injected")
             if what == "suspect":
                 raise GenerationEnded("something only I have seen")
+            if what == "slow":
+                asks = {"kind": "drain_slow", "step": number, "text": f"rank {self.context.rank} is slow"}
+                self.context.control.publish({**asks, "ranks": [self.context.rank]})
+                return
             if what == "hang":
                 time.sleep(60)  # its heart goes on beating
             if what == "dawdle":
@@ -299,7 +303,7 @@ def main() -> int:
                 connect_s=spec.get("connect_s", 100.0),
                 failover_s=spec.get("failover_s", 6.0),
                 abort_grace_s=1.0,
-                stop_grace_s=3.0,
+                stop_grace_s=spec.get("stop_s", 3.0),
                 control_s=spec.get("control_s", 30.0),
                 change_s=spec.get("change_s", 120.0),
             ),
@@ -308,6 +312,7 @@ def main() -> int:
                 zero_stage=spec.get("zero_stage", 1),
                 zero_backups=spec.get("zero_backups", 1),
                 max_rejoins=spec.get("max_rejoins", 0),
+                probation_s=spec.get("probation_s", 300.0),
                 heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("heartbeat_s", 0.3), max_s=5.0),
                 watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("watchdog_s", 1.5), max_s=60.0),
                 witness=spec.get("witness"),

@@ -158,6 +158,12 @@ class ElasticConfig(Section):
     balance: bool = False
     """Give slow replicas less work: every step's times choose the routes of the next ones. With precision.sums float,
     two runs then differ by the order of sums, as after a loss. No effect on GPUs yet."""
+    drain_slow: bool = True
+    """With balance: a replica that is so slow that steps take no longer without it leaves, if its stage has at least
+    three."""
+    probation_s: PositiveFloat = 300.0
+    """Seconds until a worker is started in the place of one that left since it was slow, if max_rejoins allows. Each
+    time that such a one leaves within an hour of its start, it is twice as long."""
     heartbeat_timeout: HeartbeatTimeoutConfig = HeartbeatTimeoutConfig()
     """How long a worker may go without a heartbeat before its guardian kills it."""
     watchdog_timeout: WatchdogTimeoutConfig = WatchdogTimeoutConfig()

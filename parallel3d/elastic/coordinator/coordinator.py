@@ -302,6 +302,9 @@ class Coordinator:
             case {"kind": "resumed"} if self._membership:
                 self._membership.on_resumed(record)
                 return
+            case {"kind": "drain_slow"}:
+                self._drains.drain_slow(record, self._elastic_membership)
+                return
         self._status.add_record(rank, record)
         self._emit(record)
         if self._membership and record.get("kind") == "step":

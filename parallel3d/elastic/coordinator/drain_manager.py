@@ -76,6 +76,18 @@ class DrainManager:
         if ranks:
             self._queue.add(ranks, now_s)
 
+    def drain_slow(self, record: Json, membership: MembershipManager | None) -> None:
+        """Has a replica leave that the leader has found to be too slow to be of use; its workers come back after a
+        probation. A leader may ask again for one that leaves or has left."""
+        ranks, text = record["ranks"], record["text"]
+        if membership is None or self._status.stop_signal is not None or not membership.may_leave(ranks):
+            return
+        if reason := membership.drain(ranks, is_slow=True):
+            self._emit({"kind": "notice", "text": f"{text}; but the run needs it: without, {reason}"})
+            return
+        text = f"{text}; it leaves at the next step boundary, after step {record['step']}"
+        self._emit({**record, "kind": "drain", "text": text})
+
     def turn(self, membership: MembershipManager | None, live: Collection[int]) -> None:
         """Begins what is due. `membership`: None while no worker may leave; `live`: the workers of the run."""
         now_s = time.monotonic()

@@ -177,14 +177,20 @@ class MembershipManager:
         else:
             self.execute(self.protocol.announce_drain(rank))
 
-    def drain(self, ranks: Collection[int]) -> str:
-        """Has workers leave that a command names; returns why that can't be, "" if it can."""
+    def may_leave(self, ranks: Collection[int]) -> bool:
+        """Whether these are workers of the run that don't leave yet."""
+        return not self.protocol.over and self.protocol.stays(ranks)
+
+    def drain(self, ranks: Collection[int], *, is_slow: bool = False) -> str:
+        """Has workers leave that a command names, or that are slow; returns why that can't be, "" if it can."""
         members = [rank for rank in ranks if not self._is_on_its_way(rank)]
         survivability = self.protocol.check_drain(members)
         if not survivability.can_continue:
             return survivability.reason
         self._dismiss([rank for rank in ranks if rank not in members])
         self._drained_by_command.update(members)
+        for rank in members if is_slow else ():
+            self._tell_guardian(rank, {"op": "leaves_slow", "rank": rank, "leaves": True})
         self._server.send_to_workers(members, {"op": "drain_request", "by_command": True})
         self.execute(self.protocol.drain(members))
         return ""
@@ -198,9 +204,14 @@ class MembershipManager:
     def _keep(self, rank: int, reason: str) -> None:
         """Lets a worker stay that a command named, since the run has come to need it."""
         self._drained_by_command.discard(rank)
+        self._tell_guardian(rank, {"op": "leaves_slow", "rank": rank, "leaves": False})
         self._server.send_to_workers([rank], {"op": "drain_withdrawn"})
         text = f"{self._status.name(rank)} stays after all: without it, {reason}"
         self._emit({"kind": "notice", "text": text})
+
+    def _tell_guardian(self, rank: int, frame: dict[str, Any]) -> None:
+        """Sends a frame to the guardian of a worker."""
+        self._server.send_to_all([each for each in self._server.guardians() if rank in each.guarded_ranks], frame)
 
     def _is_on_its_way(self, rank: int) -> bool:
         """Whether this worker is a spare, builds its part, or has not even said hello."""

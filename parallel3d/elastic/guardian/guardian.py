@@ -180,6 +180,8 @@ class Guardian:
                 self._channels.send(header["ranks"], payload)
             case "start_worker":
                 self._start_worker(header["slot"], header["rank"], (header["part"][0], header["part"][1]))
+            case "leaves_slow":
+                self._forks.mark_slow(header["rank"], header["leaves"])
             case "end_rejoins":
                 self._forks.rejoins.end()
             case "close_worker":
@@ -232,6 +234,8 @@ class Guardian:
                 exit_code = os.waitstatus_to_exitcode(status)
                 if exit_code not in (0, UserError.exit_code):  # what a user must mend would only fail again
                     self._forks.on_lost([rank])
+                elif exit_code == 0:
+                    self._forks.on_left(rank)
                 ends.append(
                     {
                         "rank": rank,

@@ -107,7 +107,7 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
         spec.worker_main,
         discovery=discovery,
         timeouts=spec.timeouts,
-        rejoins=RejoinSchedule(spec.max_rejoins),
+        rejoins=RejoinSchedule(spec.max_rejoins, spec.elastic.probation_s if spec.elastic else 0.0),
     )
     return Guardian(
         [] if lost_at else forks.fork_first([link.connection]),

@@ -2,6 +2,9 @@
 
 After each of several losses in a minute it waits twice as long as after the one before; after too many in an hour it
 stays out: a device that is broken would only disturb the run again and again.
+
+The place of a worker that left since it was slow stays empty for a probation, which is twice as long as the last one if
+the worker after that left within an hour for the same reason. It counts as a loss.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ COUNTED_S = 3600.0
 class RejoinSchedule:
     """The slots of one guardian, one for each of its first workers; times are of one clock, in seconds."""
 
-    def __init__(self, max_rejoins: int):
+    def __init__(self, max_rejoins: int, probation_s: float):
         self._max_rejoins = max_rejoins
+        self._probation_s = probation_s
+        self._probations: dict[int, tuple[float, float]] = {}
+        """The last one of each slot: its length, and when it ended or ends."""
         self._losses: dict[int, list[float]] = {}
         """When each slot has lost its workers."""
         self._due: dict[int, float] = {}
@@ -27,10 +33,20 @@ class RejoinSchedule:
 
     def on_lost(self, slot: int, now_s: float) -> None:
         """Notes that the worker of a slot is lost."""
+        num_recent = sum(now_s - loss_s < BACKOFF_COUNTED_S for loss_s in self._losses.get(slot, ()))
+        self._leave(slot, now_s, BACKOFF_S * 2**num_recent)
+
+    def on_left_slow(self, slot: int, now_s: float) -> None:
+        """Notes that the worker of a slot has left since it was slow."""
+        last_s, ended_s = self._probations.get(slot, (0.0, float("-inf")))
+        wait_s = 2 * last_s if now_s - ended_s < COUNTED_S else self._probation_s
+        self._probations[slot] = wait_s, now_s + wait_s
+        self._leave(slot, now_s, wait_s)
+
+    def _leave(self, slot: int, now_s: float, wait_s: float) -> None:
         losses = self._losses[slot] = [loss_s for loss_s in self._losses.get(slot, ()) if now_s - loss_s < COUNTED_S]
         if len(losses) < self._max_rejoins:
-            num_recent = sum(now_s - loss_s < BACKOFF_COUNTED_S for loss_s in losses)
-            self._due[slot] = now_s + BACKOFF_S * 2**num_recent
+            self._due[slot] = now_s + wait_s
         losses.append(now_s)
 
     def take_due(self, now_s: float) -> list[int]:

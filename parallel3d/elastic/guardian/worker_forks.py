@@ -54,6 +54,8 @@ class WorkerForks:
         self._page = HeartbeatPage(len(specs))
         self._slots = {spec.rank: slot for slot, spec in enumerate(specs)}
         """Of all workers that were ever here."""
+        self._slow: set[int] = set()
+        """Those that leave since they are slow."""
 
     def fork_first(self, held: Iterable[HeldResource]) -> list[ForkedWorker]:
         """Forks the first worker of every slot, in which `held` is closed."""
@@ -76,6 +78,15 @@ class WorkerForks:
         """Notes that workers are lost: after a while their slots are offered."""
         for rank in ranks:
             self.rejoins.on_lost(self._slots[rank], time.monotonic())
+
+    def mark_slow(self, rank: int, leaves: bool) -> None:
+        """Notes that a worker leaves since it is slow, or that it stays after all."""
+        (self._slow.add if leaves else self._slow.discard)(rank)
+
+    def on_left(self, rank: int) -> None:
+        """Notes that a worker has left: after a probation the slot of a slow one is offered."""
+        if rank in self._slow:
+            self.rejoins.on_left_slow(self._slots[rank], time.monotonic())
 
     def _fork(self, slot: int, spec: WorkerSpec, held: Iterable[HeldResource]) -> ForkedWorker:
         heartbeats = self._page.clear(slot)

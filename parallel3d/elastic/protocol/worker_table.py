@@ -61,6 +61,10 @@ class WorkerTable:
         left = {rank: part for rank, part in idle.items() if not grid.holds(rank)}
         return plan_moves(grid, target=self._target, idle=left, hosts=hosts)
 
+    def stays(self, ranks: Collection[int]) -> bool:
+        """Whether all of these are live and none of them leaves."""
+        return self.live - self._draining >= frozenset(ranks)
+
     def release(self, rank: int) -> None:
         """Takes a spare out of the membership. It builds another part, and comes back as a new worker does: it holds no
         state, so the others go on without it meanwhile."""
