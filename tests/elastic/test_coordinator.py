@@ -68,7 +68,8 @@ def test_a_generation_begins_continues_without_a_lost_worker_and_finishes(world)
     first.membership.finish()
     assert first.membership.next_generation(report_of(first)) is None
     first.finish(0)
-    line, step, account = records
+    line, hint, step, account = records
+    assert "elastic.max_rejoins is 0" in hint["text"]
     assert line["kind"] == "membership" and (line["live"], line["spare"], line["lost"]) == (1, 0, 1)
     assert line["text"].startswith("generation 1: lost rank 1 (pp0 dp1 tp0): killed by SIGKILL in step 6; 1 live")
     assert line["text"].endswith("regrouped 0.030), 1.0 MiB moved; a plan")

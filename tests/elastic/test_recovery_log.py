@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel3d.elastic.coordinator.recovery_log import RecoveryLog
+from parallel3d.elastic.coordinator.recovery_log import STAY_AWAY, RecoveryLog
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker
 from parallel3d.parallel.grid import Grid
 
@@ -142,3 +142,18 @@ def test_a_change_that_is_never_committed_and_the_start_are_not_told():
     recovery_log.begin(0.0)
     recovery_log.add_record(record(1, 3), 1.0)
     assert recovery_log.close() == []
+
+
+def test_the_first_loss_alone_says_how_lost_workers_return():
+    """Not one whose replica goes on, nor a worker that leaves, nor where they do return."""
+    for returns, hints in ((False, [[], [STAY_AWAY], []]), (True, [[], [], []])):
+        recovery_log, previous, found = RecoveryLog(GRID, returns=returns), GRID, []
+        for generation, made in enumerate([record(1, left=(7,)), record(2, 3), record(3, 3, 4)], start=1):
+            recovery_log.begin(10.0 * generation)
+            change(recovery_log, replace(made, previous=previous), at_s=10.0 * generation)
+            _, *others = recovery_log.record_resumed(generation, regroup_s=0.5, plan="")
+            assert all(line["kind"] == "notice" for line in others)
+            found.append([line["text"] for line in others])
+            previous = made.grid
+        assert found == hints
+    assert "elastic.max_rejoins is 0" in STAY_AWAY

@@ -43,7 +43,8 @@ OPS = ("report", "entries", "request_record", "confirm", "suspect", "finish_gene
 
 
 class MembershipManager:
-    """Runs `protocol` for a run that began on `grid`. `own_info`: the guardian of its host's stub."""
+    """Runs `protocol` for a run that began on `grid`. `own_info`: the guardian of its host's stub. `returns`: lost
+    workers are started again, or spares wait."""
 
     def __init__(
         self,
@@ -58,11 +59,12 @@ class MembershipManager:
         own_info: GuardianInfo | None,
         fences: Fences,
         build_s: float,
+        returns: bool,
     ):
         self.protocol = protocol
         self.joins = WorkerJoins(server, status, grid, build_s=build_s)
         self._fences = fences
-        self.recovery_log = RecoveryLog(grid)
+        self.recovery_log = RecoveryLog(grid, returns=returns)
         self._server = server
         self._status = status
         self._kv_store = kv_store

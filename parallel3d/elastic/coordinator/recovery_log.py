@@ -35,10 +35,18 @@ class _MembershipChange:
     first_step_s: float | None = None
 
 
-class RecoveryLog:
-    """Follows a run that began on `grid`; all times are of one clock. Some methods return records to emit."""
+STAY_AWAY = "lost workers are not started again, since elastic.max_rejoins is 0; with 3 each is, up to 3 times an hour"
 
-    def __init__(self, grid: Grid):
+
+class RecoveryLog:
+    """Follows a run that began on `grid`; all times are of one clock. Some methods return records to emit.
+
+    `returns`: lost workers are started again, or spares wait. If not, the first loss that leaves a place empty says
+    how.
+    """
+
+    def __init__(self, grid: Grid, *, returns: bool = True):
+        self._has_hint = not returns
         self._num_places = len(grid.ranks)
         self._coordinates = {rank: grid.coordinates(rank) for rank in grid.ranks}
         """The newest of every rank that has ever had some."""
@@ -72,12 +80,17 @@ class RecoveryLog:
             change.repair_s = now_s - change.began_s - change.agree_s
 
     def record_resumed(self, generation: int, *, regroup_s: float, plan: str) -> list[Json]:
-        """Records that the new generation trains; returns the line for the terminal."""
+        """Records that the new generation trains; returns the line for the terminal, perhaps with a hint."""
         change = self._change
         if not change or not change.record or change.record.generation != generation or change.repair_s is None:
             return []
         change.regroup_s, change.plan = regroup_s, plan
-        return [{"kind": "membership", "text": self._describe(change, change.record), **self._counts(change.record)}]
+        counts = self._counts(change.record)
+        lines = [{"kind": "membership", "text": self._describe(change, change.record), **counts}]
+        if self._has_hint and change.record.evicted and counts["lost"]:
+            self._has_hint = False
+            lines.append({"kind": "notice", "text": STAY_AWAY})
+        return lines
 
     def record_step(self, step_s: float) -> list[Json]:
         """Records a completed step; a generation's first one completes the record of its change."""
