@@ -26,6 +26,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import check_length_function
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
 from parallel3d.elastic.drain_target import parse_drain_target
+from parallel3d.elastic.guardian.gpu_check import check_gpus
 from parallel3d.elastic.guardian.launcher_env import SECRET_VARIABLE, LauncherEnv, read_launcher_env
 from parallel3d.elastic.guardian.open_files import raise_open_files
 from parallel3d.elastic.host_return import HostReturn
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> int:
         if options.print_config:
             print(dump_config(config))
             return 0
+        check_gpus(config, env, world_size(config) + config.elastic.spares)
         if options.preflight and (code := preflight(options, env)):
             return code
         check_length_function(config)

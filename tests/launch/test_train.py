@@ -173,6 +173,16 @@ def test_mistakes_get_one_clear_message(config_file, mistake, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")])
+def test_gpus_that_are_not_there_are_one_clear_message(config_file, tmp_path, monkeypatch, launcher):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, out, err = finish(start("--config", config_file, "run.device=cuda", launcher=launcher), timeout=100)
+    assert code == (1 if launcher else 2), out + err
+    assert err.count("needs 4 GPUs, one for each worker of this host, and torch finds 0 here") == 1, err
+    assert not (tmp_path / "run").exists() and "rank 0" not in out
+
+
+@pytest.mark.full
 def test_an_empty_corpus(config_file, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
