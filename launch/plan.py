@@ -124,6 +124,9 @@ def remove_ranks(config: Config, whole: Grid, lost: tuple[int, ...]) -> Grid:
     """The grid on which a run goes on after the loss, as its membership protocol decides."""
     if unknown := [rank for rank in lost if not whole.holds(rank)]:
         raise UserError(f"--lost {list_numbers(unknown)}: the ranks are 0 to {whole.ranks[-1]}")
+    if lost and not config.elastic.enabled:
+        why = "elastic.enabled is false, so the first loss ends the run. Set it to true to plan for losses"
+        raise UserError(f"--lost {list_numbers(lost)}: training would end there: {why}")
     left, spares = whole.without(lost)
     grid = fill(
         left,

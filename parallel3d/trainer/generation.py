@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parallel3d.config.schema import Config
+from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.optim.reshard import ReshardPlan
 from parallel3d.optim.shard_map import ShardMaps, plan_shard_maps
 from parallel3d.parallel.device_links import DeviceLinks
@@ -23,7 +24,8 @@ def start_rank(rank: RankContext, grid: Grid, transports: Transports, *, number:
     rank.optimizer.reshard(ReshardPlan(generation=number, old=None, new=new, live=grid.ranks), transports.links)
     rank.optimizer.commit()
     groups = build_rank_groups(rank, grid, number, transports)
-    join_generation(rank, number, groups, Plans(rank.config, grid), transports, leader=grid.ranks[0])
+    record = GenerationRecord(generation=number, grid=grid, previous=None, members=grid.ranks)
+    join_generation(rank, number, groups, Plans(rank.config, grid), transports, leader=record.leader)
     if not rank.optimizer.is_gathered:  # the run was resumed from a checkpoint
         rank.optimizer.gather()
 

@@ -127,6 +127,15 @@ def test_losses_that_make_no_sense(tmp_path, lost, message):
 
 @pytest.mark.full
 @pytest.mark.slow
+def test_a_run_that_is_not_elastic_has_no_plan_after_a_loss(tmp_path):
+    done = run_script(tmp_path, "elastic.enabled=false", "--lost", "3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--lost 3: training would end there: elastic.enabled is false" in done.stderr
+    assert run_script(tmp_path, "elastic.enabled=false").returncode == 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
 def test_mistakes_are_one_message(tmp_path):
     done = run_script(tmp_path, "parallel.pp_sizes=2")
     assert done.returncode == 2
