@@ -79,6 +79,23 @@ def test_the_coordinator_moves_away_from_its_host_without_a_repeated_step(tmp_pa
 
 
 @pytest.mark.full
+def test_the_coordinator_moves_to_a_host_that_stays(tmp_path):
+    """The next one has a notice as well, and its worker has not left yet: rank 2 holds the step up."""
+    faults = [[2, "step", 8, "dawdle"]]
+    processes = start_on_hosts(tmp_path, ["a", "b", "c"], num_steps=100, notice=USR1, faults=faults, zero_stage=0)
+    wait_for(lambda: (tmp_path / "dawdling-2").exists(), "the step")
+    processes[1].send_signal(signal.SIGUSR1)
+    wait_for(lambda: events(tmp_path, "preemption"), "the notice")
+    processes[0].send_signal(signal.SIGUSR1)
+    wait_for(lambda: len(events(tmp_path, "preemption")) == 2, "the other one")
+    (tmp_path / "struck").touch()
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0] and errs == ["", "", ""]
+    assert_no_step_repeated(tmp_path, 100)
+    assert "the coordinator moves to c" in outs[0] and outs[1] == ""
+
+
+@pytest.mark.full
 def test_the_old_host_is_taken_away_and_the_new_one_too(tmp_path):
     """The coordinator that has moved can be lost as any other."""
     processes = start_on_hosts(tmp_path, ["a", "b", "c", "d", "e"], num_steps=500, notice=USR1, zero_stage=0)
@@ -120,6 +137,26 @@ def test_the_coordinator_starts_on_another_host(tmp_path):
     assert_no_step_repeated(tmp_path, 150)
     assert "the coordinator moves to c" in outs[0] and outs[1] == ""
     assert "the run goes on with its coordinator on c, from generation 0" in outs[2] and "written to" in outs[2]
+
+
+@pytest.mark.full
+def test_a_later_coordinator_stays_where_it_is(tmp_path):
+    """It went to c, from where it was driven away, and does not go back when c has joined again."""
+    options = dict(num_steps=600, coordinator_host="c", notice=USR1)
+    processes = start_on_hosts(tmp_path, ["a", "b", "c"], **options)
+    wait_for_step(tmp_path, 1)
+    wait_for(lambda: "moves to c" in (tmp_path / "metrics.jsonl").read_text(), "the move")
+    wait_for_step(tmp_path, len(metrics(tmp_path)[0]) + 5)
+    processes[2].send_signal(signal.SIGUSR1)
+    wait_for(lambda: metrics(tmp_path)[1] and metrics(tmp_path)[1][-1]["live"] == 2, "the host to leave")
+    processes.append(start(tmp_path, layout=(1, 3, 1), joins=True, host="c", **options))
+    wait_for(lambda: metrics(tmp_path)[1][-1]["live"] == 3, "the host to come back")
+    codes, outs, errs = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0, 0], errs
+    notices = [event["text"] for event in events(tmp_path, "notice")]
+    moves = [text for text in notices if "the coordinator moves" in text]
+    assert len(moves) == 2 and moves[0].endswith(" c") and not moves[1].endswith(" c")
+    assert not any("elastic.coordinator_host" in text for text in notices)  # nor does it look for it there
 
 
 @pytest.mark.full
@@ -171,6 +208,40 @@ def test_a_host_that_does_not_leave_in_time_is_an_ordinary_loss(tmp_path):
     steps, changes = metrics(tmp_path)
     assert steps == list(range(1, 101)) and [change["live"] for change in changes] == [2]
     assert "lost rank 2: host c is taken away (SIGUSR1)" in changes[0]["why"]
+
+
+@pytest.mark.full
+def test_a_run_that_saves_keeps_its_workers(tmp_path):
+    """All are on the host, so that the run ends; rank 0 takes longer over it than the host has."""
+    file = tmp_path / "notice"
+    notice = {"file": str(file), "every_s": 0.1, "deadline_s": 2.5}
+    faults = [[0, "step", 8, "dawdle"]]
+    process = start(tmp_path, num_steps=100_000, notice=notice, faults=faults, stop_s=60.0)
+    wait_for(lambda: (tmp_path / "dawdling-0").exists(), "the step")
+    file.touch()
+    wait_for(lambda: "saves and ends with exit code 7" in (tmp_path / "metrics.jsonl").read_text(), "the notice")
+    time.sleep(1.5)
+    assert all(alive(pid_of(tmp_path, rank)) for rank in range(4))
+    (tmp_path / "struck").touch()
+    assert end(process, tmp_path).code == 7
+
+
+@pytest.mark.full
+def test_nobody_comes_back_to_a_host_that_is_taken_away(tmp_path):
+    """One guardian of the host has the notice. The worker of another one is lost before it could leave."""
+    faults = [[0, "step", 8, "dawdle"]]
+    hosts = ["a", "b", "b", "c"]
+    processes = start_on_hosts(tmp_path, hosts, num_steps=400, notice=USR1, max_rejoins=3, faults=faults, zero_stage=0)
+    wait_for(lambda: (tmp_path / "dawdling-0").exists(), "the step")
+    processes[1].send_signal(signal.SIGUSR1)
+    wait_for(lambda: events(tmp_path, "preemption"), "the notice")
+    os.kill(pid_of(tmp_path, 2), signal.SIGKILL)
+    (tmp_path / "struck").touch()
+    codes, outs, _ = end_all(processes, tmp_path)
+    assert codes == [0, 0, 0, 0], outs
+    steps, changes = metrics(tmp_path)
+    assert steps == list(range(1, 401)) and changes[-1]["live"] == 2
+    assert not any(change["joined"] for change in changes)
 
 
 @pytest.mark.full

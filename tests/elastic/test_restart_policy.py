@@ -33,6 +33,7 @@ TABLE = {
     "a mistake in the input": ([end(2)], [4, 8], NO_MORE),
     "the coordinator is lost": ([end(4)], [4, 8], NO_MORE),
     "copies differ": ([end(5)], [4, 8], NO_MORE),
+    "its hosts are taken away": ([end(7)], [4, 8], NO_MORE),
     "Ctrl-C": ([end(130)], [4, 8], NO_MORE),
     "workers are lost": ([end(LOST)], [4, 8], restart(8)),
     "workers are lost before a checkpoint": ([end(LOST)], [], restart(0)),
