@@ -127,6 +127,16 @@ def test_a_new_leader_publishes_the_steps_that_the_lost_one_may_not_have(call: i
     assert {record["step"]: record["loss"] for record in published} == alone().losses
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.parametrize("joins", [(), (3,)])
+def test_a_worker_that_misses_an_entry_completes_the_step(rank: int, step: int, joins: tuple[int, ...]) -> None:
+    run = run_loop(3, misses={rank: step}, joins=joins, max_workers=4)
+    assert_as_alone(run)
+    assert {0, 1, 2} <= set(run.weights)
+    assert {record["step"] for record in run.published[0]} == {1, 2, 3, 4, 5, 6}
+
+
 def test_each_slot_has_random_numbers_of_its_own() -> None:
     draws = run_loop(1).draws
     assert len(set(draws)) == len(draws) == 20
@@ -192,6 +202,20 @@ def test_the_length_of_a_loader_is_the_steps_of_an_epoch() -> None:
 def test_a_batch_that_is_not_a_slot_is_refused(batch_size: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run_loop(1, loader_batch_size=batch_size, **PLAIN)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step", [2, 4, 5, 8])
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_plain_loop_completes_a_step_whose_entry_it_missed(rank: int, step: int, is_joined: bool) -> None:
+    """Of step 4, the last of its epoch, one that joins may only have the optimizer's step left; so it may of step 5, in
+    an epoch that it passes over first. After step 8 some are at the end of their scripts."""
+    run = run_loop(3, misses={rank: step}, joins=(step,) if is_joined else (), max_workers=4, **PLAIN)
+    assert run.abort_reason == ""
+    assert {0, 1, 2} <= set(run.weights)
+    assert (3 in run.weights) == is_joined or step == 8
+    assert all(weights.equal(run.weights[0]) for weights in run.weights.values())
+    assert len(set(run.steps.values())) == 1
 
 
 def test_a_stop_ends_plain_loops_in_all_their_epochs() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,21 +14,39 @@ from parallel3d.elastic.drop_in.elastic_loop import CURRENT, DataParallel, Sampl
 from parallel3d.elastic.drop_in.generations import LeftRun, LoopGroups
 from parallel3d.elastic.drop_in.session import LoopHooks, Session
 from parallel3d.elastic.protocol.membership import Address, GenerationRecord
+from parallel3d.errors import GenerationEnded
 from parallel3d.inprocess.scheduler import RankDied
 from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
 from parallel3d.inprocess.world import ThreadWorld, run_threads
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.group import Group
+from parallel3d.parallel.group import DoneWork, Group, SoloGroup, Work
 from tests.support.tiny_runs import make_config
 
 NUM_SAMPLES, NUM_FEATURES = 20, 6
 PART = (0, 0)
 
 
+class DeafGroup(SoloGroup):
+    """A group that can keep a result from its worker, as if the connection broke when the others had theirs."""
+
+    def __init__(self, group: Group, is_deaf: Callable[[], bool]):
+        super().__init__(name=group.name, rank=group.rank)
+        self.size = group.size
+        self._group = group
+        self._is_deaf = is_deaf
+
+    def all_reduce_async(self, tensor: Tensor) -> Work:
+        self._group.all_reduce(tensor)
+        if self._is_deaf():
+            raise GenerationEnded("a connection broke")
+        return DoneWork()
+
+
 class ThreadLoopNetwork:
-    def __init__(self, world: ThreadWorld, rank: int):
+    def __init__(self, world: ThreadWorld, rank: int, is_deaf: Callable[[], bool]):
         self._world = world
         self._rank = rank
+        self._is_deaf = is_deaf
 
     def listen(self) -> Address:
         return ("threads", 1)
@@ -39,7 +57,7 @@ class ThreadLoopNetwork:
 
     def make_groups(self, record: GenerationRecord, token: AbortToken) -> LoopGroups:
         group = self.make_host_group(f"generation{record.generation}/gradients", record.grid.ranks, token)
-        return LoopGroups(gradients=group, entries=group)
+        return LoopGroups(gradients=group, entries=DeafGroup(group, self._is_deaf))
 
 
 @dataclass(kw_only=True)
@@ -104,6 +122,8 @@ class LoopSpec:
     joins: Sequence[int] = ()
     """The steps in which new workers are ready, each one."""
     max_workers: int | None = None
+    misses: Mapping[int, int] = field(default_factory=dict)
+    """The step whose entry a worker does not get, while the others do."""
     drains: Mapping[int, int] = field(default_factory=dict)
     """The step in which a worker asks to leave."""
     stop_at: int | None = None
@@ -191,7 +211,13 @@ class LoopWorld:
             stop_requested=lambda: stop_at is not None and session.progress.samples.step >= stop_at,
             on_step=on_step,
         )
-        network = ThreadLoopNetwork(self.world, rank)
+        misses = dict(self.spec.misses)
+
+        def is_deaf() -> bool:
+            is_due = misses.get(rank) == session.progress.samples.step
+            return is_due and misses.pop(rank) > 0
+
+        network = ThreadLoopNetwork(self.world, rank, is_deaf)
         session = Session(rank=rank, membership=membership, network=network, hooks=hooks)
         return session
 

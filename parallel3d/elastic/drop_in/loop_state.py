@@ -105,4 +105,5 @@ class LoopState:
             progress = replace(self.progress, samples=samples)
         if not is_proposed:
             self.order, self.progress, self.workers = order, progress, workers
-        return hashlib.sha256(json.dumps([progress.to_json(), str(order)]).encode()).hexdigest()[:16]
+        compared = replace(progress, is_over=False)  # some may be at the end of their scripts, others in the last step
+        return hashlib.sha256(json.dumps([compared.to_json(), str(order)]).encode()).hexdigest()[:16]

@@ -73,6 +73,8 @@ class Session:
         self._slot: int | None = None
         """The slot that is being computed."""
         self.is_within_step = False
+        self._awaits_update = False
+        """This worker has joined with gradients that wait for the optimizer, and the loop has not come to them yet."""
         self._loss_sum = ExactSum()
         self._records: deque[dict[str, Any]] = deque(maxlen=NUM_KEPT_RECORDS)
         self._started_s = 0.0
@@ -132,16 +134,19 @@ class Session:
             )
         if self.state.progress is None:
             self._enter("")
+        elif self._awaits_update:
+            self._check_generation()
         else:
             self._pass_boundary()
+        self._awaits_update = False
         if not self.state.is_settled:
             self._begin_sums()
         self.is_within_step = True
         return self.progress
 
     def end_loop(self) -> None:
-        """The loop ends at this boundary; the step that has begun is not made."""
-        self.is_within_step = False
+        """The loop ends at this boundary; the step that has begun is not made, here."""
+        self.is_within_step, self._awaits_update = False, self.state.is_settled
 
     def next_slot(self) -> int | None:
         """Begins the next slot that this worker has to compute, and returns it; None if there is none."""
