@@ -46,6 +46,9 @@ class FakeReport:
         self.records: list[dict[str, Any]] = []
         self.publish = self.records.append
 
+    def recorded_preemptions(self) -> dict[str, set[int]]:
+        return {}
+
 
 class World:
     """The failover coordinator after the loss of host a, and bare connections to it."""
