@@ -65,20 +65,9 @@ def main() -> None:
 
 
 def run(script: str, arguments: list[str], faults: list[tuple[int, int]]) -> Outcome:
-    """Runs a script, and kills workers as soon as a step is done."""
-    directory = Path(tempfile.mkdtemp(prefix="drop-in-"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / script), f"--directory={directory}", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    deadline, left = time.monotonic() + RUN_S, list(faults)
-    while process.poll() is None and left and time.monotonic() < deadline:
-        if any(line.get("step", 0) >= left[0][0] and "event" not in line for line in read_lines(directory)):
-            log = (directory / "logs" / f"rank-{left.pop(0)[1]}.log").read_text()
-            os.kill(int(log.split(" is process ")[1].split()[0]), signal.SIGKILL)
-        time.sleep(0.005)
-    out, _ = process.communicate(timeout=RUN_S)
+    directory, out = run_with_faults(ROOT / "examples" / script, arguments, faults)
     found = REPORT.search(out)
-    assert process.returncode == 0 and found and not left, (process.returncode, out)
+    assert found, out
     changes = [line for line in read_lines(directory) if line.get("event") == "membership"]
     losses = [change for change in changes if not change["joined"]]
     times = ("detect_s", "agree_s", "repair_s", "regroup_s")
@@ -89,6 +78,23 @@ def run(script: str, arguments: list[str], faults: list[tuple[int, int]]) -> Out
         recovery_s=tuple(round(sum(change[name] or 0.0 for name in times), 3) for change in losses),
         num_joins=len(changes) - len(losses),
     )
+
+
+def run_with_faults(script: Path, arguments: list[str], faults: list[tuple[int, int]]) -> tuple[Path, str]:
+    """Runs a script, and kills workers as soon as a step is done; returns its directory and what it printed."""
+    directory = Path(tempfile.mkdtemp(prefix="drop-in-"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), f"--directory={directory}", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    deadline, left = time.monotonic() + RUN_S, list(faults)
+    while process.poll() is None and left and time.monotonic() < deadline:
+        if any(line.get("step", 0) >= left[0][0] and "event" not in line for line in read_lines(directory)):
+            log = (directory / "logs" / f"rank-{left.pop(0)[1]}.log").read_text()
+            os.kill(int(log.split(" is process ")[1].split()[0]), signal.SIGKILL)
+        time.sleep(0.005)
+    out, _ = process.communicate(timeout=RUN_S)
+    assert process.returncode == 0 and not left, (process.returncode, out)
+    return directory, out
 
 
 def read_lines(directory: Path) -> list[dict]:
