@@ -136,7 +136,9 @@ def measure_takeover(size: Size) -> None:
     raise_open_files()
     listener, secret = open_listener("127.0.0.1", 0), new_secret()
     hosts = tuple(sorted({guardian.host for guardian in size.guardians}))
-    report: Any = SimpleNamespace(last_step=0, last_evaluation=-1, publish=lambda record: None)
+    report: Any = SimpleNamespace(
+        last_step=0, last_evaluation=-1, publish=lambda record: None, recorded_preemptions=dict
+    )
     coordinator = FailoverCoordinator(
         listener,
         secret=secret,

@@ -84,7 +84,7 @@ def test_our_configuration_is_valid(variant: cpu.Variant, tmp_path: Path):
 
 
 def test_select():
-    assert [c.name for c in cpu.select("torch pp2,ours")][-2:] == ["ours pp2", "torch pp2"]
+    assert [c.name for c in cpu.select("torch pp2,ours")][-2:] == ["ours pp2 zb-h1", "torch pp2"]
     assert len(cpu.select(None)) == len({c.name for c in cpu.VARIANTS})
     with pytest.raises(SystemExit, match="nobody"):
         cpu.select("ours,nobody")
@@ -103,8 +103,8 @@ def test_the_table_of_speeds():
     chosen = variants(*{run.name for run in runs})
     table = cpu.speed_table(chosen, WORKLOAD, runs)
     assert row(table, "plain")[1:] == ["1,000", "3,000", "1.00", "0.50", "8.50"]
-    assert row(table, "ours single")[1:] == ["1,700", "1,700", "1.70", "0.85 (at least 0.80)", "7.00"]
-    assert row(table, "ours pp2")[4] == "0.70 (below 0.75)"  # of 2,500 x (1 - 1/5)
+    assert row(table, "ours single")[1:] == ["1,700", "1,700", "1.70", "0.85 (at least 0.85)", "7.00"]
+    assert row(table, "ours pp2")[4] == "0.70 (below 0.80)"  # of 2,500 x (1 - 1/5)
     assert "1 of 1 runs failed: Error: a \\| b" in table
     assert row(table, "torchtitan dp2 \\*")[1:4] == ["768 to 796", "", "0.77 to 0.80"]
 

@@ -324,6 +324,7 @@ def test_a_group_between_two_collectives_outlives_its_generation(tmp_path):
 
 
 def renew_too_late(group, token, folder):
+    arrive(group, folder, "connected")  # one that ends earlier closes connections that others are still making
     over = AbortToken()
     over.abort("a further loss")
     with pytest.raises(GenerationEnded, match="a further loss"):
