@@ -20,6 +20,7 @@ def c_layer_kernels() -> LayerKernels:
     return replace(
         TORCH_KERNELS,
         rms_norm=NormKernels(forward=c_norms.rms_norm, backward=c_norms.rms_norm_grads),
+        layer_norm=NormKernels(forward=c_norms.layer_norm, backward=c_norms.layer_norm_grads),
         rotary=RotaryKernels(forward=c_rotary.split_and_rotate, backward=c_rotary.packed_grads),
         attention=AttentionKernels(forward=c_attention.attention, backward=c_attention.attention_grads),
         silu_times=Activation(forward=c_activations.silu_times, backward=c_activations.silu_times_grads),

@@ -72,6 +72,12 @@ INLINE void store(void *array, int64_t i, int64_t n, int narrow, vec value) {
     else memcpy((float *)array + i, &value, n * 4);
 }
 
+INLINE vec first_lanes(vec x, int64_t n) { /* the others are 0 */
+    vec found = {0};
+    memcpy(&found, &x, n * sizeof(float));
+    return found;
+}
+
 INLINE void *row_of(const void *array, int64_t first, int narrow) {
     return (char *)array + first * (narrow ? 2 : 4);
 }

@@ -95,6 +95,82 @@ void add_blocks(float *partial, int64_t blocks, int64_t width, int64_t threads) 
     }
 }
 
+INLINE void layer_norm_row(const void *x, const void *delta, const float *weight, const float *bias, void *total, void *y,
+                           float *mean, float *scale, int64_t width, float eps, int narrow) {
+    vec sum = {0}, squares = {0};
+    EACH_LANES(width,
+        vec t = load(x, i, n, narrow);
+        if (delta) {
+            t += load(delta, i, n, narrow);
+            if (narrow) t = widened(narrowed(t));
+            store(total, i, n, narrow, t);
+        }
+        sum += t;)
+    *mean = sum_of(sum) / (float)width;
+    EACH_LANES(width,
+        vec distance = load(delta ? total : x, i, n, narrow) - *mean;
+        if (n < LANES) distance = first_lanes(distance, n);
+        squares += distance * distance;)
+    *scale = 1.0f / sqrtf(sum_of(squares) / (float)width + eps);
+    EACH_LANES(width,
+        vec normed = (load(delta ? total : x, i, n, narrow) - *mean) * *scale;
+        store(y, i, n, narrow, normed * load(weight, i, n, 0) + load(bias, i, n, 0));)
+}
+
+void layer_norm(const void *x, const void *delta, const float *weight, const float *bias, void *total, void *y,
+                float *mean, float *scale, int64_t rows, int64_t width, double eps, int64_t narrow, int64_t threads) {
+    ROWS(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t first = row * width;
+#define PASS(kind)                                                                                                    \
+    layer_norm_row(row_of(x, first, kind), delta ? row_of(delta, first, kind) : 0, weight, bias, row_of(total, first, kind), \
+                   row_of(y, first, kind), mean + row, scale + row, width, (float)eps, kind)
+        if (narrow) PASS(1);
+        else PASS(0);
+#undef PASS
+    }
+}
+
+INLINE void layer_norm_grads_row(const void *grad, const void *total, const void *residual_grad, const float *weight,
+                                 void *total_grad, float *weight_grad, float *bias_grad, float mean, float scale,
+                                 int64_t width, int narrow) {
+    vec sum = {0}, inner = {0};
+    EACH_LANES(width,
+        vec g = load(grad, i, n, narrow), product = g * ((load(total, i, n, narrow) - mean) * scale);
+        vec factor = load(weight, i, n, 0);
+        store(weight_grad, i, n, 0, load(weight_grad, i, n, 0) + product);
+        store(bias_grad, i, n, 0, load(bias_grad, i, n, 0) + g);
+        sum += g * factor;
+        inner += product * factor;)
+    float mean_grad = sum_of(sum) / (float)width, mean_product = sum_of(inner) / (float)width;
+    EACH_LANES(width,
+        vec normed = (load(total, i, n, narrow) - mean) * scale;
+        vec found = (load(grad, i, n, narrow) * load(weight, i, n, 0) - mean_grad - normed * mean_product) * scale;
+        if (residual_grad) found += load(residual_grad, i, n, narrow);
+        store(total_grad, i, n, narrow, found);)
+}
+
+/* `partial` (blocks of rows, 2, width), zero before, gets the gradients of weight and bias by blocks. */
+void layer_norm_grads(const void *grad, const void *total, const void *residual_grad, const float *weight,
+                      const float *mean, const float *scale, void *total_grad, float *partial, int64_t rows,
+                      int64_t width, int64_t narrow, int64_t threads) {
+    ROWS(threads)
+    for (int64_t block = 0; block < (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; block++) {
+        int64_t end = (block + 1) * BLOCK_ROWS < rows ? (block + 1) * BLOCK_ROWS : rows;
+        float *own = partial + 2 * block * width;
+        for (int64_t row = block * BLOCK_ROWS; row < end; row++) {
+            int64_t first = row * width;
+#define PASS(kind)                                                                                              \
+    layer_norm_grads_row(row_of(grad, first, kind), row_of(total, first, kind),                                 \
+                         residual_grad ? row_of(residual_grad, first, kind) : 0, weight, row_of(total_grad, first, kind), \
+                         own, own + width, mean[row], scale[row], width, kind)
+            if (narrow) PASS(1);
+            else PASS(0);
+#undef PASS
+        }
+    }
+}
+
 /* --- activations --- */
 
 INLINE void silu_times_row(const void *gate_up, void *result, int64_t width, int narrow) {

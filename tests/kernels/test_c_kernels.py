@@ -34,23 +34,28 @@ def draw(*shape, dtype, seed=1, scale=1.0):
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("num_rows, width", [(3, 64), (70, 257), (0, 48)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm(dtype, num_rows, width, has_delta):
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_norms(name, dtype, num_rows, width, has_delta):
+    """LayerNorm of numbers around 3: it takes the mean away before it squares."""
+    norm, exact_norm = getattr(OURS, name), getattr(EXACT, name)
     x, delta, grad, residual_grad = (draw(num_rows, width, dtype=dtype, seed=seed) for seed in range(4))
-    parameters = (draw(width, dtype=dtype, seed=4),)
+    parameters = tuple(draw(width, dtype=dtype, seed=seed) for seed in (4, 5)[: 1 + (name == "layer_norm")])
+    x = x + 3 if name == "layer_norm" else x
     delta, residual_grad = (delta, residual_grad) if has_delta else (None, None)
-    total, y, statistics = OURS.rms_norm.forward(x, delta, parameters, 1e-5, FP32)
+    total, y, statistics = norm.forward(x, delta, parameters, 1e-5, FP32)
     assert total is x if delta is None else torch.equal(total, x + delta)
-    found = OURS.rms_norm.backward(grad, total, statistics, parameters, residual_grad)
-    assert y.shape == found.total.shape == x.shape
+    found = norm.backward(grad, total, statistics, parameters, residual_grad)
+    assert y.shape == found.total.shape == x.shape and len(found.parameters) == len(parameters)
     if num_rows == 0:
-        assert not found.parameters[0].any()
+        assert not any(each.any() for each in found.parameters)
         return
     wide, extra = doubles(*parameters), residual_grad.double() if has_delta else None
-    _, expected, exact_statistics = EXACT.rms_norm.forward(total.double(), None, wide, 1e-5, FP64)
+    _, expected, exact_statistics = exact_norm.forward(total.double(), None, wide, 1e-5, FP64)
     assert_near(y, expected, terms=8)
-    exact = EXACT.rms_norm.backward(grad.double(), total.double(), exact_statistics, wide, extra)
+    exact = exact_norm.backward(grad.double(), total.double(), exact_statistics, wide, extra)
     assert_near(found.total, exact.total, terms=8)
-    assert_near(found.parameters[0], exact.parameters[0], terms=num_rows)
+    for ours, theirs in zip(found.parameters, exact.parameters):
+        assert_near(ours, theirs, terms=num_rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -154,11 +159,14 @@ def everything(dtype):
     weight = (draw(96, dtype=dtype, seed=4),)
     total, y, statistics = OURS.rms_norm.forward(x, delta, weight, 1e-5, FP32)
     grads = OURS.rms_norm.backward(grad, total, statistics, weight, delta)
+    layer = OURS.layer_norm.forward(x, delta, 2 * weight, 1e-5, FP32)
+    layer_grads = OURS.layer_norm.backward(grad, layer.total, layer.statistics, 2 * weight, delta)
     swiglu = OURS.silu_times.backward(grad[:, :48], x, None)
     gelu = OURS.gelu["tanh"].backward(grad, x, None)
     logits = x.clone()
     losses = OURS.cross_entropy(logits, torch.arange(70), SoloGroup(), 1.0, FP32)
     norms = [total, y, *statistics, grads.total, *grads.parameters]
+    norms += [layer.y, *layer.statistics, layer_grads.total, *layer_grads.parameters]
     return [*norms, *swiglu, OURS.silu_times.forward(x), *gelu, OURS.gelu["tanh"].forward(x), losses, logits]
 
 

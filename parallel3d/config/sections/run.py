@@ -73,7 +73,7 @@ class RunConfig(Section):
     kernels: Literal["auto", "torch", "triton", "c"] = "auto"
     """Form of all computations but matrix products and attention. torch: operators of torch, the definition. triton:
     fused kernels for GPUs; the update, its rounding and dropout give the same bits as torch, the others are as exact.
-    c: loops in C for CPUs, compiled when first used, for RMSNorm, rotary positions, SwiGLU, the cross-entropy and
+    c: loops in C for CPUs, compiled when first used, for both norms, rotary positions, SwiGLU, the cross-entropy and
     attention by blocks, in bf16 and fp32; as exact as torch. auto: triton on a GPU where it is installed; on CPUs c if
     the first rank's machine has a C compiler (all must have one then), recorded and kept as with cpu_gemm; torch
     otherwise, with precision.sums exact and with run.compile elementwise."""
