@@ -16,6 +16,7 @@ setup(
         "safetensors",
         "sentencepiece",
         "pyarrow",
+        "zstandard",
         "pydantic>=2",
         "tqdm",
         "matplotlib",

@@ -32,7 +32,8 @@ from parallel3d.data.formats import DocumentSet, build_formats
 from parallel3d.data.sources import SourceFile, find_files
 from parallel3d.data.text_corpus import build_text_corpus
 from parallel3d.data.token_corpus import build_token_corpus
-from parallel3d.data.token_file import PackedDocuments, open_token_file
+from parallel3d.data.token_file import PackedDocuments
+from parallel3d.data.token_formats import open_tokens
 from parallel3d.data.tokenizer import MODEL_FILE, Tokenizer, build_tokenizer
 from parallel3d.parallel.abort import AbortToken
 
@@ -110,7 +111,7 @@ def load_corpus(folder: Path) -> Corpus:
     document_index = load_split(folder)
     documents: dict[str, TokenDocuments]
     if "eos_id" in facts:
-        opened, eos_id = [open_token_file(file.path) for file in files], facts.pop("eos_id")
+        opened, eos_id = [open_tokens(file.path) for file in files], facts.pop("eos_id")
         documents = {
             name: PackedDocuments(files=opened, document_index=rows, eos_id=eos_id)
             for name, rows in document_index.items()

@@ -13,12 +13,13 @@ from typing import Any
 
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.sources import SourceFile
+from parallel3d.data.token_formats import index_of
 from parallel3d.errors import DataError
 
 FORMAT_VERSION = 2
 MIN_DOCUMENT_CHARS, MAX_DOCUMENT_CHARS = 256, 65_536
 DOCUMENTS_PER_LANE = 8
-LIBRARIES = ("sentencepiece", "pyarrow")
+LIBRARIES = ("sentencepiece", "pyarrow", "zstandard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class CorpusSpec:
             "tokenizer": [self.tokenizer.model_dump(), path and _stat(Path(path).expanduser())],
             "versions": [sys.version, *map(_version, LIBRARIES)],
         }
+        if indexes := [_stat(index) for file in self.files if (index := index_of(file.path))]:
+            parts["indexes"] = indexes
         if not self.needs_eos:
             parts["needs_eos"] = False
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol, cast
 
 import numpy as np
 
@@ -56,7 +56,9 @@ class PlainText:
     document_chars: int
 
     def scan(self, path: Path) -> Iterator[tuple[int, int]]:
-        return cut_at_line_ends(_line_sizes(path), self.document_chars)
+        with path.open("rb") as file:
+            sizes = ((len(line), num_chars) for line, num_chars in lines_of_text(file, path))
+            yield from cut_at_line_ends(sizes, self.document_chars)
 
     def read(self, path: Path, offset: int, num_bytes: int) -> str:
         return _decode(_read_bytes(path, offset, num_bytes), path, offset)
@@ -83,23 +85,31 @@ class JsonLines:
 
     def scan(self, path: Path) -> Iterator[tuple[int, int]]:
         with path.open("rb") as file:
-            offset = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
-            file.seek(offset)
-            for number in count(1):
-                line = file.readline(MAX_RECORD_BYTES + 1)
-                if len(line) > MAX_RECORD_BYTES:
-                    most = f"{MAX_RECORD_BYTES // 2**20} MiB"
-                    raise DataError(f"{path}:{number}: a line of more than {most}: put one document on each line")
-                if not line:
-                    return
-                if not line.isspace() and self._text(line, f"{path}:{number}"):
+            for number, offset, line in self.lines(file, path):
+                if self.text_of(line, f"{path}:{number}"):
                     yield offset, len(line)
-                offset += len(line)
 
     def read(self, path: Path, offset: int, num_bytes: int) -> str:
-        return self._text(_read_bytes(path, offset, num_bytes), f"{path} at byte {offset}")
+        return self.text_of(_read_bytes(path, offset, num_bytes), f"{path} at byte {offset}")
 
-    def _text(self, line: bytes, where: str) -> str:
+    def lines(self, file: BinaryIO, path: Path) -> Iterator[tuple[int, int, bytes]]:
+        """Yields (number from 1 on, offset, bytes) of each line that is not blank."""
+        offset, first = 0, file.readline(MAX_RECORD_BYTES + 1)
+        if first.startswith(BYTE_ORDER_MARK):
+            offset, first = len(BYTE_ORDER_MARK), first.removeprefix(BYTE_ORDER_MARK)
+        for number in count(1):
+            line = first if number == 1 else file.readline(MAX_RECORD_BYTES + 1)
+            if len(line) > MAX_RECORD_BYTES:
+                most = f"{MAX_RECORD_BYTES // 2**20} MiB"
+                raise DataError(f"{path}:{number}: a line of more than {most}: put one document on each line")
+            if not line:
+                return
+            if not line.isspace():
+                yield number, offset, line
+            offset += len(line)
+
+    def text_of(self, line: bytes, where: str) -> str:
+        """The text of the object in a line."""
         try:
             record = json.loads(line.decode())
         except UnicodeError as error:
@@ -108,8 +118,13 @@ class JsonLines:
             raise DataError(f"{where}: not valid JSON ({error})") from error
         except RecursionError as error:
             raise DataError(f"{where}: JSON that is nested too deeply") from error
+        return self.text_in(record, where, may_have_surrogates=b"\\u" in line)
+
+    def text_in(self, record: object, where: str, *, may_have_surrogates: bool = True) -> str:
+        """The text of a parsed object; only an escape can make a lone surrogate, which is legal JSON but not text."""
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a line must be a JSON object, and this one is of type {type(record).__name__}")
+            kind = type(record).__name__
+            raise DataError(f"{where}: a document must be a JSON object, and this one is of type {kind}")
         if self.text_column not in record:
             names = shorten(", ".join(map(repr, record)))
             raise DataError(f"{where}: no field {self.text_column!r}; it has {names}. Set data.text_column to its text")
@@ -121,7 +136,7 @@ class JsonLines:
             raise DataError(
                 f"{where}: field {self.text_column!r} is of type {kind}, not text. Set data.text_column to its text"
             )
-        if b"\\u" in line:  # only an escape can make a lone surrogate, which is legal JSON but not text
+        if may_have_surrogates:
             try:
                 text.encode()
             except UnicodeError as error:
@@ -197,15 +212,14 @@ class DocumentSet:
         return self.formats[file.format].read(file.path, offset, num_bytes)
 
 
-def _line_sizes(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields (bytes, characters) of each line; a very long one comes in pieces."""
+def lines_of_text(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yields (bytes, number of characters) of each line; a very long one comes in pieces."""
     offset = 0
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            if len(line) == MAX_LINE_BYTES:
-                line += _rest_of_character(file)
-            yield len(line), len(_decode(line, path, offset))
-            offset += len(line)
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            line += _rest_of_character(cast(BufferedReader, file))
+        yield line, len(_decode(line, path, offset))
+        offset += len(line)
 
 
 def _rest_of_character(file: BufferedReader) -> bytes:

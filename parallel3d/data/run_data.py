@@ -25,7 +25,8 @@ from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
 from parallel3d.data.reader_process import ReaderProcess
 from parallel3d.data.sources import find_files
-from parallel3d.data.token_file import TokenFile, open_token_file
+from parallel3d.data.token_file import TokenFile
+from parallel3d.data.token_formats import open_tokens
 from parallel3d.data.token_slice import TokenSlice, TokenSliceReader, plan_slice
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
@@ -204,9 +205,9 @@ def _slice(config: Config) -> tuple[TokenFile, TokenSlice]:
         names = ", ".join(file.path.name for file in files[:3])
         raise DataError(
             f"data.slice needs one file of tokens, and data.sources has {len(files)} files ({names} ...): name a folder"
-            " that launch/prepare.py has made, or one .safetensors file"
+            " that launch/prepare.py has made, or one file of tokens"
         )
-    opened = open_token_file(files[0].path)
+    opened = open_tokens(files[0].path)
     return opened, plan_slice(
         opened.num_tokens,
         start_token=part.start_token,

@@ -14,19 +14,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel3d.data.token_formats import TOKEN_SUFFIXES, index_of
 from parallel3d.errors import DataError
 
 FORMAT_BY_SUFFIX = {
     ".txt": "text",
     ".jsonl": "jsonl",
+    ".json": "json",
     ".arrow": "arrow",
     ".parquet": "parquet",
-    ".safetensors": "tokens",
+    **dict.fromkeys(TOKEN_SUFFIXES, "tokens"),
 }
-"""The suffixes that a folder is searched for, and the format of each."""
+"""The format of each suffix; any other is plain text."""
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSIBLE = (".txt", ".jsonl", ".json")
+FOLDER_SUFFIXES = (
+    *(".txt", ".jsonl", ".arrow", ".parquet", ".safetensors"),
+    *(suffix + compression for suffix in COMPRESSIBLE for compression in COMPRESSIONS),
+)
+"""What a folder is searched for, and .bin files with an index. Others must be named: folders have a config.json, a
+pytorch_model.bin."""
 TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
 """The files of a prepared folder. All of a file of tokens with the second name is for evaluation."""
-COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz")
+OTHER_COMPRESSIONS = (".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
 # Parts of the standard library that are not read: installed packages, tests, character sets, two large programs,
 # and the source of the help topics, which are read as text.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
@@ -60,9 +70,10 @@ def _files_of(source: str) -> list[SourceFile]:
     if path.is_file():
         found = [path]
     elif path.is_dir():
-        found = _sorted_below(path, [file for suffix in FORMAT_BY_SUFFIX for file in path.rglob(f"*{suffix}")])
+        found = [file for suffix in FOLDER_SUFFIXES for file in path.rglob(f"*{suffix}")]
+        found = _sorted_below(path, [*found, *(file for file in path.rglob("*.bin") if index_of(file))])
         if not found:
-            suffixes = ", ".join(FORMAT_BY_SUFFIX)
+            suffixes = ", ".join(FOLDER_SUFFIXES)
             raise DataError(f"data.sources: the folder {source} has no readable file ({suffixes})")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -70,13 +81,20 @@ def _files_of(source: str) -> list[SourceFile]:
             exists = path.exists() or glob.glob(str(path), recursive=True)
             problem = "is neither a regular file nor a folder" if exists else "doesn't exist, and no file matches it"
             raise DataError(f"data.sources: {source!r} {problem}")
-    return [SourceFile(path=file.resolve(), format=_format_of(file.name, file.suffix)) for file in found]
+    return [SourceFile(path=file.resolve(), format=_format_of(file)) for file in found]
 
 
-def _format_of(name: str, suffix: str) -> str:
-    if suffix in COMPRESSED_SUFFIXES:
-        raise DataError(f"data.sources: {name} is compressed: decompress it first")
-    return "tokens for validation" if name == VALIDATION_TOKENS else FORMAT_BY_SUFFIX.get(suffix, "text")
+def _format_of(file: Path) -> str:
+    """A compressed file has the format of its text."""
+    if file.suffix in OTHER_COMPRESSIONS:
+        readable = ", ".join(COMPRESSIONS)
+        raise DataError(f"data.sources: {file.name} is packed, and only {readable} are read: unpack it first")
+    if file.suffix in COMPRESSIONS:
+        found = FORMAT_BY_SUFFIX.get(Path(file.stem).suffix, "text")
+        if found not in ("text", "jsonl", "json"):
+            raise DataError(f"data.sources: {file.name}: compressed {found} is not read: decompress it first")
+        return found
+    return "tokens for validation" if file.name == VALIDATION_TOKENS else FORMAT_BY_SUFFIX.get(file.suffix, "text")
 
 
 def _built_in_files() -> list[SourceFile]:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from parallel3d.data.columns import extract_text, is_readable_in_place
+from parallel3d.data.compressed import extract_documents
 from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
 from parallel3d.data.document_index import SPLITS, blocks, load_split, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.formats import DocumentSet, build_formats
-from parallel3d.data.sources import SourceFile
+from parallel3d.data.sources import COMPRESSIONS, SourceFile
 from parallel3d.data.tokenizer import MODEL_FILE, SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
@@ -83,7 +84,8 @@ class _DocumentScan:
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
         """The file from which documents are read later."""
         column = self.spec.text_column
-        if file.format == "parquet" or (file.format == "arrow" and not is_readable_in_place(file.path, column)):
+        is_packed_arrow = file.format == "arrow" and not is_readable_in_place(file.path, column)
+        if file.format in ("parquet", "json") or is_packed_arrow or file.path.suffix in COMPRESSIONS:
             return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
         return file
 
@@ -96,7 +98,12 @@ class _DocumentScan:
                 raise DataError(f"{file.path}: can't be read ({error.strerror})") from error
             return
         with file.path.open("wb") as target:
-            yield from extract_text(source.path, source.format, column, target)
+            if source.format in ("arrow", "parquet"):
+                yield from extract_text(source.path, source.format, column, target)
+            else:
+                yield from extract_documents(
+                    source.path, source.format, text_column=column, document_chars=chars, target=target
+                )
 
 
 def training_chunks(documents: DocumentSet) -> Iterator[str]:

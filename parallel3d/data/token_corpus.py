@@ -12,7 +12,8 @@ from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
 from parallel3d.data.document_index import SPLITS, load_split, write_document_index, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.text_corpus import entropy
-from parallel3d.data.token_file import TokenFile, open_token_file, scan_tokens
+from parallel3d.data.token_file import TokenFile, scan_tokens
+from parallel3d.data.token_formats import open_tokens
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from parallel3d.errors import DataError, shorten
 from parallel3d.parallel.abort import AbortToken
@@ -23,7 +24,7 @@ NO_EOS = -1
 
 def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dict[str, Any]:
     """Fills `folder` with the index of the documents, and returns the contents of corpus.json."""
-    files = [open_token_file(file.path) for file in spec.files]
+    files = [open_tokens(file.path) for file in spec.files]
     kind, model = _tokenizer(spec, files)
     eos_id = _eos_id(spec, files, kind, model)
     assert spec.tokenizer.vocab_size is not None, "the configuration is resolved"

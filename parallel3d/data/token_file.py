@@ -40,6 +40,8 @@ class TokenFile:
     """Bytes before the first token."""
     num_tokens: int
     metadata: Mapping[str, str]
+    bounds: np.ndarray | None = None
+    """First token of each document, and the end of the last, int64 (documents + 1,). None: each ends with EOS."""
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns `count` token ids from index `start` on, int32 (count,)."""
@@ -116,21 +118,36 @@ def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray, *, needs_eos: 
     opened = 0
     for start in range(0, file.num_tokens, WINDOW_TOKENS):
         ids = file.window(start, min(WINDOW_TOKENS, file.num_tokens - start))
-        if ids.max() >= len(counts):
-            at = int(np.argmax(ids >= len(counts)))
+        is_outside = (ids >= len(counts)) | (ids < 0)
+        if is_outside.any():
+            at = int(np.argmax(is_outside))
             raise DataError(
                 f"{file.path}: token {start + at} is {ids[at]}, outside the vocabulary of {len(counts):,}: "
                 "raise model.vocab_size, or data.tokenizer.vocab_size"
             )
         counts += np.bincount(ids, minlength=len(counts))
+        if file.bounds is not None:
+            continue
         ends = start + np.flatnonzero(ids == eos_id)
         starts = np.append(opened, ends + 1)
         yield np.stack([starts[:-1], ends - starts[:-1]], axis=1)
         opened = int(starts[-1])
+    if file.bounds is not None:
+        yield from _between_bounds(file, file.bounds, eos_id)
+        return
     if opened == 0 and file.num_tokens and needs_eos:
         raise DataError(f"{file.path}: no token is {eos_id}, which ends each document: check data.tokenizer.eos_id")
     if opened < file.num_tokens:
         yield np.array([[opened, file.num_tokens - opened]])
+
+
+def _between_bounds(file: TokenFile, bounds: np.ndarray, eos_id: int) -> Iterator[np.ndarray]:
+    """The rows of `scan_tokens` for documents whose places are known, each with or without an EOS."""
+    ids = file.window(0, file.num_tokens)
+    for first in range(0, len(bounds) - 1, WINDOW_TOKENS):
+        starts, ends = bounds[:-1][first : first + WINDOW_TOKENS], bounds[1:][first : first + WINDOW_TOKENS]
+        has_eos = (ends > starts) & (ids[ends - 1] == eos_id) if file.num_tokens else np.zeros(len(starts), bool)
+        yield np.stack([starts, ends - starts - has_eos], axis=1)
 
 
 class TokenWriter:

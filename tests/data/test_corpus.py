@@ -136,7 +136,7 @@ def test_an_unreadable_source_is_reported(source, tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(formats, "_line_sizes", broken)
+    monkeypatch.setattr(formats, "lines_of_text", broken)
     with pytest.raises(DataError, match=r"words\.txt: can't be read \(Input/output error\)"):
         open_words(source, tmp_path / "cache")
 

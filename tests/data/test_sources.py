@@ -82,7 +82,8 @@ def test_a_line_that_is_very_long_is_cut_between_characters(tmp_path_factory, te
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_LINE_BYTES", limit)
-        pieces = list(module._line_sizes(path))
+        with path.open("rb") as file:
+            pieces = [(len(line), num_chars) for line, num_chars in module.lines_of_text(file, path)]
         found = list(PlainText(document_chars=document_chars).scan(path))
     assert sum(size for size, _ in pieces) == len(text.encode()) and sum(chars for _, chars in pieces) == len(text)
     assert all(size <= limit + 3 for size, _ in pieces)
@@ -127,7 +128,7 @@ def test_a_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
         (b'{"text": ', "not valid JSON"),
         (b'{"body": "x"}', "no field 'text'; it has 'body'"),
         (b'{"text": 3}', "field 'text' is of type int, not text"),
-        (b"[1]", "a line must be a JSON object"),
+        (b"[1]", "a document must be a JSON object"),
         (b"[" * 100_000, "JSON that is nested too deeply"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
         (b'{"text": "\\ud800"}', "not valid UTF-8"),
@@ -162,8 +163,28 @@ def test_missing_empty_and_repeated_sources_are_refused(tmp_path):
 
 
 def test_a_packed_file_is_not_taken_for_text(tmp_path):
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz is compressed: decompress it first"):
-        find_files([str(write(tmp_path / "a.jsonl.gz", "x"))])
+    with pytest.raises(DataError, match=r"a\.zip is packed, and only \.gz, \.bz2, \.xz, \.zst are read"):
+        find_files([str(write(tmp_path / "a.zip", "x"))])
+    with pytest.raises(DataError, match=r"a\.parquet\.gz: compressed parquet is not read"):
+        find_files([str(write(tmp_path / "a.parquet.gz", "x"))])
+
+
+def test_a_folders_other_files_are_not_taken_for_text_or_tokens(tmp_path):
+    """But a dataset of Megatron-LM, which an index marks, and compressed text are."""
+    for name in ("config.json", "pytorch_model.bin", "weights.npy", "b.idx", "b.bin", "a.safetensors"):
+        write(tmp_path / name, "")
+    assert [(file.path.name, file.format) for file in find_files([str(tmp_path)])] == [
+        ("a.safetensors", "tokens"),
+        ("b.bin", "tokens"),
+    ]
+    for name in ("c.txt.zst", "d.json.gz", "e.json"):
+        write(tmp_path / "text" / name, "")
+    found = find_files([str(tmp_path / "text"), str(tmp_path / "*.json")])
+    assert [(file.path.name, file.format) for file in found] == [
+        ("c.txt.zst", "text"),
+        ("d.json.gz", "json"),
+        ("config.json", "json"),
+    ]
 
 
 def test_tokens_and_text_do_not_mix(tmp_path):

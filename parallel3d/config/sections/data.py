@@ -58,8 +58,9 @@ class DataConfig(Section):
     """The text to train on."""
 
     sources: list[str] = []
-    """Files, folders or globs of text (.txt, .jsonl, .arrow, .parquet; other files are read as plain text) or tokens
-    (.safetensors, as launch/prepare.py writes them). Empty: the built-in corpus, Python's own standard library."""
+    """Files, folders or globs of text (.txt, .jsonl, .json, .arrow, .parquet; the first three also as .gz, .bz2, .xz
+    and .zst; other files are read as plain text) or of tokens (.safetensors, as launch/prepare.py writes them; .npy;
+    .bin of Megatron-LM, nanoGPT and llm.c; .u16, .u32). Empty: the built-in corpus, Python's own standard library."""
     blend: BlendConfig | None = None
     """Several sources with weights, instead of `sources`. Null: all text of `sources`, shuffled."""
     slice: SliceConfig | None = None
