@@ -3,9 +3,9 @@
 A step here is the compute of one training step of this process: each product of the model forward, for its input's and
 its weight's gradient, as often as a step needs it, at the shapes of one micro-batch, plus attention forward and
 backward. Each kernel is run in every available way (torch.mm, parallel3d's matmul; the head's product also some tokens
-at a time; attention as torch's SDPA and as products over blocks of queries), and the fastest counts. So no training
-code on these kernels can be faster. With tp_size 2 the shapes are those of a tensor-parallel half. Two processes run
-the same kernel at the same time.
+at a time; weight gradients in bf16 by AMX's tiles, straight into fp32; attention as torch's SDPA and as products over
+blocks of queries), and the fastest counts. So no training code on these kernels can be faster. With tp_size 2 the
+shapes are those of a tensor-parallel half. Two processes run the same kernel at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
-from parallel3d.kernels.c_loops import has_c_loops
+from parallel3d.kernels.c_loops import has_c_loops, has_tiles
+from parallel3d.kernels.c_weight_grad import add_weight_grad
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.block_attention import attend_in_blocks
 from parallel3d.layers.gemm import matmul
@@ -106,6 +107,9 @@ def product_kernels(
         ways: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b), "ours": partial(matmul, a, b)}
         if count == 1:  # the head
             ways["ours, cut"] = partial(cut_matmul, a, b, tokens)
+        if direction == "weight gradient" and dtype is torch.bfloat16 and has_tiles():
+            total = torch.zeros(num_out, num_in)
+            ways["by tiles"] = partial(add_weight_grad, total, grad, x, overwrite=True)
         yield Kernel(name=f"{name} {direction}", count=count, flops=2.0 * tokens * num_in * num_out, ways=ways)
 
 
