@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.peers.training import parse_arguments
 from benchmarks.peers.workload import Workload
-from parallel3d.kernels.c_loops import has_c_loops, has_tiles
+from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.c_weight_grad import add_weight_grad
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.block_attention import attend_in_blocks
@@ -107,9 +107,9 @@ def product_kernels(
         ways: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b), "ours": partial(matmul, a, b)}
         if count == 1:  # the head
             ways["ours, cut"] = partial(cut_matmul, a, b, tokens)
-        if direction == "weight gradient" and dtype is torch.bfloat16 and has_tiles():
-            total = torch.zeros(num_out, num_in)
-            ways["by tiles"] = partial(add_weight_grad, total, grad, x, overwrite=True)
+        by_tiles = partial(add_weight_grad, torch.zeros(num_out, num_in), grad, x, overwrite=True)
+        if direction == "weight gradient" and by_tiles():  # if sizes, format and machine fit
+            ways["by tiles"] = by_tiles
         yield Kernel(name=f"{name} {direction}", count=count, flops=2.0 * tokens * num_in * num_out, ways=ways)
 
 
