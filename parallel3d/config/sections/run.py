@@ -81,8 +81,8 @@ class RunConfig(Section):
     """Library for the fp32 products of a run on CPUs. auto: the first rank times both at the run's shapes when the run
     starts (up to 0.3 s for a small model), and all ranks use the faster one for each; environment.json and checkpoints
     record the choices, and a run that resumes keeps them. With precision.sums exact auto means onednn, so that a
-    measurement decides no bit. In bf16, where the first rank has AMX, it times whether weight gradients copy a
-    factor."""
+    measurement decides no bit. In bf16, where the first rank has AMX, it times oneDNN against a loop of our own
+    ("tiles") for weight gradients; a host without AMX takes oneDNN in its place."""
     cpu_attention: Literal["auto", "sdpa", "blocks"] = "auto"
     """Attention of a run on CPUs. sdpa: torch's own kernel. blocks: matrix products over blocks of queries, as exact;
     not for documents kept apart or for a sliding window, which take sdpa. auto: the faster one at the run's shape,
