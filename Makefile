@@ -38,7 +38,7 @@ signal-matrix: $(VENV)/.ok  # some hours on two cores; goes on where it was stop
 	mkdir -p runs
 	$(VENV)/bin/python -m tests.support.signal_matrix runs/signal-matrix >> runs/signal-matrix.log
 
-$(VENV)/.ok: setup.py constraints.txt
+$(VENV)/.ok: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@

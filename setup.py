@@ -1,43 +1,21 @@
-"""Package metadata. Install with `pip install -c constraints.txt -e '.[test]'`."""
+"""Builds the package: what pyproject.toml describes, with the shipped configurations as parallel3d/configs."""
 
-from setuptools import find_packages, setup
+import shutil
+from pathlib import Path
 
-setup(
-    name="parallel3d",
-    version="0.1.0",
-    description="Pre-training of language models in three dimensions that survives its failures",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["parallel3d", "parallel3d.*", "models", "models.*"]),
-    package_data={"": ["*.c", "*.h"]},
-    install_requires=[
-        "torch>=2.11",
-        "numpy",
-        "safetensors",
-        "sentencepiece",
-        "pyarrow",
-        "zstandard",
-        "pydantic>=2",
-        "tqdm",
-        "matplotlib",
-    ],
-    extras_require={
-        "test": [
-            "pytest",
-            "pytest-xdist",
-            "hypothesis",
-            "ruff",
-            "mypy",
-            "transformers",
-            "deepspeed",
-            "tensorboardX",
-            "scipy",
-            "triton",
-        ],
-        "triton": ["triton"],
-        "tensorboard": ["tensorboardX"],
-        "deepspeed": ["deepspeed"],
-        "experiments": ["scikit-learn"],
-        "peers": ["transformers", "deepspeed"],
-    },
-)
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithConfigs(build_py):
+    """`build_py` that copies configs/ into the package, except into an editable one, which is the checkout itself."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(
+                Path(__file__).parent / "configs", Path(self.build_lib) / "parallel3d" / "configs", dirs_exist_ok=True
+            )
+
+
+setup(cmdclass={"build_py": BuildWithConfigs})

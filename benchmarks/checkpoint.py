@@ -41,7 +41,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.make import make_stage
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
@@ -51,6 +50,7 @@ from parallel3d.config.load import resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.models.make import make_stage
 from parallel3d.parallel.background import BackgroundExecutor
 from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.trainer.build import RunLanes, prepare_rank

@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.device.workloads import WORKLOADS, load_workload
-from models.make import make_stage
 from parallel3d.errors import UserError
+from parallel3d.models.make import make_stage
 from parallel3d.rehearsal.config_estimate import describe_on_devices
 from parallel3d.rehearsal.device_rows import find_rows
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal

@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.make import make_decoder
 from parallel3d.config.load import load_config
 from parallel3d.config.schema import Config
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.optim.bucket_plan import BucketPlan, plan_buckets
 from parallel3d.parallel.group import AbsentGroup
 from parallel3d.parallel.sharding import ParamSharding

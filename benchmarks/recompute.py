@@ -19,8 +19,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.decoder import DecoderStage
-from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.live_bytes import LiveBytes
 from parallel3d.kernels.layer_kernels import layer_kernels
@@ -28,6 +26,8 @@ from parallel3d.layers.gradient_sink import GradientSink
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.decoder import DecoderStage
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 from parallel3d.recompute import Recompute

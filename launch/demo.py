@@ -1,70 +1,11 @@
-"""The demo: `make demo` trains undisturbed, then again while workers are killed, and compares the losses.
+"""`parallel3d demo` as a script: see parallel3d/commands/demo.py."""
 
-Both are real runs of configs/demo.json: the first without its injected faults, the second with them.
-"""
-
-from __future__ import annotations
-
-import argparse
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel3d.monitor.run_folder import METRICS, read_metrics
-
-CONFIG = ROOT / "configs" / "demo.json"
-FOLDER = ROOT / "runs" / "demo"
-NUM_ROWS = 8
-
-
-def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(description="Train undisturbed, then while workers are killed, and compare.").parse_args(
-        arguments
-    )
-    for title, folder, overrides in (
-        ("First, undisturbed.", FOLDER / "undisturbed", ["elastic.faults=[]", "run.show_routes=false"]),
-        (
-            "Now again, while workers are killed, and come back: one in step 50, the leader in step 90.",
-            FOLDER / "killed",
-            [],
-        ),
-    ):
-        print(f"\n{title}\n", flush=True)
-        command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(CONFIG)]
-        exit_code = subprocess.run([*command, f"run.directory={folder}", *overrides], check=False).returncode
-        if exit_code:
-            return exit_code
-    print(compare(FOLDER / "undisturbed", FOLDER / "killed"))
-    return 0
-
-
-def compare(undisturbed: Path, killed: Path) -> str:
-    """Returns a table of the losses of two runs, and their largest difference."""
-    ours, theirs = losses(killed), losses(undisturbed)
-    every = max(1, len(theirs) // NUM_ROWS)
-    rows = [f"  {step:>4}   {theirs[step]:>11.6f}   {ours[step]:>11.6f}" for step in sorted(theirs)[every - 1 :: every]]
-    farthest = max(abs(ours[step] - theirs[step]) for step in theirs)
-    chart = killed / "loss.png"
-    return "\n".join(
-        [
-            "\n  step   undisturbed   with losses",
-            *rows,
-            f"\n{len(ours)} of {len(theirs)} steps, none skipped, none repeated; the losses differ by at most"
-            f" {farthest:.1e}",
-            "(fewer workers sum in a different order: precision.sums=exact makes the losses bitwise equal)",
-            f"chart: {chart}",
-        ]
-    )
-
-
-def losses(folder: Path) -> dict[int, float]:
-    lines = [line for line in read_metrics(folder / METRICS) if "event" not in line]
-    assert len({line["step"] for line in lines}) == len(lines), f"{folder}: a step is recorded twice"
-    return {int(line["step"]): float(line["loss"]) for line in lines}
-
+from parallel3d.commands.demo import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

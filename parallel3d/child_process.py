@@ -1,4 +1,4 @@
-"""Runs a script as a child process and forwards stop signals to it."""
+"""Runs a command of the project as a child process and forwards stop signals to it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from types import FrameType
 from typing import IO
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MAIN = Path(__file__).resolve().parent / "__main__.py"
 
 
-def run_script(script: Path, arguments: Sequence[str], output: IO[bytes] | None = None) -> int:
-    """Runs a Python script, with its output on this process's or in a file; returns its exit code.
+def command_line(name: str, *arguments: str) -> list[str]:
+    """What starts `parallel3d NAME ARGUMENTS` from any folder, installed or not."""
+    return [sys.executable, str(MAIN), name, *arguments]
+
+
+def run_command(name: str, arguments: Sequence[str], output: IO[bytes] | None = None) -> int:
+    """Runs `parallel3d NAME ARGUMENTS`, with its output on this process's or in a file; returns its exit code.
 
     The code is 128 + n if signal n has ended it, or was forwarded to it.
     """
-    command = [sys.executable, str(script), *arguments]
+    command = command_line(name, *arguments)
     received: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 

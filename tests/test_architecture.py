@@ -14,7 +14,7 @@ from tests.support.architecture import CHECKERS, FLOORS_IN_DOCS, ROOT, Checker, 
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    for top in ("parallel3d", "models", "launch"):
+    for top in ("parallel3d", "launch"):
         for path in sorted((ROOT / top).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), path.read_text()
 
@@ -50,10 +50,11 @@ def test_a_class_name_is_used_once():
 
 
 def test_a_file_name_is_used_once():
-    """A command may have the name of the library module that does its work: launch/average.py."""
-    files = [path for path, _ in sources() if not path.endswith("__init__.py")]
+    """A command may have the name of the library module that does its work, and of its script: average."""
+    files = [path for path, _ in sources() if not path.endswith("__init__.py") and not path.startswith("launch/")]
     for commands in (True, False):
-        named = ((path, PurePosixPath(path).stem) for path in files if path.startswith("launch/") is commands)
+        chosen = (path for path in files if path.startswith("parallel3d/commands/") is commands)
+        named = ((path, PurePosixPath(path).stem) for path in chosen)
         assert not names_used_twice(named)
 
 

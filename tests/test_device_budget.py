@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.device.workloads import load_workload
 from benchmarks.device_plan import settings_of
-from models.make import make_stage
+from parallel3d.models.make import make_stage
 from parallel3d.rehearsal.config_estimate import estimate_on
 from parallel3d.rehearsal.device_rows import find_rows
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal

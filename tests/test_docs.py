@@ -15,7 +15,7 @@ from parallel3d.config.schema import Config
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
-PATH = re.compile(r"(?<![\w/.-])((?:parallel3d|models|launch|configs|docs|tests|benchmarks)/[\w./-]*\w)")
+PATH = re.compile(r"(?<![\w/.-])((?:parallel3d|launch|configs|docs|tests|benchmarks)/[\w./-]*\w)")
 MODULE = re.compile(r"`([\w/]+/\w+\.py)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FIELD = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w(/-])")
@@ -48,7 +48,8 @@ def unknown_options(text: str) -> Iterator[str]:
     """Options after `launch/NAME.py` in a line of code that the script does not define."""
     shared = (ROOT / "parallel3d/config/command_line.py").read_text()
     for script, rest in re.findall(r"(launch/\w+\.py)([^`\n#|]*)", text):
-        source = (ROOT / script).read_text() + shared if (ROOT / script).is_file() else ""
+        command = ROOT / "parallel3d/commands" / Path(script).name
+        source = command.read_text() + shared if command.is_file() else ""
         for option in re.findall(r"(?<=[ \[])--[a-z][a-z-]*", rest):
             if f'"{option}"' not in source:
                 yield f"{script} {option}"

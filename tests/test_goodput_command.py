@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from parallel3d.commands import goodput
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import ConfigError
 from parallel3d.goodput.scenario import Scenario, load_scenario, parse_scenario
@@ -19,16 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs/goodput").glob("*.json"))
 Captured = pytest.CaptureFixture[str]
 FAST = ["num_runs=1", "days=3", "failures.multiples=[1, 10]"]
-
-
-@pytest.fixture(scope="module")
-def goodput() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("goodput_command", ROOT / "launch/goodput.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- scenarios --------------------------------------------------------------------------------------------------------
@@ -97,7 +85,7 @@ def test_all_mistakes_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"days": 1, "days": 2}', "\xff"])
-def test_a_file_that_is_not_a_scenario(text: str, tmp_path: Path, goodput: ModuleType, capsys: Captured):
+def test_a_file_that_is_not_a_scenario(text: str, tmp_path: Path, capsys: Captured):
     path = tmp_path / "scenario.json"
     path.write_text(text, encoding="latin-1")
     assert goodput.main(["--scenario", str(path)]) == 2
@@ -107,7 +95,7 @@ def test_a_file_that_is_not_a_scenario(text: str, tmp_path: Path, goodput: Modul
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_table(goodput: ModuleType, capsys: Captured):
+def test_the_table(capsys: Captured):
     assert goodput.main([*FAST, "cluster.num_replicas=[8, 16]", "restarts.human_s=60"]) == 0
     text = capsys.readouterr().out
     assert "1,024 devices: % of the fault-free throughput" in text and "2,048 devices" in text
@@ -116,7 +104,7 @@ def test_the_table(goodput: ModuleType, capsys: Captured):
         assert sum(line.startswith(f"{name} ") for line in text.splitlines()) >= 2, name
 
 
-def test_json_and_chart(goodput: ModuleType, tmp_path: Path, capsys: Captured):
+def test_json_and_chart(tmp_path: Path, capsys: Captured):
     assert goodput.main([*FAST, "--json", "--chart", str(tmp_path / "chart.png")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["multiple"] for row in found["rows"]] == [1, 10]
@@ -125,12 +113,12 @@ def test_json_and_chart(goodput: ModuleType, tmp_path: Path, capsys: Captured):
 
 
 @pytest.mark.parametrize("name", ["missing/chart.png", "chart.no"])
-def test_a_chart_that_cannot_be_written(name: str, goodput: ModuleType, tmp_path: Path, capsys: Captured):
+def test_a_chart_that_cannot_be_written(name: str, tmp_path: Path, capsys: Captured):
     assert goodput.main([*FAST, "--chart", str(tmp_path / name)]) == 2
     assert "can't be written" in capsys.readouterr().err
 
 
-def test_the_papers_numbers(goodput: ModuleType, capsys: Captured):
+def test_the_papers_numbers(capsys: Captured):
     assert goodput.main(["--paper"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (wrong,) = [line for line in lines if "the paper's words" in line]
@@ -157,7 +145,7 @@ def write_run(folder: Path, *overrides: str) -> Path:
     return folder / "config.json"
 
 
-def test_a_runs_own_seconds(goodput: ModuleType, tmp_path: Path):
+def test_a_runs_own_seconds(tmp_path: Path):
     path = write_run(tmp_path)
     scenario = parse_scenario(goodput.scenario_of_run(load_config(path), path), ["days=5"])
     assert scenario.cluster.model_dump() == {"tp_size": 1, "pp_size": 2, "num_replicas": [2]}
@@ -167,7 +155,7 @@ def test_a_runs_own_seconds(goodput: ModuleType, tmp_path: Path):
     assert recoveries.pause_s == pytest.approx(0.1) and recoveries.join_pause_s == pytest.approx(0.06)
 
 
-def test_what_a_run_loses(goodput: ModuleType, tmp_path: Path, capsys: Captured):
+def test_what_a_run_loses(tmp_path: Path, capsys: Captured):
     path = write_run(tmp_path)
     assert goodput.main(["--config", str(path), "failures.per_device_hour=0.01", "days=10"]) == 0
     text = capsys.readouterr().out
@@ -177,7 +165,7 @@ def test_what_a_run_loses(goodput: ModuleType, tmp_path: Path, capsys: Captured)
     assert "planned throughput" not in capsys.readouterr().out  # it was planned for another layout
 
 
-def test_planned_speeds(goodput: ModuleType, tmp_path: Path):
+def test_planned_speeds(tmp_path: Path):
     """Losses fill the idle time of a pipeline: more is kept than the share of replicas that are left."""
     layout = ["parallel.pp_size=4", "parallel.dp_size=4", "batch.global_batch_size=32", "batch.micro_batch_size=1"]
     path = write_run(tmp_path, *layout, "model.num_hidden_layers=8")
@@ -187,13 +175,13 @@ def test_planned_speeds(goodput: ModuleType, tmp_path: Path):
     assert speeds[1] > 3 / 4 and speeds[2] > 2 / 4 and speeds[3] > 1 / 4
 
 
-def test_uneven_stages_are_refused(goodput: ModuleType, tmp_path: Path, capsys: Captured):
+def test_uneven_stages_are_refused(tmp_path: Path, capsys: Captured):
     path = write_run(tmp_path, "parallel.dp_size=null", "parallel.stage_replicas=[2, 1]")
     assert goodput.main(["--config", str(path)]) == 2
     assert "equally many of each stage" in capsys.readouterr().err
 
 
-def test_damaged_metrics(goodput: ModuleType, tmp_path: Path, capsys: Captured):
+def test_damaged_metrics(tmp_path: Path, capsys: Captured):
     path = write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('not JSON\n{"step": 1}\n')
     assert goodput.main(["--config", str(path)]) == 2

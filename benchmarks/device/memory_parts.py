@@ -11,11 +11,11 @@ import torch
 from benchmarks.device.our_steps import GIB, build_rank, peak_gib, reset_peak, synchronize, time_steps
 from benchmarks.device.part_process import Part
 from benchmarks.device.workloads import SMOKE, load_workload
-from models.make import make_stage
 from parallel3d.checkpoint.snapshot import take_snapshot
 from parallel3d.config.derived import tokens_per_step
 from parallel3d.config.schema import Config
 from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.models.make import make_stage
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal
 from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.step import train_step

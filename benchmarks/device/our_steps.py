@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from models.make import make_stage
 from parallel3d.accelerator import accelerator_of
 from parallel3d.config.schema import Config
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.inprocess.world import ThreadWorld
+from parallel3d.models.make import make_stage
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.group import Group, SoloGroup
 from parallel3d.trainer.build import RunLanes, prepare_rank

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.device.our_steps import build_rank, synchronize
 from benchmarks.device.part_process import Part
 from benchmarks.device.workloads import SMOKE, load_workload
-from models.make import make_stage
 from parallel3d.config.schema import Config
+from parallel3d.models.make import make_stage
 from parallel3d.rehearsal.device_rows import DEVICE_ROWS, DeviceRow
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal
 from parallel3d.rehearsal.roofline import kernel_s

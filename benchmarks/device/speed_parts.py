@@ -10,9 +10,9 @@ from benchmarks.device.our_steps import StepTimes, build_rank, peak_gib, reset_p
 from benchmarks.device.part_process import Part
 from benchmarks.device.profile_parts import row_of
 from benchmarks.device.workloads import SMOKE, load_workload
-from models.make import make_stage
 from parallel3d.config.derived import tokens_per_step
 from parallel3d.config.schema import Config
+from parallel3d.models.make import make_stage
 from parallel3d.rehearsal.config_estimate import estimate_on
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal
 from parallel3d.trainer.step import train_step

@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from parallel3d.config.shipped import find_config
+
 
 def config_parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser with `--config FILE`; a tool adds its own options, `parse_config` the overrides."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's JSON file, see configs/")
+    parser.add_argument(
+        "--config",
+        required=True,
+        type=lambda name: str(find_config(name)),
+        metavar="FILE",
+        help="the run's JSON file, or a name that `parallel3d configs` lists",
+    )
     return parser
 
 

@@ -1,6 +1,6 @@
 """The kinds of blocks that a decoder is made of: what each adds to the parameters, and the fields that it reads.
 
-`models/blocks.py` builds them. A family picks one norm, one MLP and one kind of positions.
+`parallel3d/models/blocks.py` builds them. A family picks one norm, one MLP and one kind of positions.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from models.make import make_decoder
 from parallel3d.config import derived
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config, json_schema
 from parallel3d.config.warmup_builder import run_length
 from parallel3d.config.warnings import warnings
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 

@@ -16,7 +16,7 @@ DOCS = ROOT / "docs" / "extending.md"
 def make_copy(folder: Path, changed: dict[str, str]) -> Path:
     """The project in `folder`, with `changed` files (path: content); every other file is a link to the original."""
     folder.mkdir()
-    for name in ("parallel3d", "models", "tests", "configs", "launch", "pyproject.toml"):
+    for name in ("parallel3d", "tests", "configs", "launch", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     for path, content in changed.items():
         file = folder / path

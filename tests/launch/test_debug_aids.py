@@ -81,7 +81,7 @@ def test_dumps_of_all_ranks(finished, capsys):
     out, run = finished
     assert len(list((run / "dumps" / "step-2").iterdir())) == 4
     assert f"step 2: tensors dumped to {run}/dumps/step-2" in out
-    script = importlib.import_module("launch.compare_dumps")
+    script = importlib.import_module("parallel3d.commands.compare_dumps")
     assert script.main([str(run / "dumps"), str(run / "dumps" / "step-2")]) == 0
     assert "forward: 0 of 18 differ" in capsys.readouterr().out
 

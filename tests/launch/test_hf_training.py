@@ -8,8 +8,8 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from launch import train
-from launch.convert import main
+from parallel3d.commands import train
+from parallel3d.commands.convert import main
 from tests.support.launch_runs import finish, metrics, start
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
 from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.commands import preflight
 from parallel3d.comparison.compare_runs import BITWISE
 from parallel3d.config.layouts import alternative_layouts
 from parallel3d.config.load import dump_config, load_config, resolve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.tune_warmup import ShortRunner, describe_outcome, parse_arguments, plan_search
+from parallel3d.commands.tune_warmup import ShortRunner, describe_outcome, parse_arguments, plan_search
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError

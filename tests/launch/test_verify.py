@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import verify
+from parallel3d.commands import verify
 from parallel3d.layers.parameter import ShardedParameter
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.make import make_decoder
 from parallel3d.kernels.c_loops import has_attention_loop, has_tiles
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
 from parallel3d.layers.attention import attend
@@ -13,6 +12,7 @@ from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
 from tests.support.tiny_stages import SEQ, micro_batch, model_config, relative, tokens

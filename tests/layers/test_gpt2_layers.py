@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from models.make import make_decoder
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from tests.support.plain_gpt2 import plain_loss

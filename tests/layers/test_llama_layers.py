@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from tests.support.plain_llama import plain_loss

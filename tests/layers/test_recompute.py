@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from models.make import make_decoder
 from parallel3d.config.schema import BatchConfig, Config, OptimizerConfig, ParallelConfig, RunConfig
 from parallel3d.errors import GenerationEnded
 from parallel3d.inprocess.live_bytes import LiveBytes
@@ -15,6 +14,7 @@ from parallel3d.layers.linear import RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES
 from parallel3d.recompute import run_layer

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from models.make import make_decoder
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.schema import ModelConfig
 from parallel3d.layers.gradient_sink import GradientSink
@@ -13,6 +12,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES

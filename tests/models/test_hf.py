@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.hf import hf_tensors, load_stage, read_local_shard, write_local_shard
-from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import ConfigError, UserError
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.hf import hf_tensors, load_stage, read_local_shard, write_local_shard
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.sharding import UNSHARDED, TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES

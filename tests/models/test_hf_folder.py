@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from models.hf_config import hf_config, model_section
-from models.hf_folder import open_hf_folder
-from models.hf_import import import_folder
 from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
+from parallel3d.models.hf_config import hf_config, model_section
+from parallel3d.models.hf_folder import open_hf_folder
+from parallel3d.models.hf_import import import_folder
 from tests.support.hf_models import MODELS, SIZES, their_model
 from tests.support.tiers import examples
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.report import main
+from parallel3d.commands.report import main
 from parallel3d.monitor.history import MetricsLog, analyse, compare_to_reference
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.layers.gradient_sink import GradientSink, WeightGradStore
@@ -14,6 +13,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.grid import Grid
 from parallel3d.parallel.staged_group import HostCopy
 from parallel3d.parallel.tensor_parallel import TensorParallel

@@ -2,10 +2,10 @@
 
 import pytest
 
-from models.make import make_stage
 from parallel3d.config.load import resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.models.make import make_stage
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal, rehearse
 
 SEQ = 256

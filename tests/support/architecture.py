@@ -3,7 +3,8 @@
 Every checker takes the path of a file in the repository and its source, and yields what is wrong with it, so that the
 checkers can be tested on bad snippets (test_architecture_checkers.py).
 
-Floors: a file imports only from lower floors and from its own folder; `parallel3d` never imports `models` or `launch`.
+Floors: a file imports only from lower floors and from its own folder; only commands import `parallel3d.models`, and the
+scripts under launch/ only import commands.
 Kinds: pure files never import torch, nor a file that is not pure; tensor files never import torch.distributed.
 
 `python -m tests.support.architecture` writes the table of floors into docs/architecture.md.
@@ -50,7 +51,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.layers": 3,
     "parallel3d.recompute": 3,
     "parallel3d.data": 3,
-    "models": 4,
+    "parallel3d.models": 4,
     "parallel3d.pipeline": 5,
     "parallel3d.optim": 6,
     "parallel3d.checkpoint": 7,
@@ -63,10 +64,13 @@ FLOORS: dict[str, int] = {
     "parallel3d.worker": 10,
     "parallel3d.inprocess": 11,
     "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
-    "models.hf_export": 11,
-    "models.hf_import": 11,
-    "models.initial_weights": 11,
-    "launch": 12,
+    "parallel3d.models.hf_export": 11,
+    "parallel3d.models.hf_import": 11,
+    "parallel3d.models.initial_weights": 11,
+    "parallel3d.__version__": 11,  # only commands name it
+    "parallel3d.commands": 12,
+    "parallel3d.__main__": 13,
+    "launch": 13,
 }
 """Floor of a module or of all modules in a package; the longest name that fits counts."""
 
@@ -147,8 +151,10 @@ TENSORS_ONLY: tuple[str, ...] = (
     "parallel3d.kernels",
 )
 
+MAY_IMPORT_MODELS: tuple[str, ...] = ("parallel3d.models", "parallel3d.commands")
+
 MAY_READ_ENVIRONMENT: tuple[str, ...] = (
-    "launch/",
+    "parallel3d/commands/",
     "parallel3d/elastic/guardian/launcher_env.py",
     "parallel3d/elastic/drop_in/launch_script.py",
     "parallel3d/worker/device.py",
@@ -169,8 +175,10 @@ def check_floors(path: str, source: str) -> Iterator[str]:
         floor = found
     for line, imported in project_imports(path, source):
         other = floor_of(imported)
-        if module.startswith("parallel3d") and not imported.startswith("parallel3d"):
-            yield f"{path}:{line}: parallel3d imports {imported}"
+        if is_in(imported, ("parallel3d.models",)) and not is_in(module, MAY_IMPORT_MODELS):
+            yield f"{path}:{line}: the framework imports {imported}: commands pass models to it"
+        elif module.startswith("launch") and not is_in(imported, ("parallel3d.commands",)):
+            yield f"{path}:{line}: a script imports {imported}, which is not a command"
         elif other is None:
             yield f"{path}:{line}: imports {imported}, which has no floor"
         elif other >= floor and folder_of(imported) != folder_of(module):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("parallel3d", "models", "launch", "benchmarks", "docs", "README.md")
+FOLDERS = ("parallel3d", "launch", "benchmarks", "docs", "README.md")
 UNWANTED = re.compile(
     r"\b(?:is|are|was|were) no (?!longer|more|less|fewer|later|earlier)"  # "is not a"
     r"|\b(?:told|tells?|whoever|nobody|somebody|everybody|likewise|anew|shall)\b"  # logs, reports; whatever, none; ...

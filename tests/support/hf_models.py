@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from models.hf import hf_tensors
-from models.hf_config import hf_config
 from parallel3d.config.schema import ModelConfig
+from parallel3d.models.hf import hf_tensors
+from parallel3d.models.hf_config import hf_config
 
 SIZES = dict(
     vocab_size=53,

@@ -13,9 +13,8 @@ def module_of(path: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """The part whose files may import each other: a package under parallel3d, or models, or launch."""
-    parts = module.split(".")
-    return ".".join(parts[: 2 if parts[0] == "parallel3d" else 1])
+    """The part whose files may import each other: a package under parallel3d."""
+    return ".".join(module.split(".")[:2])
 
 
 def is_in(module: str, packages: tuple[str, ...]) -> bool:
@@ -43,5 +42,5 @@ def type_checking_lines(source: str) -> set[int]:
 
 def project_imports(path: str, source: str) -> Iterator[tuple[int, str]]:
     for line, imported in imports(path, source):
-        if is_in(imported, ("parallel3d", "models", "launch")):
+        if is_in(imported, ("parallel3d",)):
             yield line, imported

@@ -21,6 +21,7 @@ from tests.support.architecture import (
 from tests.support.host_reads import HOST_READS, check_host_reads, reads_device
 from tests.support.waits import calls_with_function, check_waits
 
+COMMAND = "parallel3d/commands/train.py"
 GRID = "parallel3d/parallel/grid.py"
 LION = "parallel3d/optim/update_rules/lion.py"
 GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
@@ -37,9 +38,11 @@ GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
         (check_floors, GRID, "from parallel3d.attic import clip"),
         (check_floors, GRID, "from parallel3d import __version__"),
         (check_floors, "parallel3d/attic/clip.py", ""),
-        (check_floors, "parallel3d/trainer/build.py", "from models.llama import Llama"),
-        (check_floors, "parallel3d/trainer/build.py", "import launch.train"),
-        (check_floors, "models/llama.py", "from parallel3d.pipeline import stage"),
+        (check_floors, "parallel3d/trainer/build.py", "from parallel3d.models.llama import Llama"),
+        (check_floors, "parallel3d/inprocess/world.py", "from parallel3d.models.make import make_stage"),
+        (check_floors, "parallel3d/trainer/build.py", "from parallel3d.commands import train"),
+        (check_floors, "launch/train.py", "from parallel3d.errors import UserError"),
+        (check_floors, "parallel3d/models/llama.py", "from parallel3d.pipeline import stage"),
         (check_floors, "parallel3d/errors.py", "from parallel3d.ramps import Ramp"),
         (check_floors, "parallel3d/__init__.py", "from parallel3d.errors import ConfigError"),
         (check_kinds, GRID, "import torch"),
@@ -55,7 +58,7 @@ GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
         (check_globals, GRID, "def f():\n    global x\n    x = 1"),
         (check_environment, GRID, "import os\nx = os.environ['RANK']"),
         (check_environment, GRID, "import os\nx = os.getenv('RANK')"),
-        (check_environment, "models/llama.py", "from os import environ"),
+        (check_environment, "parallel3d/models/llama.py", "from os import environ"),
         (check_environment, GUARDIAN, "import os\nx = dict(os.environ)"),
         (check_waits, GUARDIAN, "import threading\ndef f(event):\n    event.wait()"),
         (check_waits, GUARDIAN, "import threading\ndef f(event):\n    event.wait(timeout=None)"),
@@ -95,17 +98,17 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
         (check_floors, "parallel3d/optim/clip.py", "from parallel3d.optim.update_rules.update_rule import UpdateRule"),
         (check_floors, "parallel3d/parallel/groups.py", "from parallel3d.parallel.abort import AbortToken"),
         (check_floors, "parallel3d/ramps.py", "from parallel3d.errors import ConfigError"),
-        (check_floors, "launch/train.py", "from models.llama import Llama\nfrom parallel3d.trainer.loop import run"),
+        (check_floors, "launch/train.py", "from parallel3d.commands.train import main"),
+        (check_floors, COMMAND, "from parallel3d.models.llama import Llama\nfrom parallel3d.trainer.loop import run"),
         (check_floors, "parallel3d/__init__.py", '"""What this is."""'),
         (check_kinds, "parallel3d/parallel/groups.py", "import torch.distributed"),
         (check_kinds, "parallel3d/pipeline/planner.py", "from parallel3d.pipeline.check import check\nimport heapq"),
         (check_kinds, "parallel3d/random_keys.py", "import torch"),
         (check_kinds, LION, "if TYPE_CHECKING:\n    from torch import Tensor"),
-        (check_environment, "launch/train.py", "import os\nx = os.environ"),
+        (check_environment, COMMAND, "import os\nx = os.environ"),
         (check_environment, "parallel3d/elastic/guardian/launcher_env.py", "import os\nx = os.environ"),
         (check_host_reads, LION, "def f(copy):\n    return HostCopy(copy).read().tolist(), bool(copy.names)"),
         (check_host_reads, "parallel3d/monitor/memory.py", "def f(x):\n    return x.item()"),
-        (check_waits, "launch/train.py", "import threading\ndef f(event):\n    event.wait()"),
         (check_waits, "parallel3d/optim/distributed_optimizer.py", "import torch\ndef f(work):\n    work.wait()"),
         (check_waits, GUARDIAN, "import fcntl\ndef f(file):\n    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
         (check_waits, GUARDIAN, "import threading\ndef f(event, token):\n    event.wait()"),

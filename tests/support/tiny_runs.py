@@ -8,7 +8,6 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from models.make import make_stage
 from parallel3d.comparison.run_result import RunResult
 from parallel3d.config.load import check_config, resolve
 from parallel3d.config.schema import Config
@@ -19,6 +18,7 @@ from parallel3d.data.reader import Reader
 from parallel3d.data.run_data import blend_stages
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.inprocess.harness import run_in_threads
+from parallel3d.models.make import make_stage
 from parallel3d.parallel.grid import Grid
 from parallel3d.trainer.build import RunLanes, prepare_rank
 from parallel3d.trainer.context import RankContext, Transports

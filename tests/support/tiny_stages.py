@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from models.make import make_decoder
 from parallel3d.config.schema import ModelConfig
 from parallel3d.inprocess.world import run_threads
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS
@@ -15,6 +14,7 @@ from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.parallel.tensor_parallel import TensorParallel, solo_region
 from parallel3d.precision.policy import POLICIES

@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from launch import average as script
 from parallel3d.checkpoint import average as module
 from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.directory import CheckpointDirectory, verify_checkpoint
 from parallel3d.checkpoint.index import WEIGHT
 from parallel3d.checkpoint.read import CheckpointReader, load_shard
 from parallel3d.checkpoint.weights import FILE
+from parallel3d.commands import average as script
 from parallel3d.errors import CheckpointError
 from parallel3d.inprocess.world import ThreadWorld
 from parallel3d.parallel.sharding import UNSHARDED

@@ -13,20 +13,25 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from launch.convert import main
-from models import hf_export
-from models.initial_weights import check_initial_weights, find_checkpoint, open_initial_weights, resolve_initial_weights
-from models.make import make_decoder
 from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.read import CheckpointReader, load_weight
 from parallel3d.checkpoint.weights import write_weights
+from parallel3d.commands.convert import main
 from parallel3d.config.load import load_config
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models import hf_export
+from parallel3d.models.initial_weights import (
+    check_initial_weights,
+    find_checkpoint,
+    open_initial_weights,
+    resolve_initial_weights,
+)
+from parallel3d.models.make import make_decoder
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -322,7 +327,7 @@ def test_a_folders_own_tokenizer_comes_back_as_it_was(tmp_path, capsys, checkpoi
 MEASURED = """
 import re, sys
 from pathlib import Path
-from launch.convert import main
+from parallel3d.commands.convert import main
 def memory(name): return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 Path("/proc/self/clear_refs").write_text("5")  # resets the peak: imports had their own
 before = memory("VmRSS")

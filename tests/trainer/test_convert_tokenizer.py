@@ -6,11 +6,11 @@ import json
 import sentencepiece
 import torch
 
-from models.make import shardings_of
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.tensor_chunks import tensors_of
 from parallel3d.checkpoint.weights import write_weights
 from parallel3d.data.tokenizer import train_tokenizer
+from parallel3d.models.make import shardings_of
 from tests.trainer.test_convert import config_of, convert
 
 

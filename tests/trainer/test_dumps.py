@@ -157,7 +157,7 @@ def break_forward(monkeypatch, name, ranks):
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
 def test_a_broken_layer_is_the_first_to_be_named(ranks, alone, tmp_path, monkeypatch, capsys):
     reference, _ = alone()
-    script = importlib.import_module("launch.compare_dumps")
+    script = importlib.import_module("parallel3d.commands.compare_dumps")
     dump_run(tmp_path / "whole", parallel=CUBE, steps=[1])
     break_forward(monkeypatch, "layers.2.mlp.down", ranks)
     with contextlib.suppress(AssertionError):  # what is compared at the end of a run differs within it
@@ -173,7 +173,7 @@ def test_a_broken_layer_is_the_first_to_be_named(ranks, alone, tmp_path, monkeyp
 
 
 def test_a_folder_without_dumps_is_one_clear_error(tmp_path, capsys):
-    script = importlib.import_module("launch.compare_dumps")
+    script = importlib.import_module("parallel3d.commands.compare_dumps")
     (tmp_path / "empty").mkdir()
     (tmp_path / "dumps" / "step-3").mkdir(parents=True)
     for name, problem in (("missing", "is not a directory"), ("empty", "holds no step-N folder")):
@@ -185,7 +185,7 @@ def test_a_folder_without_dumps_is_one_clear_error(tmp_path, capsys):
 
 def test_a_missing_part_is_no_agreement(alone, tmp_path, capsys):
     reference, _ = alone()
-    script = importlib.import_module("launch.compare_dumps")
+    script = importlib.import_module("parallel3d.commands.compare_dumps")
     dump_run(tmp_path, parallel=dict(pp_size=2, dp_size=2))
     assert script.main([str(tmp_path), str(reference), "--tolerance", "1e-10"]) == 0
     (tmp_path / f"step-{STEP}" / "rank-1.safetensors").unlink()

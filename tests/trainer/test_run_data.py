@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.prepare import main
+from parallel3d.commands.prepare import main
 from parallel3d.config.load import dump_config
 from parallel3d.data.run_data import (
     _open_reader,

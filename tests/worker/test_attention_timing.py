@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.make import make_stage
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.layers.gemm import Gemm
+from parallel3d.models.make import make_stage
 from parallel3d.worker import gemm_timing
 from parallel3d.worker.attention_timing import (
     AttentionShape,

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.make import make_stage
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.errors import ConfigError
@@ -16,6 +15,7 @@ from parallel3d.kernels import choice
 from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.choice import choose_kernels
 from parallel3d.layers.gemm import Gemm, ProductKey
+from parallel3d.models.make import make_stage
 from parallel3d.worker import gemm_timing
 from parallel3d.worker.gemm_timing import (
     LinearShape,

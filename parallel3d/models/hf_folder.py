@@ -20,11 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.hf import HfTensor, hf_tensors
-from models.hf_config import hf_model_of, read_hf_config, read_json
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
 from parallel3d.families.spec import JsonFields
+from parallel3d.models.hf import HfTensor, hf_tensors
+from parallel3d.models.hf_config import hf_model_of, read_hf_config, read_json
 from parallel3d.precision.dtypes import STORED_DTYPES
 
 WEIGHTS = "model.safetensors"

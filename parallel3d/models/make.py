@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from models.blocks import BlockBuilder
-from models.decoder import DecoderStage
 from parallel3d.backends import choose_backend
 from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import Config, ModelConfig, PrecisionConfig
@@ -15,6 +13,8 @@ from parallel3d.layers import apex_norm
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
+from parallel3d.models.blocks import BlockBuilder
+from parallel3d.models.decoder import DecoderStage
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel

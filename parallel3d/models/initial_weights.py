@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from models.hf_config import read_hf_config
 from parallel3d.checkpoint.directory import LATEST, read_index, verify_checkpoint
 from parallel3d.checkpoint.index import INDEX, Index
 from parallel3d.config.same_model import model_differences
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import CheckpointError, ConfigError, Problem
+from parallel3d.models.hf_config import read_hf_config
 
 if TYPE_CHECKING:
     from parallel3d.layers.init import InitMethod
@@ -86,8 +86,8 @@ def open_initial_weights(config: Config) -> InitMethod | None:
         from parallel3d.checkpoint.read import CheckpointReader, load_weight  # imports torch, as do those below
 
         return partial(load_weight, CheckpointReader(folder, read_index(folder)))
-    from models.hf import check_zeros, read_local_shard
-    from models.hf_folder import open_hf_folder
+    from parallel3d.models.hf import check_zeros, read_local_shard
+    from parallel3d.models.hf_folder import open_hf_folder
 
     source = open_hf_folder(folder)
     check_zeros(source.table, source.read)

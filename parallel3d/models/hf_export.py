@@ -15,11 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.hf import HfTensor, hf_tensors
-from models.hf_config import CONFIG, hf_config, read_json
-from models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES, WEIGHTS, WEIGHTS_INDEX
-from models.initial_weights import model_config_of
-from models.make import shardings_of
 from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.disk import Disk, new_folder, refuse_existing
 from parallel3d.checkpoint.index import WEIGHT, Format
@@ -31,6 +26,11 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from parallel3d.errors import DataError, UserError
+from parallel3d.models.hf import HfTensor, hf_tensors
+from parallel3d.models.hf_config import CONFIG, hf_config, read_json
+from parallel3d.models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES, WEIGHTS, WEIGHTS_INDEX
+from parallel3d.models.initial_weights import model_config_of
+from parallel3d.models.make import shardings_of
 from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.precision.dtypes import STORED_DTYPES
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.blocks import BlockBuilder
 from parallel3d.config.derived import attention_window, has_qkv_bias, num_key_value_heads
 from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
@@ -20,6 +19,7 @@ from parallel3d.layers.dropout import dropout
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.init import depth_scale
 from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.models.blocks import BlockBuilder
 from parallel3d.recompute import Recompute, run_layer
 
 

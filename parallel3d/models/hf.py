@@ -21,12 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from models.hf_config import hf_model_of
-from models.make import shardings_of
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.families.spec import HfModel
 from parallel3d.layers.parameter import parameters_of
+from parallel3d.models.hf_config import hf_model_of
+from parallel3d.models.make import shardings_of
 from parallel3d.parallel.sharding import IndexRun, ParamSharding, TpShard
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.hf import check_zeros
-from models.hf_config import read_json
-from models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES, HfFolder, HfLazyTensor, open_hf_folder
-from models.make import shardings_of
 from parallel3d.checkpoint.disk import refuse_existing
 from parallel3d.checkpoint.index import Format, RunFacts
 from parallel3d.checkpoint.tensor_chunks import stored_rows, tensors_of
 from parallel3d.checkpoint.weights import write_weights
 from parallel3d.checkpoint.write import buffers_of
+from parallel3d.models.hf import check_zeros
+from parallel3d.models.hf_config import read_json
+from parallel3d.models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES, HfFolder, HfLazyTensor, open_hf_folder
+from parallel3d.models.make import shardings_of
 from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.precision.dtypes import FORMAT_OF, STORED_DTYPES
 

@@ -1,0 +1,196 @@
+"""Reports on a run, finished or not: `python launch/report.py RUN_FOLDER [--against OTHER] [--every S]`.
+
+Prints how stable the run was (loss ratio, spikes of the gradient norm, correlation of the loss ratio with Adam's
+sqrt(v)), its best evaluation, the effect of changes of membership and how often to evaluate, and redraws its charts.
+`--against` compares it with another run: tokens and time to the other's best loss, and both losses at equal tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parallel3d.errors import UserError
+from parallel3d.monitor.correlation import Correlation
+from parallel3d.monitor.evaluation_interval import plan_evaluations
+from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
+from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics
+
+PLANNED_SHARE = 0.05
+"""Share of the training time that the advised evaluations may take."""
+MAX_CHANGES = 10
+"""Changes of membership that are listed."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Report on a run, finished or not, and redraw its charts.")
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--every", type=float, metavar="S", help="redraw the charts every S seconds until the run ends")
+    parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
+    options = parser.parse_args(arguments)
+    try:
+        if options.every is not None:
+            redraw_until_finished(options.folder, options.every)
+        history = read_history(options.folder)
+        other = read_history(options.against) if options.against else None
+        charts = [] if options.no_charts else draw(options.folder, history)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    win = compare_to_reference(history, other) if other else None
+    if options.json:
+        print(json.dumps(report_as_dict(history, win), indent=2))
+        return 0
+    lines = [*describe(history, read_json(options.folder / CONFIG)), *describe_win(win, options.against)]
+    print("\n".join([*lines, *([f"drawn: {', '.join(charts)}"] if charts else [])]))
+    return 0
+
+
+def read_history(folder: Path) -> MetricsLog:
+    """The metrics of a run. Raises UserError when the folder has none."""
+    try:
+        history = MetricsLog.of(read_metrics(folder / METRICS))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({reason})") from None
+    if not history.steps:
+        raise UserError(f"{folder}: {METRICS} holds no step yet")
+    return history
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file; {} without one, as for the summary of a run that is still going on."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def draw(folder: Path, history: MetricsLog) -> list[str]:
+    """Draws the charts into the folder; returns their names."""
+    from parallel3d.monitor.charts import draw_all  # matplotlib takes most of a second to import
+
+    entropy = read_json(folder / SUMMARY).get("unigram_entropy")
+    try:
+        return draw_all(
+            folder, history, title=folder.resolve().name, config=read_json(folder / CONFIG), entropy=entropy
+        )
+    except OSError as error:
+        raise UserError(f"can't draw into {folder} ({error.strerror}): use --no-charts") from None
+
+
+def redraw_until_finished(folder: Path, every_s: float) -> None:
+    """Draws the charts of a running run, from this process, until its summary appears."""
+    while not (folder / SUMMARY).exists():
+        draw(folder, read_history(folder))
+        time.sleep(every_s)
+
+
+def report_as_dict(history: MetricsLog, win: ReferenceComparison | None) -> dict[str, Any]:
+    """All that the text says, as one object."""
+    stability, best = analyse(history), history.best
+    return {
+        "steps": history.steps[-1]["step"],
+        "tokens": history.steps[-1].get("tokens"),
+        "best": asdict(best) if best else None,
+        "loss_ratio": asdict(stability.loss_ratio) | {"largest_at": stability.largest_at},
+        "grad_spikes": {str(length): count for length, count in stability.spikes.histogram.items()},
+        "loss_ratio_with_variance_norm": _as_dict(stability.with_variance_norm),
+        "loss_ratio_with_variance_max": _as_dict(stability.with_variance_max),
+        "membership_changes": [asdict(change) for change in stability.changes],
+        "win": asdict(win) | {"tokens_saved": win.tokens_saved, "time_saved": win.time_saved} if win else None,
+    }
+
+
+def describe(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]:
+    """The lines about one run."""
+    stability, last = analyse(history), history.steps[-1]
+    ratio, spikes = stability.loss_ratio, stability.spikes
+    yield f"steps                        {last['step']:,} ({last.get('tokens', 0):,} tokens)"
+    if best := history.best:
+        yield f"best evaluation              {best.loss:.4f} nats per token, step {best.step} of {last['step']}"
+    yield f"lowest training loss         {ratio.lowest:.4f}"
+    yield f"steps with loss ratio > 1.2  {ratio.num_unstable:,} ({ratio.unstable_share:.2%})"
+    if ratio.largest is not None:
+        yield f"largest loss ratio           {ratio.largest:.3f}, step {stability.largest_at}"
+    for name, found in (("norm", stability.with_variance_norm), ("max", stability.with_variance_max)):
+        if found is not None:
+            yield f"loss ratio, variance {name:<6}  {_describe_correlation(found)}"
+    counts = spikes.histogram
+    share = "" if spikes.single_step_share is None else f"; {spikes.single_step_share:.0%} last one step"
+    listed = "  ".join(f"{length}: {count}" for length, count in counts.items()) or "none"
+    yield f"gradient spikes by length    {listed}{share}"
+    if (clipped := last.get("fraction_clipped")) is not None:
+        yield f"updates that were clipped    {clipped:.1%}"
+    for change in stability.changes[:MAX_CHANGES]:
+        ratio_there = "" if change.loss_ratio is None else f", loss ratio {change.loss_ratio:.3f}"
+        spike = ", within a gradient spike" if change.is_spike else ", no gradient spike"
+        yield f"change of membership         step {change.step}{ratio_there}{spike}"
+    if len(stability.changes) > MAX_CHANGES:
+        yield f"                             ... and {len(stability.changes) - MAX_CHANGES} more"
+    yield from _describe_plan(history, config)
+
+
+def _describe_correlation(found: Correlation) -> str:
+    return f"Pearson r {found.r:+.2f}, p {found.p:.2g} (t {found.t:.1f}, {found.num_pairs:,} steps)"
+
+
+def _describe_plan(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]:
+    """The advised evaluation settings, from the measured times."""
+    run = config.get("run", {})
+    seconds = [event["seconds"] for event in history.events if event.get("seconds") and event["event"] == "evaluation"]
+    steps_s = [line["step_s"] for line in history.steps if line.get("step_s")]
+    if seconds and steps_s and run.get("num_steps") and run.get("evaluate_batches"):
+        batch_s = median(seconds) / run["evaluate_batches"]
+        plan = plan_evaluations(
+            num_steps=run["num_steps"], step_s=median(steps_s), batch_s=batch_s, share=PLANNED_SHARE
+        )
+        if plan is None:
+            reason = f"a batch of {batch_s:.2g} s is over {PLANNED_SHARE:.0%} of all steps"
+            yield f"advised evaluations          none: {reason}"
+            return
+        yield (
+            f"advised evaluations          {plan.num_evaluations} in {plan.share:.1%} more time:"
+            f" run.evaluate_every={plan.every} run.evaluate_batches={plan.num_batches}"
+            f" ({plan.evaluation_s:.2g} s each; a batch takes {batch_s:.2g} s)"
+        )
+
+
+def describe_win(win: ReferenceComparison | None, other: Path | None) -> Iterator[str]:
+    """The lines about the comparison with another run."""
+    if other is None:
+        return
+    if win is None:
+        yield f"against {other}: one of the two has no evaluation"
+        return
+    best, reached = win.reference, win.reached
+    yield f"against {other}:"
+    yield f"  its best evaluation is {best.loss:.4f} after {best.tokens:,.0f} tokens and {best.seconds:,.1f} s"
+    if reached is None:
+        yield "  this run does not reach it"
+    else:
+        saved = [
+            f"{share:+.0%} {what}"
+            for share, what in ((win.tokens_saved, "of the tokens"), (win.time_saved, "of the time"))
+            if share is not None
+        ]
+        at = f"step {reached.step}, {reached.tokens:,.0f} tokens, {reached.seconds:,.1f} s"
+        yield f"  this run reaches it at {at}: saved {', '.join(saved)}"
+    if win.loss is None or win.reference_loss is None:
+        yield f"  at {win.equal_tokens:,.0f} tokens: one of the two has no evaluation yet"
+    else:
+        yield f"  at {win.equal_tokens:,.0f} tokens: {win.loss:.4f} against {win.reference_loss:.4f}"
+
+
+def _as_dict(found: Correlation | None) -> dict[str, Any] | None:
+    return asdict(found) if found else None

@@ -1,0 +1,168 @@
+"""Trains a model from a JSON configuration: `python launch/train.py --config FILE [section.field=value ...]`.
+
+Without a launcher it runs one worker process per rank on this machine; under torchrun, srun, mpirun or DeepSpeed's
+launcher this process guards the worker of its rank. Exit codes: 0 success, 2 invalid input, 3 too many workers lost, 4
+coordinator lost, 5 replicas that must be bitwise equal differ, 6 diverged, 7 preempted, 130/143 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.child_process import run_command
+from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.config.derived import world_size
+from parallel3d.config.load import dump_config, load_config, resolve
+from parallel3d.config.schema import Config
+from parallel3d.config.warmup_builder import check_length_function
+from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
+from parallel3d.elastic.drain_target import parse_drain_target
+from parallel3d.elastic.guardian.gpu_check import check_gpus
+from parallel3d.elastic.guardian.launcher_env import SECRET_VARIABLE, LauncherEnv, read_launcher_env
+from parallel3d.elastic.guardian.open_files import raise_open_files
+from parallel3d.elastic.host_return import HostReturn
+from parallel3d.elastic.launch import run_workers
+from parallel3d.elastic.operator_link import request_drain, reserve_place
+from parallel3d.elastic.protocol.restart_policy import RestartPolicy
+from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
+from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
+from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.errors import EXIT_PREEMPTED, UserError
+from parallel3d.models.initial_weights import check_initial_weights, resolve_initial_weights
+from parallel3d.monitor.environment import describe_environment
+from parallel3d.monitor.run_folder import LOGS, RunFolder
+from parallel3d.monitor.sinks import RunReporter
+from parallel3d.monitor.tensorboard import check_tensorboard
+from parallel3d.trainer.plans import build_grid, build_target
+
+WORKER_MODULES = ("parallel3d.models.initial_weights", "parallel3d.models.make", "parallel3d.worker.main")
+"""What a worker imports besides torch."""
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_arguments(arguments)
+    env = None
+    try:
+        env = read_launcher_env(os.environ, local_rank=options.local_rank)
+        config = load_config(options.config, options.overrides)
+        in_grid = env.world_size - config.elastic.spares if env and not (options.join or options.drain) else None
+        config = resolve(config, config_path=options.config, world_size=in_grid)
+        directory, secret_words = Path(str(config.run.directory)), os.environ.get(SECRET_VARIABLE, "")
+        if options.drain:
+            print(request_drain(directory, parse_drain_target(options.drain), secret_words))
+            return 0
+        if options.join:
+            env = reserve_place(directory, env, secret_words)
+        if options.print_config:
+            print(dump_config(config))
+            return 0
+        check_gpus(config, env, world_size(config) + config.elastic.spares)
+        if options.preflight and (code := preflight(options, env)):
+            return code
+        check_length_function(config)
+        elastic, run = config.elastic, partial(train, resolve_initial_weights(config), title=Path(options.config).stem)
+        return HostReturn(
+            find_place=partial(reserve_place, directory, env, secret_words),
+            max_rejoins=elastic.max_rejoins if elastic.enabled else 0,
+            return_s=elastic.return_s,
+        ).run(run, env)
+    except UserError as error:
+        if env is None or env.local_rank == 0:  # once per host
+            print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = config_parser("Train a model from a JSON configuration.")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument("--join", action="store_true", help="add a worker to the run that goes on in run.directory")
+    parser.add_argument(
+        "--drain",
+        metavar="WHAT",
+        help="have workers leave the run in run.directory: rank=3, replica=1, stage=1,replica=1 or host=NAME",
+    )
+    parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
+    return parse_config(parser, arguments)
+
+
+def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:
+    """Tests saving and resuming in processes of its own; returns 0 if the run may begin."""
+    if env is not None:
+        raise UserError(
+            "--preflight starts workers of its own, which conflict with those of your launcher: run it on one host"
+            " first (python launch/preflight.py --config FILE ...), then start the run without --preflight"
+        )
+    return run_command("preflight", ["--config", options.config, *options.overrides])
+
+
+def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
+    """Runs the workers, guarded by this process; returns the run's exit code."""
+    if config.monitor.tensorboard:
+        check_tensorboard()
+    grid = build_grid(config)
+    raise_open_files(grid)
+    directory, restart = Path(str(config.run.directory)), config.restart
+    checkpoint_dir = CheckpointDirectory(Path(str(config.checkpoint.directory)))
+
+    def open_folder(history_until_step: int) -> RunFolder:
+        environment = describe_environment(sys.orig_argv)
+        return RunFolder(
+            directory, config=dump_config(config), environment=environment, history_until_step=history_until_step
+        )
+
+    restart_manager = RestartManager(
+        directory=directory,
+        open_folder=open_folder,
+        prepare=partial(prepare_initial, config),
+        make_report=partial(
+            RunReporter, title=title, charts=config.monitor.charts, tensorboard=config.monitor.tensorboard
+        ),
+        checkpoint_dir=checkpoint_dir,
+        resume=config.run.resume,
+        policy=RestartPolicy(
+            max_restarts=restart.max_restarts, backoff_s=restart.backoff_s, max_backoff_s=restart.max_backoff_s
+        ),
+        skip_diverging_data=restart.skip_diverging_data,
+        launcher=LauncherInfo(by_launcher=True, run_id=env.run_id, attempt=env.attempt) if env else LauncherInfo(),
+    )
+    code = run_workers(
+        partial(run_worker_process, config),
+        world_size=world_size(config) + config.elastic.spares,
+        logs=directory / LOGS,
+        open_report=restart_manager.begin,
+        reopen_report=restart_manager.reopen,
+        restart_handler=restart_manager,
+        env=env,
+        preload=("torch", *WORKER_MODULES),
+        timeouts=LaunchTimeouts.from_config(config),
+        elastic=ElasticSettings.from_config(config, grid, build_target(config)),
+    )
+    if (code > EXIT_BY_SIGNAL or code == EXIT_PREEMPTED) and env is None and (steps := checkpoint_dir.steps()):
+        print(f"to continue after step {steps[-1]}, run the same command with run.resume=auto", file=sys.stderr)
+    return code
+
+
+def prepare_initial(config: Config, is_resuming: bool) -> list[str]:
+    """Checks `run.initialize_from` if the run begins with it; returns notices. Raises UserError."""
+    if config.run.initialize_from is None:
+        return []
+    if not is_resuming:
+        check_initial_weights(config)
+    text = "is not read: the run resumes from its checkpoint" if is_resuming else "provides the initial weights"
+    return [f"run.initialize_from {config.run.initialize_from} {text}"]
+
+
+def run_worker_process(config: Config, context: WorkerContext) -> int:
+    from parallel3d.models.initial_weights import (
+        open_initial_weights,  # these import torch, which guardians do not need
+    )
+    from parallel3d.models.make import make_stage
+    from parallel3d.worker.main import run_worker
+
+    return run_worker(config, context, make_stage=make_stage, open_initial_weights=open_initial_weights)
