@@ -19,7 +19,16 @@ def num_key_value_heads(model: ModelConfig) -> int:
 
 def head_size(model: ModelConfig) -> int:
     """Width of one attention head."""
-    return model.hidden_size // model.num_attention_heads
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def _has_usual_heads(model: ModelConfig) -> bool:
+    return model.head_dim is None or model.head_dim * model.num_attention_heads == model.hidden_size
+
+
+def query_size(model: ModelConfig) -> int:
+    """Width of all queries of one token, and of the attention's result."""
+    return model.num_attention_heads * head_size(model)
 
 
 def key_value_size(model: ModelConfig) -> int:
@@ -44,10 +53,12 @@ def attention_window(model: ModelConfig) -> int | None:
 
 
 def resolved_model(model: ModelConfig) -> ModelConfig:
-    """The model with every null filled in that its family and its other fields decide."""
+    """The model with every null filled in that its family and its other fields decide. A head_dim that hidden_size and
+    the heads imply is null, whether it was given or not."""
     return model.model_copy(
         update={
             "num_key_value_heads": num_key_value_heads(model),
+            "head_dim": None if _has_usual_heads(model) else model.head_dim,
             "qkv_bias": has_qkv_bias(model),
             **{name: default for name, default in family_of(model).defaults.items() if getattr(model, name) is None},
         }
@@ -69,7 +80,7 @@ def num_parameters(model: ModelConfig) -> int:
 def num_matmul_parameters(model: ModelConfig) -> int:
     """Weights that multiply every token: attention, MLP and output head, tied or not, without the embedding's lookup
     and norms."""
-    attention = 2 * model.hidden_size * (model.hidden_size + key_value_size(model))  # q and o, k and v
+    attention = 2 * model.hidden_size * (query_size(model) + key_value_size(model))  # q and o, k and v
     mlp = num_mlp_matrices(model) * model.hidden_size * model.intermediate_size
     head = model.vocab_size * model.hidden_size
     return model.num_hidden_layers * (attention + mlp) + head
@@ -87,7 +98,7 @@ def _num_norm_and_bias_parameters(model: ModelConfig) -> int:
     """Two norms a layer and the last one; the biases of the linear layers."""
     family, hidden = family_of(model), model.hidden_size
     norms = (2 * model.num_hidden_layers + 1) * family.norm.num_vectors * hidden
-    qkv = hidden + 2 * key_value_size(model) if has_qkv_bias(model) else 0
+    qkv = query_size(model) + 2 * key_value_size(model) if has_qkv_bias(model) else 0
     output = hidden if family.output_bias else 0
     mlp = (family.mlp.num_matrices - 1) * model.intermediate_size + hidden if family.mlp.has_bias else 0
     return norms + model.num_hidden_layers * (qkv + output + mlp)
@@ -96,12 +107,13 @@ def _num_norm_and_bias_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations to train on one token, forward and backward (PaLM, appendix B).
 
-    6 for each matmul weight (2 forward, 4 backward), and 12 L s h for the attention scores and their sums, counted as
+    6 for each matmul weight (2 forward, 4 backward), and 12 L s q for the attention scores and their sums, q the width
+    of all queries, counted as
     if not causal: half of that is skipped by kernels that know the mask. A sliding window takes the place of s where it
     is shorter. Recomputed activations are not counted.
     """
     num_keys = min(sequence_length, attention_window(model) or sequence_length)
-    attention = 12 * model.num_hidden_layers * num_keys * model.hidden_size
+    attention = 12 * model.num_hidden_layers * num_keys * query_size(model)
     return 6 * num_matmul_parameters(model) + attention
 
 

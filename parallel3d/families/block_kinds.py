@@ -58,15 +58,37 @@ class Positions(BlockKind):
     """A parameter (max_position_embeddings, hidden_size); else there are none, and sequences may have any length."""
 
 
-def _check_even_heads(model: Values) -> Iterable[Problem]:
-    size, rest = divmod(model["hidden_size"], model["num_attention_heads"])
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("rope_factor",),
+    "llama3": ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"),
+}
+"""Scalings of rotary frequencies by `model.rope_type`, with the fields that each needs."""
+_ROPE_FIELDS = ROPE_TYPES["llama3"]
+
+
+def _check_rotary(model: Values) -> Iterable[Problem]:
+    heads, hidden_size = model["num_attention_heads"], model["hidden_size"]
+    size, rest = (model["head_dim"], 0) if model["head_dim"] else divmod(hidden_size, heads)
     if rest == 0 and size % 2:
         yield Problem(
-            field="model.hidden_size",
-            value=model["hidden_size"],
+            field="model.head_dim" if model["head_dim"] else "model.hidden_size",
+            value=model["head_dim"] or hidden_size,
             rule=f"makes heads of odd width {size}, and rotary positions turn pairs",
-            fix="Change it, or model.num_attention_heads, so that their ratio is even",
+            fix="Change it, or model.num_attention_heads, so that heads have an even width",
         )
+    kind, low, high = (model[name] for name in ("rope_type", "rope_low_freq_factor", "rope_high_freq_factor"))
+    for name in _ROPE_FIELDS:
+        if name in ROPE_TYPES[kind] and model[name] is None:
+            rule = f"is required by model.rope_type {kind}"
+            yield Problem(field=f"model.{name}", value=None, rule=rule, fix="Set it")
+        elif name not in ROPE_TYPES[kind] and model[name] is not None:
+            owners = " or ".join(other for other, fields in ROPE_TYPES.items() if name in fields)
+            rule = f"only applies to model.rope_type {owners}, and it is {kind}"
+            yield Problem(field=f"model.{name}", value=model[name], rule=rule, fix="Remove it, or set the type")
+    if kind == "llama3" and low is not None and high is not None and low >= high:
+        rule = f"must be above model.rope_low_freq_factor ({low:g})"
+        yield Problem(field="model.rope_high_freq_factor", value=high, rule=rule, fix="Raise it")
 
 
 RMS_NORM = Norm(name="RMSNorm", num_vectors=1, fields=("rms_norm_eps",), is_compiled=True)
@@ -80,6 +102,10 @@ GELU_MLP = Mlp(
     defaults={"activation_function": "gelu_new"},
 )
 ROTARY = Positions(
-    name="rotary positions", are_learned=False, fields=("rope_theta",), is_compiled=True, check=_check_even_heads
+    name="rotary positions",
+    are_learned=False,
+    fields=("rope_theta", "rope_type", *_ROPE_FIELDS),
+    is_compiled=True,
+    check=_check_rotary,
 )
 LEARNED = Positions(name="learned positions", are_learned=True)

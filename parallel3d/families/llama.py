@@ -33,6 +33,7 @@ NAMES = {
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
+        "head_dim",
         "rms_norm_eps",
         "rope_theta",
         "initializer_range",
@@ -41,6 +42,7 @@ NAMES = {
 }
 DEFAULTS = {
     "num_key_value_heads": None,
+    "head_dim": None,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "initializer_range": 0.02,

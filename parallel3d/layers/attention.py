@@ -43,8 +43,8 @@ from parallel3d.parallel.staged_group import to_device
 class CausalSelfAttention(nn.Module):
     """(tokens_local, hidden) -> (tokens_local, hidden); tokens are those of the micro-batch, sequence after sequence.
 
-    `table` None: no rotary positions. `window` is the number of keys that a query sees, its own included; None: all
-    before it.
+    `head_size` None: hidden_size divided by the heads. `table` None: no rotary positions. `window` is the number of
+    keys that a query sees, its own included; None: all before it.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class CausalSelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
+        head_size: int | None = None,
         table: RotaryTable | None,
         init_std: float,
         output_init_std: float,
@@ -66,8 +67,8 @@ class CausalSelfAttention(nn.Module):
         self.table = table
         self.window = window
         self.form, self.kernels = context.gemm.attention, context.kernels.attention
-        head_size = hidden_size // num_heads
-        kv_size = num_kv_heads * head_size
+        head_size = head_size or hidden_size // num_heads
+        query_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         self.heads = HeadLayout(
             num_query_heads=num_heads // context.tp.group.size,
             num_kv_heads=max(1, num_kv_heads // context.tp.group.size),
@@ -75,7 +76,7 @@ class CausalSelfAttention(nn.Module):
         )
         self.rotary_kernels = context.kernels.rotary
         fused_blocks = (
-            FusedBlock(name="q", size=hidden_size),
+            FusedBlock(name="q", size=query_size),
             FusedBlock(name="k", size=kv_size, max_parts=num_kv_heads),
             FusedBlock(name="v", size=kv_size, max_parts=num_kv_heads),
         )
@@ -84,7 +85,7 @@ class CausalSelfAttention(nn.Module):
         )
         self.output = RowParallelLinear(
             f"{name}.output",
-            hidden_size,
+            query_size,
             hidden_size,
             init_std=output_init_std,
             bias=output_bias,

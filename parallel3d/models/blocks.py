@@ -17,7 +17,7 @@ from parallel3d.layers.gelu_mlp import GeluMlp
 from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.placement import LayerContext
 from parallel3d.layers.positions import LearnedPositions
-from parallel3d.layers.rotary import RotaryTable
+from parallel3d.layers.rotary import FrequencyScaling, RotaryTable
 from parallel3d.layers.swiglu import SwiGLU
 
 
@@ -61,7 +61,19 @@ class BlockBuilder:
             return None
         size, theta = head_size(self.config), self.config.rope_theta
         dtype, device = self.context.policy.keep_fp32_dtype, str(self.context.device)
-        return RotaryTable.build(self.num_positions, size, theta, dtype, device)
+        return RotaryTable.build(self.num_positions, size, theta, dtype, device, _frequency_scaling(self.config))
+
+
+def _frequency_scaling(config: ModelConfig) -> FrequencyScaling | None:
+    if config.rope_type == "default":
+        return None
+    assert config.rope_factor is not None, "needs a configuration that obeys the rules"
+    return FrequencyScaling(
+        factor=config.rope_factor,
+        low=config.rope_low_freq_factor,
+        high=config.rope_high_freq_factor,
+        original_positions=config.rope_original_positions,
+    )
 
 
 def _rms_norm(build: BlockBuilder, name: str) -> nn.Module:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from parallel3d.config.derived import attention_window, has_qkv_bias, num_key_value_heads
+from parallel3d.config.derived import attention_window, has_qkv_bias, head_size, num_key_value_heads
 from parallel3d.layers.attention import CausalSelfAttention
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.dropout import dropout
@@ -39,6 +39,7 @@ class DecoderLayer(nn.Module):
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=num_key_value_heads(config),
+            head_size=head_size(config),
             table=build.rotary_table,
             init_std=config.initializer_range,
             output_init_std=output_init_std,

@@ -12,40 +12,42 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from parallel3d.config.derived import family_of, resolved_model
+from parallel3d.config.derived import family_of, head_size, resolved_model
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError, ConfigError, Problem
 from parallel3d.families import HF_MODELS
+from parallel3d.families.block_kinds import Values
 from parallel3d.families.spec import HfModel, JsonFields
+from parallel3d.models.hf_rope import rope_json, rope_problems, rope_section
 
 CONFIG = "config.json"
-ROPE_THETA = 10000.0
-"""Theirs, where a file has none."""
 
 _HEADS = ("num_attention_heads", "hidden_size", "num_key_value_heads")
 
 
 def hf_model_of(model: ModelConfig) -> HfModel:
     """Hugging Face's model type for a model. Raises ConfigError if no type computes the same function."""
-    family, values = family_of(model), resolved_model(model).model_dump()
+    family, values = family_of(model), _values(model)
     fitting = [hf for hf in family.hf_models if hf.qkv_bias in (None, values["qkv_bias"])]
     if not fitting:
         known = " or ".join(str(hf.qkv_bias).lower() for hf in family.hf_models) or "another family"
         rule = f"Hugging Face has no such model of the family {family.name}"
         raise ConfigError([Problem(field="model.qkv_bias", value=values["qkv_bias"], rule=rule, fix=f"Use {known}")])
-    if problems := list(fitting[0].check(values)):
+    hf = fitting[0]
+    if problems := [*_width_problems(values, hf), *hf.check(values)]:
         raise ConfigError(problems)
-    return fitting[0]
+    return hf
 
 
 def hf_config(model: ModelConfig) -> JsonFields:
     """The config.json of the Hugging Face model that is the same function; max_position_embeddings must be resolved."""
-    hf, values = hf_model_of(model), resolved_model(model).model_dump()
+    hf, values = hf_model_of(model), _values(model)
     return {
         "architectures": [hf.class_name],
         "model_type": hf.model_type,
         **{theirs: values[ours] for ours, theirs in hf.names.items()},
         **hf.fixed,
+        **(rope_json(values) if "rope_theta" in hf.names else {}),
         **hf.extra_fields(values),
     }
 
@@ -78,17 +80,22 @@ def model_section(fields: JsonFields, where: str) -> ModelConfig:
             f"{where} describes a model that parallel3d does not support:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
-    theirs = {**hf.defaults, **fields, "rope_theta": _rope(fields).get("rope_theta", ROPE_THETA)}
-    values = {ours: theirs[name] for ours, name in hf.names.items()}
+    theirs = {**hf.defaults, **fields}
+    rope = rope_section(fields, theirs.get("max_position_embeddings")) if "rope_theta" in hf.names else {}
+    values = {ours: theirs[name] for ours, name in hf.names.items()} | rope
     values["intermediate_size"] = values["intermediate_size"] or 4 * values["hidden_size"]
     values["num_key_value_heads"] = values.get("num_key_value_heads") or values["num_attention_heads"]
     values["qkv_bias"] = fields.get("qkv_bias", family.qkv_bias) if hf.qkv_bias is None else hf.qkv_bias
     try:
-        return resolved_model(ModelConfig(architecture=family.name, **values))
+        model = resolved_model(ModelConfig(architecture=family.name, **values))
     except ValidationError as error:
         wrong = error.errors()[0]
         name = hf.names.get(str(wrong["loc"][0]), str(wrong["loc"][0]))
         raise CheckpointError(f"{where}: {name} is {wrong['input']!r}: {wrong['msg']}") from None
+    if broken := next(iter(family.problems(model.model_dump())), None):
+        field = broken.field.removeprefix("model.")
+        raise CheckpointError(f"{where}: {hf.names.get(field, field)} is {broken.value!r}: {broken.rule}")
+    return model
 
 
 def read_json(path: Path) -> JsonFields:
@@ -106,6 +113,21 @@ def read_json(path: Path) -> JsonFields:
     return content
 
 
+def _values(model: ModelConfig) -> Values:
+    """The resolved section, with the width of heads in any case."""
+    return resolved_model(model).model_dump() | {"head_dim": head_size(model)}
+
+
+def _width_problems(model: Values, hf: HfModel) -> Iterator[Problem]:
+    if "head_dim" not in hf.names and model["head_dim"] * model["num_attention_heads"] != model["hidden_size"]:
+        yield Problem(
+            field="model.head_dim",
+            value=model["head_dim"],
+            rule=f"heads of Hugging Face's {hf.model_type} are as wide together as model.hidden_size",
+            fix="Such a model can't be exported; it would need null",
+        )
+
+
 def _problems(fields: JsonFields, hf: HfModel) -> Iterator[str]:
     for name in hf.names.values():
         value = fields.get(name, hf.defaults.get(name))
@@ -120,34 +142,18 @@ def _problems(fields: JsonFields, hf: HfModel) -> Iterator[str]:
     if "quantization_config" in fields:
         yield "its weights are quantised"
     if "rope_theta" in hf.names:
-        yield from _rope_problems(fields)
+        yield from rope_problems(fields)
 
 
 def _head_problems(fields: JsonFields, hf: HfModel) -> Iterator[str]:
     heads, size, few = (fields.get(hf.names.get(n, n), hf.defaults.get(hf.names.get(n, n))) for n in _HEADS)
-    width = fields.get("head_dim")
+    width = fields.get("head_dim", hf.defaults.get("head_dim"))
+    has_width = "head_dim" in hf.names and width is not None
     if not isinstance(heads, int) or not isinstance(size, int):
         return
-    if heads < 1 or size % heads:
+    if heads < 1 or (size % heads and not has_width):
         yield f"{hf.names['num_attention_heads']} is {heads}, which does not divide the width {size}"
     elif isinstance(few, int) and (few < 1 or heads % few):
         yield f"num_key_value_heads is {few}, which does not divide the {heads} heads"
-    if width is not None and width != size / max(heads, 1):
-        yield f"head_dim is {width!r}, ours is hidden_size / num_attention_heads"
-
-
-def _rope_problems(fields: JsonFields) -> Iterator[str]:
-    for name in ("rope_scaling", "rope_parameters"):
-        if fields.get(name) is not None and not isinstance(fields[name], dict):
-            yield f"{name} is {fields[name]!r}, which is not an object"
-            return
-    rope = _rope(fields)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        yield f"its rotary positions are scaled ({rope_type!r}), ours are not"
-
-
-def _rope(fields: JsonFields) -> JsonFields:
-    """The settings of rotary positions: one object since transformers 5, two fields before."""
-    old = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
-    return old | (fields.get("rope_scaling") or {}) | (fields.get("rope_parameters") or {})
+    if width is not None and "head_dim" not in hf.names and width != size / max(heads, 1):
+        yield f"head_dim is {width!r}; in a {hf.model_type} it is hidden_size / num_attention_heads"

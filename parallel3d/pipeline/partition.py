@@ -74,21 +74,24 @@ def model_costs(
     vocab_size: int,
     sequence_length: int,
     num_mlp_matrices: int = 3,
+    head_size: int | None = None,
 ) -> ModelCosts:
     """Costs of a decoder: 2 operations per weight of each matrix product, and the attention itself.
 
-    `num_mlp_matrices` of hidden_size x intermediate_size: gate, up and down, or two of them without a gate.
+    `num_mlp_matrices` of hidden_size x intermediate_size: gate, up and down, or two of them without a gate. `head_size`
+    None: hidden_size divided by the heads.
 
     The embedding is a look-up. Attention scores and their product with the values count 4 * sequence_length *
-    hidden_size: not halved for the causal mask, as in PaLM's and Megatron-LM's formulas.
+    the width of all queries: not halved for the causal mask, as in PaLM's and Megatron-LM's formulas.
     """
-    key_value_size = hidden_size // num_attention_heads * num_key_value_heads
-    attention_weights = hidden_size * (2 * hidden_size + 2 * key_value_size)
+    head_size = head_size or hidden_size // num_attention_heads
+    query_size, key_value_size = num_attention_heads * head_size, num_key_value_heads * head_size
+    attention_weights = hidden_size * (2 * query_size + 2 * key_value_size)
     mlp_weights = num_mlp_matrices * hidden_size * intermediate_size
     return ModelCosts(
         embedding=0,
-        layer=2 * (attention_weights + mlp_weights) + 4 * sequence_length * hidden_size,
-        attention=4 * sequence_length * hidden_size,
+        layer=2 * (attention_weights + mlp_weights) + 4 * sequence_length * query_size,
+        attention=4 * sequence_length * query_size,
         head=2 * hidden_size * vocab_size,
         last_matmul=2 * hidden_size * intermediate_size,
     )

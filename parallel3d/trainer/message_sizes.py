@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel3d.config.derived import family_of, head_size, key_value_size, num_mlp_matrices
+from parallel3d.config.derived import family_of, head_size, key_value_size, num_mlp_matrices, query_size
 from parallel3d.config.schema import Config
 from parallel3d.pipeline.check import MessageSizes
 from parallel3d.precision.policy import POLICIES
@@ -21,7 +21,7 @@ def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> Mess
     num_tokens = batch.micro_batch_size * batch.sequence_length
     width = POLICIES[config.precision.policy].compute.itemsize
     hidden = model.hidden_size // (parallel.tp_size if parallel.sequence_parallel else 1)
-    attention = 2 * (model.hidden_size // parallel.tp_size)
+    attention = 2 * (query_size(model) // parallel.tp_size)
     attention += 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
     mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
     mlp_input = model.intermediate_size // parallel.tp_size

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from parallel3d.config.derived import num_key_value_heads, num_mlp_matrices, stage_replicas
+from parallel3d.config.derived import head_size, num_key_value_heads, num_mlp_matrices, stage_replicas
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.parallel.grid import Coordinates, Grid
@@ -195,4 +195,5 @@ def costs_of(config: Config) -> ModelCosts:
         vocab_size=model.vocab_size,
         sequence_length=config.batch.sequence_length,
         num_mlp_matrices=num_mlp_matrices(model),
+        head_size=head_size(model),
     )

@@ -11,6 +11,12 @@ from parallel3d.config.load import check_config, load_config, resolve
 from parallel3d.errors import ConfigError
 from tests.support.config_files import problems
 
+WAVES = {"model.rope_low_freq_factor", "model.rope_high_freq_factor"}
+ORIGINAL_POSITIONS = {"model.rope_original_positions"}
+LLAMA3 = (
+    *("model.rope_type=llama3", "model.rope_factor=8", "model.rope_original_positions=64"),
+    *("model.rope_low_freq_factor=1", "model.rope_high_freq_factor=4"),
+)
 INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
 
 
@@ -30,6 +36,13 @@ INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
             ],
             {"model.num_key_value_heads"},
         ),
+        (["model.head_dim=5"], {"model.head_dim"}),
+        (["model.rope_factor=2"], {"model.rope_factor"}),
+        (["model.rope_type=linear"], {"model.rope_factor"}),
+        (["model.rope_type=linear", "model.rope_factor=2", "model.rope_original_positions=8"], ORIGINAL_POSITIONS),
+        (["model.rope_type=llama3"], {"model.rope_factor", *WAVES, *ORIGINAL_POSITIONS}),
+        ([*LLAMA3, "model.rope_low_freq_factor=4"], {"model.rope_high_freq_factor"}),
+        (["model.architecture=gpt2", *LLAMA3], {"model.rope_type", "model.rope_factor", *WAVES, *ORIGINAL_POSITIONS}),
         (["model.architecture=gpt2", "model.rope_theta=5e5"], {"model.rope_theta"}),
         (["model.architecture=gpt2", "model.rms_norm_eps=1e-6"], {"model.rms_norm_eps"}),
         (["model.layer_norm_eps=1e-6"], {"model.layer_norm_eps"}),
@@ -111,6 +124,8 @@ def test_each_rule_alone(tiny: Path, overrides: list[str], fields: set[str]):
         ["parallel.tp_size=4", "model.num_key_value_heads=2"],
         ["parallel.tp_size=4", "model.num_key_value_heads=1"],
         ["model.architecture=gpt2", "model.hidden_size=20", "model.rope_theta=1e4", "model.layer_norm_eps=1e-6"],
+        [*LLAMA3, "model.num_attention_heads=3", "model.head_dim=6"],
+        ["model.architecture=gpt2", "model.head_dim=5"],
         ["batch.num_micro_batches=4"],
         ["precision.policy=bf16_sr", 'precision.stochastic_rounding=["update", "outputs", "accumulation"]'],
         [

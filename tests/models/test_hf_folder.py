@@ -158,13 +158,45 @@ BROKEN = {
     "a field is not a number": ("llama-gqa", with_config(hidden_size="wide"), "hidden_size is 'wide'"),
     "another activation": ("llama-gqa", with_config(hidden_act="gelu"), "hidden_act is 'gelu', ours is 'silu'"),
     "another activation of GPT-2": ("gpt2", with_config(activation_function="relu"), "activation_function is 'relu'"),
-    "scaled positions": (
+    "positions by YaRN": (
+        "llama-gqa",
+        with_config(rope_parameters={"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}),
+        "rope_parameters.rope_type is 'yarn'; supported are default, linear, llama3",
+    ),
+    "positions of two lengths": (
+        "llama-gqa",
+        with_config(rope_scaling={"type": "longrope"}, rope_parameters=None),
+        "rope_scaling.rope_type is 'longrope'; supported are default, linear, llama3",
+    ),
+    "positions without their bounds": (
         "llama-gqa",
         with_config(rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}),
-        "rotary positions are scaled .'llama3'.",
+        "rope_parameters.low_freq_factor is missing, which rope_type 'llama3' needs",
+    ),
+    "bounds in the wrong order": (
+        "llama-gqa",
+        with_config(
+            rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+        ),
+        r"rope_high_freq_factor is 1.0: must be above model.rope_low_freq_factor \(4\)",
+    ),
+    "a factor that is a text": (
+        "llama-gqa",
+        with_config(rope_scaling={"rope_type": "linear", "factor": "8"}, rope_parameters=None),
+        "rope_scaling.factor is '8', which is not a number",
+    ),
+    "positions on a part of each head": (
+        "llama-gqa",
+        with_config(partial_rotary_factor=0.5, rope_parameters=None),
+        r"partial_rotary_factor is 0.5; ours turn whole heads \(1.0\)",
     ),
     "biases": ("llama-gqa", with_config(attention_bias=True), "attention_bias is True, ours is False"),
-    "wide heads": ("llama-gqa", with_config(head_dim=64), "head_dim is 64, ours is hidden_size / num_attention_heads"),
+    "heads of another width": (
+        "llama-gqa",
+        with_config(head_dim=64),
+        r"model\.layers\.0\.self_attn\.q_proj\.weight has the shape \(32, 32\), not \(256, 32\)",
+    ),
+    "heads of another width than GPT-2's": ("gpt2", with_config(head_dim=64), "head_dim is 64; in a gpt2 it is hidden"),
     "uneven heads": ("llama-gqa", with_config(num_attention_heads=5, head_dim=None), "num_attention_heads is 5"),
     "a base of positions that is a text": ("llama-gqa", with_config(rope_theta="x", rope_parameters=None), "is 'x'"),
     "positions that are not an object": ("llama-gqa", with_config(rope_scaling=[2]), r"rope_scaling is \[2\]"),
@@ -260,6 +292,13 @@ def test_what_a_short_config_means():
     llama = model_section({"model_type": "llama", **sizes, "rope_scaling": None, "rope_theta": 5e5}, "x")
     assert (llama.rms_norm_eps, llama.rope_theta, llama.num_key_value_heads) == (1e-6, 5e5, 4)
     assert (llama.tie_word_embeddings, llama.qkv_bias, llama.max_position_embeddings) == (False, False, 2048)
+
+
+def test_the_first_trainings_length_is_the_longest_sequence_where_the_file_does_not_say():
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = model_section({"model_type": "llama", **SIZES, "rope_scaling": rope}, "x")
+    assert (model.rope_type, model.rope_original_positions) == ("llama3", SIZES["max_position_embeddings"])
+    assert model_section({"model_type": "llama", **SIZES, "rope_scaling": None, "head_dim": 8}, "x").head_dim is None
 
 
 def test_what_a_short_config_of_mistral_means():

@@ -43,6 +43,16 @@ SEQ = 16
 MODELS = {
     "llama": dict(num_key_value_heads=2),
     "llama-tied": dict(tie_word_embeddings=True, rope_theta=500.0),
+    "llama-3.1": dict(
+        num_key_value_heads=2,
+        head_dim=12,
+        rope_theta=500.0,
+        rope_type="llama3",
+        rope_factor=8.0,
+        rope_low_freq_factor=1.0,
+        rope_high_freq_factor=4.0,
+        rope_original_positions=64,
+    ),
     "qwen2": dict(qkv_bias=True, rms_norm_eps=1e-6),
     "mistral": dict(architecture="mistral", num_key_value_heads=2, sliding_window=6),
     "gpt2": dict(architecture="gpt2", tie_word_embeddings=True, max_position_embeddings=32),

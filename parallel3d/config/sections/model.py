@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, create_model
 
-from parallel3d.config.rule import multiple_rule, rule
+from parallel3d.config.rule import multiple_rule, must_be_multiple, rule
 from parallel3d.config.sections.section import Fraction, Section
 from parallel3d.errors import Problem
 from parallel3d.families import DEFAULT_FAMILY, FAMILIES
@@ -30,14 +30,16 @@ class DecoderConfig(Section):
     """Rows of the embedding and of the output head, padded if parallel.tp_size does not divide it. At least
     data.tokenizer.vocab_size."""
     hidden_size: PositiveInt
-    """Width of the residual stream; num_attention_heads times the head size, which must be even for rotary
-    positions."""
+    """Width of the residual stream. A multiple of num_attention_heads, unless head_dim is given."""
     intermediate_size: PositiveInt
     """Inner width of the MLP; a multiple of parallel.tp_size."""
     num_hidden_layers: PositiveInt
     """Number of decoder layers; at least parallel.pp_size."""
     num_attention_heads: PositiveInt
-    """Query heads; divides hidden_size; a multiple of parallel.tp_size and of num_key_value_heads."""
+    """Query heads; a multiple of parallel.tp_size and of num_key_value_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; even for rotary positions. All heads together may be wider or narrower than hidden_size. Null:
+    hidden_size divided by num_attention_heads."""
     num_key_value_heads: PositiveInt | None = None
     """Key and value heads, each shared by a group of query heads; a multiple of parallel.tp_size, or a divisor: then
     several ranks hold copies of a head. Null: one per query head."""
@@ -51,6 +53,19 @@ class DecoderConfig(Section):
     """Added to the mean square inside RMSNorm."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    """How a model reaches beyond the positions of its first training. linear: all rotary frequencies are divided by
+    rope_factor (Chen et al. 2023). llama3: those of long waves are (Llama 3.1), short ones stay, and those between
+    change over smoothly."""
+    rope_factor: PositiveFloat | None = None
+    """Divisor of rotary frequencies; required by rope_type linear and llama3."""
+    rope_low_freq_factor: PositiveFloat | None = None
+    """For rope_type llama3, which requires it: waves longer than rope_original_positions / this are divided."""
+    rope_high_freq_factor: PositiveFloat | None = None
+    """For rope_type llama3, which requires it: waves shorter than rope_original_positions / this stay. Above
+    rope_low_freq_factor."""
+    rope_original_positions: PositiveInt | None = None
+    """For rope_type llama3, which requires it: the longest sequence of the first training."""
     layer_norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside LayerNorm."""
     norm_backend: Literal["torch", "apex", "auto"] = "torch"
@@ -80,7 +95,6 @@ else:
 FAMILY_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.fields))
 """The fields of `model` that not every family has."""
 
-heads_divide_hidden_size = multiple_rule("model.hidden_size", "model.num_attention_heads", "all heads have one width")
 groups_divide_heads = multiple_rule(
     "model.num_attention_heads", "model.num_key_value_heads", "key-value heads serve equally many query heads"
 )
@@ -90,6 +104,14 @@ ranks_divide_heads = multiple_rule(
 ranks_divide_mlp = multiple_rule(
     "model.intermediate_size", "parallel.tp_size", "tensor-parallel ranks hold equal shares"
 )
+
+
+@rule("model.hidden_size", "model.num_attention_heads", "model.head_dim")
+def check_head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> Iterator[Problem]:
+    """All heads have one width."""
+    if head_dim is None:
+        why = "all heads have one width, if model.head_dim gives none"
+        yield from must_be_multiple("model.hidden_size", hidden_size, "model.num_attention_heads", num_heads, why)
 
 
 @rule("model")

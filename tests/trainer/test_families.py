@@ -1,0 +1,70 @@
+"""Each kind of block that a family brings: equal to one process on other layouts, in all modes of recomputation, and
+resumed on another layout bit for bit.
+
+Logits and gradients against transformers are in tests/models/test_hf.py, both directions of the conversion there and in
+test_convert.py; tests/trainer/test_mistral.py has sliding windows.
+"""
+
+import pytest
+import torch
+
+from parallel3d.comparison.compare_runs import compare_runs
+from parallel3d.config.derived import num_parameters, resolved_model
+from parallel3d.models.make import shardings_of
+from tests.support import cells, tiny_runs
+from tests.support.cells import Cell
+from tests.support.saved_layouts import run_layout as run_saved_layout
+from tests.support.saved_layouts import save
+
+MODELS = {
+    "llama-3.1": dict(
+        num_key_value_heads=2,
+        head_dim=12,
+        tie_word_embeddings=True,
+        rope_type="llama3",
+        rope_factor=8.0,
+        rope_low_freq_factor=1.0,
+        rope_high_freq_factor=4.0,
+        rope_original_positions=64,
+    ),
+}
+LAYOUTS = {
+    "tp2-pp2-dp2-sp": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),
+    "tp4-copied-heads": dict(tp_size=4, zero_stage=0),
+    "pp2-dp2-zb-h1": dict(pp_size=2, dp_size=2, schedule="zb-h1"),
+    "tp2-interleaved": dict(tp_size=2, pp_size=2, schedule="interleaved", virtual_stages=2),
+    "tp2-full": dict(tp_size=2, dp_size=2, recompute="full"),
+    "tp2-selective-sp": dict(tp_size=2, pp_size=2, recompute="selective", sequence_parallel=True),
+    "tp4-selective": dict(tp_size=4, recompute="selective"),
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layout_equals_one_process(name, layout, reference):
+    cell = Cell(name=f"{name}-{layout}", changes=dict(model=MODELS[name], parallel=LAYOUTS[layout]))
+    assert compare_runs(cells.run_cell(cell), reference(cell), cell.tolerance).findings == ()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resume_on_another_layout_changes_no_bit(tmp_path, name):
+    def config(**parallel):
+        return tiny_runs.make_config(
+            model=MODELS[name], precision=dict(policy="fp32", sums="exact"), parallel=dict(tp_size=2, **parallel)
+        )
+
+    first, other = config(pp_size=2, dp_size=2), config(pp_size=4, dp_size=1)
+    _, snapshots, runtimes = run_saved_layout(first, steps=1)
+    folder = save(tmp_path, snapshots, runtimes[0])
+    resumed, _, _ = run_saved_layout(other, start=folder, steps=2)
+    right, _, _ = run_saved_layout(first, steps=3)
+    assert resumed.keys() == right.keys()
+    assert all(torch.equal(resumed[name], weight) for name, weight in right.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_of_parameters_are_those_of_the_modules(name):
+    model = resolved_model(tiny_runs.make_config(model=dict(MODELS[name], max_position_embeddings=16)).model)
+    assert num_parameters(model) == sum(sharding.num_elements for sharding in shardings_of(model))
