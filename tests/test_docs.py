@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from parallel3d.commands.parsers import PARSERS, make_parser
 from parallel3d.config.load import load_config
 from parallel3d.config.schema import Config
 
@@ -45,14 +47,22 @@ def broken_links(text: str, page: Path) -> Iterator[str]:
 
 
 def unknown_options(text: str) -> Iterator[str]:
-    """Options after `launch/NAME.py` in a line of code that the script does not define."""
-    shared = (ROOT / "parallel3d/config/command_line.py").read_text()
-    for script, rest in re.findall(r"(launch/\w+\.py)([^`\n#|]*)", text):
-        command = ROOT / "parallel3d/commands" / Path(script).name
-        source = command.read_text() + shared if command.is_file() else ""
+    """Options after `launch/NAME.py` or `parallel3d NAME` in a line of code that the command does not have."""
+    for script, name, rest in re.findall(r"(launch/(\w+)\.py)([^`\n#|]*)", text) + [
+        (f"parallel3d {name}", name, rest) for name, rest in re.findall(r"\bparallel3d ([a-z-]+)([^`\n#|]*)", text)
+    ]:
+        name = name.replace("_", "-")
+        known = options_of(make_parser(name)) if name in PARSERS else set()
         for option in re.findall(r"(?<=[ \[])--[a-z][a-z-]*", rest):
-            if f'"{option}"' not in source:
+            if option not in known:
                 yield f"{script} {option}"
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a command and of its own commands (convert to-hf)."""
+    deeper = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    below = (options_of(each) for choices in deeper for each in choices.values())
+    return set(parser._option_string_actions).union(*below)
 
 
 def anchors(text: str) -> set[str]:
@@ -106,6 +116,9 @@ def test_the_checkers_see_what_is_wrong() -> None:
         "parallel.tp_sise"
     ]
     assert list(unknown_options("`python launch/plan.py --config F --lost 3 --loss 4`")) == ["launch/plan.py --loss"]
+    assert list(unknown_options("`parallel3d plan --config F --los 3`, `launch/convert.py to-hf A --dtype bf16`")) == [
+        "parallel3d plan --los"
+    ]
     assert list(unknown_fields("elastic.md, checkpoint.every, precision.loss_scale.min, run.py")) == []
 
 

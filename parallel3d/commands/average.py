@@ -12,6 +12,7 @@ from pathlib import Path
 
 from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.commands.parsers import make_parser, parse
 from parallel3d.errors import UserError
 
 
@@ -33,16 +34,12 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Average the weights of checkpoints.")
-    parser.add_argument("named", nargs="*", type=Path, metavar="CHECKPOINT", help="checkpoint folders to average")
-    parser.add_argument("--last", type=int, metavar="N", help="average the newest N of --checkpoints")
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="the checkpoint folder of a run")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the new checkpoint")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse("average", arguments)
+    error = make_parser("average").error
     if bool(options.named) == bool(options.checkpoints) or (options.last is None) != (options.checkpoints is None):
-        parser.error("give either checkpoint folders, or --last N with --checkpoints FOLDER")
+        error("give either checkpoint folders, or --last N with --checkpoints FOLDER")
     if options.last is not None and options.last < 1:
-        parser.error("--last must be at least 1")
+        error("--last must be at least 1")
     return options
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
+from parallel3d.commands.parsers import parse
 from parallel3d.debug.compare_dumps import SECTIONS, TensorComparison, compare_tensors, dumped_tensors, mean_loss
 from parallel3d.debug.dump import read_step
 from parallel3d.errors import UserError
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("compare-dumps", arguments)
     try:
         ours, theirs = steps_in(options.ours), steps_in(options.theirs)
         steps = common_steps(ours, theirs, options)
@@ -29,15 +30,6 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     equal = [compare_step(step, ours[step], theirs[step], options) for step in steps]
     return 0 if all(equal) else 1
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare the dumps of two runs, whatever their layouts.")
-    parser.add_argument("ours", type=Path, metavar="A", help="a folder of dumps, or one step in it")
-    parser.add_argument("theirs", type=Path, metavar="B", help="the folder or step to compare with")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed max |a - b| / max |b| (default 1e-5)")
-    parser.add_argument("--rows", type=int, default=10, help="lines for each kind of tensor (default 10)")
-    return parser.parse_args(arguments)
 
 
 def steps_in(folder: Path) -> dict[int, Path]:

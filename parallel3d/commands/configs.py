@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
+from parallel3d.commands.parsers import parse
 from parallel3d.config.json_file import read_json
 from parallel3d.config.shipped import SCHEMA, shipped_configs, shipped_folder
 from parallel3d.errors import UserError
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="List the configurations that come with the package, or print one.")
-    parser.add_argument("name", nargs="?", help="the configuration to print; schema: the JSON schema for editors")
-    name: str | None = parser.parse_args(arguments).name
+    name: str | None = parse("configs", arguments).name
     shipped = shipped_configs()
     if name is None:
         width = max(map(len, shipped))

@@ -16,22 +16,22 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from parallel3d.checkpoint.index import Format
+from parallel3d.commands.parsers import WEIGHT_FORMATS, parse
 from parallel3d.errors import CheckpointError, UserError
 from parallel3d.models.hf_export import export
 from parallel3d.models.hf_import import import_folder
 from parallel3d.models.initial_weights import find_checkpoint, read_model_config
 
-FORMATS: Mapping[str, Format | None] = {"keep": None, "fp32": "F32", "bf16": "BF16"}
+FORMATS: Mapping[str, Format | None] = dict(zip(WEIGHT_FORMATS, (None, "F32", "BF16")))
 EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("convert", arguments)
     try:
-        for line in options.run(options):
+        for line in RUN[options.command](options):
             print(line, flush=True)
         return 0
     except UserError as error:
@@ -43,36 +43,6 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Convert between checkpoints and Hugging Face folders.")
-    commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | model")
-
-    def command(name: str, run: Callable[[argparse.Namespace], Iterator[str]], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(run=run, target=None)
-        return added
-
-    to_hf = command("to-hf", run_export, "Convert a checkpoint to a Hugging Face folder.")
-    to_hf.add_argument("source", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
-    to_hf.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
-    to_hf.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="a SentencePiece model that replaces the run's own"
-    )
-    to_hf.add_argument(
-        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (default 5)"
-    )
-    from_hf = command("from-hf", run_import, "Convert a Hugging Face folder to a weights-only checkpoint.")
-    from_hf.add_argument(
-        "source", type=Path, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
-    )
-    from_hf.add_argument("target", type=Path, metavar="CHECKPOINT", help="the new checkpoint")
-    for added in (to_hf, from_hf):
-        added.add_argument("--dtype", choices=FORMATS, default="keep", help="format of the weights (keep: as they are)")
-    model = command("model", show_model, "Print the section model of a configuration for these weights.")
-    model.add_argument("source", type=Path, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
-    return parser.parse_args(arguments)
 
 
 def run_export(options: argparse.Namespace) -> Iterator[str]:
@@ -99,3 +69,10 @@ def show_model(options: argparse.Namespace) -> Iterator[str]:
     model = read_model_config(find_checkpoint(options.source) or options.source)
     fields = {"architecture": model.architecture} | model.model_dump(exclude_defaults=True)
     yield json.dumps({"model": fields}, indent=2)
+
+
+RUN: Mapping[str, Callable[[argparse.Namespace], Iterator[str]]] = {
+    "to-hf": run_export,
+    "from-hf": run_import,
+    "model": show_model,
+}

@@ -5,11 +5,11 @@ Both are real runs of configs/demo.json: the first without its injected faults, 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 from pathlib import Path
 
 from parallel3d.child_process import command_line
+from parallel3d.commands.parsers import parse
 from parallel3d.monitor.run_folder import METRICS, read_metrics
 
 CONFIG = "demo"
@@ -18,9 +18,7 @@ NUM_ROWS = 8
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(description="Train undisturbed, then while workers are killed, and compare.").parse_args(
-        arguments
-    )
+    parse("demo", arguments)
     for title, folder, overrides in (
         ("First, undisturbed.", FOLDER / "undisturbed", ["elastic.faults=[]", "run.show_routes=false"]),
         (

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parallel3d.config.command_line import parse_config
+from parallel3d.commands.parsers import parse
 from parallel3d.config.derived import stage_replicas
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
@@ -38,7 +38,7 @@ MAX_PLANNED_LOSSES = 3
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("goodput", arguments)
     try:
         if options.paper:
             print("\n".join(describe_paper()))
@@ -53,19 +53,6 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Estimate the throughput of training under failures.")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--scenario", metavar="FILE", help="a cluster and its failures, see configs/goodput/")
-    source.add_argument("--config", metavar="FILE", help="a run's JSON file: its layout, and seconds from its folder")
-    source.add_argument(
-        "--paper", action="store_true", help="published numbers and what follows from their assumptions"
-    )
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the comparison into this file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    return parse_config(parser, arguments)
 
 
 def read_input(options: argparse.Namespace) -> tuple[Scenario, tuple[float, ...]]:

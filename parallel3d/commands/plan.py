@@ -9,13 +9,12 @@ for models on one stage. Exit codes: 0 done, 2 invalid input.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.commands.parsers import parse
 from parallel3d.config.derived import batch_sizes
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
@@ -39,7 +38,7 @@ MAX_ROUTES = 16
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("plan", arguments)
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         print("\n".join(describe(config, parse_ranks(options.lost), options.png)))
@@ -51,16 +50,6 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Show the pipeline schedule that one JSON file asks for.")
-    parser.add_argument("--lost", default="", metavar="RANKS", help="show the plan after these ranks died: 3,5")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
-    parser.add_argument("--device", metavar="NAMES", help="predict a replica's speed and memory on a GPU: H100,H200")
-    parser.add_argument("--workers", type=int, metavar="N", help="estimate the coordinator's costs with N workers")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="a JSON list of further devices")
-    return parse_config(parser, arguments)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

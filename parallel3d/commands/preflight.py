@@ -8,7 +8,6 @@ Exit codes: 0 passed, 1 a resumed run differs, otherwise that of the run that fa
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import math
 import shutil
@@ -24,8 +23,8 @@ from typing import Any
 from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.child_process import run_command
+from parallel3d.commands.parsers import parse
 from parallel3d.comparison.compare_runs import BITWISE, LargestDifference, tolerance_of
-from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.derived import world_size
 from parallel3d.config.layouts import Layout, alternative_layouts, current_layout
 from parallel3d.config.load import dump_config, load_config, resolve
@@ -85,7 +84,7 @@ class TrialFailed(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("preflight", arguments)
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         with scratch_folder(Path(str(config.checkpoint.directory)) / SCRATCH) as scratch:
@@ -97,11 +96,6 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Test saving and resuming a run, in four steps.")
-    return parse_config(parser, arguments)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.commands.parsers import make_parser, parse
 from parallel3d.config.load import load_config, resolve
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.documents import TokenizedDocuments
@@ -62,18 +62,12 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Train a tokenizer, and tokenise a corpus ahead of training.")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the tokens into this new folder")
-    parser.add_argument("--tokenizer-out", type=Path, metavar="FILE", help="write the SentencePiece model to this file")
-    num_cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--processes", type=int, default=num_cores, metavar="N", help="processes that tokenise (default: one per core)"
-    )
-    options = parse_config(parser, arguments)
+    options = parse("prepare", arguments)
+    error = make_parser("prepare").error
     if options.out is None and options.tokenizer_out is None:
-        parser.error("give --out FOLDER, --tokenizer-out FILE, or both")
+        error("give --out FOLDER, --tokenizer-out FILE, or both")
     if options.processes < 1:
-        parser.error("--processes must be at least 1")
+        error("--processes must be at least 1")
     return options
 
 

@@ -7,7 +7,6 @@ sqrt(v)), its best evaluation, the effect of changes of membership and how often
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from parallel3d.commands.parsers import parse
 from parallel3d.errors import UserError
 from parallel3d.monitor.correlation import Correlation
 from parallel3d.monitor.evaluation_interval import plan_evaluations
@@ -30,13 +30,7 @@ MAX_CHANGES = 10
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Report on a run, finished or not, and redraw its charts.")
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
-    parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--every", type=float, metavar="S", help="redraw the charts every S seconds until the run ends")
-    parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
-    options = parser.parse_args(arguments)
+    options = parse("report", arguments)
     try:
         if options.every is not None:
             redraw_until_finished(options.folder, options.every)

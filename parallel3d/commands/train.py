@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.child_process import run_command
-from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.commands.parsers import parse
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
@@ -45,7 +45,7 @@ WORKER_MODULES = ("parallel3d.models.initial_weights", "parallel3d.models.make",
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("train", arguments)
     env = None
     try:
         env = read_launcher_env(os.environ, local_rank=options.local_rank)
@@ -75,20 +75,6 @@ def main(arguments: list[str]) -> int:
         if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)
         return error.exit_code
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Train a model from a JSON configuration.")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
-    parser.add_argument("--join", action="store_true", help="add a worker to the run that goes on in run.directory")
-    parser.add_argument(
-        "--drain",
-        metavar="WHAT",
-        help="have workers leave the run in run.directory: rank=3, replica=1, stage=1,replica=1 or host=NAME",
-    )
-    parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
-    return parse_config(parser, arguments)
 
 
 def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:

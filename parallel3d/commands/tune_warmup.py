@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.child_process import command_line
-from parallel3d.config.command_line import config_parser, parse_config
+from parallel3d.commands.parsers import parse
 from parallel3d.config.derived import tokens_per_step
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
@@ -40,7 +40,7 @@ EVALUATIONS_PER_SHORT_RUN = 25
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("tune-warmup", arguments)
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         search = plan_search(config, options)
@@ -56,49 +56,6 @@ def main(arguments: list[str]) -> int:
         return 130
     report(describe_outcome(result))
     return 0 if result.duration else 1
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Find a sequence-length warmup for one JSON file by short runs.")
-    parser.add_argument(
-        "--multiple",
-        type=count,
-        default=3,
-        metavar="N",
-        help="length of a run in warmups of the learning rate (default 3)",
-    )
-    parser.add_argument(
-        "--max-duration", type=count, metavar="STEPS", help="longest duration to try (default: half of the run)"
-    )
-    parser.add_argument(
-        "--starts", type=lengths, metavar="LENGTHS", help="initial lengths to try (default: 8,16,32 and so on)"
-    )
-    parser.add_argument(
-        "--tolerance", type=tolerance, default=1.3, help="allowed perplexity over the best one before (default 1.3)"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="where the short runs are kept, finished ones for reuse (default runs/NAME-warmup)",
-    )
-    return parse_config(parser, arguments)
-
-
-def lengths(text: str) -> list[int]:
-    """The lengths of a list like 8,16,64, increasing."""
-    return sorted(map(count, text.split(",")))
-
-
-def count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def tolerance(text: str) -> float:
-    if (value := float(text)) <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 1")
-    return value
 
 
 # --- what is tried ----------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from parallel3d.commands.parsers import parse
 from parallel3d.comparison.compare_runs import OVERFLOW, RunComparison, compare_runs, tolerance_of
 from parallel3d.comparison.run_result import RunResult
-from parallel3d.config.command_line import config_parser, parse_config
 from parallel3d.config.derived import num_parameters, world_size
-from parallel3d.config.layouts import HELP, Layout, current_layout, default_layouts, parse_layout, parse_layouts
+from parallel3d.config.layouts import Layout, current_layout, default_layouts, parse_layout, parse_layouts
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
@@ -73,7 +73,7 @@ class LayoutOutcome:
 
 
 def main(arguments: list[str]) -> int:
-    options = parse_arguments(arguments)
+    options = parse("verify", arguments)
     try:
         one, cases = plan_cases(options)
         changes = list_changes(options)
@@ -87,22 +87,6 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     print(to_json(options, one, outcomes, changes) if options.json else "\n".join(draw_table(outcomes)))
     return 0 if all(outcome.is_equal for outcome in outcomes) else 1
-
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = config_parser("Compare layouts of a configured run with one process.")
-    parser.add_argument("--layouts", metavar="LIST", help=f"as in tp2.pp2.dp2,pp4.gpipe: {HELP}")
-    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to run (3)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--yes", action="store_true", help="run even if the estimated memory exceeds what is free")
-    return parse_config(parser, arguments)
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def log(text: str) -> None:

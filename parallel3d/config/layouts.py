@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.config.derived import stage_replicas
+from parallel3d.config.layout_parts import LAYOUT_PARTS, NAMED_PARTS
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.pipeline.schedules import SCHEDULES, default_schedule
@@ -27,18 +28,6 @@ GRID_DEFAULTS: dict[str, Any] = {
     "layers_per_stage": None,
 }
 """The fields of section `parallel` that every layout sets, named or not."""
-
-NAMED_PARTS: dict[str, tuple[str, Any]] = {
-    "sp": ("sequence_parallel", True),
-    "zero0": ("zero_stage", 0),
-    "zero1": ("zero_stage", 1),
-}
-"""Parts without a number, and names of schedules: the field of section `parallel` and its value."""
-
-HELP = (
-    "parts joined by dots: tpN ppN dpN (dpN/N where stages differ) vN (virtual stages) "
-    f"{' '.join([*NAMED_PARTS, *SCHEDULES])}"
-)
 
 DEFAULT_LAYOUTS = (
     ("tp2.sp", "tp2"),
@@ -149,4 +138,4 @@ def _parse_part(part: str, text: str) -> tuple[str, Any]:
     if match := re.fullmatch(r"dp([1-9]\d*(?:/[1-9]\d*)*)", part):
         counts = [int(count) for count in match[1].split("/")]
         return "dp_size", counts[0] if len(counts) == 1 else counts
-    raise UserError(f"layout {text!r}: {part!r} is not a part of a layout, which consists of {HELP}")
+    raise UserError(f"layout {text!r}: {part!r} is not a part of a layout, which consists of {LAYOUT_PARTS}")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.commands.tune_warmup import ShortRunner, describe_outcome, parse_arguments, plan_search
+from parallel3d.commands.parsers import parse
+from parallel3d.commands.tune_warmup import ShortRunner, describe_outcome, plan_search
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError
@@ -36,7 +37,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def search_of(config: Config, *arguments: str):
-    return plan_search(config, parse_arguments(["--config", str(QUICKSTART), *arguments]))
+    return plan_search(config, parse("tune-warmup", ["--config", str(QUICKSTART), *arguments]))
 
 
 def test_durations_are_a_few_warmups_apart_up_to_half_of_the_run():

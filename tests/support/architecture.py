@@ -62,6 +62,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.comparison": 10,
     "parallel3d.rehearsal": 10,
     "parallel3d.worker": 10,
+    "parallel3d.doctor": 10,
     "parallel3d.inprocess": 11,
     "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
     "parallel3d.models.hf_export": 11,

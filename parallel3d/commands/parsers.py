@@ -1,0 +1,274 @@
+"""The options of every command. They import neither torch nor pydantic: help and shell completion need nothing else.
+
+An action may have an attribute `complete`, which says with what a shell completes its value: `configs` (names of
+shipped configurations, or files), `shipped` (those names alone) or `fields` (section.field=value).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from parallel3d.config.layout_parts import LAYOUT_PARTS
+from parallel3d.config.shipped import find_config
+
+WEIGHT_FORMATS = ("keep", "fp32", "bf16")
+SHELLS = ("bash", "zsh", "fish")
+
+
+def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the command `name`; exits after --help, and on a wrong option or override.
+
+    Options and overrides (section.field=value) come in any order.
+    """
+    parser = make_parser(name)
+    has_commands = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+    options = parser.parse_args(arguments) if has_commands else parser.parse_intermixed_args(arguments)
+    if wrong := [override for override in getattr(options, "overrides", []) if "=" not in override]:
+        parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    return options
+
+
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a command of this name."""
+    parser = argparse.ArgumentParser(prog=f"parallel3d {name}")
+    PARSERS[name](parser)
+    return parser
+
+
+# --- what several commands share --------------------------------------------------------------------------------------
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds `--config FILE` and the overrides."""
+    config = parser.add_argument(
+        "--config",
+        required=required,
+        type=lambda name: str(find_config(name)),
+        metavar="FILE",
+        help="the run's JSON file, or a name that `parallel3d configs` lists",
+    )
+    complete_by(config, "configs")
+    complete_by(add_overrides(parser), "fields")
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> argparse.Action:
+    return parser.add_argument(
+        "overrides", nargs="*", metavar="section.field=value", help="replaces a field of the file"
+    )
+
+
+def complete_by(action: argparse.Action, kind: str) -> None:
+    action.complete = kind  # type: ignore[attr-defined]
+
+
+def add_json(parser: argparse.ArgumentParser, instead_of: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print one JSON object instead of {instead_of}")
+
+
+def count(text: str) -> int:
+    """A positive number."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a model from a JSON configuration."
+    add_config(parser)
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument("--join", action="store_true", help="add a worker to the run that goes on in run.directory")
+    parser.add_argument(
+        "--drain",
+        metavar="WHAT",
+        help="have workers leave the run in run.directory: rank=3, replica=1, stage=1,replica=1 or host=NAME",
+    )
+    parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show the pipeline schedule that one JSON file asks for."
+    add_config(parser)
+    parser.add_argument("--lost", default="", metavar="RANKS", help="show the plan after these ranks died: 3,5")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
+    parser.add_argument("--device", metavar="NAMES", help="predict a replica's speed and memory on a GPU: H100,H200")
+    parser.add_argument("--workers", type=int, metavar="N", help="estimate the coordinator's costs with N workers")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="a JSON list of further devices")
+
+
+def add_preflight(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Test saving and resuming a run, in four steps."
+    add_config(parser)
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Compare layouts of a configured run with one process."
+    add_config(parser)
+    parser.add_argument("--layouts", metavar="LIST", help=f"as in tp2.pp2.dp2,pp4.gpipe: {LAYOUT_PARTS}")
+    parser.add_argument("--steps", type=count, default=3, metavar="N", help="steps to run (3)")
+    add_json(parser, "the table")
+    parser.add_argument("--yes", action="store_true", help="run even if the estimated memory exceeds what is free")
+
+
+def add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a tokenizer, and tokenise a corpus ahead of training."
+    add_config(parser)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the tokens into this new folder")
+    parser.add_argument("--tokenizer-out", type=Path, metavar="FILE", help="write the SentencePiece model to this file")
+    num_cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--processes", type=int, default=num_cores, metavar="N", help="processes that tokenise (default: one per core)"
+    )
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Convert between checkpoints and Hugging Face folders."
+    commands = parser.add_subparsers(required=True, dest="command", metavar="to-hf | from-hf | model")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(target=None)
+        return added
+
+    to_hf = command("to-hf", "Convert a checkpoint to a Hugging Face folder.")
+    to_hf.add_argument("source", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
+    to_hf.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
+    to_hf.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="a SentencePiece model that replaces the run's own"
+    )
+    to_hf.add_argument(
+        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (default 5)"
+    )
+    from_hf = command("from-hf", "Convert a Hugging Face folder to a weights-only checkpoint.")
+    from_hf.add_argument(
+        "source", type=Path, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
+    )
+    from_hf.add_argument("target", type=Path, metavar="CHECKPOINT", help="the new checkpoint")
+    for added in (to_hf, from_hf):
+        added.add_argument(
+            "--dtype", choices=WEIGHT_FORMATS, default="keep", help="format of the weights (keep: as they are)"
+        )
+    model = command("model", "Print the section model of a configuration for these weights.")
+    model.add_argument("source", type=Path, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
+
+
+def add_average(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Average the weights of checkpoints."
+    parser.add_argument("named", nargs="*", type=Path, metavar="CHECKPOINT", help="checkpoint folders to average")
+    parser.add_argument("--last", type=int, metavar="N", help="average the newest N of --checkpoints")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="the checkpoint folder of a run")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the new checkpoint")
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Report on a run, finished or not, and redraw its charts."
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
+    add_json(parser, "text")
+    parser.add_argument("--every", type=float, metavar="S", help="redraw the charts every S seconds until the run ends")
+    parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
+
+
+def add_goodput(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Estimate the throughput of training under failures."
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--scenario", metavar="FILE", help="a cluster and its failures, see configs/goodput/")
+    source.add_argument("--config", metavar="FILE", help="a run's JSON file: its layout, and seconds from its folder")
+    source.add_argument(
+        "--paper", action="store_true", help="published numbers and what follows from their assumptions"
+    )
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the comparison into this file")
+    add_json(parser, "tables")
+    add_overrides(parser)  # of the scenario
+
+
+def add_tune_warmup(parser: argparse.ArgumentParser) -> None:
+    def lengths(text: str) -> list[int]:
+        return sorted(map(count, text.split(",")))
+
+    def tolerance(text: str) -> float:
+        if (value := float(text)) <= 1.0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 1")
+        return value
+
+    parser.description = "Find a sequence-length warmup for one JSON file by short runs."
+    add_config(parser)
+    parser.add_argument(
+        "--multiple",
+        type=count,
+        default=3,
+        metavar="N",
+        help="length of a run in warmups of the learning rate (default 3)",
+    )
+    parser.add_argument(
+        "--max-duration", type=count, metavar="STEPS", help="longest duration to try (default: half of the run)"
+    )
+    parser.add_argument(
+        "--starts", type=lengths, metavar="LENGTHS", help="initial lengths to try (default: 8,16,32 and so on)"
+    )
+    parser.add_argument(
+        "--tolerance", type=tolerance, default=1.3, help="allowed perplexity over the best one before (default 1.3)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where the short runs are kept, finished ones for reuse (default runs/NAME-warmup)",
+    )
+
+
+def add_compare_dumps(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Compare the dumps of two runs, whatever their layouts."
+    parser.add_argument("ours", type=Path, metavar="A", help="a folder of dumps, or one step in it")
+    parser.add_argument("theirs", type=Path, metavar="B", help="the folder or step to compare with")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed max |a - b| / max |b| (default 1e-5)")
+    parser.add_argument("--rows", type=int, default=10, help="lines for each kind of tensor (default 10)")
+
+
+def add_configs(parser: argparse.ArgumentParser) -> None:
+    parser.description = "List the configurations that come with the package, or print one."
+    name = parser.add_argument("name", nargs="?", help="the configuration to print; schema: the JSON schema")
+    complete_by(name, "shipped")
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train undisturbed, then while workers are killed, and compare."
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.description = 'Print what completes this command in a shell: eval "$(parallel3d completion bash)".'
+    parser.add_argument("shell", choices=SHELLS, help="the shell that runs it")
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Check this machine and environment: what is wrong, and how to mend it."
+    add_config(parser, required=False)
+    add_json(parser, "lines")
+
+
+PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyType(
+    {
+        "train": add_train,
+        "plan": add_plan,
+        "preflight": add_preflight,
+        "verify": add_verify,
+        "prepare": add_prepare,
+        "convert": add_convert,
+        "average": add_average,
+        "report": add_report,
+        "goodput": add_goodput,
+        "tune-warmup": add_tune_warmup,
+        "compare-dumps": add_compare_dumps,
+        "configs": add_configs,
+        "demo": add_demo,
+        "doctor": add_doctor,
+        "completion": add_completion,
+    }
+)
+"""What adds a command's options to its parser."""

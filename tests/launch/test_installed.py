@@ -1,0 +1,149 @@
+"""The package as users have it: sdist and wheel, built from a copy of the tree, installed into an empty folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from parallel3d import __version__
+from tests.support.launch_runs import metrics, wait_for_change, wait_for_step
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("parallel3d", "configs", "launch", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+OFFLINE = ("--no-deps", "--no-index", "--disable-pip-version-check", "-q")
+OURS = ("parallel3d", f"parallel3d-{__version__}.dist-info")
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    wheel: Path
+    sdist: Path
+    folder: Path
+    """What `pip install --target` has filled."""
+
+    def environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        return {**kept, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+
+    def start(self, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, str(self.folder / "bin" / "parallel3d"), *arguments]
+        return subprocess.Popen(
+            command, cwd=cwd, env=self.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *arguments: str, cwd: Path) -> str:
+        """The command's output; it must succeed."""
+        process = self.start(*arguments, cwd=cwd)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, err
+        return out
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    top = tmp_path_factory.mktemp("package")
+    tree, built, folder = top / "tree", top / "built", top / "site"
+    tree.mkdir()
+    for name in SOURCES:  # a copy: a build leaves folders in its tree
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, tree / name, **({"ignore": ignore} if (ROOT / name).is_dir() else {}))
+    build = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", build, str(built)], cwd=tree)
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:  # the wheel is made from the sdist: it must hold all that a build needs
+        archive.extractall(top / "unpacked", filter="data")
+    (unpacked,) = (top / "unpacked").iterdir()
+    run([sys.executable, "-m", "pip", "wheel", "--no-build-isolation", *OFFLINE, "-w", str(built), "."], cwd=unpacked)
+    (wheel,) = built.glob("*.whl")
+    run([sys.executable, "-m", "pip", "install", *OFFLINE, "--target", str(folder), str(wheel)], cwd=top)
+    yield Installation(wheel=wheel, sdist=sdist, folder=folder)
+
+
+def run(command: list[str], *, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_the_wheel_holds_what_the_tree_has(installation: Installation):
+    names = set(zipfile.ZipFile(installation.wheel).namelist())
+    package = ROOT / "parallel3d"
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*")
+        if path.suffix in (".py", ".c", ".h") or path.name == "py.typed"
+    }
+    assert {"parallel3d/py.typed", "parallel3d/kernels/layer_loops.c", "parallel3d/kernels/tiles.h"} <= expected
+    configs = {
+        f"parallel3d/configs/{path.relative_to(ROOT / 'configs').as_posix()}"
+        for path in (ROOT / "configs").rglob("*.json")
+    }
+    assert "parallel3d/configs/schema.json" in configs
+    assert not (expected | configs) - names
+    assert {name.partition("/")[0] for name in names} == set(OURS)  # no top-level models, launch or tests
+    assert {path.name for path in installation.folder.iterdir()} == {*OURS, "bin"}
+
+
+@pytest.mark.full
+def test_commands_run_from_an_empty_folder(installation: Installation, tmp_path: Path):
+    def ask(*arguments: str) -> str:
+        return installation.run(*arguments, cwd=tmp_path)
+
+    assert ask("--version").startswith(f"parallel3d {__version__} (torch ")
+    assert "quickstart_muon" in ask("configs")
+    assert ask("configs", "quickstart") == (ROOT / "configs" / "quickstart.json").read_text()
+    assert ask("configs", "schema") == (ROOT / "configs" / "schema.json").read_text()
+    assert "bubble" in ask("plan", "--config", "quickstart")
+    assert ask("completion", "bash").startswith("_parallel3d()")
+    program = "import parallel3d, parallel3d.models.make; print(parallel3d.models.make.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=installation.environment(), capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()).is_relative_to(installation.folder), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_an_installed_package_trains_and_a_killed_worker_comes_back(installation: Installation, tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(20_000)))
+    sources = 'data.sources=["mine.txt"]'
+    process = installation.start(
+        "train",
+        "--config",
+        "quickstart",
+        sources,
+        "data.tokenizer.kind=bytes",
+        "run.num_steps=100000",
+        "run.directory=run",
+        "elastic.max_rejoins=1",
+        cwd=tmp_path,
+    )
+    try:
+        wait_for_step(tmp_path / "run", 5, timeout=200)
+        line = (tmp_path / "run" / "logs" / "rank-3.log").read_text().splitlines()[0]
+        pid = int(line.split("process ")[1].split()[0].rstrip(","))
+        modules = Path(f"/proc/{pid}/environ").read_bytes()
+        assert f"PYTHONPATH={installation.folder}".encode() in modules
+        os.kill(pid, signal.SIGKILL)
+        wait_for_change(tmp_path / "run", 2, timeout=200)  # the loss, then the return
+        seen = len(metrics(tmp_path / "run"))
+        wait_for_step(tmp_path / "run", seen + 3, timeout=200)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "lost rank 3" in out and "joins" in out, out
+    steps = [line["step"] for line in metrics(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
