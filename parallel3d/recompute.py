@@ -14,7 +14,8 @@ product, but not the sum over the ranks that follows, and would keep the summand
 parallelism and are overwritten by the sum. A policy also costs time for every operator that it is asked about, so it
 applies to attention only.
 
-In all modes the layer's last product and its sum are not repeated: no backward pass reads their result. Dropout needs
+In all modes the layer's last product and its sum are not repeated: no backward pass reads their result, unless the
+family norms it (`reads_last`). Dropout needs
 no random state: its masks are functions of the element's coordinates (layers/dropout.py).
 """
 
@@ -45,8 +46,15 @@ ATTENTION = frozenset(
 varlen_attn, which is not an aten operator, is recomputed too."""
 
 
-def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, recompute_context: RecomputeContext) -> Tensor:
-    """Returns `layer(*args)` and keeps for its backward pass what `recompute` asks for.
+def run_layer(
+    layer: nn.Module,
+    *args: Any,
+    recompute: Recompute,
+    recompute_context: RecomputeContext,
+    reads_last: bool = False,
+) -> Tensor:
+    """Returns `layer(*args)` and keeps for its backward pass what `recompute` asks for. `reads_last`: what follows the
+    layer's last product needs its value, as a norm does.
 
     The second run is part of the layer's backward pass, on the same thread. It repeats the forward collectives before
     the last product (selective: none) in their order, which is the same on all ranks of a replica.
@@ -58,15 +66,17 @@ def run_layer(layer: nn.Module, *args: Any, recompute: Recompute, recompute_cont
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=partial(_contexts, recompute, recompute_context),
+        context_fn=partial(_contexts, recompute, recompute_context, reads_last),
     )
 
 
-def _contexts(recompute: Recompute, recompute_context: RecomputeContext) -> ContextPair:
+def _contexts(recompute: Recompute, recompute_context: RecomputeContext, reads_last: bool) -> ContextPair:
     """The contexts of one layer's two runs for one micro-batch."""
     keeps = recompute == "selective"
     saved = SavedProducts(
-        keeps=keeps, attention=create_selective_checkpoint_contexts(_keep_attention) if keeps else None
+        keeps=keeps,
+        reads_last=reads_last,
+        attention=create_selective_checkpoint_contexts(_keep_attention) if keeps else None,
     )
     return recompute_context.first_pass(saved), recompute_context.recompute_pass(saved)
 

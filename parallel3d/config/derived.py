@@ -95,13 +95,18 @@ def _num_positions(model: ModelConfig) -> int:
 
 
 def _num_norm_and_bias_parameters(model: ModelConfig) -> int:
-    """Two norms a layer and the last one; the biases of the linear layers."""
-    family, hidden = family_of(model), model.hidden_size
-    norms = (2 * model.num_hidden_layers + 1) * family.norm.num_vectors * hidden
+    """The norms of the layers and the last one; the biases of the linear layers."""
+    family, hidden, sizes = family_of(model), model.hidden_size, _attention_sizes(model)
+    norms = (family.num_layer_norms * model.num_hidden_layers + 1) * family.norm.num_vectors * hidden
+    norms += model.num_hidden_layers * (family.qk_norm.num_weights(**sizes) if family.qk_norm else 0)
     qkv = query_size(model) + 2 * key_value_size(model) if has_qkv_bias(model) else 0
     output = hidden if family.output_bias else 0
     mlp = (family.mlp.num_matrices - 1) * model.intermediate_size + hidden if family.mlp.has_bias else 0
     return norms + model.num_hidden_layers * (qkv + output + mlp)
+
+
+def _attention_sizes(model: ModelConfig) -> dict[str, int]:
+    return dict(query_size=query_size(model), key_value_size=key_value_size(model), head_size=head_size(model))
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:

@@ -42,6 +42,19 @@ class Norm(BlockKind):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QkNorm(BlockKind):
+    """A norm of queries and keys, in front of the rotation."""
+
+    is_of_heads: bool
+    """Each head by itself, with one weight for all query heads and one for all key heads; else all of a token's queries
+    together, and all of its keys."""
+
+    def num_weights(self, *, query_size: int, key_value_size: int, head_size: int) -> int:
+        """Of one layer."""
+        return 2 * head_size if self.is_of_heads else query_size + key_value_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mlp(BlockKind):
     """A feed-forward block."""
 
@@ -92,6 +105,8 @@ def _check_rotary(model: Values) -> Iterable[Problem]:
 
 
 RMS_NORM = Norm(name="RMSNorm", num_vectors=1, fields=("rms_norm_eps",), is_compiled=True)
+HEAD_NORM = QkNorm(name="RMSNorm of each query and key head", is_of_heads=True)
+PROJECTION_NORM = QkNorm(name="RMSNorm of all queries and of all keys", is_of_heads=False)
 LAYER_NORM = Norm(name="LayerNorm", num_vectors=2, fields=("layer_norm_eps",))
 SWIGLU = Mlp(name="SwiGLU", num_matrices=3, has_bias=False, is_compiled=True)
 GELU_MLP = Mlp(

@@ -5,8 +5,8 @@ With biases on query, key and value (`model.qkv_bias`) Hugging Face calls it Qwe
 
 from __future__ import annotations
 
-from parallel3d.families.block_kinds import RMS_NORM, ROTARY, SWIGLU
-from parallel3d.families.spec import Family, HfModel
+from parallel3d.families.block_kinds import RMS_NORM, ROTARY, SWIGLU, Values
+from parallel3d.families.spec import Family, HfModel, JsonFields
 
 WEIGHTS: dict[str, str | tuple[str, ...]] = {
     "embedding": "model.embed_tokens",
@@ -23,6 +23,11 @@ WEIGHTS: dict[str, str | tuple[str, ...]] = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
+QK_NORM_WEIGHTS = {
+    "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+}
+"""Of families that norm queries and keys."""
 NAMES = {
     name: name
     for name in (
@@ -48,6 +53,12 @@ DEFAULTS = {
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
+
+
+def no_padding_token(_model: Values) -> JsonFields:
+    """For types whose default is a token that a small vocabulary lacks, and whose embedding has no gradient."""
+    return {"pad_token_id": None}
+
 
 FAMILY = Family(
     name="llama",

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
-from parallel3d.families.block_kinds import BlockKind, Mlp, Norm, Positions, Values
+from parallel3d.families.block_kinds import BlockKind, Mlp, Norm, Positions, QkNorm, Values
 
 JsonFields = dict[str, Any]
 """Fields of a Hugging Face config.json."""
@@ -58,7 +58,8 @@ class HfModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of decoders: x + attention(norm(x)), then x + mlp(norm(x)) in every layer.
+    """A family of decoders: x + attention(norm(x)), then x + mlp(norm(x)) in every layer, or with norms of what
+    attention and MLP give instead of, or beside, those in front of them.
 
     Parameter counts, FLOPs, the fields of the configuration and their rules, the modules and both directions of the
     conversion follow from this row.
@@ -67,6 +68,11 @@ class Family:
     name: str
     is_default: bool = False
     norm: Norm
+    norms_inputs: bool = True
+    """Whether a norm is in front of attention and MLP."""
+    norms_outputs: bool = False
+    """Whether what attention and MLP give is normed before it is added."""
+    qk_norm: QkNorm | None = None
     mlp: Mlp
     positions: Positions
     qkv_bias: bool
@@ -83,7 +89,12 @@ class Family:
 
     @property
     def blocks(self) -> tuple[BlockKind, ...]:
-        return self.norm, self.mlp, self.positions
+        return self.norm, self.mlp, self.positions, *((self.qk_norm,) if self.qk_norm else ())
+
+    @property
+    def num_layer_norms(self) -> int:
+        """Norms of (tokens, hidden) in a layer."""
+        return 2 * (self.norms_inputs + self.norms_outputs)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -100,7 +111,9 @@ class Family:
     def description(self) -> str:
         biases = "biases" if self.output_bias else "no biases but on query, key and value" if self.qkv_bias else ""
         window = ["attention within a sliding window"] if self.window_field else []
-        parts = [*(block.name for block in self.blocks), *window, biases or "no biases"]
+        places = [place for place, has in (("before", self.norms_inputs), ("after", self.norms_outputs)) if has]
+        norms = f"{self.norm.name} {' and '.join(places)} each block"
+        parts = [norms, *(block.name for block in self.blocks[1:]), *window, biases or "no biases"]
         return f"{self.name}: {', '.join(parts)}"
 
     def problems(self, model: Values) -> Iterable[Problem]:

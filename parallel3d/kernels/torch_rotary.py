@@ -21,6 +21,13 @@ class HeadLayout:
     num_kv_heads: int
     head_size: int
 
+    @staticmethod
+    def of_rank(tp_size: int, num_heads: int, num_kv_heads: int, head_size: int) -> HeadLayout:
+        """Of one of `tp_size` ranks that share these heads."""
+        return HeadLayout(
+            num_query_heads=num_heads // tp_size, num_kv_heads=max(1, num_kv_heads // tp_size), head_size=head_size
+        )
+
     @property
     def query_size(self) -> int:
         return self.num_query_heads * self.head_size

@@ -44,7 +44,8 @@ class CausalSelfAttention(nn.Module):
     """(tokens_local, hidden) -> (tokens_local, hidden); tokens are those of the micro-batch, sequence after sequence.
 
     `head_size` None: hidden_size divided by the heads. `table` None: no rotary positions. `window` is the number of
-    keys that a query sees, its own included; None: all before it.
+    keys that a query sees, its own included; None: all before it. `qk_norm`, from layers/qk_norm.py, gives the
+    projection's result with queries and keys normed.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CausalSelfAttention(nn.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
         window: int | None = None,
+        qk_norm: nn.Module | None = None,
         context: LayerContext,
     ):
         super().__init__()
@@ -69,11 +71,7 @@ class CausalSelfAttention(nn.Module):
         self.form, self.kernels = context.gemm.attention, context.kernels.attention
         head_size = head_size or hidden_size // num_heads
         query_size, kv_size = num_heads * head_size, num_kv_heads * head_size
-        self.heads = HeadLayout(
-            num_query_heads=num_heads // context.tp.group.size,
-            num_kv_heads=max(1, num_kv_heads // context.tp.group.size),
-            head_size=head_size,
-        )
+        self.heads = HeadLayout.of_rank(context.tp.group.size, num_heads, num_kv_heads, head_size)
         self.rotary_kernels = context.kernels.rotary
         fused_blocks = (
             FusedBlock(name="q", size=query_size),
@@ -83,6 +81,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv", hidden_size, fused_blocks, init_std=init_std, bias=qkv_bias, context=context
         )
+        self.qk_norm = qk_norm
         self.output = RowParallelLinear(
             f"{name}.output",
             query_size,
@@ -94,11 +93,12 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         qkv, recompute_context = self.qkv(x, micro_batch), self.qkv.tp.recompute_context
-        by_sequence = qkv.view(micro_batch.batch_size, -1, qkv.shape[-1])
+        normed = qkv if self.qk_norm is None else self.qk_norm(qkv)
+        by_sequence = normed.view(micro_batch.batch_size, -1, qkv.shape[-1])
         if self.table is None:
             q, k, v = split_heads(by_sequence, self.heads)
         else:
-            may_overwrite = not recompute_context.keeps_products
+            may_overwrite = self.qk_norm is not None or not recompute_context.keeps_products
             q, k, v = split_and_rotate(
                 by_sequence, self.table, self.heads, kernels=self.rotary_kernels, may_overwrite=may_overwrite
             )

@@ -10,13 +10,15 @@ from functools import cached_property
 
 from torch import nn
 
-from parallel3d.config.derived import family_of, head_size
+from parallel3d.config.derived import family_of, head_size, num_key_value_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.families.block_kinds import GELU_MLP, LAYER_NORM, LEARNED, RMS_NORM, ROTARY, SWIGLU
+from parallel3d.kernels.torch_rotary import HeadLayout
 from parallel3d.layers.gelu_mlp import GeluMlp
 from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.placement import LayerContext
 from parallel3d.layers.positions import LearnedPositions
+from parallel3d.layers.qk_norm import HeadNorm, ProjectionNorm
 from parallel3d.layers.rotary import FrequencyScaling, RotaryTable
 from parallel3d.layers.swiglu import SwiGLU
 
@@ -36,6 +38,25 @@ class BlockBuilder:
     def norm(self, name: str) -> nn.Module:
         """A norm: x and delta (tokens_local, hidden), or x alone -> the sum, and its norm."""
         return _NORMS[self.family.norm.name](self, name)
+
+    def input_norm(self, name: str) -> nn.Module | None:
+        """A norm in front of attention or MLP; None where the family has none."""
+        return self.norm(name) if self.family.norms_inputs else None
+
+    def output_norm(self, name: str) -> nn.Module | None:
+        """A norm of what attention or MLP gives; None where the family has none."""
+        return self.norm(name) if self.family.norms_outputs else None
+
+    def qk_norm(self, name: str) -> nn.Module | None:
+        """A norm of queries and keys: qkv (tokens, q + k + v) -> the same; None where the family has none."""
+        if self.family.qk_norm is None:
+            return None
+        num_heads, num_kv_heads = self.config.num_attention_heads, num_key_value_heads(self.config)
+        heads = HeadLayout.of_rank(self.context.tp.group.size, num_heads, num_kv_heads, head_size(self.config))
+        eps, context = self.config.rms_norm_eps, self.context
+        if self.family.qk_norm.is_of_heads:
+            return HeadNorm(name, heads, eps=eps, context=context)
+        return ProjectionNorm(name, heads, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, context=context)
 
     def mlp(self, name: str, output_init_std: float) -> nn.Module:
         """A layer's MLP: (x (tokens_local, hidden), micro_batch) -> the shape of x."""

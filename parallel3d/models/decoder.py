@@ -24,7 +24,10 @@ from parallel3d.recompute import Recompute, run_layer
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `index` is 0-based."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `index` is 0-based.
+
+    Families may norm what attention and MLP give, too, or instead: x + norm(attention(x)).
+    """
 
     def __init__(self, build: BlockBuilder, index: int):
         super().__init__()
@@ -33,7 +36,7 @@ class DecoderLayer(nn.Module):
         output_init_std = config.initializer_range * scale
         self.index, self.tp, self.drop = index, context.tp, config.hidden_dropout
         self.dropout_kernels = context.kernels.dropout
-        self.attention_norm = build.norm(f"{name}.attention_norm")
+        self.attention_norm = build.input_norm(f"{name}.attention_norm")
         self.attention = CausalSelfAttention(
             f"{name}.attention",
             hidden_size=config.hidden_size,
@@ -46,16 +49,24 @@ class DecoderLayer(nn.Module):
             qkv_bias=has_qkv_bias(config),
             output_bias=build.family.output_bias,
             window=attention_window(config),
+            qk_norm=build.qk_norm(f"{name}.attention"),
             context=context,
         )
-        self.mlp_norm = build.norm(f"{name}.mlp_norm")
+        self.attention_output_norm = build.output_norm(f"{name}.attention_output_norm")
+        self.mlp_norm = build.input_norm(f"{name}.mlp_norm")
         self.mlp = build.mlp(f"{name}.mlp", output_init_std)
+        self.mlp_output_norm = build.output_norm(f"{name}.mlp_output_norm")
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        x, normed = self.attention_norm(x)
-        delta = self._dropout(self.attention(normed, micro_batch), micro_batch, "attention")
-        x, normed = self.mlp_norm(x, delta)
-        return x + self._dropout(self.mlp(normed, micro_batch), micro_batch, "mlp")
+        x, normed = (x, x) if self.attention_norm is None else self.attention_norm(x)
+        delta = _norm(self.attention_output_norm, self.attention(normed, micro_batch))
+        delta = self._dropout(delta, micro_batch, "attention")
+        if self.mlp_norm is None:
+            x = normed = x + delta
+        else:
+            x, normed = self.mlp_norm(x, delta)
+        delta = _norm(self.mlp_output_norm, self.mlp(normed, micro_batch))
+        return x + self._dropout(delta, micro_batch, "mlp")
 
     def _dropout(self, x: Tensor, micro_batch: MicroBatch, site: str) -> Tensor:
         return dropout(
@@ -69,6 +80,10 @@ class DecoderLayer(nn.Module):
         )
 
 
+def _norm(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)[1]
+
+
 class DecoderStage(nn.Module):
     """Layers `layers` of the model. Input: token ids (tokens,) on the first stage, else (tokens_local, hidden).
 
@@ -80,7 +95,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         config, context = build.config, build.context
         self.tp, self.drop, self.recompute = context.tp, config.hidden_dropout, recompute
-        self.dropout_kernels = context.kernels.dropout
+        self.dropout_kernels, self.norms_outputs = context.kernels.dropout, build.family.norms_outputs
         sizes, std, tied = (config.vocab_size, config.hidden_size), config.initializer_range, config.tie_word_embeddings
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         name, head_name = "embedding.weight", "embedding.weight" if tied else "head.weight"
@@ -126,5 +141,12 @@ class DecoderStage(nn.Module):
                 kernels=self.dropout_kernels,
             )
         for layer in self.layers:
-            x = run_layer(layer, x, micro_batch, recompute=self.recompute, recompute_context=self.tp.recompute_context)
+            x = run_layer(
+                layer,
+                x,
+                micro_batch,
+                recompute=self.recompute,
+                recompute_context=self.tp.recompute_context,
+                reads_last=self.norms_outputs,
+            )
         return x

@@ -24,12 +24,13 @@ ContextPair = tuple[AbstractContextManager[object], AbstractContextManager[objec
 class SavedProducts:
     """The results of the products of one run of a layer, in order; None for each if they are not kept.
 
-    The last one is never kept and never recomputed. Only a sum, a bias or dropout may follow it, whose backward passes
-    don't need its value. NaNs replace it, so that a layer that breaks this rule shows it.
+    The last one is never kept and never recomputed, unless `reads_last`. Only a sum, a bias or dropout may follow it,
+    whose backward passes don't need its value. NaNs replace it, so that a layer that breaks this rule shows it.
     """
 
-    def __init__(self, *, keeps: bool, attention: ContextPair | None = None):
+    def __init__(self, *, keeps: bool, reads_last: bool = False, attention: ContextPair | None = None):
         self._keeps = keeps
+        self._reads_last = reads_last
         self._attention = attention or (nullcontext(), nullcontext())
         self._results: deque[Tensor | None] = deque()
         self._last: Tensor | None = None
@@ -56,7 +57,9 @@ class SavedProducts:
 
     def close(self) -> None:
         """Ends the first run."""
-        if self._last is not None:
+        if self._last is not None and self._reads_last:
+            self._results.append(self._last if self._keeps else None)
+        elif self._last is not None:
             self._results.append(self._last.new_full((), float("nan")).expand(self._last.shape))
         self._last, self._is_whole = None, True
 

@@ -16,22 +16,23 @@ def estimate_message_sizes(config: Config, partition: tuple[range, ...]) -> Mess
     at least one key-value head per rank), the attention's result, the MLP's intermediate results. recompute.py defines
     which of them are kept. A split backward pass keeps all of them between its halves.
     """
-    model, parallel, batch = config.model, config.parallel, config.batch
+    model, parallel, batch, family = config.model, config.parallel, config.batch, family_of(config.model)
     assert batch.micro_batch_size is not None
     num_tokens = batch.micro_batch_size * batch.sequence_length
     width = POLICIES[config.precision.policy].compute.itemsize
     hidden = model.hidden_size // (parallel.tp_size if parallel.sequence_parallel else 1)
-    attention = 2 * (query_size(model) // parallel.tp_size)
-    attention += 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
+    queries = query_size(model) // parallel.tp_size
+    qkv = queries + 2 * max(key_value_size(model) // parallel.tp_size, head_size(model))
+    attention = qkv + queries
     mlp = num_mlp_matrices(model) * model.intermediate_size // parallel.tp_size
     mlp_input = model.intermediate_size // parallel.tp_size
-    everything = 4 * hidden + attention + mlp
+    everything = (2 + family.num_layer_norms) * hidden + attention + mlp + (qkv if family.qk_norm else 0)
     # a CPU keeps the gathered inputs of column-parallel products, see layers/linear.py
     gathered = 0 if config.run.device.startswith("cuda") else 2 * (model.hidden_size - hidden)
-    recomputed = mlp_input if family_of(model).mlp.num_matrices > 2 else 0  # see kernels/torch_activations.py
+    recomputed = mlp_input if family.mlp.num_matrices > 2 else 0  # see kernels/torch_activations.py
     kept = {
         "none": everything - recomputed + gathered,
-        "selective": 2 * hidden + attention + mlp - mlp_input,
+        "selective": (2 + family.norms_outputs) * hidden + attention + mlp - mlp_input,
         "full": hidden,
     }
     token_bytes = num_tokens * width

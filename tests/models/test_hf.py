@@ -83,7 +83,7 @@ def test_logits_and_all_gradients_are_hugging_faces(name, tp_size, sequence_para
         assert (logits - expected_logits).abs().max() < 1e-5 * expected_logits.abs().max()
     largest = max(grad.abs().max() for grad in expected.values())
     tensors = [tensor for tensor in hf_tensors(MODELS[name]) if tensor.name is not None]
-    assert len(tensors) >= 20
+    assert len(tensors) >= 15
     for tensor in tensors:
         yours, ours = expected[tensor.hf_name], gradient_of(tensor, [grads for _, grads in results])
         scale = largest if tensor.hf_name.endswith("k_proj.bias") else yours.abs().max()

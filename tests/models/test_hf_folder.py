@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from parallel3d.config.derived import resolved_model
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import CheckpointError
+from parallel3d.families import HF_MODELS
 from parallel3d.models.hf_config import hf_config, model_section
 from parallel3d.models.hf_folder import open_hf_folder
 from parallel3d.models.hf_import import import_folder
@@ -56,9 +57,9 @@ def test_names_without_the_models_prefix_and_tables_of_old_versions(tmp_path, na
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A GPT-2 and a Llama in several files."""
+    """One of each kind in several files."""
     folders = {}
-    for name in ("gpt2", "llama-gqa"):
+    for name in ("gpt2", "llama-gqa", "qwen3", "olmo2", "phi3"):
         folders[name] = tmp_path_factory.mktemp(name)
         their_model(name).save_pretrained(folders[name], max_shard_size="20KB")
     return folders
@@ -151,7 +152,27 @@ BROKEN = {
     "another architecture": (
         "gpt2",
         with_config(model_type="mamba"),
-        "model_type is 'mamba'; supported are gpt2, llama, mistral, qwen2",
+        "model_type is 'mamba'; supported are gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3",
+    ),
+    "a window of Qwen3": (
+        "qwen3",
+        with_config(use_sliding_window=True),
+        "use_sliding_window is True, ours is False",
+    ),
+    "a norm is missing": (
+        "olmo2",
+        without("model.layers.1.self_attn.k_norm.weight"),
+        r"index\.json names tensors that its files lack: model\.layers\.1\.self_attn\.k_norm\.weight",
+    ),
+    "Phi-3 with positions of two lengths": (
+        "phi3",
+        with_config(rope_parameters=None, rope_scaling={"type": "longrope", "short_factor": [1.0]}),
+        "rope_scaling.rope_type is 'longrope'; supported are default, linear, llama3",
+    ),
+    "Phi-4-mini's part of each head": (
+        "phi3",
+        with_config(rope_parameters=None, partial_rotary_factor=0.75),
+        r"partial_rotary_factor is 0.75; ours turn whole heads",
     ),
     "no architecture": ("gpt2", with_config(model_type=None), "model_type is None"),
     "a field is missing": ("llama-gqa", with_config(hidden_size=None), "hidden_size is missing"),
@@ -275,6 +296,18 @@ def models(draw):
     ties, bias = draw(st.booleans()), draw(st.booleans()) and architecture != "mistral"
     model = ModelConfig(**SIZES, **own, architecture=architecture, tie_word_embeddings=ties, qkv_bias=bias)
     return resolved_model(model)
+
+
+@pytest.mark.parametrize("model_type", HF_MODELS)
+def test_what_missing_fields_mean_is_what_transformers_takes_them_for(model_type):
+    from transformers import AutoConfig  # takes seconds to import
+
+    theirs, (_, hf) = AutoConfig.for_model(model_type).to_dict(), HF_MODELS[model_type]
+    compared = [name for name, value in hf.defaults.items() if name in theirs and value is not None]
+    assert len(compared) >= 4
+    assert {name: hf.defaults[name] for name in compared} == {name: theirs[name] for name in compared}
+    assert all(not theirs[name] for name, value in hf.fixed.items() if name in theirs and not value)
+    assert all(theirs[name] == value for name, value in hf.fixed.items() if name in theirs and value)
 
 
 @settings(max_examples=examples(50))

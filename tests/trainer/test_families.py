@@ -27,6 +27,9 @@ MODELS = {
         rope_high_freq_factor=4.0,
         rope_original_positions=64,
     ),
+    "phi3": dict(architecture="phi3", num_key_value_heads=2, sliding_window=5),
+    "qwen3": dict(architecture="qwen3", num_key_value_heads=2, head_dim=12),
+    "olmo2": dict(architecture="olmo2", num_key_value_heads=2),
 }
 LAYOUTS = {
     "tp2-pp2-dp2-sp": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),
@@ -62,6 +65,26 @@ def test_a_resume_on_another_layout_changes_no_bit(tmp_path, name):
     right, _, _ = run_saved_layout(first, steps=3)
     assert resumed.keys() == right.keys()
     assert all(torch.equal(resumed[name], weight) for name, weight in right.items())
+
+
+def test_kernels_in_c_norm_queries_and_keys_like_torchs():
+    """fp32; the loss of the second step is one after an update."""
+    torchs, in_c = (
+        tiny_runs.train_in_threads(
+            steps=2, model=MODELS["qwen3"], precision=dict(policy="fp32"), run=dict(kernels=kernels)
+        ).losses
+        for kernels in ("torch", "c")
+    )
+    assert in_c == pytest.approx(torchs, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+def test_weights_of_norms_decide_the_losses(name):
+    """Of queries and keys: a norm that is not applied, or whose weight is not trained, would be seen here."""
+    weights = tiny_runs.train_in_threads(model=MODELS[name], parallel=dict(tp_size=4)).weights
+    for part in "qk":
+        weight = weights[f"layers.0.attention.{part}_norm.weight"]
+        assert (weight != 1).all()
 
 
 @pytest.mark.parametrize("name", MODELS)

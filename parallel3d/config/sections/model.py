@@ -24,7 +24,7 @@ class DecoderConfig(Section):
     architecture: Architecture = Field(
         default=DEFAULT_FAMILY,
         description=f"Family of the model. {'. '.join(family.description for family in FAMILIES.values())}."
-        " All normalise before each block and support grouped-query attention.",
+        " All support grouped-query attention.",
     )
     vocab_size: PositiveInt
     """Rows of the embedding and of the output head, padded if parallel.tp_size does not divide it. At least
