@@ -72,6 +72,12 @@ class ConfigError(UserError):
         super().__init__(f"the configuration has {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n{lines}")
 
 
+class UserCodeError(UserError):
+    """An error in a function or module of the user's; the message names the user's file and line."""
+
+    is_run_wide = True
+
+
 class DataError(UserError):
     """Text that can't be read or used: the message names the file."""
 
@@ -111,6 +117,15 @@ class Diverged(Parallel3dError):
 
     exit_code = EXIT_DIVERGED
     is_run_wide = True
+
+
+class RunFailed(Parallel3dError):
+    """A run of `parallel3d.train` ended with another exit code than 0; `result` is what there is of it."""
+
+    def __init__(self, message: str, exit_code: int, result: object):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.result = result
 
 
 class RunEnded(Parallel3dError):

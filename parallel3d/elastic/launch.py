@@ -60,18 +60,17 @@ def run_workers(
     timeouts: LaunchTimeouts = DEFAULT_TIMEOUTS,
     elastic: ElasticSettings | None = None,
     host: str | None = None,
+    parent: int | None = None,
 ) -> int:
     """Runs `worker_main` in every rank and returns the run's exit code; raises UserError before any worker starts.
 
     open_report: called in the coordinator's process, before any worker starts; reopen_report: in its successor's.
-    preload: modules that the guardian imports once for all its workers, if it forks several (a lone guardian is light).
-    elastic: without it the first loss ends the start.
-    host: this host's name, if not the system's.
+    preload: what a guardian of several workers imports once. elastic: without it the first loss ends the start.
+    host: this host's name, if not the system's. parent: the run ends with this process, and with a launcher's.
     """
     listener = _open_listener(env)  # others may connect while a checkpoint is being read
     workers = _worker_specs(world_size, elastic, logs, env, host or socket.gethostname())
-    own_info = _guardian_info(workers, listener.getsockname()[1])
-    make_secret = partial(RunSecret, env, logs.parent)
+    own_info, make_secret = _guardian_info(workers, listener.getsockname()[1]), partial(RunSecret, env, logs.parent)
     guardian = GuardianSpec(
         worker_main=worker_main,
         workers=workers,
@@ -96,7 +95,8 @@ def run_workers(
         directory=logs.parent,
     )
     with listener:
-        return Stub(_Programs(coordinator, guardian), timeouts=timeouts, parent=os.getppid() if env else None).run()
+        parent = os.getppid() if env else parent
+        return Stub(_Programs(coordinator, guardian), timeouts=timeouts, parent=parent).run()
 
 
 def _guardian_info(workers: Sequence[WorkerSpec], port: int) -> GuardianInfo:

@@ -26,7 +26,8 @@ MAX_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 FLOORS: dict[str, int] = {
-    "parallel3d.errors": -2,  # below all others, which raise them
+    "parallel3d.errors": -3,  # below all others, which raise them
+    "parallel3d.user_code": -2,  # the rows below find those of installed packages by it
     "parallel3d.config.sections.section": -2,  # pydantic's base class, for the rows' own fields
     "parallel3d.size_schedule": -1,  # the configuration builds them
     "parallel3d.number_formats": -1,  # precision policies refer to them
@@ -63,6 +64,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.rehearsal": 10,
     "parallel3d.worker": 10,
     "parallel3d.doctor": 10,
+    "parallel3d.door": 11,
     "parallel3d.inprocess": 11,
     "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
     "parallel3d.models.hf_export": 11,
@@ -77,6 +79,7 @@ FLOORS: dict[str, int] = {
 
 PURE: tuple[str, ...] = (
     "parallel3d.errors",
+    "parallel3d.user_code",
     "parallel3d.ramps",
     "parallel3d.size_schedule",
     "parallel3d.backends",
@@ -156,6 +159,7 @@ MAY_IMPORT_MODELS: tuple[str, ...] = ("parallel3d.models", "parallel3d.commands"
 
 MAY_READ_ENVIRONMENT: tuple[str, ...] = (
     "parallel3d/commands/",
+    "parallel3d/door/",
     "parallel3d/elastic/guardian/launcher_env.py",
     "parallel3d/elastic/drop_in/launch_script.py",
     "parallel3d/worker/device.py",
@@ -174,8 +178,11 @@ def check_floors(path: str, source: str) -> Iterator[str]:
         return
     else:
         floor = found
+    only_types = type_checking_lines(source) if module == "parallel3d" else set()  # its names are imported when used
     for line, imported in project_imports(path, source):
         other = floor_of(imported)
+        if line in only_types:
+            continue
         if is_in(imported, ("parallel3d.models",)) and not is_in(module, MAY_IMPORT_MODELS):
             yield f"{path}:{line}: the framework imports {imported}: commands pass models to it"
         elif module.startswith("launch") and not is_in(imported, ("parallel3d.commands",)):

@@ -1,0 +1,69 @@
+"""Follows a metrics.jsonl that another process writes: each line once, in order.
+
+The file may be replaced (a restart moves lost steps out of it) or cut (a coordinator that takes over drops half a
+line). Then it is read again from its start, and what was delivered before is left out: events are never removed but
+evaluations, so they can be counted, and steps have numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+class MetricsTail:
+    """The lines of the start of the run that begins at `since_s` (seconds since 1970) or later; not its history."""
+
+    def __init__(self, path: Path, *, since_s: float):
+        self._path = path
+        self._since_s = since_s
+        self._file_id = (0, 0)
+        self._offset = 0
+        self._has_begun = False
+        """The event `started` of this start has been read."""
+        self._events_read = self._events_delivered = 0
+        """Events other than evaluations since that one, of the current file; and in total."""
+        self._last_step = self._last_evaluation = -1
+
+    def new_lines(self) -> list[Line]:
+        """The lines that were not delivered yet; none before the file exists."""
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if (status.st_dev, status.st_ino) != self._file_id or status.st_size < self._offset:
+                    self._file_id = (status.st_dev, status.st_ino)
+                    self._offset, self._events_read, self._has_begun = 0, 0, False
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]  # a line that is being written comes next time
+        self._offset += len(whole)
+        lines = (json.loads(line) for line in whole.split(b"\n") if line)
+        return [line for line in lines if self._is_new(line)]
+
+    def _is_new(self, line: Line) -> bool:
+        event, step = line.get("event"), line.get("step", -1)
+        self._has_begun = self._has_begun or (event == "started" and line["time"] >= self._since_s)
+        if not self._has_begun:
+            return False
+        if event in (None, "evaluation"):
+            last = self._last_step if event is None else self._last_evaluation
+            if self._events_read < self._events_delivered or step <= last:
+                return False
+            if event is None:
+                self._last_step = step
+            else:
+                self._last_evaluation = step
+            return True
+        self._events_read += 1
+        if self._events_read <= self._events_delivered:
+            return False
+        self._events_delivered = self._events_read
+        if event == "restart":  # later steps are lost, and come again
+            self._last_step = min(self._last_step, step)
+            self._last_evaluation = min(self._last_evaluation, step)
+        return True

@@ -1,0 +1,127 @@
+"""Finds objects of the user's by name, and says where in the user's files an error was raised.
+
+package:object      imported from a folder of PYTHONPATH, or from the current one
+folder/file.py:object
+name                an installed package's entry point, of a group like parallel3d.callbacks
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+import traceback
+import warnings
+import zlib
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from parallel3d.errors import ConfigError, Problem
+
+_OWN = str(Path(__file__).resolve().parent)
+_FIX = "Name module:object with a module in this folder or in one of PYTHONPATH, or path/to/file.py:object"
+
+
+def load_object(name: str, *, field: str, group: str | None = None) -> Any:
+    """The object called `name` in the configuration's `field`; `group` is that of entry points, if it may be one.
+
+    Raises ConfigError, with the user's file and line if the user's code has failed.
+    """
+    source, colon, attribute = name.rpartition(":")
+    try:
+        if not colon:
+            return _load_entry_point(name, group)
+        found: Any = _load_file(Path(source)) if source.endswith(".py") else _import(source)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found
+    except Exception as error:  # whatever the user's file raises
+        raise ConfigError([Problem(field=field, value=name, rule=explain(error), fix=_FIX)]) from error
+
+
+def installed(group: str) -> list[Any]:
+    """The objects that installed packages offer in a group of entry points; one that can't be imported is a warning."""
+    found = []
+    for entry in _entry_points().select(group=group):
+        try:
+            found.append(entry.load())
+        except Exception as error:  # whatever the user's file raises
+            warnings.warn(f"{group}: {entry.name} = {entry.value} can't be used: {explain(error)}", stacklevel=2)
+    return found
+
+
+@cache
+def _entry_points() -> Any:
+    return entry_points()
+
+
+def explain(error: BaseException) -> str:
+    """The user's file and line, if the error was raised below one, and the error."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    if (place := user_line(error)) is None:
+        return text
+    line = f" ({place.line})" if place.line else ""
+    return f"{place.filename}, line {place.lineno}, in {place.name}{line}: {text}"
+
+
+def user_line(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line of the traceback that is neither ours, nor torch's, nor Python's own."""
+    places = traceback.extract_tb(error.__traceback__)
+    return next((place for place in reversed(places) if _is_the_users(place.filename)), None)
+
+
+def is_raised_by_the_user(error: BaseException) -> bool:
+    """Whether the user's own code has raised it, or called something with what that refuses; not the RuntimeError of a
+    part of ours that the user's code has called, such as a lost connection."""
+    places = [place for place in traceback.extract_tb(error.__traceback__)]
+    users = [index for index, place in enumerate(places) if _is_the_users(place.filename)]
+    below_is_ours = any(place.filename.startswith(f"{_OWN}/") for place in places[users[-1] :]) if users else True
+    return bool(users) and not (below_is_ours and isinstance(error, RuntimeError | OSError))
+
+
+def _is_the_users(file: str) -> bool:
+    paths = sysconfig.get_paths()
+    torch = sys.modules.get("torch")
+    others = [_OWN, paths["stdlib"], *([str(Path(str(torch.__file__)).parent)] if torch else [])]
+    return not file.startswith("<") and not any(file.startswith(f"{folder}/") for folder in others)
+
+
+def _load_entry_point(name: str, group: str | None) -> Any:
+    entries = {entry.name: entry for entry in _entry_points().select(group=group)} if group else {}
+    if name not in entries:
+        known = f"; installed packages offer {', '.join(sorted(entries))}" if entries else ""
+        raise LookupError(f"{name!r} names no object{known}")
+    return entries[name].load()
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module in a file, which can import its neighbours; read once in a process."""
+    path = path.expanduser().resolve()
+    name = f"user_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    """Imports a module, from the current folder too, as for `python -m`."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    return importlib.import_module(name)
