@@ -6,6 +6,7 @@ Output projections may be scaled down with depth, in either of HLAT's forms: 1/s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from parallel3d.accelerator import blocks_of
 from parallel3d.layers.global_index import global_index
+from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.parallel.sharding import ParamSharding, TpShard
 from parallel3d.random_keys import key_of, normal
 
@@ -46,3 +48,11 @@ def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard, device: to
         index = global_index(sharding, span, tp=tp, device=device)
         flat[span.start : span.stop] = normal(key, index).masked_fill_(index < 0, 0.0)
     return value.mul_(sharding.init_std)
+
+
+def first_value(
+    parameters: Mapping[str, ShardedParameter], seed: int, device: torch.device, sharding: ParamSharding, *, tp: TpShard
+) -> Tensor:
+    """This rank's share of a parameter as the run starts: as a user's module was built, or drawn from the seed."""
+    own = parameters[sharding.name].first_value
+    return initial_value(sharding, seed=seed, tp=tp, device=device) if own is None else own

@@ -16,6 +16,8 @@ class ShardedParameter(nn.Parameter):
     sharding: ParamSharding
     gemm: Gemm
     """Computes the products with this parameter."""
+    first_value: Tensor | None
+    """This rank's share of the value with which a user's module was built, until the run begins; else None."""
     _sink: GradientSink | None
 
     def __new__(
@@ -31,6 +33,7 @@ class ShardedParameter(nn.Parameter):
         self = nn.Parameter.__new__(cls, data, True)
         self.sharding = sharding
         self.gemm = gemm or Gemm()
+        self.first_value = None
         self._sink = None
         return self
 

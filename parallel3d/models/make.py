@@ -15,6 +15,7 @@ from parallel3d.layers.parameter import parameters_of
 from parallel3d.layers.placement import LayerContext
 from parallel3d.models.blocks import BlockBuilder
 from parallel3d.models.decoder import DecoderStage
+from parallel3d.models.user_stage import UserStage
 from parallel3d.parallel.group import SoloGroup
 from parallel3d.parallel.sharding import ParamSharding
 from parallel3d.parallel.tensor_parallel import TensorParallel
@@ -24,7 +25,7 @@ from parallel3d.recompute import Recompute
 
 def make_stage(
     config: Config, layers: range, tp: TensorParallel, device: torch.device, *, gemm: Gemm | None = None
-) -> DecoderStage:
+) -> DecoderStage | UserStage:
     """Builds layers `layers` of the configuration's model, for the trainer; `gemm` computes their products."""
     module, name = apex_norm.SYMBOL
     asked, gemm = config.model.norm_backend, gemm or Gemm()
@@ -38,14 +39,23 @@ def make_stage(
         gemm=gemm,
     )
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
-    return make_decoder(config.model, layers, num_positions=num_positions, context=context, recompute=recompute)
+    model, seed = config.model, config.run.seed
+    return make_decoder(model, layers, num_positions=num_positions, context=context, recompute=recompute, seed=seed)
 
 
 def make_decoder(
-    config: ModelConfig, layers: range, *, num_positions: int, context: LayerContext, recompute: Recompute = "none"
-) -> DecoderStage:
-    """Builds layers `layers` of the model, for sequences of up to `num_positions` tokens."""
+    config: ModelConfig,
+    layers: range,
+    *,
+    num_positions: int,
+    context: LayerContext,
+    recompute: Recompute = "none",
+    seed: int = 0,
+) -> DecoderStage | UserStage:
+    """Builds layers `layers` of the model, for sequences of up to `num_positions` tokens; a user's own under `seed`."""
     build = BlockBuilder(resolved_model(config), num_positions=num_positions, context=context)
+    if config.module is not None:
+        return UserStage(build, layers, recompute=recompute, seed=seed)
     return DecoderStage(build, layers, recompute=recompute)
 
 

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.layers.gradient_sink import WeightGradStore
-from parallel3d.layers.init import InitMethod, initial_value
+from parallel3d.layers.init import InitMethod, first_value
 from parallel3d.layers.micro_batch import GradPass, MicroBatch
 from parallel3d.layers.parameter import ShardedParameter, parameters_of
 from parallel3d.optim.bucket import Bucket
@@ -95,8 +95,8 @@ class ShardedOptimizer:
         self._overlap_gather = settings.overlap_gather
         self._phase_hook = phase_hook
         self._kernels = settings.updaters.kernels
-        initial = initial or partial(initial_value, seed=settings.seed, device=device)
         parameters = {p.sharding.name: p for p in parameters_of(stage)}
+        initial = initial or partial(first_value, parameters, settings.seed, device)
         self.buckets = [
             Bucket(
                 plan,
@@ -122,6 +122,8 @@ class ShardedOptimizer:
         self._gathering: dict[int, Work] = {}
         self._num_missing_grads: list[int] = []
         self._iteration = 0
+        for parameter in parameters.values():
+            parameter.first_value = None
         self._register_gather_hooks(stage)
 
     # --- one iteration --------------------------------------------------------------------------------------------
@@ -358,10 +360,12 @@ class ShardedOptimizer:
         return bucket.gather_async(self._holders_of(bucket))
 
     def _register_gather_hooks(self, stage: nn.Module) -> None:
-        """Every module that owns parameters waits for their buckets before its forward pass."""
+        """Every module that owns parameters waits for their buckets before its forward pass; one of a user's parts, for
+        those of all modules in it."""
         bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         for module in stage.modules():
-            indices = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
+            below = getattr(module, "uses_parameters_below", False)
+            indices = sorted({bucket_of[id(p)] for p in module.parameters(recurse=below)})
             if indices:
                 module.register_forward_pre_hook(lambda _module, _args, indices=indices: self._wait_for(indices))
 

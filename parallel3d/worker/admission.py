@@ -39,12 +39,12 @@ def admit(control: ControlChannel, device: torch.device, own: Mapping[str, str],
 
 
 def describe(config: Config, sources: Iterable[Path], data_fingerprint: Mapping[str, object]) -> dict[str, str]:
-    """Returns what must be equal on all workers: digests of the code in the folders `sources`, of the configuration and
-    of the data."""
+    """Returns what must be equal on all workers: digests of the code in the folders and files `sources`, of the
+    configuration and of the data."""
     code = hashlib.sha256()
-    for folder in sources:
-        for file in sorted(folder.rglob("*.py")):
-            code.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    for source in sources:
+        for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+            code.update(str(file.relative_to(source)).encode() + file.read_bytes())
     return {
         "code": code.hexdigest()[:16],
         "torch": torch.__version__,

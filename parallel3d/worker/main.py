@@ -43,6 +43,7 @@ from parallel3d.trainer.loop import Trainer
 from parallel3d.trainer.plans import build_grid
 from parallel3d.trainer.recovery import RecoveryManager
 from parallel3d.trainer.resume import resume, skip_data_to
+from parallel3d.user_code import load_object
 from parallel3d.worker.admission import admit, describe
 from parallel3d.worker.device import (
     are_own_devices,
@@ -112,7 +113,7 @@ def train_worker(
     hooks.corrupt_weight = lambda kind: corrupt_weight(rank, kind)
     hooks.coordinates = lambda: str(rank.coordinates)
     data_fingerprint = fingerprint_data(config, corpus)
-    identity = describe(config, [PACKAGE, Path(getfile(make_stage)).parent], data_fingerprint)
+    identity = describe(config, [PACKAGE, Path(getfile(make_stage)).parent, *user_files(config)], data_fingerprint)
     if terms:
         admit(control, device, identity, terms.identity)
     restore(rank, start, data_fingerprint, log_notice_once)
@@ -129,6 +130,13 @@ def train_worker(
     hooks.close()
     prefetcher.close()
     print(prefetcher.describe(), flush=True)
+
+
+def user_files(config: Config) -> list[Path]:
+    """The file of the user's own layers, which a worker that joins must have alike."""
+    if config.model.module is None:
+        return []
+    return [Path(getfile(load_object(config.model.module, field="model.module")))]
 
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:

@@ -15,6 +15,7 @@ from parallel3d.config.warnings import warnings
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.run_data import describe_data
 from parallel3d.elastic.protocol.membership import GenerationRecord
+from parallel3d.layers.parameter import parameters_of
 from parallel3d.monitor.device_peak import find_peak
 from parallel3d.monitor.flops import Peak
 from parallel3d.monitor.memory import reset_peak_memory
@@ -43,6 +44,9 @@ class RunReport:
             "num_sequences": batch.num_slots,
         }
         """The run's length, and the shape of a step once its warmups are over."""
+        has_own_layers = rank.config.model.module is not None
+        self._num_parameters = None if has_own_layers else num_parameters(rank.config.model)
+        """None: layers of the user's that were not counted yet."""
 
     def on_generation(self, record: GenerationRecord) -> None:
         """Describes the run in its first generation; logs each later one to this rank's log."""
@@ -61,7 +65,7 @@ class RunReport:
             "world": len(rank.grid.ranks),
             "layout": describe_layout(rank.grid),
             "state_bytes": rank.optimizer.state_bytes(),
-            "parameters": num_parameters(rank.config.model),
+            "parameters": self._num_parameters,
             "corpus": self._corpus.fingerprint,
         }
 
@@ -71,6 +75,8 @@ class RunReport:
         state = torch.zeros(len(rank.grid.ranks), dtype=torch.float64)
         state[rank.grid.ranks.index(rank.rank)] = rank.optimizer.state_bytes()
         rank.groups.world.all_reduce(state)
+        if rank.config.model.module is not None:
+            self._num_parameters = count_parameters(rank)
         round_trip_s = measure_round_trip(rank)
         peak = find_peak(rank.config, rank.device)
         flops_per_s = rank.groups.world.all_reduce(torch.tensor([peak.flops_per_s], dtype=torch.float64)).item()
@@ -87,7 +93,7 @@ class RunReport:
         rank, corpus, config = self._rank, self._corpus, self._rank.config
         state = " ".join(f"{size / 2**20:.1f}" for size in state_bytes)
         return [
-            f"model: {num_parameters(config.model):,} parameters, {config.precision.policy}",
+            f"model: {self._num_parameters or 0:,} parameters, {config.precision.policy}",
             describe_start(rank),
             f"optimizer state by rank: {state} MiB",
             f"MFU is relative to {peak.flops_per_s / 1e9:,.0f} GFLOP/s per rank ({peak.source})",
@@ -97,6 +103,14 @@ class RunReport:
             *describe_warmup(config),
             *(f"warning: {text}" for text in warnings(config)),
         ]
+
+
+def count_parameters(rank: RankContext) -> int:
+    """Returns the parameters of the whole model: each counts on one rank, a tied one on the first stage that has it."""
+    at, is_first = rank.coordinates, rank.coordinates.pp == rank.grid.embedding_stages[0]
+    own = [p.sharding for p in parameters_of(rank.chunks)] if at.dp == at.tp == 0 else []
+    count = sum(sharding.num_elements for sharding in own if is_first or not sharding.tied)
+    return int(rank.groups.world.all_reduce(torch.tensor([count], dtype=torch.float64)).item())
 
 
 def measure_round_trip(rank: RankContext) -> float:

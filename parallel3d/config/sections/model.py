@@ -26,6 +26,10 @@ class DecoderConfig(Section):
         description=f"Family of the model. {'. '.join(family.description for family in FAMILIES.values())}."
         " All support grouped-query attention.",
     )
+    module: str | None = None
+    """A function of yours that makes the model's layers, "package:function" or "path/to/file.py:function"
+    (docs/python.md); the fields of this section reach it, and decide what it leaves to us: embedding, final norm and
+    head. Null: the layers of `architecture`."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the output head, padded if parallel.tp_size does not divide it. At least
     data.tokenizer.vocab_size."""
@@ -147,3 +151,25 @@ def check_key_value_heads(heads: int | None, tp_size: int) -> Iterator[Problem]:
             " heads, or a copy of one",
             fix="Change one of the two",
         )
+
+
+@rule("model.module", "model.hidden_dropout", "parallel.sequence_parallel", "parallel.recompute", "data.document_mask")
+def check_module(
+    module: str | None, hidden_dropout: float, sequence_parallel: bool, recompute: str, document_mask: bool
+) -> Iterator[Problem]:
+    """A user's own layers see whole sequences, and nothing of documents."""
+    if module is None:
+        return
+    if ":" not in module:
+        fix = "Name package:function, or path/to/file.py:function"
+        yield Problem(field="model.module", value=module, rule="names no function", fix=fix)
+    rules = [
+        ("model.hidden_dropout", hidden_dropout, 0.0, "your layers would have to drop"),
+        ("parallel.sequence_parallel", sequence_parallel, False, "your layers see whole sequences"),
+        ("parallel.recompute", recompute, "full", "only whole layers of yours can be recomputed"),
+        ("data.document_mask", document_mask, False, "your layers do not know where documents end"),
+    ]
+    for field, value, allowed, why in rules:
+        if value not in (allowed, "none"):
+            rule_text = f"does not apply to the layers of model.module: {why}"
+            yield Problem(field=field, value=value, rule=rule_text, fix=f"Set it to {allowed!r}")

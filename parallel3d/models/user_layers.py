@@ -1,0 +1,244 @@
+"""Makes a user's torch.nn.Module a part of a stage: its weights become sharded parameters with gradient sinks.
+
+A linear layer that is declared `Column` or `Row` is replaced by ours. Every other parameter keeps its place; autograd
+hands its gradient over once in each backward pass.
+
+The initial values are the module's own: it is built under a seed that depends on run.seed and the part's name, whole,
+in fp32, and each rank keeps its share. So a part begins alike on every layout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from parallel3d.errors import UserError
+from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.layers.parameter import ShardedParameter
+from parallel3d.layers.placement import LayerContext
+from parallel3d.models.user_parts import Column, Partial, Row, Sharding, as_module, user_code
+from parallel3d.parallel.sharding import FusedBlock, ParamSharding
+from parallel3d.random_keys import key_of
+
+_seeded = threading.Lock()
+"""Held while torch's random numbers are seeded: ranks may be threads of one process."""
+
+
+class DividedLinear(nn.Module):
+    """(..., in) -> (..., out) by a column- or row-parallel linear layer; either side is this rank's part."""
+
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear):
+        super().__init__()
+        self.linear = linear
+        self.micro_batch: MicroBatch | None = None
+        """Set by the part in front of each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.micro_batch is not None
+        if x.shape[-1] != self.linear.weight.shape[1]:
+            raise ValueError(f"an input of width {x.shape[-1]}, not {self.linear.weight.shape[1]}, on this rank")
+        return self.linear(x.flatten(0, -2), self.micro_batch).view(*x.shape[:-1], -1)
+
+
+class UserPart(nn.Module):
+    """A part of a user's model, with sharded parameters under global names that begin with `name`."""
+
+    uses_parameters_below = True
+    """Its code may read a weight of any module in it."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], nn.Module],
+        *,
+        shardings: Mapping[str, Sharding],
+        context: LayerContext,
+        seed: int,
+        function: str,
+    ):
+        super().__init__()
+        self.function, self.context = function, context
+        self.is_token_table = not name.startswith("layers.")
+        with _seeded, torch.random.fork_rng(devices=[]), torch.device(_building_device(context)), user_code(function):
+            torch.manual_seed(key_of("module", seed, name).first)
+            made = make()
+        self.part = as_module(made, name)
+        self._values: dict[int, ShardedParameter] = {}
+        for path, sharding in shardings.items():
+            if not isinstance(sharding, Partial):
+                self._replace_linear(name, path, sharding)
+        partial_paths = tuple(path for path, sharding in shardings.items() if isinstance(sharding, Partial))
+        self._take_parameters(name, partial_paths)
+        del self._values
+        self.part.to(torch.device(context.device))  # its buffers; the parameters are there
+        self._divided = [module for module in self.part.modules() if isinstance(module, DividedLinear)]
+
+    def run(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """The part's result for x, which has the shape that the user's code expects."""
+        for module in self._divided:
+            module.micro_batch = micro_batch
+        with user_code(self.function):
+            return self.part(x)
+
+    def _replace_linear(self, name: str, path: str, sharding: Column | Row) -> None:
+        """Puts our linear layer in the place of the user's."""
+        old = self._find(name, path)
+        if type(old) is not nn.Linear:
+            raise UserError(f"model.module: shardings has {path}, which is {type(old).__name__}, not torch.nn.Linear")
+        full, sizes, tp_size = f"{name}.{path}", (old.in_features, old.out_features), self.context.tp.group.size
+        options: Any = dict(init_std=0.02, bias=old.bias is not None, context=self.context)
+        blocks = sharding.blocks or sizes[1:] if isinstance(sharding, Column) else sizes[:1]
+        if isinstance(sharding, Column) and sum(blocks) != old.out_features:
+            raise UserError(f"model.module: the blocks {blocks} of {path} don't add up to {old.out_features} outputs")
+        if wrong := [size for size in blocks if size % tp_size]:
+            raise UserError(
+                f"model.module: {path} has a block of {wrong[0]}, no multiple of parallel.tp_size {tp_size}"
+            )
+        new: ColumnParallelLinear | RowParallelLinear
+        if isinstance(sharding, Column):
+            stem = path.rpartition(".")[2]  # in checkpoints a block's name takes the place of the module's
+            names = [f"{stem}_{number}" for number in range(len(blocks))] if len(blocks) > 1 else [stem]
+            fused = tuple(FusedBlock(name=block, size=size) for block, size in zip(names, blocks))
+            new = ColumnParallelLinear(full, old.in_features, fused, **options)
+        else:
+            new = RowParallelLinear(full, *sizes, **options)
+        for attribute, parameter in new.named_parameters(recurse=False):
+            assert isinstance(parameter, ShardedParameter)
+            self._set_first_value(parameter, getattr(old, attribute))
+        parent, _, child = path.rpartition(".")
+        setattr(self.part.get_submodule(parent), child, DividedLinear(new))
+
+    def _take_parameters(self, name: str, partial_paths: tuple[str, ...]) -> None:
+        """Makes all other parameters sharded ones, of which each rank has all."""
+        for path in partial_paths:
+            self._find(name, path)
+        owners = list(self.part.named_modules())
+        uses = Counter(id(p) for _, module in owners for p in module.parameters(recurse=False))
+        for path, module in owners:
+            for attribute, parameter in list(module.named_parameters(recurse=False)):
+                if isinstance(parameter, ShardedParameter):
+                    continue
+                local = f"{path}.{attribute}" if path else attribute
+                is_partial = any(f"{local}.".startswith(f"{each}.") for each in partial_paths)
+                if id(parameter) not in self._values:
+                    self._values[id(parameter)] = self._shared(f"{name}.{local}", parameter, is_partial, uses)
+                module._parameters[attribute] = self._values[id(parameter)]
+
+    def _shared(self, name: str, value: nn.Parameter, is_partial: bool, uses: Counter[int]) -> ShardedParameter:
+        sharding = ParamSharding(
+            name=name,
+            shape=tuple(value.shape),
+            partial_grad=is_partial and self.context.tp.group.size > 1,
+            is_norm_or_bias=value.dim() < 2,
+            is_token_table=self.is_token_table,
+        )
+        parameter = self.context.parameter(sharding)
+        self._set_first_value(parameter, value)
+        parameter.register_post_accumulate_grad_hook(partial(_hand_over, num_uses=uses[id(value)]))
+        return parameter
+
+    def _set_first_value(self, parameter: ShardedParameter, value: Tensor) -> None:
+        """Keeps this rank's share of the value with which the module was built."""
+        if parameter.device.type == "meta":
+            return
+        sharding, whole = parameter.sharding, value.detach().float()
+        share = whole.new_zeros(parameter.shape)
+        for run in sharding.runs(self.context.tp.shard):
+            if sharding.dim is None:
+                share.copy_(whole)
+            else:
+                part = whole.narrow(sharding.dim, run.global_start, run.length)
+                share.narrow(sharding.dim, run.local_start, run.length).copy_(part)
+        parameter.first_value = share
+
+    def _find(self, name: str, path: str) -> Any:
+        """The module or parameter that `shardings` names."""
+        found: Any = self.part
+        for attribute in path.split("."):
+            found = getattr(found, attribute, None)
+            if found is None:
+                known = ", ".join(known for known, _ in self.part.named_parameters())
+                raise UserError(f"model.module: shardings has {path}, which {name} has not; its weights are {known}")
+        return found
+
+
+class UserBlock(UserPart):
+    """x (tokens, hidden) -> the shape of x."""
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        found = self.run(_in_sequences(x, micro_batch), micro_batch)
+        _check_shape(self.function, "a block", found, (*_sequences(micro_batch), x.shape[1]))
+        return found.flatten(0, 1).to(x.dtype)
+
+
+class UserEmbedding(UserPart):
+    """Token ids (tokens,) -> (tokens, hidden)."""
+
+    def forward(self, tokens: Tensor, micro_batch: MicroBatch, hidden_size: int) -> Tensor:
+        found = self.run(_in_sequences(tokens, micro_batch), micro_batch)
+        _check_shape(self.function, "the embedding", found, (*_sequences(micro_batch), hidden_size))
+        return found.flatten(0, 1).to(self.context.policy.compute)
+
+
+class UserHead(UserPart):
+    """x (tokens, hidden), targets (tokens,) -> the sum of the token losses, a float64 scalar."""
+
+    def forward(self, x: Tensor, targets: Tensor, micro_batch: MicroBatch, vocab_size: int) -> Tensor:
+        logits = self.logits(x, micro_batch, vocab_size)
+        return _ScaledSum.apply(functional.cross_entropy(logits, targets, reduction="sum"), micro_batch.loss_factor)
+
+    def logits(self, x: Tensor, micro_batch: MicroBatch, vocab_size: int) -> Tensor:
+        """(tokens, vocab_size) in the format of norms and losses."""
+        found = self.run(_in_sequences(x, micro_batch), micro_batch)
+        _check_shape(self.function, "the head", found, (*_sequences(micro_batch), vocab_size))
+        return found.flatten(0, 1).to(self.context.policy.keep_fp32_dtype)
+
+
+class _ScaledSum(Function):
+    """The loss itself, whose gradient begins with `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor, ctx.dtype = factor, loss.dtype
+        return loss.double()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.factor).to(ctx.dtype), None
+
+
+def _hand_over(parameter: Tensor, num_uses: int) -> None:
+    """Adds the gradient that autograd has summed over all uses to the main gradient."""
+    assert isinstance(parameter, ShardedParameter) and parameter.grad is not None
+    sink, grad, parameter.grad = parameter.sink, parameter.grad, None
+    sink.add(grad)
+    for _ in range(num_uses - 1):  # the optimizer counts the modules that hold it
+        sink.on_added()
+
+
+def _sequences(micro_batch: MicroBatch) -> tuple[int, int]:
+    return micro_batch.batch_size, micro_batch.sequence_length
+
+
+def _in_sequences(x: Tensor, micro_batch: MicroBatch) -> Tensor:
+    return x.view(*_sequences(micro_batch), *x.shape[1:])
+
+
+def _check_shape(function: str, what: str, found: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape:
+        text = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(f"model.module {function}: {what} returned {text}, not a tensor {shape}")
+
+
+def _building_device(context: LayerContext) -> str:
+    """Where the user's code makes the module: on the CPU, unless only its shapes are asked for."""
+    return "meta" if torch.device(context.device).type == "meta" else "cpu"

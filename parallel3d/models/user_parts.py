@@ -1,0 +1,107 @@
+"""A user's own layers, and how their weights are sharded: returned by the function that `model.module` names.
+
+    def build(model):                      # the resolved section `model`
+        return ModelParts(
+            block=lambda index: Block(model),
+            shardings={"attention.qkv": Column((256, 128, 128)), "attention.output": Row()},
+        )
+
+docs/python.md describes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.errors import Parallel3dError, UserCodeError, UserError
+from parallel3d.user_code import explain, is_raised_by_the_user, load_object
+
+
+@dataclass(frozen=True)
+class Column:
+    """An nn.Linear whose outputs are divided over the tensor-parallel ranks, inside each of `blocks`.
+
+    blocks: the sizes of the parts of which its output is made, such as (queries, keys, values); none: one part.
+    """
+
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """An nn.Linear whose inputs are divided over the tensor-parallel ranks; its outputs are summed over them."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Weights that every rank has, but applies to divided activations only: their gradients are summed."""
+
+
+Sharding = Column | Row | Partial
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a decoder. Each is a function that makes a torch.nn.Module, called where the part is needed.
+
+    Activations are (sequences, length, hidden_size).
+    """
+
+    block: Callable[[int], nn.Module]
+    """Makes block `index`, of model.num_hidden_layers: x -> the shape of x."""
+    embedding: Callable[[], nn.Module] | None = None
+    """(sequences, length) int64 -> x. None: model.vocab_size rows, divided over the tensor-parallel ranks."""
+    head: Callable[[], nn.Module] | None = None
+    """x -> logits (sequences, length, vocab_size). None: a norm and a linear layer, divided in the same way."""
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """By the name of a module in a block, such as "attention.qkv". All else is the same on every rank."""
+
+
+def load_parts(model: ModelConfig) -> ModelParts:
+    """The parts that `model.module` makes. Raises UserError."""
+    assert model.module is not None
+    function = load_object(model.module, field="model.module")
+    with user_code(model.module):
+        parts = function(model)
+    if not isinstance(parts, ModelParts):
+        raise UserError(f"model.module {model.module} returned {type(parts).__name__}, not parallel3d.ModelParts")
+    if model.tie_word_embeddings and (parts.embedding or parts.head):
+        raise UserError(
+            f"model.module {model.module} has an embedding or a head of its own, which model.tie_word_embeddings can't"
+            " tie: set it to false"
+        )
+    return parts
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Names the user's file and line in an error of the user's code; it ends the run, since every rank will meet it."""
+    try:
+        yield
+    except (Parallel3dError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not is_raised_by_the_user(error) or type(error).__module__ == "torch.utils.checkpoint":
+            raise  # such as what ends a recomputation early
+        raise UserCodeError(f"model.module {what}: {explain(error)}") from error
+
+
+def as_module(made: Any, what: str) -> nn.Module:
+    """The module that a user's function has made. Raises UserError for what would not train alike on every layout."""
+    if not isinstance(made, nn.Module):
+        raise UserError(f"model.module: {what} is {type(made).__name__}, not a torch.nn.Module")
+    for path, module in made.named_modules():
+        where = f"model.module: {what}{path and f'.{path}'}"
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise UserError(f"{where} drops by torch's random numbers, which differ between layouts: set its p to 0")
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                raise UserError(f"{where}.{name} is a frozen parameter: make it a buffer (register_buffer)")
+    return made

@@ -1,0 +1,85 @@
+"""A stage of a user's own layers (`model.module`), which trains as the decoder's own does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.layers.cross_entropy import LinearCrossEntropy
+from parallel3d.layers.embedding import VocabParallelEmbedding
+from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.models.blocks import BlockBuilder
+from parallel3d.models.user_layers import UserBlock, UserEmbedding, UserHead
+from parallel3d.models.user_parts import load_parts
+from parallel3d.recompute import Recompute
+
+
+class UserStage(nn.Module):
+    """Layers `layers` of the model, with the interface of `DecoderStage`."""
+
+    def __init__(self, build: BlockBuilder, layers: range, *, recompute: Recompute, seed: int):
+        super().__init__()
+        config, context = build.config, build.context
+        self.config, self.recompute = config, recompute
+        parts, tied = load_parts(config), config.tie_word_embeddings
+        make: dict[str, Any] = dict(context=context, seed=seed, function=config.module)
+        ours: dict[str, Any] = dict(init_std=config.initializer_range, context=context, tied=tied)
+        sizes = config.vocab_size, config.hidden_size
+        is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
+        self.embedding: UserEmbedding | VocabParallelEmbedding | None = None
+        self.head: UserHead | LinearCrossEntropy | None = None
+        self.positions = self.final_norm = None
+        if is_first and parts.embedding:
+            self.embedding = UserEmbedding("embedding", parts.embedding, shardings={}, **make)
+        elif is_first:
+            self.embedding = VocabParallelEmbedding("embedding.weight", *sizes, **ours)
+            self.positions = build.positions()
+        self.layers = nn.ModuleList(
+            UserBlock(f"layers.{index}", partial(parts.block, index), shardings=parts.shardings, **make)
+            for index in layers
+        )
+        if is_last and parts.head:
+            self.head = UserHead("head", parts.head, shardings={}, **make)
+        elif is_last:
+            self.final_norm = build.norm("final_norm")
+            self.head = LinearCrossEntropy("embedding.weight" if tied else "head.weight", *sizes, **ours)
+        if tied and isinstance(self.embedding, VocabParallelEmbedding) and isinstance(self.head, LinearCrossEntropy):
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
+        x = self._run_layers(x, micro_batch)
+        if self.head is None:
+            return x
+        assert targets is not None
+        if isinstance(self.head, UserHead):
+            return self.head(x, targets, micro_batch, self.config.vocab_size)
+        assert self.final_norm is not None
+        _, normed = self.final_norm(x)
+        return self.head(normed, targets, micro_batch.loss_factor)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """As `DecoderStage.logits`."""
+        x = self._run_layers(x, micro_batch)
+        if isinstance(self.head, UserHead):
+            return self.head.logits(x, micro_batch, self.config.vocab_size)
+        assert self.head is not None and self.final_norm is not None, "logits come from the last stage"
+        _, normed = self.final_norm(x)
+        return self.head.logits(normed)
+
+    def _run_layers(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if isinstance(self.embedding, UserEmbedding):
+            x = self.embedding(x, micro_batch, self.config.hidden_size)
+        elif self.embedding is not None:
+            x = self.embedding(x)
+            x = x if self.positions is None else self.positions(x, micro_batch)
+        for layer in self.layers:
+            if self.recompute == "none" or not torch.is_grad_enabled():
+                x = layer(x, micro_batch)
+            else:  # torch's own: anything may follow a product here, so its result is computed again
+                x = checkpoint(layer, x, micro_batch, use_reentrant=False, preserve_rng_state=False)
+        return x
