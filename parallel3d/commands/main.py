@@ -26,6 +26,7 @@ COMMANDS = {
     "convert": "weights to and from Hugging Face folders",
     "average": "average the weights of checkpoints",
     "report": "report on a run, finished or not",
+    "track": "send a run's figures to Weights & Biases, MLflow, Trackio or TensorBoard",
     "goodput": "estimate how much of the time training keeps under failures",
     "tune-warmup": "find a sequence-length warmup by short runs",
     "compare-dumps": "compare the dumps of two runs tensor by tensor",

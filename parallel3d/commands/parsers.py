@@ -176,6 +176,17 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
 
 
+def add_track(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Send the figures of a run to an experiment tracker."
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
+    parser.add_argument(
+        "--to", required=True, metavar="TRACKER", help="wandb, mlflow, trackio, tensorboard, or package:object"
+    )
+    parser.add_argument("--project", default="parallel3d", help="the tracker's project or experiment")
+    parser.add_argument("--name", help="of the run there (default: the folder's)")
+    parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)  # set for a run that is starting
+
+
 def add_goodput(parser: argparse.ArgumentParser) -> None:
     parser.description = "Estimate the throughput of training under failures."
     source = parser.add_mutually_exclusive_group()
@@ -262,6 +273,7 @@ PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyT
         "convert": add_convert,
         "average": add_average,
         "report": add_report,
+        "track": add_track,
         "goodput": add_goodput,
         "tune-warmup": add_tune_warmup,
         "compare-dumps": add_compare_dumps,

@@ -20,6 +20,7 @@ from parallel3d.config.derived import world_size
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.warmup_builder import check_length_function
+from parallel3d.door.child import CALLER_VARIABLE
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL
 from parallel3d.elastic.drain_target import parse_drain_target
 from parallel3d.elastic.guardian.gpu_check import check_gpus
@@ -38,6 +39,8 @@ from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
+from parallel3d.monitor.tracker_processes import TrackerProcesses
+from parallel3d.monitor.trackers import TRACKERS, find_tracker
 from parallel3d.trainer.plans import build_grid, build_target
 
 WORKER_MODULES = ("parallel3d.models.initial_weights", "parallel3d.models.make", "parallel3d.worker.main")
@@ -91,6 +94,16 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     """Runs the workers, guarded by this process; returns the run's exit code."""
     if config.monitor.tensorboard:
         check_tensorboard()
+    is_first = env is None or (env.rank == 0 and not env.joins)
+    trackers = config.monitor.trackers if is_first else []
+    for tracker in TRACKERS.keys() & set(trackers):
+        find_tracker(tracker)
+    project, directory = config.monitor.tracker_project, Path(str(config.run.directory))
+    with TrackerProcesses(trackers, directory, project=project, name=title):
+        return guard_workers(config, env, title=title)
+
+
+def guard_workers(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     grid = build_grid(config)
     raise_open_files(grid)
     directory, restart = Path(str(config.run.directory)), config.restart
@@ -128,6 +141,7 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         preload=("torch", *WORKER_MODULES),
         timeouts=LaunchTimeouts.from_config(config),
         elastic=ElasticSettings.from_config(config, grid, build_target(config)),
+        parent=int(os.environ.get(CALLER_VARIABLE, "0")) or None,
     )
     if (code > EXIT_BY_SIGNAL or code == EXIT_PREEMPTED) and env is None and (steps := checkpoint_dir.steps()):
         print(f"to continue after step {steps[-1]}, run the same command with run.resume=auto", file=sys.stderr)

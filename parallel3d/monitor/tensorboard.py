@@ -45,16 +45,25 @@ class TensorBoardFile:
         self._write(line, wall_time)
         self._writer.flush()
 
+    def add_values(self, step: int, values: Mapping[str, float], wall_time: float) -> None:
+        """Writes figures by their tags."""
+        self._write_values(step, values.items(), wall_time)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
     def _write(self, line: Mapping[str, Any], wall_time: float) -> None:
+        if "step" in line:
+            self._write_values(line["step"], scalars(line), wall_time)
+
+    def _write_values(self, step: int, found: Iterable[tuple[str, float]], wall_time: float) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in found]
         if values:
-            self._writer.write_event(Event(wall_time=wall_time, step=line["step"], summary=Summary(value=values)))
+            self._writer.write_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

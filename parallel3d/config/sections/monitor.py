@@ -31,3 +31,9 @@ class MonitorConfig(Section):
     tensorboard: bool = False
     """Also writes the figures of every step for TensorBoard, to tensorboard/ in the run folder. Needs the package
     tensorboardX, which the extra "tensorboard" installs."""
+    trackers: list[str] = []
+    """Experiment trackers that get the figures of every step and evaluation: wandb, mlflow, trackio, tensorboard, or a
+    class of yours, "package:object" (docs/monitors.md). Each needs its package, and runs as a process of its own, which
+    can neither slow nor end the run. A resumed run goes on in the tracker's run."""
+    tracker_project: str = "parallel3d"
+    """The trackers' project, or experiment."""
