@@ -1,4 +1,5 @@
-"""The update rules, one file each: every module in this folder that defines a RULE adds it.
+"""The update rules, one file each: every module in this folder that defines a RULE adds it, and every entry point of
+the group parallel3d.update_rules.
 
 A rule's file has no torch in it at run time, so that the configuration, the planner and the optimizer read the same
 class. docs/extending.md shows how to add one. Its formula for Triton, if it has one, is in `triton_<name>.py`, which is
@@ -11,10 +12,12 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MAX_STATES, MatrixRule, UpdateRule
+from parallel3d.user_code import installed
 
 _names = [module.name for module in iter_modules(__path__) if not module.name.startswith("triton_")]
 _modules = [import_module(f"{__name__}.{name}") for name in _names]
 _found: list[type[UpdateRule]] = [module.RULE for module in _modules if hasattr(module, "RULE")]
+_found += installed("parallel3d.update_rules")
 
 UPDATE_RULES: dict[str, type[UpdateRule]] = {
     rule.name: rule for rule in sorted(_found, key=lambda rule: (not rule.is_default, rule.name))
