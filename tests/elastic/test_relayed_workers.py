@@ -146,6 +146,14 @@ def test_batches_whose_sizes_are_wrong(sizes):
         list(decode_from_workers({"ranks": [0], "sizes": sizes}, encode_frame({"op": "check"})))
 
 
+def test_a_batch_that_holds_too_large_a_value():
+    largest, too_large = (encode_frame({"op": "set"}, bytes(MAX_VALUE_BYTES + more)) for more in (0, 1))
+    ((_, _, value),) = decode_from_workers({"ranks": [0], "sizes": [len(largest)]}, largest)
+    assert len(value) == MAX_VALUE_BYTES
+    with pytest.raises(ProtocolError, match=f"lengths .* {MAX_VALUE_BYTES + 1}"):
+        list(decode_from_workers({"ranks": [0], "sizes": [len(too_large)]}, too_large))
+
+
 @pytest.mark.parametrize("part", ["", "half", "two", "with a tail"])
 def test_a_part_of_a_batch_that_is_not_one_frame(part):
     frame = encode_frame({"op": "set", "key": "a"}, b"value")
