@@ -19,17 +19,17 @@ _CHUNK_BYTES = 1 << 19
 
 def add_weight_grad(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool) -> bool:
     """total (out, in) += grad^T x, or = with `overwrite`, for grad (tokens, out) and x (tokens, in) in bf16 and a total
-    in fp32. False: nothing was done, since the format, the sizes or the machine don't fit."""
+    in fp32. False: nothing was done, since the format or the machine doesn't fit."""
     num_tokens, num_out = grad.shape
     num_in = x.shape[1]
     fits = grad.dtype is x.dtype is torch.bfloat16 and total.dtype is torch.float32 and total.is_contiguous()
-    is_whole = num_tokens > 0 and num_out % _SIDE == 0 and num_in % _SIDE == 0
-    if not (fits and is_whole and grad.device.type == "cpu" and has_tiles()):
+    if not (fits and num_tokens > 0 and grad.device.type == "cpu" and has_tiles()):
         return False
     grad, x = (each if each.stride(1) == 1 else each.contiguous() for each in (grad, x))
     chunk = min(_CHUNK_BYTES // (2 * num_in), num_tokens)
     chunk = -(-max(chunk, 1) // _SIDE) * _SIDE
-    space = torch.empty(chunk // 2 * (num_in + _SIDE * torch.get_num_threads()), dtype=torch.float32)
+    num_panels = -(-num_in // _SIDE) + torch.get_num_threads()
+    space = torch.empty(chunk // 2 * _SIDE * num_panels, dtype=torch.float32)
     factors = (grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0))
     run_weight_grad_loop("add_weight_grad", total, *factors, space, chunk, num_tokens, num_out, num_in, int(overwrite))
     return True

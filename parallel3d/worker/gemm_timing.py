@@ -54,7 +54,7 @@ MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
 BUDGET_S = 0.2
 """After that each shape is timed once."""
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 """Grows when the way of measuring or a form changes: earlier choices are measured again."""
 
 CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
