@@ -127,7 +127,7 @@ RUNS = (
     FrozenRun(name="fp16 dp2", overrides=("precision.policy=fp16", "parallel.dp_size=2")),
     FrozenRun(
         name="pp2 dp3 with two killed workers",
-        overrides=("parallel.pp_size=2", "parallel.dp_size=3", f"elastic.faults={KILLED}"),
+        overrides=("parallel.pp_size=2", "parallel.dp_size=3", "elastic.max_rejoins=0", f"elastic.faults={KILLED}"),
     ),
     FrozenRun(
         name="saved on pp2 dp2, resumed on tp2",

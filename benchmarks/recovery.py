@@ -104,6 +104,7 @@ def run(case: Case, number: int) -> dict[str, Any]:
             *(sys.executable, "launch/train.py", "--config", "configs/quickstart.json", f"run.directory={folder}/run"),
             *(f"parallel.dp_size={case.replicas}", *case.overrides, f"elastic.faults={json.dumps([fault])}"),
             *(f"run.num_steps={STEP + 2}", "run.evaluate_batches=1", "run.evaluate_every=null"),
+            "elastic.max_rejoins=0",
         ]
         done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

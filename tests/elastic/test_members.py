@@ -66,7 +66,10 @@ def wait_for_step(directory: Path, number: int) -> None:
 
 
 def pid_of(directory: Path, rank: int) -> int:
-    return int((directory / f"pid-{rank}").read_text().split()[0])
+    """Waits for a worker's process, which a spare may start after the others' first steps."""
+    file = directory / f"pid-{rank}"
+    wait_for(lambda: file.exists() and file.read_text().split(), f"rank {rank}")
+    return int(file.read_text().split()[0])
 
 
 def test_nobody_is_lost(tmp_path):

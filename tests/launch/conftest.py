@@ -37,6 +37,7 @@ def config_file(tmp_path, text, cache):
         "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 32},
         "optimizer": {"learning_rate": 1e-2},
         "data": {"sources": [str(text)], "cache_directory": str(cache)},
+        "elastic": {"max_rejoins": 0},  # tests of workers that return ask for it
         "monitor": {"charts": False},
         "run": {
             "num_steps": 12,

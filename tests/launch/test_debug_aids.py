@@ -26,6 +26,7 @@ CONFIG = {
     "batch": {"global_batch_size": 4, "micro_batch_size": 1, "sequence_length": 16},
     "optimizer": {"learning_rate": 1e-2},
     "run": {"num_steps": 6, "threads_per_rank": 1, "evaluate_batches": 1, "timeout_s": 60.0},
+    "elastic": {"max_rejoins": 0},
     "monitor": {"charts": False},
     "debug": {
         "replica_check_every": 2,

@@ -51,7 +51,7 @@ class Folder:
             "optimizer": {"learning_rate": 1e-2},
             "data": {"sources": [str(self.path / "text.txt")], "cache_directory": str(self.path / "cache")},
             "monitor": {"charts": False},
-            "elastic": {"faults": faults},
+            "elastic": {"faults": faults, "max_rejoins": 0},
             "run": {
                 "num_steps": NUM_STEPS,
                 "threads_per_rank": 1,

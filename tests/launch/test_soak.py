@@ -72,6 +72,7 @@ class Soak:
             "batch.global_batch_size=8",
             "run.evaluate_every=200",
             "run.evaluate_batches=1",
+            "elastic.max_rejoins=0",
         ]
         command = [sys.executable, "launch/train.py", "--config", "configs/quickstart.json", *overrides]
         with open(folder / "output.txt", "w") as output:

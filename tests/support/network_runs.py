@@ -165,7 +165,7 @@ def _config(num_hosts: int, directory: Path, text: Path, elastic: dict[str, Any]
         "optimizer": {"learning_rate": 1e-2},
         "data": {"sources": [str(text)], "cache_directory": str(text.parent / "cache")},
         "monitor": {"charts": False},
-        "elastic": {"control_timeout_s": CONTROL_S, **elastic},
+        "elastic": {"control_timeout_s": CONTROL_S, "max_rejoins": 0, **elastic},
         "run": {
             "threads_per_rank": 1,
             "evaluate_batches": 1,

@@ -180,6 +180,7 @@ def _config(hosts: int, directory: Path, text: Path) -> dict[str, Any]:
         "monitor": {"charts": False},
         "elastic": {
             "control_timeout_s": CONTROL_S,
+            "max_rejoins": 0,
             "heartbeat_timeout": {"min_s": 1.0, "max_s": 1.0},  # ten times as long in these phases
         },
         "checkpoint": {"every": STRIKE_STEP, "keep_last": 99, "save_at_end": True},

@@ -143,7 +143,7 @@ class ElasticConfig(Section):
     """Copies of every shard of optimizer state on another replica of its stage, which updates it too: twice the
     optimizer memory and update work. 0: under zero_stage 1 the loss of any worker loses its shard and ends the run. No
     effect at zero_stage 0."""
-    max_rejoins: NonNegativeInt = 0
+    max_rejoins: NonNegativeInt = 3
     """How often in an hour a worker is started in the place of a lost one: a second later, or 2, 4 ... seconds where
     several are lost within a minute. It builds its part of the model beside the run and enters between two steps. 0:
     lost workers do not come back."""
