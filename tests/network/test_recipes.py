@@ -1,0 +1,187 @@
+"""The recipes' own commands, on hosts that are network namespaces, with the variables that their platforms set."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.launch_runs import metrics
+from tests.support.network_hosts import Host, Network, Weather, network_of
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TIMEOUT_S = 200
+SLOW = Weather(delay_s=0.01)
+"""So that a run has some hundred steps in its time."""
+TRACES = re.compile("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMI_|PMIX_|TORCHELASTIC_")
+
+
+class Cluster:
+    """Hosts that run one recipe's command, with a configuration and a folder that all share."""
+
+    def __init__(self, network: Network, folder: Path, text: Path, num_steps: int):
+        self.network, self.run, self._config = network, folder / "run", folder / "run.json"
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+        self._num_steps = num_steps
+        self._config.write_text(json.dumps(small_run(len(network.hosts), self.run, text, num_steps)))
+
+    def start(self, host: Host, command: str, **variables: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not TRACES.match(name)}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        shared = {"CONFIG": str(self._config), "RUN": str(self.run), "OMP_NUM_THREADS": "1"}
+        environment = {**kept, "PATH": path, "PYTHONPATH": str(RECIPES.parent), **shared, **variables}
+        self.processes[host.number] = host.popen(["bash", "-c", command], env=environment)
+
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}: {self._kill()}"
+            time.sleep(0.05)
+
+    def num_steps(self) -> int:
+        return len(metrics(self.run)) if (self.run / "metrics.jsonl").exists() else 0
+
+    def changes(self) -> list[dict[str, Any]]:
+        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if line.get("event") == "membership"]
+
+    def end(self) -> set[int]:
+        """Waits for the end of all commands; returns their exit codes."""
+        self.wait(lambda: all(process.poll() is not None for process in self.processes.values()), "end")
+        return {process.returncode for process in self.processes.values()}
+
+    def assert_whole(self) -> None:
+        assert self.end() == {0}
+        assert [line["step"] for line in metrics(self.run)] == list(range(1, self._num_steps + 1))
+
+    def _kill(self) -> list[str]:
+        for host in self.network.hosts:
+            host.kill_all()
+        return [process.communicate(timeout=20)[0] for process in self.processes.values()]
+
+
+MakeCluster = Callable[..., Cluster]
+
+
+def small_run(num_hosts: int, directory: Path, text: Path, num_steps: int) -> dict[str, Any]:
+    model = dict(vocab_size=512, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return {
+        "model": model,
+        "parallel": {"pp_size": 1, "dp_size": num_hosts},
+        "batch": {"global_batch_size": 6, "micro_batch_size": 1, "sequence_length": 16},
+        "optimizer": {"learning_rate": 1e-2},
+        "data": {"sources": [str(text)], "cache_directory": str(text.parent / "cache")},
+        "monitor": {"charts": False},
+        "elastic": {"control_timeout_s": 6.0},
+        "run": {"num_steps": num_steps, "threads_per_rank": 1, "evaluate_batches": 1, "directory": str(directory)},
+    }
+
+
+@pytest.fixture
+def cluster(_namespaces: None, tmp_path: Path, text: Path) -> Iterator[MakeCluster]:
+    contexts = []
+
+    def make(num_hosts: int, num_steps: int = 60) -> Cluster:
+        contexts.append(network_of(num_hosts))
+        return Cluster(contexts[-1].__enter__(), tmp_path, text, num_steps)
+
+    yield make
+    for context in contexts:
+        context.__exit__(None, None, None)
+
+
+def test_recipes_are_well_formed():
+    service, job = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    values = {each["name"]: each["value"] for each in container["env"]}
+    assert int(values["NUM_HOSTS"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(values["GPUS_PER_HOST"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert values["MASTER"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    steps = [line.split()[0] for line in (RECIPES / "Dockerfile").read_text().splitlines() if line[:1].isupper()]
+    assert steps == ["ARG", "FROM", "RUN", "WORKDIR", "COPY", "RUN", "WORKDIR", "ENTRYPOINT", "CMD"]
+    subprocess.run(["bash", "-n", str(RECIPES / "slurm.sbatch")], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(("victim", "is_evicted"), [(3, False), (1, False), (2, True)])
+def test_a_pod_is_replaced(cluster: MakeCluster, victim: int, is_evicted: bool):
+    """By the Job, with the same command: it joins the run that goes on, and the run ends whole. The first pod has the
+    coordinator. A worker whose pod is evicted, by SIGTERM to the first process, leaves at a step boundary."""
+    _, job = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "-c"]
+    (command,) = container["args"]
+    pods = cluster(3, num_steps=300)
+    pods.network.weather = SLOW
+
+    def start(host: Host) -> None:
+        index = {"JOB_COMPLETION_INDEX": str(host.number - 1)}
+        pods.start(host, command, NUM_HOSTS="3", GPUS_PER_HOST="1", MASTER="host1", **index)
+
+    for host in pods.network.hosts:
+        start(host)
+    pods.wait(lambda: pods.num_steps() >= 5, "fifth step")
+    lost = pods.network.hosts[victim - 1]
+    if is_evicted:
+        pods.processes[victim].terminate()
+        pods.wait(lambda: pods.changes(), "departure")
+        assert "guardian" not in pods.changes()[0]["why"]  # nothing was lost
+    lost.kill_all()  # where a pod is evicted, at the end of its grace period
+    pods.wait(lambda: pods.changes(), "loss")
+    start(lost)
+    pods.wait(lambda: pods.changes()[-1]["live"] == 3, "return")
+    pods.assert_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_slurm_takes_a_job_away(cluster: MakeCluster):
+    """The task's command of the batch script, with srun's variables: USR1 to all tasks ends the run with code 7, and
+    the same command goes on from what it has saved."""
+    (srun,) = re.findall(r"^srun \S+ (.*) \|\| ", (RECIPES / "slurm.sbatch").read_text(), flags=re.MULTILINE)
+    tasks = cluster(2)
+
+    def start(host: Host) -> None:
+        variables = dict(SLURM_PROCID=str(host.number - 1), SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="2")
+        variables |= dict(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="host[1-2]")
+        variables |= dict(SLURM_STEP_TASKS_PER_NODE="1(x2)")
+        tasks.start(host, f"exec {srun}", SLURM_NODEID=str(host.number - 1), **variables)
+
+    for host in tasks.network.hosts:
+        start(host)
+    tasks.network.weather = SLOW
+    tasks.wait(lambda: tasks.num_steps() >= 5, "fifth step")
+    for process in tasks.processes.values():
+        process.send_signal(signal.SIGUSR1)
+    assert tasks.end() == {7} and tasks.num_steps() < 60
+    tasks.network.weather = Weather()
+    for host in tasks.network.hosts:
+        start(host)
+    tasks.assert_whole()
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_skypilot(cluster: MakeCluster):
+    command = yaml.safe_load((RECIPES / "skypilot.yaml").read_text())["run"]
+    nodes = cluster(2)
+    addresses = "\n".join(host.address for host in nodes.network.hosts)
+    for host in nodes.network.hosts:
+        sky = dict(SKYPILOT_NODE_RANK=str(host.number - 1), SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS=addresses)
+        nodes.start(host, command, SKYPILOT_NUM_GPUS_PER_NODE="1", CLOUD="aws", **sky)
+    nodes.assert_whole()
