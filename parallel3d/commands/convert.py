@@ -1,6 +1,6 @@
 """Converts between checkpoints and Hugging Face folders, which plain `transformers` opens and writes.
 
-    python launch/convert.py to-hf CHECKPOINT FOLDER [--dtype bf16] [--tokenizer FILE] [--max-file-gb 5]
+    python launch/convert.py to-hf CHECKPOINT FOLDER [--dtype bf16] [--tokenizer PATH] [--max-file-gb 5]
     python launch/convert.py from-hf FOLDER CHECKPOINT [--dtype fp32]
     python launch/convert.py model FOLDER
 

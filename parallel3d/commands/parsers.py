@@ -121,7 +121,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a tokenizer, and tokenise a corpus ahead of training."
     add_config(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the tokens into this new folder")
-    parser.add_argument("--tokenizer-out", type=Path, metavar="FILE", help="write the SentencePiece model to this file")
+    parser.add_argument("--tokenizer-out", type=Path, metavar="PATH", help="keep the tokenizer in this file or folder")
     num_cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--processes", type=int, default=num_cores, metavar="N", help="processes that tokenise (default: one per core)"
@@ -141,7 +141,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     to_hf.add_argument("source", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
     to_hf.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
     to_hf.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="a SentencePiece model that replaces the run's own"
+        "--tokenizer", type=Path, metavar="PATH", help="a Hugging Face folder or SentencePiece model, not the run's own"
     )
     to_hf.add_argument(
         "--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (default 5)"

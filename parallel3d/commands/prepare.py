@@ -1,9 +1,10 @@
-"""Prepares data before a run: `python launch/prepare.py --config FILE [--out FOLDER] [--tokenizer-out FILE] ...`
+"""Prepares data before a run: `python launch/prepare.py --config FILE [--out FOLDER] [--tokenizer-out PATH] ...`
 
 Reads the text that the section `data` names, trains a tokenizer unless the section names one, and
 
   --out FOLDER           tokenises all of it into FOLDER: with 'data.sources=["FOLDER"]' a run sees the same batches
-  --tokenizer-out FILE   keeps the tokenizer, for data.tokenizer.path of this and other runs
+  --tokenizer-out PATH   keeps the tokenizer, for data.tokenizer.path of this and other runs: a file for a SentencePiece
+                         model, a new folder for Hugging Face's files
 
 Ctrl-C and SIGTERM leave no partial output. Exit codes: 0 done, 2 invalid input, 130 stopped.
 """
@@ -28,6 +29,7 @@ from parallel3d.data.formats import DocumentSet
 from parallel3d.data.prepare import prepare, refuse_existing
 from parallel3d.data.run_data import open_run_corpus
 from parallel3d.data.tokenizer import MODEL_FILE
+from parallel3d.data.tokenizer_files import save_tokenizer
 from parallel3d.errors import DataError, UserError
 from parallel3d.parallel.abort import AbortToken
 
@@ -65,24 +67,29 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parse("prepare", arguments)
     error = make_parser("prepare").error
     if options.out is None and options.tokenizer_out is None:
-        error("give --out FOLDER, --tokenizer-out FILE, or both")
+        error("give --out FOLDER, --tokenizer-out PATH, or both")
     if options.processes < 1:
         error("--processes must be at least 1")
     return options
 
 
 def keep_tokenizer(corpus: Corpus, path: Path) -> None:
-    """Copies the SentencePiece model, completely or not at all."""
-    model = corpus.folder / MODEL_FILE
-    if not model.stat().st_size:
+    """Writes the SentencePiece model to a file, or Hugging Face's files to a new folder: all or nothing."""
+    tokenizer = corpus.tokenizer
+    if tokenizer is None or not tokenizer.files:
         raise DataError("data.tokenizer.kind bytes has no model: nothing to write to --tokenizer-out")
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model, temporary)
-        temporary.replace(path)
+        if MODEL_FILE in tokenizer.files:
+            temporary.write_bytes(tokenizer.files[MODEL_FILE])
+            temporary.replace(path)
+        else:
+            temporary.mkdir()
+            save_tokenizer(tokenizer, temporary)
+            temporary.rename(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
         raise DataError(f"can't write {path} ({error})") from error
     log(f"tokenizer of {corpus.vocab_size:,} pieces: {path} (data.tokenizer.path)")
 

@@ -97,10 +97,10 @@ def warn_fatal_losses(config: Config) -> Iterator[str]:
 
 def warn_other_tokenizer(config: Config) -> Iterator[str]:
     tokenizer = config.data.tokenizer
-    if config.run.initialize_from is not None and tokenizer.path is None and tokenizer.kind == "sentencepiece":
+    if config.run.initialize_from is not None and tokenizer.path is None and tokenizer.kind != "bytes":
         yield (
             "run.initialize_from brings weights that know the tokens of another tokenizer, and the corpus has one of"
-            " its own: set data.tokenizer.path to the tokenizer.model that belongs to them"
+            " its own: set data.tokenizer.path to the Hugging Face folder or tokenizer.model that belongs to them"
         )
 
 

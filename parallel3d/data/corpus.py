@@ -5,7 +5,8 @@ of the cache, named by a hash of all inputs: <cache_directory>/<key>/ with
 
     train.places  validation.places     position of each document, memory-mapped (document_index.py)
     unpacked-N.text                     text of a source without random access (Parquet, compressed Arrow)
-    tokenizer.model  corpus.json
+    tokenizer.model                     or tokenizer.json and the files that belong to it
+    corpus.json
 
 The key covers the files' paths, sizes and times, so that opening a known corpus reads none of its text. The
 fingerprint, by which a checkpoint recognises its text, covers none of these (fingerprint.py). Ranks play no part: the
@@ -34,7 +35,8 @@ from parallel3d.data.text_corpus import build_text_corpus
 from parallel3d.data.token_corpus import build_token_corpus
 from parallel3d.data.token_file import PackedDocuments
 from parallel3d.data.token_formats import open_tokens
-from parallel3d.data.tokenizer import MODEL_FILE, Tokenizer, build_tokenizer
+from parallel3d.data.tokenizer import Tokenizer
+from parallel3d.data.tokenizer_files import load_tokenizer
 from parallel3d.parallel.abort import AbortToken
 
 
@@ -106,8 +108,8 @@ def load_corpus(folder: Path) -> Corpus:
     """Returns the corpus in `folder` of the cache."""
     facts = json.loads((folder / "corpus.json").read_text())
     files = [SourceFile(path=folder / file["path"], format=file["format"]) for file in facts.pop("files")]
-    kind = facts.pop("tokenizer")
-    tokenizer = build_tokenizer(kind, (folder / MODEL_FILE).read_bytes()) if kind else None
+    saved = facts.pop("tokenizer")
+    tokenizer = load_tokenizer(saved["kind"], saved["eos_id"], folder) if saved else None
     document_index = load_split(folder)
     documents: dict[str, TokenDocuments]
     if "eos_id" in facts:

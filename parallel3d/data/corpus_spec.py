@@ -14,12 +14,13 @@ from typing import Any
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.sources import SourceFile
 from parallel3d.data.token_formats import index_of
+from parallel3d.data.tokenizer_files import files_of
 from parallel3d.errors import DataError
 
 FORMAT_VERSION = 2
 MIN_DOCUMENT_CHARS, MAX_DOCUMENT_CHARS = 256, 65_536
 DOCUMENTS_PER_LANE = 8
-LIBRARIES = ("sentencepiece", "pyarrow", "zstandard")
+LIBRARIES = ("sentencepiece", "tokenizers", "pyarrow", "zstandard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,14 @@ class CorpusSpec:
 
     def cache_key(self) -> str:
         """Name of the corpus in the cache; the same on one machine until a file or a version changes."""
-        path = self.tokenizer.path
+        path = self.tokenizer.path and Path(self.tokenizer.path).expanduser()
         parts: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "files": [(_stat(file.path), file.format) for file in self.files],
             "text_column": self.text_column,
             "document_chars": self.document_chars,
             "validation_fraction": self.validation_fraction,
-            "tokenizer": [self.tokenizer.model_dump(), path and _stat(Path(path).expanduser())],
+            "tokenizer": [self.tokenizer.model_dump(), path and [*map(_stat, _tokenizer_files(path))]],
             "versions": [sys.version, *map(_version, LIBRARIES)],
         }
         if indexes := [_stat(index) for file in self.files if (index := index_of(file.path))]:
@@ -68,6 +69,10 @@ def choose_document_chars(total_bytes: int, num_lanes: int, validation_fraction:
     for_validation = int(total_bytes * validation_fraction / num_lanes) or for_training
     chars = min(for_training, max(for_validation, 4096))
     return 1 << (min(max(chars, MIN_DOCUMENT_CHARS), MAX_DOCUMENT_CHARS).bit_length() - 1)
+
+
+def _tokenizer_files(path: Path) -> list[Path]:
+    return files_of(path) if path.exists() else [path]
 
 
 def _stat(path: Path) -> tuple[str, int, int]:

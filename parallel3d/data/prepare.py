@@ -1,7 +1,8 @@
 """Tokenises a corpus ahead of training, into a folder that is a source itself: the same lanes, without the work.
 
     OUT/train.safetensors  OUT/validation.safetensors   one tensor `tokens` each: documents end to end, each with EOS
-    OUT/tokenizer.model                                 the SentencePiece model, where there is one
+    OUT/tokenizer.model                                 the SentencePiece model, or
+    OUT/tokenizer.json  OUT/tokenizer_config.json ...   the files of Hugging Face's
 
 Processes tokenise parts of about a megabyte, a few parts ahead of the writer, so that only these are in memory. The
 folder gets its name once everything is on the disk: an interrupted run leaves nothing under that name.
@@ -29,7 +30,7 @@ from parallel3d.data.corpus import Corpus, load_corpus
 from parallel3d.data.documents import TokenizedDocuments
 from parallel3d.data.sources import TRAIN_TOKENS, VALIDATION_TOKENS
 from parallel3d.data.token_file import TokenWriter
-from parallel3d.data.tokenizer import MODEL_FILE
+from parallel3d.data.tokenizer_files import save_tokenizer
 from parallel3d.errors import DataError
 
 RANGE_BYTES, RANGE_DOCUMENTS = 2**20, 1000
@@ -81,11 +82,12 @@ def refuse_existing(out: Path) -> None:
 
 
 def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: ProgressCallback) -> PrepareResult:
+    assert corpus.tokenizer is not None
     metadata = {
         "format": "parallel3d tokens",
         "eos_id": str(corpus.train.eos_id),
         "vocab_size": str(corpus.vocab_size),
-        "tokenizer": "sentencepiece" if (corpus.folder / MODEL_FILE).stat().st_size else "bytes",
+        "tokenizer": corpus.tokenizer.kind,
         "document_chars": str(corpus.document_chars),
         "fingerprint": corpus.fingerprint,
     }
@@ -105,8 +107,7 @@ def _write_folder(scratch: Path, corpus: Corpus, num_processes: int, progress: P
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    if metadata["tokenizer"] == "sentencepiece":
-        shutil.copyfile(corpus.folder / MODEL_FILE, scratch / MODEL_FILE)
+    save_tokenizer(corpus.tokenizer, scratch)
     return PrepareResult(
         num_documents=len(corpus.train) + len(corpus.validation),
         num_train_tokens=written["train"],

@@ -16,8 +16,10 @@ from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
 from parallel3d.data.document_index import SPLITS, blocks, load_split, write_split
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.formats import DocumentSet, build_formats
+from parallel3d.data.hf_loader import KIND, TOKENIZER_JSON, train_byte_level
 from parallel3d.data.sources import COMPRESSIONS, SourceFile
-from parallel3d.data.tokenizer import MODEL_FILE, SentencePieceTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, train_tokenizer
+from parallel3d.data.tokenizer_files import open_tokenizer, save_tokenizer
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
 
@@ -34,27 +36,31 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
         others = f" and {len(spec.files) - 1} more" if len(spec.files) > 1 else ""
         raise DataError(f"data.sources has no text: {spec.files[0].path}{others}")
     train = DocumentSet(files=scan.files, formats=formats, document_index=load_split(folder)["train"])
-    model = _tokenizer_model(spec, train, log)
-    (folder / MODEL_FILE).write_bytes(model)
-    tokenizer = build_tokenizer(spec.tokenizer.kind, model)
+    tokenizer = _tokenizer(spec, train, log)
+    save_tokenizer(tokenizer, folder)
     _check_eos(spec, tokenizer)
     counts, share = count_tokens(train, tokenizer, token)
     return {
         "files": [{"path": _inside(folder, file.path), "format": file.format} for file in scan.files],
         "text_column": spec.text_column,
         "document_chars": spec.document_chars,
-        "tokenizer": spec.tokenizer.kind,
+        "tokenizer": {"kind": tokenizer.kind, "eos_id": tokenizer.eos_id},
         "vocab_size": tokenizer.vocab_size,
         "unigram_entropy": entropy(counts),
         "num_train_tokens": round(int(counts.sum()) / share),
         "counts_are_exact": share == 1,
         "fingerprint": fingerprint(
-            settings=[FORMAT_VERSION, spec.validation_fraction, spec.tokenizer.kind],
+            settings=[FORMAT_VERSION, spec.validation_fraction, *identity_of(tokenizer)],
             files=[file.path for file in scan.files],
             document_index=[folder / name for name in SPLITS.values()],
-            model=model,
+            model=tokenizer.files.get(MODEL_FILE) or tokenizer.files.get(TOKENIZER_JSON, b""),
         ),
     }
+
+
+def identity_of(tokenizer: Tokenizer) -> list[str | int]:
+    """Settings that the fingerprint covers beside the tokenizer's file, which for Hugging Face's lacks EOS."""
+    return [tokenizer.kind, tokenizer.eos_id] if tokenizer.kind == KIND else [tokenizer.kind]
 
 
 @dataclass
@@ -140,23 +146,25 @@ def entropy(counts: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _tokenizer_model(spec: CorpusSpec, train: DocumentSet, log: Callable[[str], None]) -> bytes:
-    """The bytes of the tokenizer's model: b"" for kind bytes, the file data.tokenizer.path, or a model trained here."""
-    path, vocab_size = spec.tokenizer.path, spec.tokenizer.vocab_size
-    if spec.tokenizer.kind == "bytes":
-        return b""
-    assert vocab_size is not None, "the configuration is resolved"
-    if path is None:
-        log(f"training a tokenizer of {vocab_size:,} pieces")
-        return train_tokenizer(training_chunks(train), vocab_size)
-    model = Path(path).expanduser().read_bytes()
-    num_pieces = SentencePieceTokenizer(model, name=path).vocab_size
-    if num_pieces > vocab_size:
+def _tokenizer(spec: CorpusSpec, train: DocumentSet, log: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer in data.tokenizer.path, or one that is trained here."""
+    settings = spec.tokenizer
+    if settings.kind == "bytes":
+        return ByteTokenizer()
+    assert settings.vocab_size is not None, "the configuration is resolved"
+    if settings.path is None:
+        log(f"training a tokenizer of {settings.vocab_size:,} pieces")
+        chunks = training_chunks(train)
+        if settings.kind == "byte_level_bpe":
+            return train_byte_level(chunks, settings.vocab_size)
+        return SentencePieceTokenizer(train_tokenizer(chunks, settings.vocab_size))
+    tokenizer = open_tokenizer(Path(settings.path).expanduser(), eos_id=settings.eos_id, log=log)
+    if tokenizer.vocab_size > settings.vocab_size:
         raise DataError(
-            f"{path} has {num_pieces:,} pieces, the model a vocabulary of {vocab_size:,}: "
-            f"set model.vocab_size to {num_pieces} or more"
+            f"{settings.path} has {tokenizer.vocab_size:,} pieces, the model a vocabulary of {settings.vocab_size:,}: "
+            f"set model.vocab_size to {tokenizer.vocab_size} or more"
         )
-    return model
+    return tokenizer
 
 
 def _check_eos(spec: CorpusSpec, tokenizer: Tokenizer) -> None:

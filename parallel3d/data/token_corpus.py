@@ -14,7 +14,8 @@ from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.text_corpus import entropy
 from parallel3d.data.token_file import TokenFile, scan_tokens
 from parallel3d.data.token_formats import open_tokens
-from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
+from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
+from parallel3d.data.tokenizer_files import holds_tokenizer, open_tokenizer, save_tokenizer
 from parallel3d.errors import DataError, shorten
 from parallel3d.parallel.abort import AbortToken
 
@@ -25,8 +26,9 @@ NO_EOS = -1
 def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dict[str, Any]:
     """Fills `folder` with the index of the documents, and returns the contents of corpus.json."""
     files = [open_tokens(file.path) for file in spec.files]
-    kind, model = _tokenizer(spec, files)
-    eos_id = _eos_id(spec, files, kind, model)
+    declared = _declared_eos(spec, files)
+    tokenizer = _tokenizer(spec, files, declared)
+    eos_id = _eos_id(spec, files, declared, tokenizer)
     assert spec.tokenizer.vocab_size is not None, "the configuration is resolved"
     counts, validation_counts = np.zeros((2, spec.tokenizer.vocab_size), np.int64)
     validation_files = {number for number, file in enumerate(spec.files) if file.format == "tokens for validation"}
@@ -38,7 +40,8 @@ def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dic
             folder / SPLITS["validation"],
             _rows(files, validation_files, eos_id, validation_counts, token, spec.needs_eos),
         )
-    (folder / MODEL_FILE).write_bytes(model)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
     train = load_split(folder)["train"]
     own = {file.metadata["fingerprint"] for file in files if "fingerprint" in file.metadata}
     computed = fingerprint(
@@ -51,7 +54,7 @@ def build_token_corpus(spec: CorpusSpec, folder: Path, token: AbortToken) -> dic
         "files": [{"path": str(file.path), "format": file.format} for file in spec.files],
         "eos_id": eos_id,
         "document_chars": _number(files[0], "document_chars", 0),
-        "tokenizer": kind,
+        "tokenizer": tokenizer and {"kind": tokenizer.kind, "eos_id": tokenizer.eos_id},
         "vocab_size": _number(files[0], "vocab_size", spec.tokenizer.vocab_size),
         "unigram_entropy": entropy(counts),
         "num_train_tokens": int(train[:, 2].sum()) + len(train),
@@ -70,39 +73,46 @@ def _rows(
             yield np.insert(block, 0, number, axis=1)
 
 
-def _tokenizer(spec: CorpusSpec, files: Sequence[TokenFile]) -> tuple[str | None, bytes]:
-    """Kind and model of the files' tokenizer; None, b"" if neither the files nor the configuration name it."""
-    default_path = files[0].path.parent / MODEL_FILE
-    path = Path(spec.tokenizer.path).expanduser() if spec.tokenizer.path is not None else default_path
+def _tokenizer(spec: CorpusSpec, files: Sequence[TokenFile], eos_id: int | None) -> Tokenizer | None:
+    """The files' tokenizer: of data.tokenizer.path, or of their folder; None if neither has one."""
     kinds = {file.metadata["tokenizer"] for file in files if "tokenizer" in file.metadata}
-    if len(kinds) > 1 or (spec.tokenizer.kind == "bytes" and "sentencepiece" in kinds):
+    tokenizer: Tokenizer | None = None
+    if spec.tokenizer.kind == ByteTokenizer.kind or kinds == {ByteTokenizer.kind}:
+        tokenizer = ByteTokenizer()
+    elif spec.tokenizer.path is not None or holds_tokenizer(files[0].path.parent):
+        path = Path(spec.tokenizer.path).expanduser() if spec.tokenizer.path is not None else files[0].path.parent
+        tokenizer = open_tokenizer(path, eos_id=eos_id)
+    if len(kinds) > 1 or (tokenizer is not None and kinds - {tokenizer.kind}):
         raise DataError(
             f"{files[0].path}: tokens of {' and '.join(sorted(kinds))} tokenizers: check data.tokenizer.kind"
         )
-    if spec.tokenizer.kind == "bytes" or kinds == {"bytes"}:
-        return "bytes", b""
-    return ("sentencepiece", path.read_bytes()) if path.is_file() else (None, b"")
+    return tokenizer
 
 
-def _eos_id(spec: CorpusSpec, files: Sequence[TokenFile], kind: str | None, model: bytes) -> int:
-    """The id that ends documents, NO_EOS if none is known or needed; DataError if declarations differ."""
+def _declared_eos(spec: CorpusSpec, files: Sequence[TokenFile]) -> int | None:
+    """The id that ends documents by the files or the configuration; DataError if they differ."""
     settings = spec.tokenizer
     declared = {str(file.path): _number(file, "eos_id", 0) for file in files if "eos_id" in file.metadata}
     if settings.eos_id is not None:
         declared["data.tokenizer.eos_id"] = settings.eos_id
-    if not declared and kind is not None:
-        declared["the tokenizer"] = ByteTokenizer.eos_id if kind == "bytes" else SentencePieceTokenizer(model).eos_id
     if len(set(declared.values())) > 1:
         raise DataError(
             "the id that ends documents differs: " + ", ".join(f"{id} in {who}" for who, id in declared.items())
         )
-    if not declared and not spec.needs_eos:
+    return next(iter(declared.values()), None)
+
+
+def _eos_id(spec: CorpusSpec, files: Sequence[TokenFile], declared: int | None, tokenizer: Tokenizer | None) -> int:
+    """The id that ends documents, NO_EOS if none is known or needed."""
+    if declared is not None:
+        return declared
+    if tokenizer is not None:
+        return tokenizer.eos_id
+    if not spec.needs_eos:
         return NO_EOS
-    if not declared:
-        raise DataError(
-            f"{files[0].path} doesn't record which id ends a document: set data.tokenizer.eos_id (GPT-2's is 50256)"
-        )
-    return next(iter(declared.values()))
+    raise DataError(
+        f"{files[0].path} doesn't record which id ends a document: set data.tokenizer.eos_id (GPT-2's is 50256)"
+    )
 
 
 def _number(file: TokenFile, name: str, default: int) -> int:

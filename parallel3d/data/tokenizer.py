@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, without loss.
+"""Converts text to token ids and back, without loss. Tokenizers of Hugging Face are in hf_loader.py.
 
 Either the bytes themselves, or a SentencePiece BPE model with identity normalisation and byte fallback: whatever the
 text (tabs, newlines, control characters, emoji), decode(encode(text)) == text. Newlines and runs of spaces are ordinary
@@ -28,6 +28,11 @@ class Tokenizer(Protocol):
     """Maps text to ids below `vocab_size` and back."""
 
     @property
+    def kind(self) -> str:
+        """sentencepiece, huggingface or bytes."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -49,6 +54,8 @@ class Tokenizer(Protocol):
 
 class SentencePieceTokenizer:
     """A trained SentencePiece model."""
+
+    kind = "sentencepiece"
 
     def __init__(self, model: bytes, *, name: str = "the tokenizer"):
         """Raises DataError, with `name`, unless `model` is a SentencePiece model with an EOS piece."""
@@ -84,6 +91,7 @@ class SentencePieceTokenizer:
 class ByteTokenizer:
     """The bytes of the text in UTF-8, and EOS as the 257th id: no training, no file."""
 
+    kind = "bytes"
     vocab_size = 257
     eos_id = 256
     files: Mapping[str, bytes] = {}
@@ -94,11 +102,6 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Bytes that are not valid UTF-8, which a model may generate, become U+FFFD."""
         return bytes(token for token in ids if token < self.eos_id).decode(errors="replace")
-
-
-def build_tokenizer(kind: str, model: bytes, *, name: str = "the tokenizer") -> Tokenizer:
-    """The tokenizer of this kind (data.tokenizer.kind); `model` is what train_tokenizer returned, and b"" for bytes."""
-    return ByteTokenizer() if kind == "bytes" else SentencePieceTokenizer(model, name=name)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -24,7 +24,8 @@ from parallel3d.checkpoint.tensor_chunks import stored_rows
 from parallel3d.checkpoint.write import buffers_of
 from parallel3d.config.schema import ModelConfig
 from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files
-from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
+from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer
+from parallel3d.data.tokenizer_files import open_tokenizer
 from parallel3d.errors import DataError, UserError
 from parallel3d.models.hf import HfTensor, hf_tensors
 from parallel3d.models.hf_config import CONFIG, hf_config, read_json
@@ -51,8 +52,8 @@ def export(
 ) -> Iterator[str]:
     """Writes the checkpoint `source` to the new folder `target`; yields lines that describe it.
 
-    `wanted` is the weights' format there (None: as they are), `tokenizer` a SentencePiece model that replaces the
-    checkpoint's own. Raises UserError and OSError; the folder is complete or does not exist.
+    `wanted` is the weights' format there (None: as they are), `tokenizer` one that replaces the checkpoint's own: a
+    SentencePiece model or a Hugging Face folder. Raises UserError and OSError; the folder is complete or doesn't exist.
     """
     refuse_existing(target)
     index = verify_checkpoint(source)
@@ -133,7 +134,7 @@ def json_files(
 
 
 def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | None) -> TokenizerFiles:
-    """The tokenizer that the weights were trained with: the checkpoint's, or the SentencePiece model in `path`."""
+    """The tokenizer that the weights were trained with: the checkpoint's, or that in `path`."""
     checkpoint_files = {file.name: reader.folder / file.name for file in reader.index.files}
     longest = model.max_position_embeddings or 0
     if path is None and GENERATION in checkpoint_files:  # unchanged from a Hugging Face folder
@@ -141,28 +142,23 @@ def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | N
         return TokenizerFiles(files=files, generation=read_json(checkpoint_files[GENERATION]))
     if path is not None or MODEL_FILE in checkpoint_files:
         path = path or checkpoint_files[MODEL_FILE]
-        data = read_tokenizer(path)
-        tokenizer = SentencePieceTokenizer(data, name=str(path))
+        tokenizer = open_tokenizer(path)
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"{path} has {tokenizer.vocab_size} pieces, the model a vocabulary of {model.vocab_size}")
-        own, generation = {MODEL_FILE: data}, eos_settings(tokenizer.eos_id)
+        own, generation = dict(tokenizer.files), eos_settings(tokenizer.eos_id)
+        if GENERATION in own:  # Hugging Face's
+            return TokenizerFiles(generation=json.loads(own.pop(GENERATION)), files=own)
         try:
-            return TokenizerFiles(files=own | hf_tokenizer_files(data, max_length=longest), generation=generation)
+            files = own | hf_tokenizer_files(own[MODEL_FILE], max_length=longest)
+            return TokenizerFiles(files=files, generation=generation)
         except DataError as error:
             return TokenizerFiles(files=own, generation=generation, warning=f"tokenizer.json is not written: {error}")
     if reader.index.facts.config.get("data", {}).get("tokenizer", {}).get("kind") == "bytes":
         files = hf_byte_tokenizer_files(max_length=longest)
         return TokenizerFiles(files=files, generation=eos_settings(ByteTokenizer.eos_id))
-    return TokenizerFiles(warning="the checkpoint has no tokenizer: give its model with --tokenizer FILE")
+    return TokenizerFiles(warning="the checkpoint has no tokenizer: give one with --tokenizer PATH")
 
 
 def eos_settings(eos_id: int) -> dict[str, Any]:
     """The ids that start a text, end it, and pad the shorter texts of a batch."""
     return {"eos_token_id": eos_id, "pad_token_id": eos_id}
-
-
-def read_tokenizer(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror})") from None

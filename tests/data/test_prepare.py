@@ -319,4 +319,4 @@ def test_mistakes_are_one_message(tmp_path, config_file):
         assert code == 2 and reported in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
     code, _, err = run("--config", config_file)
-    assert code == 2 and re.search("give --out FOLDER, --tokenizer-out FILE, or both", err)
+    assert code == 2 and re.search("give --out FOLDER, --tokenizer-out PATH, or both", err)

@@ -44,14 +44,17 @@ class SliceConfig(Section):
 class TokenizerConfig(Section):
     """How text becomes tokens."""
 
-    kind: Literal["sentencepiece", "bytes"] = "sentencepiece"
-    """sentencepiece: byte-pair encoding. bytes: the 256 bytes of UTF-8 and EOS, for model.vocab_size 257."""
+    kind: Literal["sentencepiece", "byte_level_bpe", "bytes"] = "sentencepiece"
+    """What is trained without a path: sentencepiece: byte-pair encoding by SentencePiece. byte_level_bpe: as GPT-2 has
+    it, by Hugging Face's library. Or bytes, without training: the 256 of UTF-8 and EOS, for model.vocab_size 257."""
     vocab_size: PositiveInt | None = None
     """Pieces of a tokenizer that is trained on the corpus; at most model.vocab_size. Null: model.vocab_size."""
     path: str | None = None
-    """A trained SentencePiece model file. Null: train one on the corpus, and keep it in data.cache_directory."""
+    """A trained tokenizer, whose kind is seen: a Hugging Face folder or its tokenizer.json, or a SentencePiece model
+    file. Null: train one on the corpus, and keep it in data.cache_directory."""
     eos_id: NonNegativeInt | None = None
-    """The id that ends documents, for files of tokens that don't record it (GPT-2's is 50256)."""
+    """The id that ends documents, for files of tokens that don't record it (GPT-2's is 50256), and for a Hugging Face
+    tokenizer whose folder doesn't name it, or names another."""
 
 
 class DataConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 from math import fsum
-from os.path import exists, isfile
+from os.path import exists
 from pathlib import Path
 
 from parallel3d.config.rule import excludes, rule, too_large
@@ -132,11 +132,11 @@ def check_bytes(kind: str, path: str | None, rows: int) -> Iterator[Problem]:
 
 @rule("data.tokenizer.path")
 def check_tokenizer_path(path: str | None) -> Iterator[Problem]:
-    """The tokenizer file exists."""
-    if path is not None and not isfile(expand_home(path)):
+    """The tokenizer's file or folder exists."""
+    if path is not None and not exists(expand_home(path)):
         yield Problem(
             field="data.tokenizer.path",
             value=path,
-            rule=f"no such file (relative to {Path.cwd()})",
+            rule=f"no such file or folder (relative to {Path.cwd()})",
             fix="Correct the path; without it a tokenizer is trained on the corpus",
         )
