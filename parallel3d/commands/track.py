@@ -29,6 +29,7 @@ START_WAIT_S = 3600.0
 
 def main(arguments: list[str]) -> int:
     options = parse("track", arguments)
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # in this process alone: mlflow-skinny has no database
     try:
         make = find_tracker(options.to)
         if not (options.since or (options.folder / METRICS).exists()):

@@ -1,8 +1,8 @@
 """Follows a metrics.jsonl that another process writes: each line once, in order.
 
-The file may be replaced (a restart moves lost steps out of it) or cut (a coordinator that takes over drops half a
-line). Then it is read again from its start, and what was delivered before is left out: events are never removed but
-evaluations, so they can be counted, and steps have numbers.
+The file may be replaced, when a restart moves lost steps out of it. Then it is read again from its start, and what was
+delivered before is left out: events are never removed but evaluations, so they can be counted, and steps have numbers.
+A coordinator that takes over drops half a line, which was not delivered yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MetricsTail:
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
-                if (status.st_dev, status.st_ino) != self._file_id or status.st_size < self._offset:
+                if (status.st_dev, status.st_ino) != self._file_id:
                     self._file_id = (status.st_dev, status.st_ino)
                     self._offset, self._events_read, self._has_begun = 0, 0, False
                 file.seek(self._offset)

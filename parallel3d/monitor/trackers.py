@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.monitor.run_folder import TENSORBOARD
@@ -57,7 +58,7 @@ class WandbTracker:
     def __init__(self, run: TrackedRun):
         import wandb
 
-        self.run_id = run.run_id or wandb.util.generate_id()
+        self.run_id = run.run_id or uuid4().hex[:8]
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -78,13 +79,13 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow: at MLFLOW_TRACKING_URI, or in the file mlflow.db of the run folder."""
+    """MLflow: at MLFLOW_TRACKING_URI, or in the folder mlruns of the run folder."""
 
     def __init__(self, run: TrackedRun):
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        uri = run.environment.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
+        uri = run.environment.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").absolute().as_uri()
         self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
         self.run_id = run.run_id or self._create(run)
         self._client.update_run(self.run_id, status="RUNNING")

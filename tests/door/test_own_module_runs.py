@@ -77,14 +77,16 @@ def test_a_script_without_a_guard_is_refused(tiny: Json, tmp_path: Path) -> None
     """Workers import the file for its function, and would start the run again."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, sys, parallel3d\n"
+        "import json, parallel3d\n"
+        "from pathlib import Path\n"
         "def build(model):\n"
         "    raise AssertionError\n"
-        "config = json.loads(sys.argv[1])\n"
+        "config = json.loads(Path(__file__).with_name('tiny.json').read_text())\n"
         "config['model']['module'] = build\n"
         "parallel3d.train(config, quiet=True)\n"
     )
-    command = [sys.executable, str(script), json.dumps(tiny, default=str)]
+    (tmp_path / "tiny.json").write_text(json.dumps(tiny, default=str))
+    command = [sys.executable, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and '`if __name__ == "__main__":`' in done.stderr

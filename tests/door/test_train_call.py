@@ -199,3 +199,29 @@ def test_a_caller_that_is_killed_takes_its_run_along(tiny: Json, tmp_path: Path)
     while name_of(guardian) == "p3d-guardian":
         assert time.monotonic() < deadline, "the run goes on without its caller"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_under_torchrun_each_process_guards_its_worker(tiny: Json, tmp_path: Path) -> None:
+    """Callbacks are called in the process of rank 0; both have the result."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys, parallel3d\n"
+        "if __name__ == '__main__':\n"
+        "    seen = []\n"
+        "    result = parallel3d.train(json.loads(sys.argv[1]), callbacks=[seen.append], quiet=True)\n"
+        "    text = f'rank {os.environ[\"RANK\"]}: {len(seen)} of {result.final_step}\\n'\n"
+        "    os.write(1, text.encode())\n"
+    )
+    tiny["parallel"] = {"pp_size": 2}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(script), json.dumps(tiny, default=str)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"rank 0: 6 of 6", "rank 1: 0 of 6"} <= set(done.stdout.splitlines())

@@ -152,13 +152,13 @@ def send(path: Path, tracker: str, **environment: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="the client library mlflow (or mlflow-skinny) is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
-    store = f"sqlite:///{tmp_path / 'runs.db'}"
-    send(tmp_path / "run", "mlflow", MLFLOW_TRACKING_URI=store)
-    client = MlflowClient(tracking_uri=store)
+    send(tmp_path / "run", "mlflow")
+    client = MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["model.hidden_size"] == "4"
     steps = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
@@ -188,4 +188,4 @@ def test_trackio(tmp_path: Path) -> None:
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
     assert {name for name, _, _ in rows} == {read_run_id(path, "trackio")}
-    assert {step for _, step, text in rows if "train/loss" in text} == {1, 2, 3}
+    assert {step for _, step, text in rows if b"train/loss" in bytes(text)} == {1, 2, 3}
