@@ -1,8 +1,9 @@
 """Sources: the files of a corpus, and their order.
 
 A *source* is a file, a folder, a glob, or nothing for the built-in corpus (the sources of Python's standard library and
-`pydoc`'s help topics, which every installation has). A source yields files in the order of their relative names. The
-suffix of a file determines its format; any other suffix is plain text.
+`pydoc`'s help topics, which every installation has). A source yields files in the order of their relative names, a
+saved dataset of Hugging Face in the order of its list. The suffix of a file determines its format; any other suffix is
+plain text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel3d.data.dataset_folder import dataset_files, is_dataset
 from parallel3d.data.token_formats import TOKEN_SUFFIXES, index_of
 from parallel3d.errors import DataError
 
@@ -69,6 +71,8 @@ def _files_of(source: str) -> list[SourceFile]:
     path = Path(source).expanduser()
     if path.is_file():
         found = [path]
+    elif path.is_dir() and is_dataset(path):
+        found = dataset_files(path)
     elif path.is_dir():
         found = [file for suffix in FOLDER_SUFFIXES for file in path.rglob(f"*{suffix}")]
         found = _sorted_below(path, [*found, *(file for file in path.rglob("*.bin") if index_of(file))])
