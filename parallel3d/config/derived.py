@@ -46,10 +46,21 @@ def has_qkv_bias(model: ModelConfig) -> bool:
     return family_of(model).qkv_bias if model.qkv_bias is None else model.qkv_bias
 
 
-def attention_window(model: ModelConfig) -> int | None:
-    """Keys that a query sees, its own included; None: all before it."""
-    field = family_of(model).window_field
-    return None if field is None else getattr(model, field)
+def is_local(model: ModelConfig, layer: int) -> bool:
+    """Whether layer `layer`, counted from 0, is one of the family's local ones."""
+    family = family_of(model)
+    if family.local_layers is None:
+        return False
+    name = family.local_layers.every_field
+    return (layer + 1) % (getattr(model, name) or family.defaults[name]) != 0
+
+
+def attention_window(model: ModelConfig, layer: int) -> int | None:
+    """Keys that a query sees in a layer, its own included; None: all before it."""
+    family = family_of(model)
+    if family.window_field is None or (family.local_layers is not None and not is_local(model, layer)):
+        return None
+    return getattr(model, family.window_field)
 
 
 def resolved_model(model: ModelConfig) -> ModelConfig:
@@ -117,8 +128,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     if not causal: half of that is skipped by kernels that know the mask. A sliding window takes the place of s where it
     is shorter. Recomputed activations are not counted.
     """
-    num_keys = min(sequence_length, attention_window(model) or sequence_length)
-    attention = 12 * model.num_hidden_layers * num_keys * query_size(model)
+    windows = (attention_window(model, layer) or sequence_length for layer in range(model.num_hidden_layers))
+    attention = 12 * sum(min(sequence_length, window) for window in windows) * query_size(model)
     return 6 * num_matmul_parameters(model) + attention
 
 

@@ -39,6 +39,8 @@ class Norm(BlockKind):
 
     num_vectors: int
     """Parameters of hidden_size elements: a weight, and perhaps a bias."""
+    offset: float = 0.0
+    """Added to the weight, which begins at zero then; to those of norms of heads, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class Mlp(BlockKind):
 
     num_matrices: int
     """Weights of hidden_size x intermediate_size."""
-    has_bias: bool
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +107,14 @@ def _check_rotary(model: Values) -> Iterable[Problem]:
 
 
 RMS_NORM = Norm(name="RMSNorm", num_vectors=1, fields=("rms_norm_eps",), is_compiled=True)
+OFFSET_RMS_NORM = Norm(
+    name="RMSNorm with 1 + its weights", num_vectors=1, offset=1.0, fields=RMS_NORM.fields, is_compiled=True
+)
 HEAD_NORM = QkNorm(name="RMSNorm of each query and key head", is_of_heads=True)
 PROJECTION_NORM = QkNorm(name="RMSNorm of all queries and of all keys", is_of_heads=False)
 LAYER_NORM = Norm(name="LayerNorm", num_vectors=2, fields=("layer_norm_eps",))
 SWIGLU = Mlp(name="SwiGLU", num_matrices=3, has_bias=False, is_compiled=True)
+GEGLU = Mlp(name="GeGLU", num_matrices=3)
 GELU_MLP = Mlp(
     name="an MLP with GELU",
     num_matrices=2,

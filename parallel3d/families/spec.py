@@ -22,6 +22,21 @@ def _no_fields(model: Values) -> JsonFields:
     return {}
 
 
+def _as_they_are(fields: JsonFields) -> JsonFields:
+    return fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLayers:
+    """Layers that differ from those between them: only they have the window, and their rotary positions have a base of
+    their own and no scaling."""
+
+    every_field: str
+    """The field with n: each n-th layer, counted from 1, is not local."""
+    theta_field: str | None = None
+    """The field with the base of the local layers; None: that of all layers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HfModel:
     """One of Hugging Face's model types: its config.json, and the names of its weights.
@@ -52,6 +67,8 @@ class HfModel:
     """By their names: the only value that our model supports, which is also what a missing field means."""
     extra_fields: Callable[[Values], JsonFields] = _no_fields
     """What else is written into config.json."""
+    plain_fields: Callable[[JsonFields], JsonFields] = _as_they_are
+    """Their config.json in the one form that `names` and `fixed` describe, where there are several."""
     check: Callable[[Values], Iterable[Problem]] = _no_problems
     """What keeps one of our models of the family from having this form."""
 
@@ -81,8 +98,20 @@ class Family:
     """Whether the attention's output projection has a bias."""
     own_fields: type[Section] | None = None
     """Fields of `model` that only this family has, with their defaults, types and docstrings."""
+    own_defaults: Values = field(default_factory=dict)
+    """What null means in own_fields."""
     window_field: str | None = None
     """The field with the number of keys that a query sees, itself included; null there: all before it."""
+    local_layers: LocalLayers | None = None
+    """None: all layers are alike."""
+    score_field: str | None = None
+    """The field with the number by whose root scores are divided; null there: by the head size's."""
+    score_cap_field: str | None = None
+    """The field with c of attention scores c tanh(x / c); null there: they stay x."""
+    logit_cap_field: str | None = None
+    """The same of the output's logits."""
+    scales_embedding: bool = False
+    """Whether embedded tokens are multiplied with the root of hidden_size."""
     check: Callable[[Values], Iterable[Problem]] = _no_problems
     """Rules between fields of `model` that only this family has."""
     hf_models: tuple[HfModel, ...] = ()
@@ -105,12 +134,14 @@ class Family:
     @property
     def defaults(self) -> Values:
         """What null means in these fields."""
-        return {name: value for block in self.blocks for name, value in block.defaults.items()}
+        found = {name: value for block in self.blocks for name, value in block.defaults.items()}
+        return {**found, **self.own_defaults}
 
     @property
     def description(self) -> str:
         biases = "biases" if self.output_bias else "no biases but on query, key and value" if self.qkv_bias else ""
-        window = ["attention within a sliding window"] if self.window_field else []
+        some = " in some layers" if self.local_layers else ""
+        window = [f"attention within a sliding window{some}"] if self.window_field else []
         places = [place for place, has in (("before", self.norms_inputs), ("after", self.norms_outputs)) if has]
         norms = f"{self.norm.name} {' and '.join(places)} each block"
         parts = [norms, *(block.name for block in self.blocks[1:]), *window, biases or "no biases"]

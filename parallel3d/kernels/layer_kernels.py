@@ -135,6 +135,7 @@ class LayerKernels:
     rotary: RotaryKernels
     attention: AttentionKernels
     silu_times: Activation
+    gelu_times: Activation
     gelu: Mapping[GeluForm, Activation]
     cross_entropy: CrossEntropyFn
     dropout: DropoutKernels
@@ -156,6 +157,7 @@ TORCH_KERNELS = LayerKernels(
     rotary=RotaryKernels(forward=torch_rotary.split_and_rotate, backward=torch_rotary.packed_grads),
     attention=AttentionKernels(forward=torch_attention.attention, backward=torch_attention.attention_grads),
     silu_times=Activation(forward=torch_activations.silu_times, backward=torch_activations.silu_times_grads),
+    gelu_times=Activation(forward=torch_activations.gelu_times, backward=torch_activations.gelu_times_grads),
     gelu={form: _torch_gelu(form) for form in get_args(GeluForm)},
     cross_entropy=torch_cross_entropy.cross_entropy,
     dropout=DropoutKernels(forward=torch_dropout.drop, backward=torch_dropout.drop_grad),

@@ -10,6 +10,9 @@ Queries i to j see keys 0 to j, so block by block half of the scores are never c
 Scores and their gradients are in fp32 also for 16-bit inputs, since a rounded score of 16 would be off by 3 %;
 probabilities are rounded before they meet the values, as in SDPA. The backward pass computes them again (Dao et al.
 2022, section 3.1, of which this has neither the tiles of keys nor the running maximum).
+
+With a window of w keys a block begins at the first key that its first query sees. With a cap c, scores x become
+c tanh(x / c) (Gemma team 2024), which fused kernels don't know.
 """
 
 from __future__ import annotations
@@ -25,56 +28,89 @@ SCORES_AT_ONCE = 1 << 18
 
 
 class _Block(NamedTuple):
-    """Some units' queries `begin` to `end`, which see the keys before `end`."""
+    """Some units' queries `begin` to `end`, which see keys from `first` on, before `end`."""
 
     units: slice
+    first: int
     begin: int
     end: int
 
+    @property
+    def keys(self) -> slice:
+        return slice(self.first, self.end)
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+class ScoreForm(NamedTuple):
+    """The part of the keys that a query sees, and the function of its scores."""
+
+    window: int | None = None
+    """Keys that a query sees, its own included; None: all before it."""
+    cap: float | None = None
+    """c of c tanh(x / c); None: they stay."""
+
+
+PLAIN = ScoreForm()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, form: ScoreForm = PLAIN) -> Tensor:
     """q (units, group, seq, size), k and v (units, seq, size) -> as q; a group of query heads shares a unit's keys."""
     wide_k, mixed = _wide(k), torch.empty_like(q)
-    for block in _blocks(q):
-        units, begin, end = block
-        rounded = _probabilities(_rows(q, block), wide_k, block).to(q.dtype)
-        mixed[units, :, begin:end] = torch.bmm(rounded, v[units, :end]).view(mixed[units, :, begin:end].shape)
+    for block in _blocks(q, form.window):
+        units, _, begin, end = block
+        rounded = _probabilities(_scores(_rows(q, block), wide_k, block, form), block, form).to(q.dtype)
+        mixed[units, :, begin:end] = torch.bmm(rounded, v[units, block.keys]).view(mixed[units, :, begin:end].shape)
     return mixed
 
 
-def attention_grads(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attention_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, form: ScoreForm = PLAIN
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v for that of the result."""
     wide_k, wide_v, scale = _wide(k), _wide(v), q.shape[-1] ** -0.5
     q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    for block in _blocks(q):
-        units, begin, end = block
-        rows, rows_grad = _rows(q, block), _rows(grad, block)
-        probabilities = _probabilities(rows, wide_k, block)
-        v_grad[units, :end].add_(torch.bmm(probabilities.to(q.dtype).transpose(1, 2), rows_grad))
-        scores_grad = torch.bmm(_wide(rows_grad), wide_v[units, :end].transpose(1, 2))
-        scores_grad = torch._softmax_backward_data(scores_grad, probabilities, -1, scores_grad.dtype).to(q.dtype)
-        q_grad[units, :, begin:end] = torch.bmm(scores_grad, k[units, :end]).view(q_grad[units, :, begin:end].shape)
-        k_grad[units, :end].add_(torch.bmm(scores_grad.transpose(1, 2), rows))
+    for block in _blocks(q, form.window):
+        units, _, begin, end = block
+        rows, rows_grad, keys = _rows(q, block), _rows(grad, block), block.keys
+        scores = _scores(rows, wide_k, block, form)
+        slope = None if form.cap is None else (scores / form.cap).square_().neg_().add_(1)
+        probabilities = _probabilities(scores, block, form)
+        v_grad[units, keys].add_(torch.bmm(probabilities.to(q.dtype).transpose(1, 2), rows_grad))
+        scores_grad = torch.bmm(_wide(rows_grad), wide_v[units, keys].transpose(1, 2))
+        scores_grad = torch._softmax_backward_data(scores_grad, probabilities, -1, scores_grad.dtype)
+        scores_grad = (scores_grad if slope is None else scores_grad.mul_(slope)).to(q.dtype)
+        q_grad[units, :, begin:end] = torch.bmm(scores_grad, k[units, keys]).view(q_grad[units, :, begin:end].shape)
+        k_grad[units, keys].add_(torch.bmm(scores_grad.transpose(1, 2), rows))
     return q_grad.mul_(scale), k_grad.mul_(scale).to(k.dtype), v_grad.to(v.dtype)
 
 
-def _probabilities(rows: Tensor, wide_k: Tensor, block: _Block) -> Tensor:
-    """Of rows (some units, group * queries, size), for all keys before the block's end, at least in fp32."""
-    units, begin, end = block
-    scores = torch.bmm(_wide(rows) * rows.shape[-1] ** -0.5, wide_k[units, :end].transpose(1, 2))
-    later = scores.new_full((end - begin, end - begin), float("-inf")).triu_(1)
-    scores.unflatten(1, (-1, end - begin))[..., begin:].add_(later)
+def _scores(rows: Tensor, wide_k: Tensor, block: _Block, form: ScoreForm) -> Tensor:
+    """Of rows (some units, group * queries, size) with the block's keys, at least in fp32; capped, not masked."""
+    scores = torch.bmm(_wide(rows) * rows.shape[-1] ** -0.5, wide_k[block.units, block.keys].transpose(1, 2))
+    return scores if form.cap is None else scores.div_(form.cap).tanh_().mul_(form.cap)
+
+
+def _probabilities(scores: Tensor, block: _Block, form: ScoreForm) -> Tensor:
+    """The softmax of scores, which get a mask."""
+    _, first, begin, end = block
+    hidden = scores.new_full((end - begin, end - begin), float("-inf"))
+    by_query = scores.unflatten(1, (-1, end - begin))
+    by_query[..., begin - first :].add_(hidden.triu(1))
+    if form.window is not None and end - first > form.window:
+        # query begin + i sees no key before begin + i - window + 1: those of the first columns
+        too_early = scores.new_full((end - begin, end - first), float("-inf")).tril_(begin - first - form.window)
+        by_query.add_(too_early)
     return torch.softmax(scores, -1)
 
 
-def _blocks(q: Tensor) -> Iterator[_Block]:
+def _blocks(q: Tensor, window: int | None) -> Iterator[_Block]:
     """All blocks of q (units, group, seq, size), those of the same units one after the other."""
     num_units, group, length, _ = q.shape
     num_rows = 128 if q.dtype.itemsize == 2 else 64  # tried: 64, 128 and 256
     num_at_once = max(1, SCORES_AT_ONCE // (group * min(num_rows, length) * length))
     for first in range(0, num_units, num_at_once):
         for begin in range(0, length, num_rows):
-            yield _Block(slice(first, first + num_at_once), begin, min(begin + num_rows, length))
+            first_key = 0 if window is None else max(0, begin - window + 1)
+            yield _Block(slice(first, first + num_at_once), first_key, begin, min(begin + num_rows, length))
 
 
 def _rows(x: Tensor, block: _Block) -> Tensor:

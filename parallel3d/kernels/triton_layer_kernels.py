@@ -41,6 +41,7 @@ def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
         silu_times=Activation(
             forward=bind(triton_activations.silu_times), backward=bind(triton_activations.silu_times_grads)
         ),
+        gelu_times=TORCH_KERNELS.gelu_times,
         gelu={
             form: Activation(
                 forward=partial(bind(triton_activations.gelu), approximate=form),

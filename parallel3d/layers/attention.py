@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
-from parallel3d.layers.block_attention import attend_in_blocks
+from parallel3d.layers.block_attention import attend_in_blocks, attend_with_cap
 from parallel3d.layers.gemm import AttentionForm
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
@@ -45,7 +45,8 @@ class CausalSelfAttention(nn.Module):
 
     `head_size` None: hidden_size divided by the heads. `table` None: no rotary positions. `window` is the number of
     keys that a query sees, its own included; None: all before it. `qk_norm`, from layers/qk_norm.py, gives the
-    projection's result with queries and keys normed.
+    projection's result with queries and keys normed. Scores are divided by the root of `score_divisor`; None: of the
+    head size. `score_cap` c makes c tanh(x / c) of them.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class CausalSelfAttention(nn.Module):
         output_bias: bool = False,
         window: int | None = None,
         qk_norm: nn.Module | None = None,
+        score_divisor: float | None = None,
+        score_cap: float | None = None,
         context: LayerContext,
     ):
         super().__init__()
         self.table = table
-        self.window = window
+        self.window, self.score_cap = window, score_cap
         self.form, self.kernels = context.gemm.attention, context.kernels.attention
         head_size = head_size or hidden_size // num_heads
         query_size, kv_size = num_heads * head_size, num_kv_heads * head_size
@@ -82,6 +85,7 @@ class CausalSelfAttention(nn.Module):
             f"{name}.qkv", hidden_size, fused_blocks, init_std=init_std, bias=qkv_bias, context=context
         )
         self.qk_norm = qk_norm
+        self.query_factor = (head_size / (score_divisor or head_size)) ** 0.5
         self.output = RowParallelLinear(
             f"{name}.output",
             query_size,
@@ -102,14 +106,16 @@ class CausalSelfAttention(nn.Module):
             q, k, v = split_and_rotate(
                 by_sequence, self.table, self.heads, kernels=self.rotary_kernels, may_overwrite=may_overwrite
             )
+        if self.query_factor != 1:
+            q = q * self.query_factor
         if q.dtype is torch.float16 and not is_accelerator(q.device):  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
         with recompute_context.attention():
             documents = micro_batch.documents
             if documents is None:
-                mixed = attend(q, k, v, self.window, form=self.form, kernels=self.kernels)
+                mixed = attend(q, k, v, self.window, self.score_cap, form=self.form, kernels=self.kernels)
             else:
-                mixed = attend_per_document(documents, q, k, v, self.window)
+                mixed = attend_per_document(documents, q, k, v, self.window, self.score_cap)
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
 
 
@@ -118,15 +124,18 @@ def attend(
     k: Tensor,
     v: Tensor,
     window: int | None = None,
+    cap: float | None = None,
     *,
     form: AttentionForm = "sdpa",
     kernels: AttentionKernels = TORCH_KERNELS.attention,
 ) -> Tensor:
     """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q.
 
-    `form` and `kernels`, which blocks use, are for CPUs; a window that hides something always takes SDPA.
+    `form` and `kernels`, which blocks use, are for CPUs; a window that hides something always takes SDPA, a cap blocks.
     """
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if cap is not None:
+        return attend_with_cap(q, k, v, window, cap).transpose(1, 2)
     if window is None or window >= q.shape[2]:
         mixed = attend_in_blocks(q, k, v, kernels=kernels) if form == "blocks" else _attention(q, k, v)
         return mixed.transpose(1, 2)
@@ -152,17 +161,22 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 
 
 def attend_per_document(
-    documents: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+    documents: tuple[int, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`attend` for each document; their lengths add up to batch * seq: -> (1, batch * seq, query heads, size).
 
     Splits once and concatenates once, as the window does.
     """
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-    if is_accelerator(q.device) and q.dtype.itemsize == 2:
+    if is_accelerator(q.device) and q.dtype.itemsize == 2 and cap is None:
         return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
     queries, keys, values = (each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v))
-    return torch.cat([attend(*part, window) for part in zip(queries, keys, values)], dim=1)
+    return torch.cat([attend(*part, window, cap) for part in zip(queries, keys, values)], dim=1)
 
 
 @lru_cache(maxsize=4)

@@ -6,12 +6,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
+from parallel3d.kernels import torch_attention
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
+
+
+def attend_with_cap(q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float) -> Tensor:
+    """`attend_in_blocks` of scores c tanh(x / c), c being the cap, within a window; by torch's form on all devices."""
+    form = torch_attention.ScoreForm(window=window, cap=cap)
+    forward = partial(torch_attention.attention, form=form)
+    backward = partial(torch_attention.attention_grads, form=form)
+    return attend_in_blocks(q, k, v, kernels=AttentionKernels(forward=forward, backward=backward))
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, *, kernels: AttentionKernels = TORCH_KERNELS.attention) -> Tensor:

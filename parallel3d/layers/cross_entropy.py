@@ -44,6 +44,7 @@ class _LinearCrossEntropy(Function):
         keep_fp32_dtype: torch.dtype,
         grad_factor: float | None,
         cross_entropy: CrossEntropyFn,
+        cap: float | None,
     ) -> Tensor:
         whole, gemm = tp.gather(hidden), weight.gemm
         valid = weight.detach()[:num_valid]
@@ -61,8 +62,11 @@ class _LinearCrossEntropy(Function):
                 x_part = x[start : start + rows]
                 part = slice(grad_start + start, grad_start + start + x_part.shape[0])
                 logits = gemm.forward(x_part, valid, out=buffer[start : start + x_part.shape[0]])
+                slope = None if cap is None else cap_logits(logits, cap)
                 losses = cross_entropy(logits, local_targets[part], tp.group, grad_factor, keep_fp32_dtype)
                 loss += losses.sum(dtype=torch.float64)
+                if hidden_grad is not None and slope is not None:
+                    logits.mul_(slope)
                 if hidden_grad is not None:
                     gemm.input_grad(logits, valid, out=hidden_grad[part])
             if grad_buffer is not None:
@@ -77,7 +81,15 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
         ctx.weight.sink.on_added()
-        return hidden_grad, None, None, None, None, None, None, None, None
+        return hidden_grad, None, None, None, None, None, None, None, None, None
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Makes c tanh(x / c) of logits x where they lie, c being the cap; returns the slope of that."""
+    tanh = logits.div_(cap).tanh_()
+    slope = tanh.square().neg_().add_(1)
+    tanh.mul_(cap)
+    return slope
 
 
 def _logits_buffer(num_rows: int, num_valid: int, like: Tensor) -> Tensor:
@@ -102,7 +114,8 @@ def gradient_rows(rows: int, num_valid: int, dtype: torch.dtype, device: torch.d
 class LinearCrossEntropy(VocabParallel):
     """(tokens_local, hidden), targets (tokens,) -> sum of the token losses, float64 scalar.
 
-    Its gradient is that of the plain sum times `loss_factor`: call backward() on the loss itself, unscaled.
+    Its gradient is that of the plain sum times `loss_factor`: call backward() on the loss itself, unscaled. With a
+    cap c logits x become c tanh(x / c).
     """
 
     def __init__(
@@ -114,10 +127,11 @@ class LinearCrossEntropy(VocabParallel):
         init_std: float,
         context: LayerContext,
         tied: bool = False,
+        cap: float | None = None,
     ):
         super().__init__(name, vocab_size, hidden_size, init_std=init_std, context=context, tied=tied)
         self.keep_fp32_dtype = context.policy.keep_fp32_dtype
-        self.cross_entropy = context.kernels.cross_entropy
+        self.cross_entropy, self.cap = context.kernels.cross_entropy, cap
 
     def forward(self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0) -> Tensor:
         return _LinearCrossEntropy.apply(
@@ -130,12 +144,16 @@ class LinearCrossEntropy(VocabParallel):
             self.keep_fp32_dtype,
             loss_factor if torch.is_grad_enabled() else None,
             self.cross_entropy,
+            self.cap,
         )
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """(tokens_local, hidden) -> (tokens, vocab) in the keep_fp32 format, on every rank; no gradients."""
-        local = self.weight.gemm.forward(self.tp.gather(hidden), self.weight.detach()).to(self.keep_fp32_dtype)
+        local = self.weight.gemm.forward(self.tp.gather(hidden), self.weight.detach())
+        if self.cap is not None:
+            cap_logits(local, self.cap)
+        local = local.to(self.keep_fp32_dtype)
         parts = local.new_empty((self.tp.group.size, *local.shape))
         self.tp.group.all_gather(parts.flatten(0, 1), local)
         return parts.transpose(0, 1).flatten(1)[:, : self.weight.sharding.shape[0]]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel3d.kernels.torch_rotary import HeadLayout
+from parallel3d.layers.norm import norm_weight
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
@@ -60,7 +61,7 @@ class _NormHeads(Function):
         statistics: list[Tensor] = []
         for part, weight, out in zip(parts, (norm.q_norm, norm.k_norm), normed):
             rows = part.reshape(-1, norm.heads.head_size)
-            found = norm.kernels.forward(rows, None, (_value(weight, norm.offset),), norm.eps, norm.wide_dtype)
+            found = norm.kernels.forward(rows, None, (norm_weight(weight, norm.offset),), norm.eps, norm.wide_dtype)
             out.copy_(found.y.view_as(out))
             statistics.extend(found.statistics)
         values.copy_(parts[2])
@@ -75,7 +76,7 @@ class _NormHeads(Function):
         (q, k, _), grads, outs = _split(qkv, norm.heads), _split(grad, norm.heads), _split(result, norm.heads)
         for part, part_grad, out, scale, weight in zip((q, k), grads, outs, statistics, (norm.q_norm, norm.k_norm)):
             rows, rows_grad = (each.reshape(-1, norm.heads.head_size) for each in (part, part_grad))
-            value = _value(weight, norm.offset)
+            value = norm_weight(weight, norm.offset)
             found = norm.kernels.backward(rows_grad, rows, (scale,), (value,), None)
             out.copy_(found.total.view_as(out))
             weight.sink.add(found.parameters[0])
@@ -138,7 +139,7 @@ class _NormProjections(Function):
         result = torch.empty_like(qkv)
         *normed, values = _split(result, norm.heads)
         for i, (part, weight) in enumerate(zip(wide, (norm.q_norm, norm.k_norm))):
-            normed[i].copy_(part * found[:, i : i + 1] * _value(weight).to(norm.wide_dtype))
+            normed[i].copy_(part * found[:, i : i + 1] * weight.detach().to(norm.wide_dtype))
         values.copy_(v)
         ctx.norm, ctx.tp = norm, tp
         ctx.save_for_backward(qkv, found)
@@ -154,7 +155,7 @@ class _NormProjections(Function):
             normed.append(part.to(wide_dtype) * scales[:, i : i + 1])
             wide_grad = grads[i].to(wide_dtype)
             weight.sink.add((wide_grad * normed[i]).sum(0))
-            weighted.append(wide_grad * _value(weight).to(wide_dtype))
+            weighted.append(wide_grad * weight.detach().to(wide_dtype))
         inner = norm.means([(each * n).sum(1, keepdim=True) for each, n in zip(weighted, normed)], ctx.tp)
         for i, out in enumerate(outs[:2]):
             out.copy_((weighted[i] - normed[i] * inner[i]) * scales[:, i : i + 1])
@@ -166,9 +167,3 @@ def _split(qkv: Tensor, heads: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Views (tokens, all heads' numbers) of q, k and v."""
     q, k, v = qkv.split([heads.query_size, heads.kv_size, heads.kv_size], dim=-1)
     return q, k, v
-
-
-def _value(weight: ShardedParameter, offset: float = 0.0) -> Tensor:
-    """The factor of a norm; with an offset at least in fp32."""
-    value = weight.detach()
-    return value if not offset else value.to(torch.promote_types(value.dtype, torch.float32)) + offset

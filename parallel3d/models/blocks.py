@@ -10,17 +10,27 @@ from functools import cached_property
 
 from torch import nn
 
-from parallel3d.config.derived import family_of, head_size, num_key_value_heads
+from parallel3d.config.derived import family_of, head_size, is_local, num_key_value_heads
 from parallel3d.config.schema import ModelConfig
-from parallel3d.families.block_kinds import GELU_MLP, LAYER_NORM, LEARNED, RMS_NORM, ROTARY, SWIGLU
+from parallel3d.families.block_kinds import (
+    GEGLU,
+    GELU_MLP,
+    LAYER_NORM,
+    LEARNED,
+    OFFSET_RMS_NORM,
+    RMS_NORM,
+    ROTARY,
+    SWIGLU,
+)
+from parallel3d.kernels.layer_kernels import Activation
 from parallel3d.kernels.torch_rotary import HeadLayout
+from parallel3d.layers.gated_mlp import GatedMlp
 from parallel3d.layers.gelu_mlp import GeluMlp
 from parallel3d.layers.norm import LayerNorm, RMSNorm
 from parallel3d.layers.placement import LayerContext
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.qk_norm import HeadNorm, ProjectionNorm
 from parallel3d.layers.rotary import FrequencyScaling, RotaryTable
-from parallel3d.layers.swiglu import SwiGLU
 
 
 class BlockBuilder:
@@ -55,7 +65,7 @@ class BlockBuilder:
         heads = HeadLayout.of_rank(self.context.tp.group.size, num_heads, num_kv_heads, head_size(self.config))
         eps, context = self.config.rms_norm_eps, self.context
         if self.family.qk_norm.is_of_heads:
-            return HeadNorm(name, heads, eps=eps, context=context)
+            return HeadNorm(name, heads, eps=eps, offset=self.family.norm.offset, context=context)
         return ProjectionNorm(name, heads, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, context=context)
 
     def mlp(self, name: str, output_init_std: float) -> nn.Module:
@@ -75,14 +85,31 @@ class BlockBuilder:
             context=self.context,
         )
 
-    @cached_property
-    def rotary_table(self) -> RotaryTable | None:
-        """Rotates queries and keys, the same table in all layers; None where the family has other positions."""
+    def value_of(self, field: str | None) -> float | None:
+        """The value of one of the family's own fields of `model`; None without a field."""
+        return None if field is None else getattr(self.config, field)
+
+    def rotary_table(self, layer: int) -> RotaryTable | None:
+        """Rotates queries and keys, the same table in all layers of one kind; None where the family has other
+        positions."""
         if self.family.positions is not ROTARY:
             return None
-        size, theta = head_size(self.config), self.config.rope_theta
+        local = self.family.local_layers
+        has_own = local is not None and local.theta_field is not None and is_local(self.config, layer)
+        return self._local_rotary_table if has_own else self._rotary_table
+
+    @cached_property
+    def _rotary_table(self) -> RotaryTable:
+        return self._build_table(self.config.rope_theta, _frequency_scaling(self.config))
+
+    @cached_property
+    def _local_rotary_table(self) -> RotaryTable:
+        assert self.family.local_layers is not None and self.family.local_layers.theta_field is not None
+        return self._build_table(getattr(self.config, self.family.local_layers.theta_field), None)
+
+    def _build_table(self, theta: float, scaling: FrequencyScaling | None) -> RotaryTable:
         dtype, device = self.context.policy.keep_fp32_dtype, str(self.context.device)
-        return RotaryTable.build(self.num_positions, size, theta, dtype, device, _frequency_scaling(self.config))
+        return RotaryTable.build(self.num_positions, head_size(self.config), theta, dtype, device, scaling)
 
 
 def _frequency_scaling(config: ModelConfig) -> FrequencyScaling | None:
@@ -98,7 +125,8 @@ def _frequency_scaling(config: ModelConfig) -> FrequencyScaling | None:
 
 
 def _rms_norm(build: BlockBuilder, name: str) -> nn.Module:
-    return RMSNorm(f"{name}.weight", build.config.hidden_size, eps=build.config.rms_norm_eps, context=build.context)
+    config, offset = build.config, build.family.norm.offset
+    return RMSNorm(f"{name}.weight", config.hidden_size, eps=config.rms_norm_eps, offset=offset, context=build.context)
 
 
 def _layer_norm(build: BlockBuilder, name: str) -> nn.Module:
@@ -106,12 +134,21 @@ def _layer_norm(build: BlockBuilder, name: str) -> nn.Module:
 
 
 def _swiglu(build: BlockBuilder, name: str, output_init_std: float) -> nn.Module:
-    return SwiGLU(
+    return _gated_mlp(build, name, output_init_std, build.context.kernels.silu_times)
+
+
+def _geglu(build: BlockBuilder, name: str, output_init_std: float) -> nn.Module:
+    return _gated_mlp(build, name, output_init_std, build.context.kernels.gelu_times)
+
+
+def _gated_mlp(build: BlockBuilder, name: str, output_init_std: float, activation: Activation) -> nn.Module:
+    return GatedMlp(
         name,
         hidden_size=build.config.hidden_size,
         intermediate_size=build.config.intermediate_size,
         init_std=build.config.initializer_range,
         output_init_std=output_init_std,
+        activation=activation,
         context=build.context,
     )
 
@@ -131,9 +168,11 @@ def _gelu_mlp(build: BlockBuilder, name: str, output_init_std: float) -> nn.Modu
 
 _NORMS: dict[str, Callable[[BlockBuilder, str], nn.Module]] = {
     RMS_NORM.name: _rms_norm,
+    OFFSET_RMS_NORM.name: _rms_norm,
     LAYER_NORM.name: _layer_norm,
 }
 _MLPS: dict[str, Callable[[BlockBuilder, str, float], nn.Module]] = {
     SWIGLU.name: _swiglu,
+    GEGLU.name: _geglu,
     GELU_MLP.name: _gelu_mlp,
 }

@@ -9,6 +9,8 @@ that is both holds one parameter, which two modules use.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -43,12 +45,14 @@ class DecoderLayer(nn.Module):
             num_heads=config.num_attention_heads,
             num_kv_heads=num_key_value_heads(config),
             head_size=head_size(config),
-            table=build.rotary_table,
+            table=build.rotary_table(index),
             init_std=config.initializer_range,
             output_init_std=output_init_std,
             qkv_bias=has_qkv_bias(config),
             output_bias=build.family.output_bias,
-            window=attention_window(config),
+            window=attention_window(config, index),
+            score_divisor=build.value_of(build.family.score_field),
+            score_cap=build.value_of(build.family.score_cap_field),
             qk_norm=build.qk_norm(f"{name}.attention"),
             context=context,
         )
@@ -103,9 +107,12 @@ class DecoderStage(nn.Module):
             VocabParallelEmbedding(name, *sizes, init_std=std, context=context, tied=tied) if is_first else None
         )
         self.positions = build.positions() if is_first else None
+        self.embedding_factor = config.hidden_size**0.5 if build.family.scales_embedding else None
         self.layers = nn.ModuleList(DecoderLayer(build, index) for index in layers)
         self.final_norm = build.norm("final_norm") if is_last else None
-        self.head = LinearCrossEntropy(head_name, *sizes, init_std=std, context=context, tied=tied) if is_last else None
+        cap = build.value_of(build.family.logit_cap_field)
+        head = partial(LinearCrossEntropy, head_name, *sizes, init_std=std, context=context, tied=tied, cap=cap)
+        self.head = head() if is_last else None
         if tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
@@ -130,6 +137,8 @@ class DecoderStage(nn.Module):
     def _run_layers(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
+            if self.embedding_factor is not None:
+                x = x * torch.tensor(self.embedding_factor, dtype=x.dtype).item()  # rounded to x's format
             x = x if self.positions is None else self.positions(x, micro_batch)
             x = dropout(
                 x,

@@ -79,6 +79,7 @@ def model_section(fields: JsonFields, where: str) -> ModelConfig:
         known = ", ".join(sorted(HF_MODELS))
         raise CheckpointError(f"{where}: model_type is {fields.get('model_type')!r}; supported are {known}")
     family, hf = HF_MODELS[model_type]
+    fields = hf.plain_fields(fields)
     if problems := [*_problems(fields, hf)]:
         raise CheckpointError(
             f"{where} describes a model that parallel3d does not support:\n"
@@ -140,7 +141,7 @@ def _problems(fields: JsonFields, hf: HfModel) -> Iterator[str]:
         elif value is not None and not isinstance(value, bool | int | float | str):
             yield f"{name} is {value!r}"
     for name, value in hf.fixed.items():
-        if fields.get(name, value) != value:
+        if (fields.get(name, value) or None) != (value or None):  # null, false and 0 all mean none
             yield f"{name} is {fields[name]!r}, ours is {value!r}"
     yield from _head_problems(fields, hf)
     if "quantization_config" in fields:

@@ -57,11 +57,13 @@ def is_attention_measured(config: Config, device: torch.device) -> bool:
 
 
 def attention_shape(config: Config, stage: nn.Module, kernels: KernelForm = "torch") -> AttentionShape | None:
-    """The shape of attention without a window in `stage` (it may be on the meta device); None if there is none."""
+    """The shape of attention without window or cap in `stage` (it may be on the meta device); None if there is none."""
     assert config.batch.micro_batch_size is not None, "needs a resolved configuration"
     length = config.batch.sequence_length
     for module in stage.modules():
-        if isinstance(module, CausalSelfAttention) and (module.window is None or module.window >= length):
+        if not isinstance(module, CausalSelfAttention) or module.score_cap is not None:
+            continue
+        if module.window is None or module.window >= length:
             heads, dtype = module.heads, policy_of(config.precision).compute
             return AttentionShape(
                 num_sequences=config.batch.micro_batch_size,

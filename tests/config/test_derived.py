@@ -79,6 +79,27 @@ def test_counts_of_gpt2_by_hand():
     assert derived.num_parameters(model) - derived.num_parameters(without) == 3 * (8 + 4 + 4)
 
 
+def test_counts_of_wide_heads_and_of_windows_in_some_layers_by_hand():
+    model = ModelConfig(
+        architecture="gemma3",
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        tie_word_embeddings=True,
+        sliding_window=3,
+        sliding_window_pattern=2,
+    )
+    weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 12  # q, k and v, o, gate up down
+    assert derived.num_matmul_parameters(model) == 3 * weights + 10 * 8
+    assert derived.num_parameters(model) == 3 * (weights + 4 * 8 + 2 * 6) + 10 * 8 + 8
+    assert [derived.attention_window(model, layer) for layer in range(3)] == [3, None, 3]
+    assert derived.flops_per_token(model, 5) == 6 * (3 * weights + 80) + 12 * (3 + 5 + 3) * 24
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

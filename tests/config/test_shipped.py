@@ -88,7 +88,7 @@ def test_mistral_7b():
     """Table 1 of the paper; 7,241,732,096 is what Hugging Face's mistralai/Mistral-7B-v0.1 counts."""
     config = shipped("mistral_7b.json")
     assert derived.num_parameters(config.model) == 7_241_732_096
-    assert derived.attention_window(config.model) == 4096
+    assert derived.attention_window(config.model, 0) == 4096
     assert derived.tokens_per_step(config) == 4_194_304
     assert derived.tokens_per_step(config) * config.run.num_steps == pytest.approx(2e12, rel=1e-5)
     assert derived.world_size(config) == 512

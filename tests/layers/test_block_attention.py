@@ -7,7 +7,7 @@ import torch
 
 from parallel3d.kernels.c_loops import has_attention_loop, has_tiles
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
-from parallel3d.layers.attention import attend
+from parallel3d.layers.attention import attend, attend_per_document
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.parameter import parameters_of
@@ -15,9 +15,11 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.models.make import make_decoder
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import POLICIES
+from tests.support.cells import Cell, run_cell
 from tests.support.tiny_stages import SEQ, micro_batch, model_config, relative, tokens
 
 FP32 = torch.float32
+CAPPED = dict(architecture="gemma2", sliding_window=5, initializer_range=0.5, attn_logit_softcapping=1.0)
 
 
 def results(q, k, v, grad, form, kernels=TORCH_KERNELS.attention):
@@ -42,6 +44,37 @@ def distance(found, expected):
 def test_it_is_sdpa(length, num_heads, num_kv_heads):
     tensors = inputs(length, num_heads, num_kv_heads, torch.float64)
     assert max(distance(results(*tensors, "blocks"), results(*tensors, "sdpa"))) < 1e-14 * length**0.5 + 1e-15
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 70, 200])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (6, 2)])
+def test_capped_scores_in_a_window_are_those_of_whole_matrices(num_heads, num_kv_heads, window):
+    """200 tokens are several blocks of queries, most of which see only some keys."""
+    tensors = inputs(200, num_heads, num_kv_heads, torch.float64)
+    q, k, v, grad = (each.detach().requires_grad_() for each in tensors)
+    keys, values = (each.repeat_interleave(num_heads // num_kv_heads, 2) for each in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    distances = torch.arange(200).unsqueeze(1) - torch.arange(200)
+    sees = (distances >= 0) & (distances < (window or 200))
+    probabilities = (1.5 * (scores / 1.5).tanh()).masked_fill(~sees, float("-inf")).softmax(-1)
+    mixed = torch.einsum("bhqk,bkhd->bqhd", probabilities, values)
+    expected = mixed.detach(), *torch.autograd.grad(mixed, (q, k, v), grad)
+    mixed = attend(q, k, v, window, 1.5)
+    assert max(distance((mixed.detach(), *torch.autograd.grad(mixed, (q, k, v), grad)), expected)) < 1e-14 * 200**0.5
+
+
+def test_scores_of_each_document_are_capped():
+    q, k, v, _ = inputs(200, 4, 2, torch.float64)
+    found = attend_per_document((130, 270), q, k, v, 7, 1.5)
+    parts = (each.flatten(0, 1).unsqueeze(0).split((130, 270), dim=1) for each in (q, k, v))
+    assert torch.equal(found, torch.cat([attend(*part, 7, 1.5) for part in zip(*parts)], dim=1))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_blocks_of_gemma_2_cap_scores_with_and_without_documents(documents):
+    cell = Cell(name="capped", changes=dict(model=CAPPED, data=dict(document_mask=documents)))
+    other = Cell(name="open", changes=dict(cell.changes, model=dict(CAPPED, attn_logit_softcapping=None)))
+    assert run_cell(cell).losses != pytest.approx(run_cell(other).losses, rel=1e-6)
 
 
 def test_heads_in_parts_are_the_same(monkeypatch):

@@ -59,7 +59,7 @@ def test_names_without_the_models_prefix_and_tables_of_old_versions(tmp_path, na
 def whole(tmp_path_factory):
     """One of each kind in several files."""
     folders = {}
-    for name in ("gpt2", "llama-gqa", "qwen3", "olmo2", "phi3"):
+    for name in ("gpt2", "llama-gqa", "qwen3", "olmo2", "phi3", "gemma3"):
         folders[name] = tmp_path_factory.mktemp(name)
         their_model(name).save_pretrained(folders[name], max_shard_size="20KB")
     return folders
@@ -152,7 +152,7 @@ BROKEN = {
     "another architecture": (
         "gpt2",
         with_config(model_type="mamba"),
-        "model_type is 'mamba'; supported are gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3",
+        "model_type is 'mamba'; supported are gemma, gemma2, gemma3_text, gpt2, llama, mistral, olmo2, phi3, qwen2",
     ),
     "a window of Qwen3": (
         "qwen3",
@@ -173,6 +173,26 @@ BROKEN = {
         "phi3",
         with_config(rope_parameters=None, partial_rotary_factor=0.75),
         r"partial_rotary_factor is 0.75; ours turn whole heads",
+    ),
+    "layers without an order": (
+        "gemma3",
+        with_config(layer_types=["full_attention", "sliding_attention"]),
+        r"sliding_window_pattern is \['full_attention', 'sliding_attention'\]",
+    ),
+    "scaled positions in the window": (
+        "gemma3",
+        with_config(
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            }
+        ),
+        "rope_local_type is 'linear', ours is 'default'",
+    ),
+    "soft caps of Gemma 3": (
+        "gemma3",
+        with_config(final_logit_softcapping=30.0),
+        "final_logit_softcapping is 30.0, ours is None",
     ),
     "no architecture": ("gpt2", with_config(model_type=None), "model_type is None"),
     "a field is missing": ("llama-gqa", with_config(hidden_size=None), "hidden_size is missing"),
@@ -332,6 +352,24 @@ def test_the_first_trainings_length_is_the_longest_sequence_where_the_file_does_
     model = model_section({"model_type": "llama", **SIZES, "rope_scaling": rope}, "x")
     assert (model.rope_type, model.rope_original_positions) == ("llama3", SIZES["max_position_embeddings"])
     assert model_section({"model_type": "llama", **SIZES, "rope_scaling": None, "head_dim": 8}, "x").head_dim is None
+
+
+def test_what_short_configs_of_gemma_and_gemma_2_mean():
+    """The first release says gelu and means its approximation, as transformers reads it."""
+    fields = dict(SIZES, model_type="gemma", hidden_act="gelu", head_dim=8, num_key_value_heads=1)
+    assert model_section(fields, "x").tie_word_embeddings
+    short = model_section(dict(SIZES, model_type="gemma2", head_dim=8, layer_types=["full_attention"] * 2), "x")
+    assert (short.attn_logit_softcapping, short.final_logit_softcapping) == (50.0, 30.0)
+    assert (short.sliding_window_pattern, short.query_pre_attn_scalar) == (1, 256)
+
+
+def test_what_a_short_config_of_gemma_3_means():
+    """As on the hub: without the kinds of layers, and with a base of their own for those with a window."""
+    fields = dict(SIZES, model_type="gemma3_text", rope_local_base_freq=2e4, head_dim=8, query_pre_attn_scalar=8)
+    short = model_section(fields, "x")
+    assert (short.sliding_window, short.sliding_window_pattern, short.tie_word_embeddings) == (4096, 6, True)
+    assert (short.rope_theta, short.rope_local_base_freq, short.query_pre_attn_scalar) == (1e6, 2e4, None)
+    assert model_section({**fields, "rope_theta": 5e5, "query_pre_attn_scalar": 9}, "x").query_pre_attn_scalar == 9
 
 
 def test_what_a_short_config_of_mistral_means():

@@ -30,6 +30,25 @@ MODELS = {
     "phi3": dict(architecture="phi3", num_key_value_heads=2, sliding_window=5),
     "qwen3": dict(architecture="qwen3", num_key_value_heads=2, head_dim=12),
     "olmo2": dict(architecture="olmo2", num_key_value_heads=2),
+    "gemma": dict(architecture="gemma", num_key_value_heads=1, head_dim=12),
+    "gemma2": dict(
+        architecture="gemma2",
+        num_key_value_heads=2,
+        head_dim=12,
+        tie_word_embeddings=True,
+        sliding_window=5,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": dict(
+        architecture="gemma3",
+        num_key_value_heads=2,
+        head_dim=12,
+        tie_word_embeddings=True,
+        sliding_window=5,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=16,
+    ),
 }
 LAYOUTS = {
     "tp2-pp2-dp2-sp": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),
@@ -67,11 +86,12 @@ def test_a_resume_on_another_layout_changes_no_bit(tmp_path, name):
     assert all(torch.equal(resumed[name], weight) for name, weight in right.items())
 
 
-def test_kernels_in_c_norm_queries_and_keys_like_torchs():
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_kernels_in_c_norm_queries_and_keys_like_torchs(name):
     """fp32; the loss of the second step is one after an update."""
     torchs, in_c = (
         tiny_runs.train_in_threads(
-            steps=2, model=MODELS["qwen3"], precision=dict(policy="fp32"), run=dict(kernels=kernels)
+            steps=2, model=MODELS[name], precision=dict(policy="fp32"), run=dict(kernels=kernels)
         ).losses
         for kernels in ("torch", "c")
     )
@@ -85,6 +105,17 @@ def test_weights_of_norms_decide_the_losses(name):
     for part in "qk":
         weight = weights[f"layers.0.attention.{part}_norm.weight"]
         assert (weight != 1).all()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_window_in_some_layers_ends_with_its_document(name, reference):
+    changes = dict(model=MODELS[name], parallel=dict(tp_size=2, pp_size=2, dp_size=2), data=dict(document_mask=True))
+    cell = Cell(name=f"{name}-documents", changes=changes)
+    ours = cells.run_cell(cell)
+    assert compare_runs(ours, reference(cell), cell.tolerance).findings == ()
+    for other in (dict(sliding_window=None), dict(sliding_window_pattern=1), dict(sliding_window_pattern=99)):
+        changed = Cell(name=f"{name}-{other}", changes=dict(changes, model=dict(MODELS[name], **other)))
+        assert ours.losses != pytest.approx(reference(changed).losses, rel=1e-7)
 
 
 @pytest.mark.parametrize("name", MODELS)

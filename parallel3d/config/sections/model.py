@@ -89,7 +89,8 @@ class DecoderConfig(Section):
 if TYPE_CHECKING:
     ModelConfig = DecoderConfig
 else:
-    _OWN_FIELDS = tuple(dict.fromkeys(family.own_fields for family in FAMILIES.values() if family.own_fields))
+    _FOUND = dict.fromkeys(family.own_fields for family in FAMILIES.values() if family.own_fields)
+    _OWN_FIELDS = tuple(own for own in _FOUND if not any(own in other.__mro__[1:] for other in _FOUND))
     ModelConfig = create_model(
         "ModelConfig", __base__=(*_OWN_FIELDS, DecoderConfig), __doc__=DecoderConfig.__doc__, __module__=__name__
     )

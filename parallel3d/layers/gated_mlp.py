@@ -1,4 +1,4 @@
-"""The SwiGLU feed-forward block (Shazeer 2020) with gate and up fused into one column-parallel product.
+"""Gated feed-forward blocks (Shazeer 2020: SwiGLU, GeGLU) with gate and up fused into one column-parallel product.
 
 The activation belongs to the product that follows, which keeps [gate | up] alone for the backward pass.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from parallel3d.kernels.layer_kernels import Activation
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import FusedBlock
 
 
-class SwiGLU(nn.Module):
-    """(tokens_local, hidden) -> (tokens_local, hidden)."""
+class GatedMlp(nn.Module):
+    """(tokens_local, hidden) -> (tokens_local, hidden); `activation` makes one tensor of [gate | up]."""
 
     def __init__(
         self,
@@ -24,6 +25,7 @@ class SwiGLU(nn.Module):
         intermediate_size: int,
         init_std: float,
         output_init_std: float,
+        activation: Activation,
         context: LayerContext,
     ):
         super().__init__()
@@ -36,7 +38,7 @@ class SwiGLU(nn.Module):
             intermediate_size,
             hidden_size,
             init_std=output_init_std,
-            activation=context.kernels.silu_times,
+            activation=activation,
             context=context,
         )
 
