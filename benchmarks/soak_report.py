@@ -102,9 +102,9 @@ def is_flat(before: Size, after: Size) -> bool:
 
 
 def check_run_files(samples: Sequence[Sample]) -> tuple[str, bool]:
-    """The median: a checkpoint that is being written adds its files, and its number of files is that of its writers."""
+    """The median: one more checkpoint is there while it is being written."""
     before, after = (statistics.median_high(sample.num_run_files for sample in part) for part in thirds(samples))
-    return f"files of the run, without logs: {before} -> {after}", after <= before + MORE_FILES
+    return f"files of the run, without logs (a checkpoint is one): {before} -> {after}", after <= before + MORE_FILES
 
 
 def thirds(samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:

@@ -142,7 +142,8 @@ class ShotRun:
         for process in self.processes():
             if (size := size_of(process.pid)) is not None:
                 sizes.setdefault(process.role, []).append(size)
-        num_files = sum(1 for path in self.folder.rglob("*") if path.parent.name != "logs")
+        parts = [path.parent.name for path in self.folder.rglob("*")]  # a checkpoint has as many as writers
+        num_files = sum(1 for part in parts if part != "logs" and not part.startswith("step-"))
         return Sample(step=self.last_step(), sizes=sizes, num_run_files=num_files, widths=self.widths())
 
     # --- its course ---------------------------------------------------------------------------------------------------
