@@ -38,6 +38,10 @@ MIXED = (
     "data.blend has several sources, and the folder of --out would mix them: keep one tokenizer (--tokenizer-out), then"
     " prepare each source into a folder of its own, with data.sources instead of data.blend and data.tokenizer.path"
 )
+MASKED = (
+    "data.chat marks which tokens are learned, and files of tokens do not hold that: train on the .jsonl files;"
+    " --tokenizer-out keeps their tokenizer"
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -47,6 +51,8 @@ def main(arguments: list[str]) -> int:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
         if config.data.blend is not None and options.out is not None:
             raise DataError(MIXED)
+        if config.data.chat is not None and options.out is not None:
+            raise DataError(MASKED)
         if options.out is not None:
             refuse_existing(options.out)
         corpus = open_run_corpus(config, AbortToken(), log)

@@ -82,7 +82,7 @@ def _gradients(
             flat.view(-1)[start : start + len(values)] = values
     if not local:
         return {}
-    return {name: grad / entry.num_target_tokens for name, grad in _join(local, runs, tp_size).items()}
+    return {name: grad / entry.num_loss_tokens for name, grad in _join(local, runs, tp_size).items()}
 
 
 def _agreed(parts: Sequence[tuple[Coordinates, dict[str, Tensor]]]) -> dict[tuple[int, str], Tensor]:

@@ -8,6 +8,7 @@ from parallel3d.config.rule import Rule
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import (
     batch,
+    chat,
     checkpoint,
     curriculum,
     data,
@@ -38,6 +39,7 @@ SECTIONS = (
     curriculum,
     warmup_rules,
     data,
+    chat,
     data_rules,
     elastic,
     checkpoint,

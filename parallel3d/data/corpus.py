@@ -24,8 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
+from parallel3d.config.sections.chat import ChatConfig
 from parallel3d.config.sections.data import TokenizerConfig
 from parallel3d.data.cache import build_once
+from parallel3d.data.conversations import load_template
 from parallel3d.data.corpus_spec import CorpusSpec, choose_document_chars
 from parallel3d.data.document_index import load_split
 from parallel3d.data.documents import TokenDocuments, TokenizedDocuments
@@ -76,6 +78,7 @@ def open_corpus(
     validation_fraction: float,
     num_lanes: int,
     tokenizer: TokenizerConfig,
+    chat: ChatConfig | None = None,
     needs_eos: bool = True,
     cache_directory: Path,
     token: AbortToken,
@@ -97,6 +100,7 @@ def open_corpus(
         document_chars=document_chars,
         validation_fraction=validation_fraction,
         tokenizer=tokenizer,
+        chat=None if chat is None else load_template(chat.template).to_json(),
         needs_eos=needs_eos,
     )
     folder = cache_directory.expanduser() / spec.cache_key()
@@ -108,7 +112,7 @@ def load_corpus(folder: Path) -> Corpus:
     """Returns the corpus in `folder` of the cache."""
     facts = json.loads((folder / "corpus.json").read_text())
     files = [SourceFile(path=folder / file["path"], format=file["format"]) for file in facts.pop("files")]
-    saved = facts.pop("tokenizer")
+    saved, chat = facts.pop("tokenizer"), facts.pop("chat", None)
     tokenizer = load_tokenizer(saved["kind"], saved["eos_id"], folder) if saved else None
     document_index = load_split(folder)
     documents: dict[str, TokenDocuments]
@@ -120,7 +124,7 @@ def load_corpus(folder: Path) -> Corpus:
         }
     else:
         assert tokenizer is not None
-        formats = build_formats(text_column=facts.pop("text_column"), document_chars=facts["document_chars"])
+        formats = build_formats(text_column=facts.pop("text_column"), document_chars=facts["document_chars"], chat=chat)
         documents = {
             name: TokenizedDocuments(DocumentSet(files=files, formats=formats, document_index=rows), tokenizer)
             for name, rows in document_index.items()

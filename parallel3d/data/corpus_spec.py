@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +32,8 @@ class CorpusSpec:
     document_chars: int
     validation_fraction: float
     tokenizer: TokenizerConfig
+    chat: Mapping[str, str] | None = None
+    """The template of conversations; None: the files are text."""
     needs_eos: bool = True
     """Files of tokens must have an EOS after each document. A slice has no documents."""
 
@@ -54,6 +56,8 @@ class CorpusSpec:
         }
         if indexes := [_stat(index) for file in self.files if (index := index_of(file.path))]:
             parts["indexes"] = indexes
+        if self.chat is not None:
+            parts["chat"] = self.chat
         if not self.needs_eos:
             parts["needs_eos"] = False
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

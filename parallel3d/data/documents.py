@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from parallel3d.data.marked_text import MarkedText, encode_marked
 from parallel3d.data.tokenizer import Tokenizer
 
 
@@ -30,7 +31,7 @@ class TokenDocuments(Protocol):
     def __len__(self) -> int: ...
 
     def tokens(self, index: int) -> np.ndarray:
-        """Returns the ids of document `index`, int32 (tokens,), without EOS."""
+        """Returns the ids of document `index`, int32 (tokens,), without EOS; ~id where a token is not a target."""
         ...
 
 
@@ -49,4 +50,5 @@ class TokenizedDocuments:
         return len(self.documents)
 
     def tokens(self, index: int) -> np.ndarray:
-        return self.tokenizer.encode(self.documents.read(index))
+        text = self.documents.read(index)
+        return encode_marked(text, self.tokenizer) if isinstance(text, MarkedText) else self.tokenizer.encode(text)

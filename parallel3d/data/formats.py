@@ -17,6 +17,8 @@ from typing import BinaryIO, Protocol, cast
 import numpy as np
 
 from parallel3d.data.columns import scan_arrow
+from parallel3d.data.conversations import ChatTemplate
+from parallel3d.data.marked_text import MarkedText
 from parallel3d.data.sources import SourceFile
 from parallel3d.errors import DataError, shorten
 
@@ -39,8 +41,12 @@ class DocumentFormat(Protocol):
         ...
 
 
-def build_formats(*, text_column: str, document_chars: int) -> Mapping[str, DocumentFormat]:
-    """Returns each format under its name."""
+def build_formats(
+    *, text_column: str, document_chars: int, chat: Mapping[str, str] | None = None
+) -> Mapping[str, DocumentFormat]:
+    """Returns each format under its name; with a chat template lines of JSON are conversations."""
+    if chat is not None:
+        return {"jsonl": ConversationLines(text_column=text_column, template=ChatTemplate(**chat))}
     return {
         "text": PlainText(document_chars=document_chars),
         "jsonl": JsonLines(text_column=text_column),
@@ -141,6 +147,23 @@ class JsonLines:
                 text.encode()
             except UnicodeError as error:
                 raise DataError(f"{where}: not valid UTF-8 ({error})") from error
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationLines(JsonLines):
+    """One conversation per line, as conversations.py describes."""
+
+    template: ChatTemplate
+
+    def text_in(self, record: object, where: str, *, may_have_surrogates: bool = True) -> MarkedText:
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a conversation must be a JSON object, and this one is {type(record).__name__}")
+        text = self.template.mark(record, where)
+        try:
+            text.encode()
+        except UnicodeError as error:
+            raise DataError(f"{where}: not valid UTF-8 ({error})") from error
         return text
 
 

@@ -15,7 +15,8 @@ LaneCursor = tuple[int, ...]
 """A position in a lane."""
 
 ReadResult = tuple[np.ndarray, LaneCursor]
-"""Tokens, int32 (num_tokens + 1,): inputs are [:-1], targets [1:]; and the cursor num_tokens further on."""
+"""Tokens, int32 (num_tokens + 1,): inputs are [:-1], targets [1:]; and the cursor num_tokens further on. A negative
+number ~id stands for a token that is not a target (marked_text.py)."""
 
 
 class Reader(Protocol):

@@ -19,8 +19,10 @@ from parallel3d.config.schema import Config
 from parallel3d.config.sections.data import BlendConfig, BlendStageConfig, DataConfig
 from parallel3d.config.warmup_builder import num_steps
 from parallel3d.data.blend import BlendedReader, BlendStage, Subset
+from parallel3d.data.conversation_lanes import ConversationLanes
 from parallel3d.data.corpus import Corpus, load_corpus, open_corpus
 from parallel3d.data.corpus_spec import choose_document_chars
+from parallel3d.data.documents import TokenDocuments
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
 from parallel3d.data.reader_process import ReaderProcess
@@ -30,6 +32,9 @@ from parallel3d.data.token_formats import open_tokens
 from parallel3d.data.token_slice import TokenSlice, TokenSliceReader, plan_slice
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
+
+NUM_DESCRIBED = 256
+"""Conversations that are read for a description."""
 
 
 def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None]) -> Corpus:
@@ -43,11 +48,17 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
         validation_fraction=data.validation_fraction,
         num_lanes=num_lanes,
         tokenizer=data.tokenizer,
+        chat=data.chat,
         needs_eos=data.slice is None or data.document_mask,
         cache_directory=Path(data.cache_directory),
         token=token,
         log=log,
     )
+
+
+def lanes_of(config: Config) -> type[Lanes]:
+    """The kind of lanes: text continues from one sequence to the next, a conversation does not."""
+    return Lanes if config.data.chat is None else ConversationLanes
 
 
 def build_reader(config: Config, corpus: Corpus) -> Reader:
@@ -57,11 +68,11 @@ def build_reader(config: Config, corpus: Corpus) -> Reader:
     if config.data.slice is not None:
         return TokenSliceReader(*_slice(config))
     if blend is None:
-        return Lanes(corpus.train, seed, num_lanes)
+        return lanes_of(config)(corpus.train, seed, num_lanes)
     sources = []
     for name, indices in zip(blend.sources, _documents_by_source(blend, corpus), strict=True):
         try:
-            sources.append(Lanes(Subset(corpus.train, indices), seed, num_lanes))
+            sources.append(lanes_of(config)(Subset(corpus.train, indices), seed, num_lanes))
         except DataError as error:
             raise DataError(f"data.blend.sources.{name}: {error}") from None
     return BlendedReader(sources, blend_stages(blend), seed)
@@ -88,7 +99,7 @@ def build_evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
     assert config.batch.global_batch_size is not None, "needs a resolved configuration"
     num_lanes = min(config.batch.global_batch_size, len(corpus.validation))
     is_apart = config.data.slice is None or any(file.format != "tokens" for file in find_files(config.data.sources))
-    return Lanes(corpus.validation, config.run.seed, num_lanes) if num_lanes and is_apart else None
+    return lanes_of(config)(corpus.validation, config.run.seed, num_lanes) if num_lanes and is_apart else None
 
 
 def blend_stages(blend: BlendConfig) -> list[BlendStage]:
@@ -100,11 +111,13 @@ def blend_stages(blend: BlendConfig) -> list[BlendStage]:
 
 
 def describe_data(config: Config, corpus: Corpus) -> Iterator[str]:
-    """Yields lines to log if training reads a mixture or a slice."""
+    """Yields lines to log if training reads a mixture, a slice or conversations."""
     if config.data.blend is not None:
         yield from _describe_blend(config.data.blend, corpus)
     if config.data.slice is not None:
         yield from _describe_slice(config, corpus)
+    if config.data.chat is not None:
+        yield _describe_chat(corpus.train, config.batch.sequence_length)
 
 
 def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
@@ -125,6 +138,16 @@ def describe_begun_stages(blend: BlendConfig, step: int, tokens: range) -> Itera
 def _shares(stage: BlendStageConfig) -> str:
     total = sum(stage.weights.values())
     return ", ".join(f"{name} {weight / total:.4g}" for name, weight in stage.weights.items())
+
+
+def _describe_chat(conversations: TokenDocuments, sequence_length: int) -> str:
+    """The share of the tokens that are learned, and how many conversations are cut, of the first ones."""
+    first = [conversations.tokens(index) for index in range(min(len(conversations), NUM_DESCRIBED))]
+    num_tokens, num_learned = (sum(counts) for counts in zip(*((len(each), int((each >= 0).sum())) for each in first)))
+    num_cut = sum(len(each) > sequence_length for each in first)
+    cut = f"; {num_cut:,} of them lose their end, which batch.sequence_length does not hold" if num_cut else ""
+    learned = f"of the first {len(first):,}, {num_learned / num_tokens:.0%} of the tokens are learned"
+    return f"chat: {len(conversations):,} conversations; {learned}{cut}"
 
 
 def _describe_slice(config: Config, corpus: Corpus) -> Iterator[str]:

@@ -30,7 +30,7 @@ LOG_INTERVAL_S = 15.0
 
 def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Callable[[str], None]) -> dict[str, Any]:
     """Fills `folder` with the corpus, and returns the contents of corpus.json."""
-    formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars)
+    formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars, chat=spec.chat)
     scan = _DocumentScan(spec, folder, token, log)
     if not write_split(folder, scan.rows(), spec.validation_fraction):
         others = f" and {len(spec.files) - 1} more" if len(spec.files) > 1 else ""
@@ -40,17 +40,19 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
     save_tokenizer(tokenizer, folder)
     _check_eos(spec, tokenizer)
     counts, share = count_tokens(train, tokenizer, token)
+    chat = [] if spec.chat is None else [spec.chat]
     return {
         "files": [{"path": _inside(folder, file.path), "format": file.format} for file in scan.files],
         "text_column": spec.text_column,
         "document_chars": spec.document_chars,
+        **({} if spec.chat is None else {"chat": spec.chat}),
         "tokenizer": {"kind": tokenizer.kind, "eos_id": tokenizer.eos_id},
         "vocab_size": tokenizer.vocab_size,
         "unigram_entropy": entropy(counts),
         "num_train_tokens": round(int(counts.sum()) / share),
         "counts_are_exact": share == 1,
         "fingerprint": fingerprint(
-            settings=[FORMAT_VERSION, spec.validation_fraction, *identity_of(tokenizer)],
+            settings=[FORMAT_VERSION, spec.validation_fraction, *identity_of(tokenizer), *chat],
             files=[file.path for file in scan.files],
             document_index=[folder / name for name in SPLITS.values()],
             model=tokenizer.files.get(MODEL_FILE) or tokenizer.files.get(TOKENIZER_JSON, b""),
@@ -90,6 +92,8 @@ class _DocumentScan:
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
         """The file from which documents are read later."""
         column = self.spec.text_column
+        if self.spec.chat is not None and (file.format != "jsonl" or file.path.suffix in COMPRESSIONS):
+            raise DataError(f"{file.path}: with data.chat all sources must be .jsonl files, not compressed")
         is_packed_arrow = file.format == "arrow" and not is_readable_in_place(file.path, column)
         if file.format in ("parquet", "json") or is_packed_arrow or file.path.suffix in COMPRESSIONS:
             return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
@@ -99,7 +103,8 @@ class _DocumentScan:
         column, chars = self.spec.text_column, self.spec.document_chars
         if source == file:
             try:
-                yield from build_formats(text_column=column, document_chars=chars)[file.format].scan(file.path)
+                formats = build_formats(text_column=column, document_chars=chars, chat=self.spec.chat)
+                yield from formats[file.format].scan(file.path)
             except OSError as error:
                 raise DataError(f"{file.path}: can't be read ({error.strerror})") from error
             return

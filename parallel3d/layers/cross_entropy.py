@@ -43,6 +43,7 @@ class _LinearCrossEntropy(Function):
         num_valid: int,
         keep_fp32_dtype: torch.dtype,
         grad_factor: float | None,
+        masks_targets: bool,
         cross_entropy: CrossEntropyFn,
         cap: float | None,
     ) -> Tensor:
@@ -64,6 +65,11 @@ class _LinearCrossEntropy(Function):
                 logits = gemm.forward(x_part, valid, out=buffer[start : start + x_part.shape[0]])
                 slope = None if cap is None else cap_logits(logits, cap)
                 losses = cross_entropy(logits, local_targets[part], tp.group, grad_factor, keep_fp32_dtype)
+                if masks_targets:  # a negative target is of no rank: its loss and gradient are those of a whole softmax
+                    ignored = targets[part] < 0
+                    losses = losses.masked_fill(ignored, 0.0)
+                    if grad_factor:
+                        logits.masked_fill_(ignored[:, None], 0.0)
                 loss += losses.sum(dtype=torch.float64)
                 if hidden_grad is not None and slope is not None:
                     logits.mul_(slope)
@@ -81,7 +87,7 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
         ctx.weight.sink.on_added()
-        return hidden_grad, None, None, None, None, None, None, None, None, None
+        return hidden_grad, *(None,) * 10
 
 
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
@@ -112,7 +118,8 @@ def gradient_rows(rows: int, num_valid: int, dtype: torch.dtype, device: torch.d
 
 
 class LinearCrossEntropy(VocabParallel):
-    """(tokens_local, hidden), targets (tokens,) -> sum of the token losses, float64 scalar.
+    """(tokens_local, hidden), targets (tokens,) -> sum of the token losses, float64 scalar; negative targets have none
+    (`masks_targets`).
 
     Its gradient is that of the plain sum times `loss_factor`: call backward() on the loss itself, unscaled. With a
     cap c logits x become c tanh(x / c).
@@ -133,7 +140,9 @@ class LinearCrossEntropy(VocabParallel):
         self.keep_fp32_dtype = context.policy.keep_fp32_dtype
         self.cross_entropy, self.cap = context.kernels.cross_entropy, cap
 
-    def forward(self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, loss_factor: float = 1.0, *, masks_targets: bool = False
+    ) -> Tensor:
         return _LinearCrossEntropy.apply(
             hidden,
             self.weight,
@@ -143,6 +152,7 @@ class LinearCrossEntropy(VocabParallel):
             self.num_valid,
             self.keep_fp32_dtype,
             loss_factor if torch.is_grad_enabled() else None,
+            masks_targets,
             self.cross_entropy,
             self.cap,
         )

@@ -34,6 +34,8 @@ class MicroBatch:
     """Multiplies the gradients where they begin."""
     documents: tuple[int, ...] | None = None
     """Lengths of the documents that attention keeps apart, sequence after sequence; None: it keeps none apart."""
+    masks_targets: bool = False
+    """Whether targets may be negative: these have no loss."""
 
     @property
     def batch_size(self) -> int:
@@ -82,6 +84,8 @@ class BatchPlan:
     """Multiplies the gradients where they begin; the optimizer divides by it."""
     masks_documents: bool = False
     """Whether attention keeps documents apart: the first stage finds them, the others receive them."""
+    masks_targets: bool = False
+    """Whether some targets have no loss."""
 
     @property
     def num_slots(self) -> int:
@@ -103,4 +107,5 @@ class BatchPlan:
             sequence_length=self.sequence_length,
             training=self.training,
             loss_factor=self.loss_factor,
+            masks_targets=self.masks_targets,
         )

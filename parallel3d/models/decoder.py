@@ -122,7 +122,7 @@ class DecoderStage(nn.Module):
             return x
         assert targets is not None
         _, normed = self.final_norm(x)
-        return self.head(normed, targets, micro_batch.loss_factor)
+        return self.head(normed, targets, micro_batch.loss_factor, masks_targets=micro_batch.masks_targets)
 
     @torch.no_grad()
     def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:

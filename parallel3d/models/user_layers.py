@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
+from parallel3d.data.marked_text import IGNORED
 from parallel3d.errors import UserError
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
@@ -194,7 +195,8 @@ class UserHead(UserPart):
 
     def forward(self, x: Tensor, targets: Tensor, micro_batch: MicroBatch, vocab_size: int) -> Tensor:
         logits = self.logits(x, micro_batch, vocab_size)
-        return _ScaledSum.apply(functional.cross_entropy(logits, targets, reduction="sum"), micro_batch.loss_factor)
+        losses = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return _ScaledSum.apply(losses, micro_batch.loss_factor)
 
     def logits(self, x: Tensor, micro_batch: MicroBatch, vocab_size: int) -> Tensor:
         """(tokens, vocab_size) in the format of norms and losses."""

@@ -59,7 +59,7 @@ class UserStage(nn.Module):
             return self.head(x, targets, micro_batch, self.config.vocab_size)
         assert self.final_norm is not None
         _, normed = self.final_norm(x)
-        return self.head(normed, targets, micro_batch.loss_factor)
+        return self.head(normed, targets, micro_batch.loss_factor, masks_targets=micro_batch.masks_targets)
 
     @torch.no_grad()
     def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -27,4 +27,5 @@ def plan_batch(config: Config, iteration: int, shape: BatchShape | None = None) 
         micro_batch_size=batch.micro_batch_size,
         sequence_length=shape.sequence_length if shape else batch.sequence_length,
         masks_documents=config.data.document_mask,
+        masks_targets=config.data.chat is not None,
     )

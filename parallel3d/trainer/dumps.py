@@ -45,7 +45,7 @@ def write_step_dump(rank: RankContext, entry: Entry, recorder: Recorder) -> Path
         coordinates=str(rank.coordinates),
         ranks=rank.grid.ranks,
         losses=recorder.losses,
-        num_target_tokens=entry.num_target_tokens,
+        num_target_tokens=entry.num_loss_tokens,
         sequence_length=recorder.batch.sequence_length,
         tensors=[*parameters, *recorded],
     )

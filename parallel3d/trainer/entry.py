@@ -40,6 +40,7 @@ class Contribution:
     squared_norm: ExactSum = ExactSum()
     is_finite: bool = True
     num_target_tokens: int = 0
+    num_masked_tokens: int = 0
     loss_sum: ExactSum = ExactSum()
     stop: bool = False
     leave: bool = False
@@ -57,12 +58,13 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The result of one iteration, the same on all ranks; sums run over target tokens until they are divided."""
+    """The result of one iteration, the same on all ranks; sums run over tokens with a loss until they are divided."""
 
     iteration: int
     squared_norm: float
     finite: bool
     num_target_tokens: int
+    """Tokens of the sequences, with or without a loss: what the run's clock counts."""
     loss_sum: float
     stop: bool
     leave: bool
@@ -75,6 +77,8 @@ class Entry:
     """Number of ranks whose part of the current save is on disk."""
     num_not_saved: int = 0
     """Number of ranks that can't write theirs."""
+    num_masked_tokens: int = 0
+    """Those without a loss."""
     evaluate: bool = False
     """An evaluation is due by the leader's clock, and follows this iteration."""
     param_norm: float | None = None
@@ -87,14 +91,19 @@ class Entry:
     """With `elastic.balance`, the time of each replica. Entries of the same mathematics are equal whatever it took."""
 
     @property
+    def num_loss_tokens(self) -> int:
+        """The tokens that sums are divided by; 1 in a step that has none."""
+        return max(1, self.num_target_tokens - self.num_masked_tokens)
+
+    @property
     def loss(self) -> float:
         """Mean loss of a target token, in nats."""
-        return self.loss_sum / self.num_target_tokens
+        return self.loss_sum / self.num_loss_tokens
 
     @property
     def grad_norm(self) -> float:
         """Norm of the gradient of the mean loss, before clipping."""
-        return sqrt(self.squared_norm) / self.num_target_tokens
+        return sqrt(self.squared_norm) / self.num_loss_tokens
 
     @property
     def metrics(self) -> StepMetrics:
@@ -109,7 +118,7 @@ class Entry:
 
     def grad_scale(self, max_grad_norm: float | None) -> float:
         """The factor that turns a sum of token gradients into the clipped gradient of the mean loss."""
-        scale = 1.0 / self.num_target_tokens
+        scale = 1.0 / self.num_loss_tokens
         if max_grad_norm is None:
             return scale
         return scale * min(1.0, max_grad_norm / (self.grad_norm + 1e-6))

@@ -34,7 +34,16 @@ from parallel3d.trainer.entry import Contribution, Entry, UnitTime
 Vector = NDArray[np.float64]
 
 _SUMS = ("squared_norm", "loss_sum")  # exact: the same in whatever order micro-batches and ranges are added
-_SCALARS = ("non_finite", "num_target_tokens", "stop", "leave", "num_saved", "num_not_saved", "evaluate")
+_SCALARS = (
+    "non_finite",
+    "num_target_tokens",
+    "num_masked_tokens",
+    "stop",
+    "leave",
+    "num_saved",
+    "num_not_saved",
+    "evaluate",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,7 @@ class EntryLayout:
             *part.loss_sum.to_floats(),
             0.0 if finite else 1.0,
             float(part.num_target_tokens),
+            float(part.num_masked_tokens),
             float(part.stop),
             float(part.leave),
             float(part.save_status.is_on_disk),
@@ -103,7 +113,7 @@ class EntryLayout:
             ExactSum.from_floats(vector[number * NUM_FLOATS : (number + 1) * NUM_FLOATS].tolist()).value
             for number in range(len(_SUMS))
         )
-        non_finite, num_target_tokens, stop, leave, num_saved, num_not_saved, evaluate = vector[
+        non_finite, num_target_tokens, num_masked_tokens, stop, leave, num_saved, num_not_saved, evaluate = vector[
             len(_SUMS) * NUM_FLOATS : self._cursor_offset(0)
         ].tolist()
         return Entry(
@@ -111,6 +121,7 @@ class EntryLayout:
             squared_norm=squared_norm,
             finite=non_finite == 0,
             num_target_tokens=int(num_target_tokens),
+            num_masked_tokens=int(num_masked_tokens),
             loss_sum=loss_sum,
             stop=stop > 0,
             leave=leave > 0,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from parallel3d.data.lanes import Lanes
+from parallel3d.data.marked_text import IGNORED, split_targets
 from parallel3d.data.reader import LaneCursor, Reader, ReadResult
 from parallel3d.layers.document_marks import document_lengths
 from parallel3d.layers.micro_batch import MicroBatch
@@ -22,6 +23,7 @@ class LaneLoader:
 
     `eos_id` is the token that ends documents, if attention keeps them apart. A lane advances by `read_length` tokens
     each time, and the micro-batch takes as many of them as its sequences are long; None: it advances by just those.
+    `num_masked` counts targets without a loss, by slot.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class LaneLoader:
         self._cursors: tuple[LaneCursor, ...] = ()
         self._tokens_read = 0
         self.next_cursors: dict[int, LaneCursor] = {}
+        self.num_masked: dict[int, int] = {}
 
     def begin(self, cursors: tuple[LaneCursor, ...], tokens_read: int) -> None:
         """Sets the cursors before this iteration, and the number of tokens that all lanes have consumed."""
         self._cursors = cursors
         self._tokens_read = tokens_read
         self.next_cursors = {}
+        self.num_masked = {}
 
     def load(self, micro_batch: MicroBatch) -> LoadedMicroBatch:
         """Inputs and targets, (slots x sequence length,) each, and the document lengths."""
@@ -50,9 +54,18 @@ class LaneLoader:
             row, self.next_cursors[slot] = self._reader.read(slot, cursor, moves_by)
             rows.append(row[: length + 1])
         tokens = np.stack(rows).astype(np.int64)
+        if micro_batch.masks_targets:
+            return self._load_masked(micro_batch, tokens)
         documents = None if self._eos_id is None else document_lengths(tokens[:, :-1], self._eos_id)
         whole = to_device(torch.from_numpy(tokens), self._device)
         return LoadedMicroBatch(whole[:, :-1].reshape(-1), whole[:, 1:].reshape(-1), documents)
+
+    def _load_masked(self, micro_batch: MicroBatch, stored: np.ndarray) -> LoadedMicroBatch:
+        inputs, targets = split_targets(stored)
+        self.num_masked.update(zip(micro_batch.slots, np.count_nonzero(targets == IGNORED, axis=1).tolist()))
+        documents = None if self._eos_id is None else document_lengths(inputs, self._eos_id)
+        both = to_device(torch.from_numpy(np.stack((inputs, targets))), self._device)
+        return LoadedMicroBatch(both[0].reshape(-1), both[1].reshape(-1), documents)
 
 
 class EvaluationSequences(Reader):

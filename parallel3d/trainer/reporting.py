@@ -184,6 +184,7 @@ class StepReporter:
             "tokens_read": state.tokens_read,
             "sequence_length": entry.num_target_tokens // len(entry.cursors),
             "num_sequences": len(entry.cursors),
+            **({"num_loss_tokens": entry.num_loss_tokens} if entry.num_masked_tokens else {}),
             "loss": _finite_or_none(entry.loss),
             "grad_norm": _finite_or_none(entry.grad_norm) if entry.finite else None,
             "lr": self._rank.learning_rate_now,

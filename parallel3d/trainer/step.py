@@ -129,6 +129,7 @@ def build_contribution(
         part.loss_sum = ExactSum.of(losses())
         part.num_target_tokens = result.num_target_tokens
         part.cursors = rank.train_loader.next_cursors
+        part.num_masked_tokens = sum(rank.train_loader.num_masked.values())
         virtual_stages = rank.chunk_layout.virtual_stages[rank.coordinates.pp]
         part.backward_counts = {(virtual_stages[c], m): count for (m, c), count in result.backwarded.items()}
     if is_check_due(rank, rank.state.iteration + 1):
@@ -208,8 +209,9 @@ def _evaluation_loss(rank: RankContext) -> float | None:
     rank.token.check()
     counts = rank.coordinates.tp == 0  # the other tensor-parallel ranks hold the same losses
     loss_sum = ExactSum.of(losses() if counts else ())
-    num_tokens = result.num_target_tokens if counts else 0
+    num_masked = sum(rank.evaluate_loader.num_masked.values())  # by ranks of first stages, the rest by those of last
+    num_tokens = result.num_target_tokens - num_masked if counts else 0
     sums = torch.tensor([*loss_sum.to_floats(), num_tokens], dtype=torch.float64)
     rank.hooks.phase_hook("evaluate")
     *loss_floats, num_tokens = rank.groups.world.all_reduce(sums).tolist()
-    return ExactSum.from_floats(loss_floats).value / num_tokens
+    return ExactSum.from_floats(loss_floats).value / max(1.0, num_tokens)

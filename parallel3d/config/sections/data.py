@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from parallel3d.config.sections.chat import ChatConfig
 from parallel3d.config.sections.section import Fraction, Section
 
 
@@ -68,6 +69,8 @@ class DataConfig(Section):
     """Several sources with weights, instead of `sources`. Null: all text of `sources`, shuffled."""
     slice: SliceConfig | None = None
     """A part of the one file of tokens in `sources`, in the file's order. Null: its documents, shuffled."""
+    chat: ChatConfig | None = None
+    """Conversations, of whose tokens only replies are targets; needs document_mask. Null: all text is learned."""
     text_column: str = "text"
     """Name of the text's field in .jsonl files, and of its column in .arrow and .parquet files."""
     validation_fraction: Fraction = 0.01

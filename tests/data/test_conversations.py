@@ -1,0 +1,153 @@
+"""Conversations: which characters and tokens are targets, templates, and lanes that keep each one whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel3d.data.conversation_lanes import ConversationLanes
+from parallel3d.data.conversations import ChatTemplate, load_template
+from parallel3d.data.lanes import Cursor
+from parallel3d.data.marked_text import IGNORED, MarkedText, encode_marked, split_targets
+from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.errors import DataError
+from tests.support.tiers import examples
+
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "thanks"},
+]
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+"""Llama 3's own."""
+
+
+def targets_of(text: MarkedText) -> list[str]:
+    return [text[begin:end] for begin, end in text.targets]
+
+
+def test_chatml():
+    text = ChatTemplate().mark({"messages": CHAT}, "here")
+    assert targets_of(text) == ["2<|im_end|>\n", "4<|im_end|>\n"]
+    assert text == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    )  # what follows the last reply is left out
+
+
+def test_a_pair():
+    text = ChatTemplate().mark({"prompt": "2+2=", "completion": "4"}, "here")
+    assert text == "2+2=4" and targets_of(text) == ["4"]
+
+
+def test_a_hugging_face_folder_renders_as_transformers_does(tmp_path: Path):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    config = {"chat_template": LLAMA3, "bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = load_template(str(tmp_path)).mark({"messages": CHAT}, "here")
+    (theirs,), _ = render_jinja_template([CHAT[:-1]], chat_template=LLAMA3, bos_token="<|begin_of_text|>")
+    assert f"{text}<|eot_id|>" == theirs  # the lanes end a conversation with the token of <|eot_id|> itself
+    assert targets_of(text) == ["2<|eot_id|>", "4"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ raise_exception('no system role') }}", "ValueError: no system role"),
+        ("{% for m in messages %}{{ m.content", "TemplateSyntaxError"),
+        ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "before message 3",
+        ),
+    ],
+)
+def test_a_template_that_does_not_work(template: str, expected: str):
+    with pytest.raises(DataError, match=expected) as error:
+        ChatTemplate(source=template).mark({"messages": CHAT}, "chat.jsonl:7")
+    assert str(error.value).startswith("chat.jsonl:7: ")
+
+
+def test_a_folder_without_a_template(tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="has no chat_template"):
+        load_template(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match="can't be read"):
+        load_template(str(tmp_path))
+
+
+def test_tokens_are_marked():
+    stored = encode_marked(MarkedText("abcde", [(1, 2), (3, 5)]), ByteTokenizer())
+    assert stored.dtype == np.int32 and stored.tolist() == [~97, 98, ~99, 100, 101]
+    inputs, targets = split_targets(stored[None])
+    assert inputs.tolist() == [[97, 98, 99, 100]] and targets.tolist() == [[98, IGNORED, 100, 101]]
+
+
+class Numbered:
+    """Conversation i is i repeated, the first half of it a prompt."""
+
+    eos_id = 99
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, index: int) -> np.ndarray:
+        tokens = np.full(self.lengths[index], index + 1, np.int32)
+        tokens[: len(tokens) // 2] = ~tokens[: len(tokens) // 2]
+        return tokens
+
+
+def read_pass(lanes: ConversationLanes, num_tokens: int) -> list[np.ndarray]:
+    """The sequences of lane 0's first pass; the last one may begin the next pass."""
+    rows, cursor = [], Cursor.start()
+    while cursor.epoch == 0:
+        row, cursor = lanes.read(0, cursor, num_tokens)
+        assert cursor.offset == 0
+        rows.append(row)
+    return rows
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(4, 16), st.integers(0, 5))
+def test_every_conversation_is_whole_in_one_sequence(lengths: list[int], num_tokens: int, seed: int):
+    documents = Numbered(lengths)
+    lanes = ConversationLanes(documents, seed, 1)
+    seen: list[int] = []
+    for row in read_pass(lanes, num_tokens):
+        assert len(row) == num_tokens + 1
+        rest = row.tolist()
+        while rest and rest[0] != ~0:  # the filler
+            index = (rest[0] if rest[0] >= 0 else ~rest[0]) - 1
+            expected = [*documents.tokens(index).tolist(), 99][: num_tokens + 1]
+            expected[0] = min(expected[0], ~expected[0])  # never a target
+            assert rest[: len(expected)] == expected
+            rest = rest[len(expected) :]
+            seen.append(index)
+        assert all(token == ~0 for token in rest)
+    order = lanes.document_sequence(0, 0)
+    assert seen[: len(order)] == order  # none lost, none twice
+
+
+def test_a_conversation_longer_than_a_sequence_loses_its_end():
+    lanes = ConversationLanes(Numbered([30, 3]), seed=0, num_lanes=1)
+    rows = read_pass(lanes, 8)
+    long = next(row for row in rows if ~row[0] == 1)
+    assert len(rows) == 2 and 99 not in long  # no EOS: it does not end here
