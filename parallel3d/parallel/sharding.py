@@ -68,8 +68,9 @@ class ParamSharding:
     """The global identity of one parameter and its sharding.
 
     `shape` is global and unpadded. `dim` None: every tensor-parallel rank holds the whole; then `partial_grad` says
-    that under sequence parallelism each holds only its own tokens' part of the gradient (Korthikanti et al., "Reducing
-    activation recomputation", section 4.2.2), to be summed over the tensor-parallel group.
+    that each holds only a part of the gradient, to be summed over the tensor-parallel group: under sequence parallelism
+    that of its own tokens (Korthikanti et al., "Reducing activation recomputation", section 4.2.2), of a norm of heads
+    that of its own heads.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A CUDA device gives what a CPU gives: the layers of both families, recomputed or not."""
+"""A CUDA device gives what a CPU gives: the layers of families that differ in their blocks, recomputed or not."""
 
 import pytest
 import torch
@@ -8,7 +8,16 @@ from parallel3d.parallel.tensor_parallel import solo_region
 from tests.support.tiny_stages import SEQ, build, micro_batch, model_config, relative, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-FAMILIES = {"llama": {}, "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ)}
+FAMILIES = {
+    "llama": {},
+    "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ),
+    "qwen3": dict(architecture="qwen3", head_dim=16),
+    "olmo2": dict(architecture="olmo2"),
+    "gemma2": dict(
+        architecture="gemma2", sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, head_dim=16
+    ),
+    "gemma3": dict(architecture="gemma3", sliding_window=5, sliding_window_pattern=2, head_dim=16),
+}
 # fp64: sums in another order. fp32 and bf16: 24 and 8 bits, and attention kernels that add in another order.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2}
 
