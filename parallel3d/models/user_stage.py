@@ -32,12 +32,13 @@ class UserStage(nn.Module):
         is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
         self.embedding: UserEmbedding | VocabParallelEmbedding | None = None
         self.head: UserHead | LinearCrossEntropy | None = None
-        self.positions = self.final_norm = None
+        self.positions = self.final_norm = self.embedding_factor = None
         if is_first and parts.embedding:
             self.embedding = UserEmbedding("embedding", parts.embedding, shardings={}, **make)
         elif is_first:
             self.embedding = VocabParallelEmbedding("embedding.weight", *sizes, **ours)
             self.positions = build.positions()
+            self.embedding_factor = config.hidden_size**0.5 if build.family.scales_embedding else None
         self.layers = nn.ModuleList(
             UserBlock(f"layers.{index}", partial(parts.block, index), shardings=parts.shardings, **make)
             for index in layers
@@ -46,7 +47,8 @@ class UserStage(nn.Module):
             self.head = UserHead("head", parts.head, shardings={}, **make)
         elif is_last:
             self.final_norm = build.norm("final_norm")
-            self.head = LinearCrossEntropy("embedding.weight" if tied else "head.weight", *sizes, **ours)
+            cap = build.value_of(build.family.logit_cap_field)
+            self.head = LinearCrossEntropy("embedding.weight" if tied else "head.weight", *sizes, cap=cap, **ours)
         if tied and isinstance(self.embedding, VocabParallelEmbedding) and isinstance(self.head, LinearCrossEntropy):
             self.head.weight = self.embedding.weight
 
@@ -76,6 +78,8 @@ class UserStage(nn.Module):
             x = self.embedding(x, micro_batch, self.config.hidden_size)
         elif self.embedding is not None:
             x = self.embedding(x)
+            if self.embedding_factor is not None:
+                x = x * torch.tensor(self.embedding_factor, dtype=x.dtype).item()  # rounded to x's format
             x = x if self.positions is None else self.positions(x, micro_batch)
         for layer in self.layers:
             if self.recompute == "none" or not torch.is_grad_enabled():

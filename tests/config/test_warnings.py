@@ -33,7 +33,7 @@ from tests.support.config_files import TINY, write
         ({"lr_schedule": {"warmup_tokens": 12_800}}, "within its warmup of 12,800 tokens"),
         ({"parallel": {"dp_size": 2}, "elastic": {"enabled": True, "zero_backups": 0}}, "without backups"),
         ({"parallel": {"pp_size": 2, "stage_replicas": [1, 2]}, "elastic": {"enabled": True}}, "stages [0] have one"),
-        ({"run": {"initialize_from": ".", "num_steps": 100}}, "set data.tokenizer.path to the tokenizer.model that"),
+        ({"run": {"initialize_from": ".", "num_steps": 100}}, "set data.tokenizer.path to the Hugging Face folder or"),
         ({"precision": {"loss_scale": {"initial": 2.0}}}, "no effect on policy fp32"),
         ({"precision": {"policy": "bf16_sr"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.99}}, "beta2 0.99"),
         ({"precision": {"policy": "bf16_pure"}, "optimizer": {"learning_rate": 1e-3, "beta2": 0.999}}, "beta2 0.999"),

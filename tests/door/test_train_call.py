@@ -159,6 +159,7 @@ def test_a_worker_is_killed_and_an_unfinished_run_raises(tiny: Json) -> None:
                 (worker,) = [pid for pid in children_of(guardian) if name_of(pid) == "p3d-rank-1"]
                 os.kill(worker, signal.SIGKILL)
 
+    tiny["elastic"] = {"max_rejoins": 0}
     killer = Killer()
     result = parallel3d.train(tiny, {"run.num_steps": 300}, callbacks=[killer], quiet=True)
     assert result.final_step == 300 and [line["lost"] for line in killer.changes] == [1]

@@ -28,7 +28,7 @@ def test_every_command_has_a_parser_and_a_module():
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (["tr"], ["train"]),
+        (["tr"], ["train", "track"]),
         (["train", "--conf"], ["--config"]),
         (["train", "--config", "quickstart_l"], ["quickstart_lion"]),
         (["train", "--config=quickstart_l"], ["--config=quickstart_lion"]),
