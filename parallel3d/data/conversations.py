@@ -34,7 +34,7 @@ class ChatTemplate:
     """chatml, or a template of jinja2."""
     bos: str = ""
     eos: str = ""
-    """Token texts that a template may insert. `eos` at the text's end is left out: lanes add the token itself."""
+    """Token texts that a template may insert."""
 
     def to_json(self) -> dict[str, str]:
         return {"source": self.source, "bos": self.bos, "eos": self.eos}
@@ -53,8 +53,6 @@ class ChatTemplate:
         if not replies:
             raise DataError(f"{where}: no message has the role {REPLIES!r}: there is nothing to learn")
         text, spans = self._render(messages[: replies[-1] + 1], False, where), []
-        if self.eos:
-            text = text.rstrip().removesuffix(self.eos)
         for number in replies:
             before = self._render(messages[:number], True, where)
             after = text if number == replies[-1] else self._render(messages[: number + 1], False, where)

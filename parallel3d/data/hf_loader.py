@@ -70,6 +70,12 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # ids may have gaps
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Names and ids of special tokens, which `encode` does not take for such."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
     def encode(self, text: str) -> np.ndarray:
         batches = (  # of one text, since `encode` holds Python's lock and encode_batch does not
             self._tokenizer.encode_batch([piece], add_special_tokens=False) for piece in pieces_of(text)

@@ -9,12 +9,14 @@ So lanes, blends and caches move whether a token is a target together with the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from parallel3d.data.tokenizer import Tokenizer
+from parallel3d.errors import DataError, shorten
 
 IGNORED = -1
 """A target that has no loss."""
@@ -37,17 +39,45 @@ class MarkedText(str):
 def encode_marked(text: MarkedText, tokenizer: Tokenizer) -> np.ndarray:
     """The ids of a text, int32 (tokens,), with ~id where a token is not a target.
 
-    Each part is encoded for itself: no token is half in a reply, and a reply's tokens are those of its text alone.
+    Each part is encoded for itself: no token is half in a reply, and a reply's tokens are those of its text alone. The
+    names of special tokens, which a template inserts, become these tokens where the tokenizer has them; EOS at the end
+    is left out, since lanes add it. Raises DataError for one before the end.
     """
+    special_ids: Mapping[str, int] = getattr(tokenizer, "special_ids", {})
+    end = _end_before_eos(text, special_ids, tokenizer.eos_id)
     parts: list[np.ndarray] = []
     position = 0
-    for begin, end in (*text.targets, (len(text), len(text))):
-        if begin > position:
-            parts.append(~tokenizer.encode(text[position:begin]))
-        if end > begin:
-            parts.append(tokenizer.encode(text[begin:end]))
-        position = end
+    for first, last in (*text.targets, (end, end)):
+        first, last = min(first, end), min(last, end)
+        parts += [~part for part in _encode(text[position:first], special_ids, tokenizer)]
+        parts += _encode(text[first:last], special_ids, tokenizer)
+        position = last
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _encode(text: str, special_ids: Mapping[str, int], tokenizer: Tokenizer) -> list[np.ndarray]:
+    names = "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True)))
+    pieces = re.split(f"({names})", text) if names else [text]
+    return [
+        np.array([special_ids[piece]], np.int32) if piece in special_ids else tokenizer.encode(piece)
+        for piece in pieces
+        if piece
+    ]
+
+
+def _end_before_eos(text: str, special_ids: Mapping[str, int], eos_id: int) -> int:
+    """Where the text ends, without an EOS and blanks after it."""
+    eos = next((name for name, number in special_ids.items() if number == eos_id), None)
+    if eos is None:
+        return len(text)
+    visible = text.rstrip()
+    end = len(visible) - len(eos) if visible.endswith(eos) else len(text)
+    if eos in text[:end]:
+        raise DataError(
+            f"a conversation has {eos} before its end ({shorten(repr(str(text)), 80)}), the token that ends documents: "
+            "set data.tokenizer.eos_id to another special token, such as that of <|endoftext|> or <|end_of_text|>"
+        )
+    return end
 
 
 def split_targets(stored: np.ndarray[Any, Any]) -> tuple[np.ndarray, np.ndarray]:

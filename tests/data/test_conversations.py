@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from parallel3d.data.conversation_lanes import ConversationLanes
 from parallel3d.data.conversations import ChatTemplate, load_template
+from parallel3d.data.hf_loader import HuggingFaceTokenizer, train_byte_level
 from parallel3d.data.lanes import Cursor
 from parallel3d.data.marked_text import IGNORED, MarkedText, encode_marked, split_targets
 from parallel3d.data.tokenizer import ByteTokenizer
@@ -60,8 +62,8 @@ def test_a_hugging_face_folder_renders_as_transformers_does(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     text = load_template(str(tmp_path)).mark({"messages": CHAT}, "here")
     (theirs,), _ = render_jinja_template([CHAT[:-1]], chat_template=LLAMA3, bos_token="<|begin_of_text|>")
-    assert f"{text}<|eot_id|>" == theirs  # the lanes end a conversation with the token of <|eot_id|> itself
-    assert targets_of(text) == ["2<|eot_id|>", "4"]
+    assert text == theirs
+    assert targets_of(text) == ["2<|eot_id|>", "4<|eot_id|>"]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,27 @@ def test_tokens_are_marked():
     assert stored.dtype == np.int32 and stored.tolist() == [~97, 98, ~99, 100, 101]
     inputs, targets = split_targets(stored[None])
     assert inputs.tolist() == [[97, 98, 99, 100]] and targets.tolist() == [[98, IGNORED, 100, 101]]
+
+
+def test_special_tokens_of_a_template(tmp_path: Path):
+    """<|im_start|> and <|im_end|> are one token each; EOS may stand at the end alone, where the lanes put it."""
+    tokenizer = train_byte_level(["some text to learn from"] * 20, 300)
+    library = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    start, end = map(library.token_to_id, ("<|im_start|>", "<|im_end|>"))
+    files = {**tokenizer.files, "tokenizer.json": library.to_str().encode()}
+    text = ChatTemplate().mark({"messages": CHAT}, "here")
+
+    stored = encode_marked(text, HuggingFaceTokenizer(files, eos_id=tokenizer.eos_id))
+    assert (stored == ~start).sum() == 5 and (stored == ~end).sum() == 3 and (stored == end).sum() == 2
+    with pytest.raises(DataError, match=r"<\|im_end\|> before its end.*set data\.tokenizer\.eos_id"):
+        encode_marked(text, HuggingFaceTokenizer(files, eos_id=end))
+
+    pair = ChatTemplate().mark({"prompt": "2+2=", "completion": "4<|im_end|>\n"}, "here")
+    ends_so, ends_otherwise = (
+        encode_marked(pair, HuggingFaceTokenizer(files, eos_id=eos)) for eos in (end, tokenizer.eos_id)
+    )
+    assert end not in ends_so and ends_otherwise.tolist()[: len(ends_so) + 1] == [*ends_so.tolist(), end]
 
 
 class Numbered:
