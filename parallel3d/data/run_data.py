@@ -26,7 +26,8 @@ from parallel3d.data.documents import TokenDocuments
 from parallel3d.data.lanes import Lanes
 from parallel3d.data.reader import Reader
 from parallel3d.data.reader_process import ReaderProcess
-from parallel3d.data.sources import find_files
+from parallel3d.data.remote import fetch, local_path
+from parallel3d.data.sources import SourceFile, find_files
 from parallel3d.data.token_file import TokenFile
 from parallel3d.data.token_formats import open_tokens
 from parallel3d.data.token_slice import TokenSlice, TokenSliceReader, plan_slice
@@ -41,8 +42,9 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
     """Returns the corpus. On first use one process of each host builds it, and logs that."""
     data, num_lanes = config.data, config.batch.global_batch_size
     assert data.cache_directory is not None and num_lanes is not None, "needs a resolved configuration"
+    fetch(_all_sources(data), Path(data.cache_directory), token, log)
     return open_corpus(
-        sources=_all_sources(data),
+        sources=_local(data, _all_sources(data)),
         text_column=data.text_column,
         document_chars=_document_chars(data, num_lanes),
         validation_fraction=data.validation_fraction,
@@ -70,7 +72,7 @@ def build_reader(config: Config, corpus: Corpus) -> Reader:
     if blend is None:
         return lanes_of(config)(corpus.train, seed, num_lanes)
     sources = []
-    for name, indices in zip(blend.sources, _documents_by_source(blend, corpus), strict=True):
+    for name, indices in zip(blend.sources, _documents_by_source(config.data, blend, corpus), strict=True):
         try:
             sources.append(lanes_of(config)(Subset(corpus.train, indices), seed, num_lanes))
         except DataError as error:
@@ -98,7 +100,8 @@ def build_evaluation_lanes(config: Config, corpus: Corpus) -> Lanes | None:
     """
     assert config.batch.global_batch_size is not None, "needs a resolved configuration"
     num_lanes = min(config.batch.global_batch_size, len(corpus.validation))
-    is_apart = config.data.slice is None or any(file.format != "tokens" for file in find_files(config.data.sources))
+    files = _files(config.data, config.data.sources)
+    is_apart = config.data.slice is None or any(file.format != "tokens" for file in files)
     return lanes_of(config)(corpus.validation, config.run.seed, num_lanes) if num_lanes and is_apart else None
 
 
@@ -113,16 +116,16 @@ def blend_stages(blend: BlendConfig) -> list[BlendStage]:
 def describe_data(config: Config, corpus: Corpus) -> Iterator[str]:
     """Yields lines to log if training reads a mixture, a slice or conversations."""
     if config.data.blend is not None:
-        yield from _describe_blend(config.data.blend, corpus)
+        yield from _describe_blend(config.data, config.data.blend, corpus)
     if config.data.slice is not None:
         yield from _describe_slice(config, corpus)
     if config.data.chat is not None:
         yield _describe_chat(corpus.train, config.batch.sequence_length)
 
 
-def _describe_blend(blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
+def _describe_blend(data: DataConfig, blend: BlendConfig, corpus: Corpus) -> Iterator[str]:
     """Yields the size of each source, and the weights of each stage."""
-    counts = _counts_by_source(blend, corpus)
+    counts = _counts_by_source(data, blend, corpus)
     yield "blend: " + ", ".join(f"{name} {count:,} documents" for name, count in counts.items())
     for stage in blend.stages:
         yield f"blend: from token {stage.from_token:,} on {_shares(stage)} of the tokens"
@@ -174,7 +177,7 @@ def fingerprint_data(config: Config, corpus: Corpus) -> dict[str, Any]:
         "vocab_size": corpus.vocab_size,
     }
     if config.data.blend is not None:
-        return _extend_fingerprint(identity, blend=_counts_by_source(config.data.blend, corpus))
+        return _extend_fingerprint(identity, blend=_counts_by_source(config.data, config.data.blend, corpus))
     if config.data.slice is not None:
         part = _slice(config)[1]
         return _extend_fingerprint(identity, slice={"start_token": part.start, "sequence_length": part.sequence_length})
@@ -197,33 +200,43 @@ def _all_sources(data: DataConfig) -> list[str]:
     return [path for paths in data.blend.sources.values() for path in paths]
 
 
+def _local(data: DataConfig, sources: list[str]) -> list[str]:
+    """The sources with remote ones replaced by their copies in the cache."""
+    return [local_path(source, Path(str(data.cache_directory))) for source in sources]
+
+
+def _files(data: DataConfig, sources: list[str]) -> list[SourceFile]:
+    return find_files(_local(data, sources))
+
+
 def _document_chars(data: DataConfig, num_lanes: int) -> int | None:
     """Length of documents of plain text; for a mixture, short enough that the smallest source feeds every lane. None:
     the corpus decides."""
     if data.document_chars is not None or data.blend is None:
         return data.document_chars
-    sizes = [sum(file.path.stat().st_size for file in find_files(paths)) for paths in data.blend.sources.values()]
+    sizes = [sum(file.path.stat().st_size for file in _files(data, paths)) for paths in data.blend.sources.values()]
     return choose_document_chars(min(sizes), num_lanes, data.validation_fraction)
 
 
-def _documents_by_source(blend: BlendConfig, corpus: Corpus) -> list[np.ndarray]:
+def _documents_by_source(data: DataConfig, blend: BlendConfig, corpus: Corpus) -> list[np.ndarray]:
     """Indices of the training documents of each source, in order; a corpus numbers its files in the order of
     sources."""
-    last_files = np.cumsum([len(find_files(paths)) for paths in blend.sources.values()])
+    last_files = np.cumsum([len(_files(data, paths)) for paths in blend.sources.values()])
     by_document = np.searchsorted(last_files, corpus.train_document_index[:, 0], side="right")
     return [np.flatnonzero(by_document == number) for number in range(len(blend.sources))]
 
 
-def _counts_by_source(blend: BlendConfig, corpus: Corpus) -> dict[str, int]:
+def _counts_by_source(data: DataConfig, blend: BlendConfig, corpus: Corpus) -> dict[str, int]:
     """Number of training documents of each source."""
-    return {name: len(each) for name, each in zip(blend.sources, _documents_by_source(blend, corpus), strict=True)}
+    by_source = _documents_by_source(data, blend, corpus)
+    return {name: len(each) for name, each in zip(blend.sources, by_source, strict=True)}
 
 
 def _slice(config: Config) -> tuple[TokenFile, TokenSlice]:
     """The file to train on, and the part of it."""
     part, batch = config.data.slice, config.batch
     assert part is not None and batch.global_batch_size is not None
-    files = [file for file in find_files(config.data.sources) if file.format != "tokens for validation"]
+    files = [file for file in _files(config.data, config.data.sources) if file.format != "tokens for validation"]
     if [file.format for file in files] != ["tokens"]:
         names = ", ".join(file.path.name for file in files[:3])
         raise DataError(

@@ -1,0 +1,178 @@
+"""Remote sources (s3://, gs://, hf://, https://, ...), by fsspec: copied once into a folder of the cache.
+
+<cache_directory>/remote/<hash of the source>/    the files under their names below the source, and
+                                                  fetched.json: the size and version of each
+
+A copy that is complete is used without asking the network again: a restart doesn't depend on it. One process of each
+host copies, the others wait. Credentials come from each driver's own environment; what a message or a file here says
+of a source has neither its user nor its query.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from parallel3d.data.cache import build_once
+from parallel3d.errors import DataError, shorten
+from parallel3d.parallel.abort import AbortToken
+
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp requests",
+    "https": "aiohttp requests",
+    "abfs": "adlfs",
+    "az": "adlfs",
+}
+"""What pip installs for a protocol. fsspec itself comes with torch."""
+RETRY_S = (1.0, 5.0, 20.0)
+"""Waits before each further attempt."""
+CHUNK_BYTES = 2**22
+MANIFEST = "fetched.json"
+VERSION_FIELDS = ("ETag", "etag", "md5", "checksum", "last_modified", "LastModified", "mtime", "created")
+
+Log = Callable[[str], None]
+
+
+def is_remote(source: str) -> bool:
+    return "://" in source
+
+
+def redacted(source: str) -> str:
+    """The source without credentials: neither a user and password nor a query."""
+    parts = urlsplit(source)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def local_path(source: str, cache_directory: Path) -> str:
+    """Where the copy of a source is, once `fetch` has made it; a local source is where it is."""
+    if not is_remote(source):
+        return source
+    return str(_folder_of(source, cache_directory) / "files")
+
+
+def fetch(sources: Sequence[str], cache_directory: Path, token: AbortToken, log: Log) -> None:
+    """Copies the remote ones of `sources` unless that has been done. Raises DataError with the source and the reason,
+    GenerationEnded once the token is aborted."""
+    for source in filter(is_remote, sources):
+        build_once(_folder_of(source, cache_directory), partial(_copy, source, token, log), token, log)
+
+
+def _folder_of(source: str, cache_directory: Path) -> Path:
+    return cache_directory.expanduser() / "remote" / hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def _copy(source: str, token: AbortToken, log: Log, folder: Path) -> None:
+    """Fills `folder` with the files of a source."""
+    name = redacted(source)
+    fs, path = _open(source, name)
+    found, root = _attempt(partial(_files, fs, path), name, token, log)
+    if not found:
+        raise DataError(f"{name}: no such file or folder, or an empty one")
+    total = sum(size or 0 for size in found.values())
+    log(f"fetching {name}: {len(found):,} files, {total / 1e6:,.1f} MB, into the cache")
+    records = []
+    for remote in sorted(found):
+        target = folder / "files" / name_of(remote, root)
+        if not target.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"{name}: the name {shorten(remote)!r} leads out of its folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        label = f"{name}, file {target.name}"
+        version = _attempt(partial(_copy_file, fs, remote, target, token), label, token, log)
+        records.append({"file": str(target.relative_to(folder)), "size": target.stat().st_size, "version": version})
+    (folder / MANIFEST).write_text(json.dumps({"source": name, "files": records}, indent=1))
+
+
+def _open(source: str, name: str) -> tuple[Any, str]:
+    """The file system of a source, and its path there."""
+    import fsspec
+
+    protocol = source.partition("://")[0]
+    try:
+        return fsspec.core.url_to_fs(source)
+    except ImportError as error:
+        package = PACKAGES.get(protocol, f"the driver of {protocol}://")
+        raise DataError(f"{name}: {protocol}:// needs a driver: pip install {package}") from error
+    except ValueError as error:
+        known = ", ".join(f"{each}://" for each in PACKAGES)
+        raise DataError(f"{name}: {protocol}:// can't be opened; known are {known} and others of fsspec") from error
+
+
+def _files(fs: Any, path: str) -> tuple[dict[str, int | None], str]:
+    """The size of each file of a path, glob or folder, and the folder that their names are relative to; "" for one."""
+    fs.invalidate_cache()
+    if any(mark in path for mark in "*[") and not fs.protocol[0].startswith("http"):
+        paths = [each for each in fs.glob(path) if fs.isfile(each)]
+        root = str(PurePosixPath(*[part for part in PurePosixPath(path).parts if not set(part) & set("*?[")]))
+    elif fs.isdir(path) and not fs.isfile(path):
+        paths, root = fs.find(path), path
+    else:
+        paths, root = [path], ""
+    return {each: fs.info(each).get("size") for each in paths}, root
+
+
+def name_of(remote: str, root: str) -> str:
+    """The name of a file's copy: its path below `root`; without the query of an address, which may be a signature."""
+    path = urlsplit(remote).path if remote.startswith(("http://", "https://")) else remote
+    return str(PurePosixPath(path).relative_to(root)) if root else PurePosixPath(path).name
+
+
+def _copy_file(fs: Any, remote: str, target: Path, token: AbortToken) -> str:
+    """Copies one file and returns its version; OSError if it is not whole, or changed meanwhile."""
+    fs.invalidate_cache()
+    before, num_bytes = fs.info(remote), 0
+    with fs.open(remote, "rb") as file, target.open("wb") as copy:
+        while chunk := file.read(CHUNK_BYTES):
+            token.check()
+            copy.write(chunk)
+            num_bytes += len(chunk)
+    if before.get("size") is not None and num_bytes != before["size"]:
+        raise ConnectionError(f"{num_bytes:,} of {before['size']:,} bytes arrived")
+    fs.invalidate_cache()
+    if _version(fs.info(remote)) != _version(before):
+        raise ConnectionError("the file changed while it was copied")
+    return _version(before)
+
+
+def _version(info: Any) -> str:
+    """The version of a file by its store; "" if that names none."""
+    return "; ".join(f"{name} {info[name]}" for name in VERSION_FIELDS if info.get(name) is not None)
+
+
+def _attempt(act: Callable[[], Any], name: str, token: AbortToken, log: Log) -> Any:
+    """Calls `act` again after what may pass; DataError for what does not, and after the last attempt."""
+    for number in range(len(RETRY_S) + 1):
+        try:
+            return act()
+        except FileNotFoundError as error:
+            raise DataError(f"{name}: not found there (404): check the address") from error
+        except PermissionError as error:
+            raise DataError(f"{name}: access denied: check the credentials in the driver's environment") from error
+        except Exception as error:  # each driver has its own
+            if type(error).__module__.startswith("parallel3d"):
+                raise
+            problem = _problem(error)
+            if getattr(error, "status", None) in (401, 403):
+                raise DataError(f"{name}: access denied ({problem}): check the credentials") from error
+            if number == len(RETRY_S):
+                raise DataError(f"{name}: {problem}, after {len(RETRY_S)} retries") from error
+            log(f"{name}: {problem}; retry {number + 1} of {len(RETRY_S)} in {RETRY_S[number]:g} s")
+            token.sleep(RETRY_S[number])
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _problem(error: Exception) -> str:
+    """The kind of an error, and its text unless that quotes an address, which may hold credentials."""
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    if (status := getattr(error, "status", None)) is not None:
+        return f"{kind} {status}"
+    return kind + (f" ({shorten(text)})" if text and "://" not in text and "@" not in text else "")
