@@ -60,7 +60,7 @@ class _NormHeads(Function):
         *normed, values = _split(result, norm.heads)
         statistics: list[Tensor] = []
         for part, weight, out in zip(parts, (norm.q_norm, norm.k_norm), normed):
-            rows = part.reshape(-1, norm.heads.head_size)
+            rows = _rows(part, norm.heads)
             found = norm.kernels.forward(rows, None, (norm_weight(weight, norm.offset),), norm.eps, norm.wide_dtype)
             out.copy_(found.y.view_as(out))
             statistics.extend(found.statistics)
@@ -75,7 +75,7 @@ class _NormHeads(Function):
         result = torch.empty_like(qkv)
         (q, k, _), grads, outs = _split(qkv, norm.heads), _split(grad, norm.heads), _split(result, norm.heads)
         for part, part_grad, out, scale, weight in zip((q, k), grads, outs, statistics, (norm.q_norm, norm.k_norm)):
-            rows, rows_grad = (each.reshape(-1, norm.heads.head_size) for each in (part, part_grad))
+            rows, rows_grad = _rows(part, norm.heads), _rows(part_grad, norm.heads)
             value = norm_weight(weight, norm.offset)
             found = norm.kernels.backward(rows_grad, rows, (scale,), (value,), None)
             out.copy_(found.total.view_as(out))
@@ -161,6 +161,11 @@ class _NormProjections(Function):
             out.copy_((weighted[i] - normed[i] * inner[i]) * scales[:, i : i + 1])
         outs[2].copy_(grads[2])
         return result, None, None
+
+
+def _rows(part: Tensor, heads: HeadLayout) -> Tensor:
+    """(tokens * heads, size), next to each other in memory: those of a single head are a view with gaps."""
+    return part.reshape(-1, heads.head_size).contiguous()
 
 
 def _split(qkv: Tensor, heads: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:

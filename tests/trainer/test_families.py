@@ -88,10 +88,14 @@ def test_a_resume_on_another_layout_changes_no_bit(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_kernels_in_c_norm_queries_and_keys_like_torchs(name):
-    """fp32; the loss of the second step is one after an update."""
+    """fp32, with one key head on each rank; the loss of the second step is one after an update."""
     torchs, in_c = (
         tiny_runs.train_in_threads(
-            steps=2, model=MODELS[name], precision=dict(policy="fp32"), run=dict(kernels=kernels)
+            steps=2,
+            model=MODELS[name],
+            parallel=dict(tp_size=2),
+            precision=dict(policy="fp32"),
+            run=dict(kernels=kernels),
         ).losses
         for kernels in ("torch", "c")
     )
