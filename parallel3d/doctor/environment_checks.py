@@ -19,7 +19,10 @@ from parallel3d.elastic.guardian.launcher_env import LauncherEnv, read_launcher_
 from parallel3d.errors import LaunchError
 from parallel3d.monitor.environment import describe_environment
 
-REQUIRED = ("torch", "numpy", "safetensors", "sentencepiece", "pyarrow", "zstandard", "pydantic", "tqdm", "matplotlib")
+REQUIRED = (
+    *("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "pyarrow", "zstandard", "pydantic", "tqdm"),
+    "matplotlib",
+)
 """Packages of pyproject.toml; a test compares them."""
 OLDEST_TORCH = (2, 11)
 FACTS_TIMEOUT_S = 120.0
