@@ -20,8 +20,8 @@ from parallel3d.errors import LaunchError
 from parallel3d.monitor.environment import describe_environment
 
 REQUIRED = (
-    *("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "pyarrow", "zstandard", "pydantic", "tqdm"),
-    "matplotlib",
+    *("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "pyarrow", "zstandard", "pydantic"),
+    *("tqdm", "matplotlib", "fsspec"),
 )
 """Packages of pyproject.toml; a test compares them."""
 OLDEST_TORCH = (2, 11)
