@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.config.schema import FaultConfig
 from parallel3d.data.run_data import build_evaluation_lanes, build_reader, describe_data, open_run_corpus
 from parallel3d.errors import ConfigError, DataError
-from parallel3d.inprocess.harness import run_in_threads
+from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads, run_in_threads
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.trainer.context import RankContext
 from parallel3d.trainer.plans import build_grid
+from parallel3d.worker.fault_injection import FaultInjector
 from tests.support import tiny_runs
 from tests.support.chats import chat_lanes, plain_step, records
+from tests.support.thread_kills import assert_same_run, fault_hooks
 
 LENGTH = 150
 LAYOUTS = {
@@ -75,6 +79,26 @@ def test_exact_sums_make_it_bitwise(layout: str, precision: str):
     one, ours = run(None, precision, "exact"), run(layout, precision, "exact")
     assert ours.losses == one.losses
     assert all(torch.equal(ours.weights[name], weight) for name, weight in one.weights.items())
+
+
+def run_with_deaths(faults: list[FaultConfig]) -> ElasticRunResult:
+    exact = dict(policy="fp32", sums="exact")
+    config = make_config(parallel=dict(pp_size=2, dp_size=2), precision=exact, run=dict(num_steps=4))
+    grid = build_grid(config)
+
+    def prepare(rank: int, injector: FaultInjector) -> RankContext:
+        lanes = chat_lanes(config.run.seed, config.batch.global_batch_size)
+        return tiny_runs.prepare(config, grid, rank, lanes, hooks=fault_hooks(injector, config))
+
+    return run_elastic_in_threads(config, prepare, faults)
+
+
+@pytest.mark.parametrize("phase", ["forward", "all_reduce", "update"])
+def test_a_death_changes_nothing(phase: str):
+    """Of the leader, whose masked targets are counted by another rank then."""
+    ours, theirs = run_with_deaths([FaultConfig(rank=0, step=2, phase=phase)]), run_with_deaths([])
+    assert_same_run(ours, theirs)
+    assert ours.num_changes == 1 and min(entry.num_masked_tokens for entry in ours.run.entries) > 0
 
 
 # --- from files -------------------------------------------------------------------------------------------------------
