@@ -197,15 +197,16 @@ def test_a_folder_that_can_not_be_written_is_one_message(tmp_path):
 
 def test_training_does_not_import_torch_to_print_its_configuration(tmp_path):
     """An argument that is not an override is an error that names it."""
-    launch = Path(__file__).parents[2] / "launch"
-    config = next(iter(sorted((launch.parent / "configs").glob("hlat_7b.json"))))
-    script = f"import sys; sys.path.insert(0, {str(launch)!r}); import train; sys.argv[0] = 'train.py'; "
-    script += f"code = train.main(['--local_rank=0', '--config', {str(config)!r}, 'run.num_steps=5', '--print-config'])"
+    root = Path(__file__).parents[2]
+    config = root / "configs" / "hlat_7b.json"
+    script = "import sys; from parallel3d.commands.train import main; "
+    script += f"code = main(['--local_rank=0', '--config', {str(config)!r}, 'run.num_steps=5', '--print-config'])"
     script += "; assert 'torch' not in sys.modules; sys.exit(code)"
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    command = [sys.executable, "-c", script]
+    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["run"]["num_steps"] == 5
-    command = [sys.executable, launch / "train.py", "--config", config]
+    command = [sys.executable, root / "launch" / "train.py", "--config", config]
     answer = subprocess.run([*command, "num_steps"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert answer.returncode == 2 and "unknown argument: num_steps" in answer.stderr
     answer = subprocess.run([*command, "run.num_step=5"], capture_output=True, text=True, timeout=DEADLINE_S)

@@ -270,7 +270,7 @@ def test_mistakes(tmp_path, capsys, checkpoint):
     for arguments, said in (
         (("to-hf", tmp_path, tmp_path / "hf"), "neither a checkpoint nor the folder of a run that has one"),
         (("to-hf", source, tmp_path / "there"), "there exists: nothing is overwritten"),
-        (("to-hf", source, tmp_path / "hf", "--tokenizer", tmp_path / "no.model"), "no.model can't be read"),
+        (("to-hf", source, tmp_path / "hf", "--tokenizer", tmp_path / "no.model"), "no.model: can't be read"),
         (("from-hf", tmp_path, tmp_path / "back"), "config.json can't be read"),
         (("from-hf", source, tmp_path / "back"), "config.json can't be read"),
         (("model", tmp_path), "config.json can't be read"),
