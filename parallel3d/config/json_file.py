@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.shipped import SCHEMA, shipped_configs
 from parallel3d.errors import ConfigError, Problem, shorten
 
 MAX_DEPTH = 32
@@ -20,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
     except OSError as error:
         known = sorted(Path("configs").glob("*.json"))
-        names = [str(other) for other in known if other.name != "schema.json"]
+        names = [str(other) for other in known if other.name != SCHEMA] or list(shipped_configs())
         near = difflib.get_close_matches(path.stem, {Path(name).stem: name for name in names}, n=3)
         meant = [name for name in names if Path(name).stem in near]
         fix = f"Did you mean {' or '.join(meant)}?" if meant else "Give the path of a JSON file"

@@ -173,6 +173,13 @@ def test_missing_file_suggests_what_is_in_configs(tmp_path: Path, monkeypatch: p
         load_config("configs/quikstart.json")
 
 
+def test_a_shipped_name_that_is_misspelt(tmp_path, monkeypatch):
+    """In a folder without configurations of its own."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"quikstart.*Did you mean quickstart"):
+        load_config("quikstart")
+
+
 def test_sources_may_be_files_folders_or_globs(tiny: Path):
     folder = tiny.parent
     sources = json.dumps([str(tiny), str(folder), str(folder / "*.json")])
