@@ -90,6 +90,13 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         help="have workers leave the run in run.directory: rank=3, replica=1, stage=1,replica=1 or host=NAME",
     )
     parser.add_argument("--preflight", action="store_true", help="test saving and resuming, then start the run")
+    parser.add_argument(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        metavar="FILE",
+        help="DeepSpeed's JSON file: replaces the fields that it names",
+    )
+    parser.add_argument("--deepspeed", action="store_true", help="as DeepSpeed's scripts have it; no effect")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers")
 
 

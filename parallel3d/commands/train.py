@@ -16,6 +16,7 @@ from pathlib import Path
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.child_process import run_command
 from parallel3d.commands.parsers import parse
+from parallel3d.config.deepspeed_json import deepspeed_overrides
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
     env = None
     try:
         env = read_launcher_env(os.environ, local_rank=options.local_rank)
+        notices = read_deepspeed_config(options)
         config = load_config(options.config, options.overrides)
         in_grid = env.world_size - config.elastic.spares if env and not (options.join or options.drain) else None
         config = resolve(config, config_path=options.config, world_size=in_grid)
@@ -64,6 +66,8 @@ def main(arguments: list[str]) -> int:
         if options.print_config:
             print(dump_config(config))
             return 0
+        if notices and (env is None or env.rank == 0):
+            print("\n".join(notices), file=sys.stderr)
         check_gpus(config, env, world_size(config) + config.elastic.spares)
         if options.preflight and (code := preflight(options, env)):
             return code
@@ -78,6 +82,14 @@ def main(arguments: list[str]) -> int:
         if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)
         return error.exit_code
+
+
+def read_deepspeed_config(options: argparse.Namespace) -> list[str]:
+    """Puts what --deepspeed_config says before the overrides, which win; returns notices."""
+    if options.deepspeed_config is None:
+        return []
+    options.overrides, notices = deepspeed_overrides(options.deepspeed_config, options.config, options.overrides)
+    return notices
 
 
 def preflight(options: argparse.Namespace, env: LauncherEnv | None) -> int:

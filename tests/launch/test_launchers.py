@@ -112,6 +112,26 @@ def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str)
     folder.check_run(name, CELLS[cell])
 
 
+@pytest.mark.full
+def test_deepspeeds_command_with_its_json(folder: Folder):
+    """What the file says replaces the configuration's fields; what it leaves out stays."""
+    file = folder.path / "ds_config.json"
+    batch = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}
+    optimizer = {"type": "AdamW", "params": {"lr": 5e-3}}
+    zero = {"stage": 1, "overlap_comm": True}
+    file.write_text(json.dumps({**batch, "optimizer": optimizer, "zero_optimization": zero}))
+    command = [str(BIN / "deepspeed"), "--num_gpus", "4", "--master_port", str(free_port()), TRAIN]
+    words = ["--config", str(folder.config("with-json", [])), "--deepspeed", "--deepspeed_config", str(file)]
+    code, out = run([*command, *words], DS_ACCELERATOR="cpu")
+    assert code == 0 and out.count("no effect here: zero_optimization.overlap_comm") == 1, out
+    resolved = json.loads((folder.path / "with-json" / "config.json").read_text())
+    assert (resolved["batch"]["num_micro_batches"], resolved["optimizer"]["learning_rate"]) == (8, 5e-3)
+    assert (resolved["parallel"]["pp_size"], resolved["run"]["num_steps"]) == (2, NUM_STEPS)
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    code, out = run([*command, *words], DS_ACCELERATOR="cpu")
+    assert code != 0 and "zero_optimization.stage = 3: must be 0 or 1" in out and "Traceback" not in out
+
+
 def slurm(rank: int) -> dict[str, str]:
     """srun -N 2 --ntasks-per-node 2, both nodes being this one."""
     return {
