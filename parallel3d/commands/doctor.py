@@ -26,6 +26,7 @@ from parallel3d.doctor.environment_checks import (
 from parallel3d.doctor.finding import Finding
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
 from parallel3d.errors import ConfigError
+from parallel3d.usable_cores import read_cgroup_quota
 
 LOOPBACK = "127.0.0.1"
 BYTES_PER_PARAMETER = 12
@@ -91,5 +92,5 @@ def examine_host(
     yield from host.check_ports(LOOPBACK if one_host else socket.gethostname(), port)
     yield from host.check_shared_memory(Path("/dev/shm"))
     yield from host.check_open_files(grid)
-    yield from host.check_threads(variables, quota=host.read_cgroup_quota(), num_workers=num_here)
+    yield from host.check_threads(variables, quota=read_cgroup_quota(), num_workers=num_here)
     yield from host.check_folder(folder, num_bytes)

@@ -59,13 +59,14 @@ def check_open_files(grid: Grid | None) -> Iterator[Finding]:
 
 
 def check_threads(variables: Mapping[str, str], *, quota: float | None, num_workers: int | None) -> Iterator[Finding]:
-    """Cores that this process may use, against what torch will take; `quota` is the cgroup's, in cores."""
+    """Cores that this process may use, against what a run will take; `quota` is the cgroup's, in cores."""
     cores, seen = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    taken = min(seen, max(1, int(quota or seen)))
     usable = min(cores, quota or cores)
     text = f"{cores} of {seen} cores" + (f", of which the cgroup allows the time of {quota:g}" if quota else "")
-    if usable < seen:
+    if usable < taken:
         fix = (
-            f"a run takes {seen} cores' worth of threads, and {usable:g} can work: set run.threads_per_rank to "
+            f"a run takes {taken} cores' worth of threads, and {usable:g} can work: set run.threads_per_rank to "
             f"{max(1, int(usable // (num_workers or 1)))}" + ("" if num_workers else " for one worker")
         )
         yield Finding(topic="cores", level="warning", text=text, fix=fix)
@@ -82,19 +83,6 @@ def check_threads(variables: Mapping[str, str], *, quota: float | None, num_work
         yield Finding(topic="OMP_NUM_THREADS", level="warning", text=words, fix=fix)
     else:
         yield Finding(topic="OMP_NUM_THREADS", text=f"{words}; training sets its own threads (run.threads_per_rank)")
-
-
-def read_cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The cores whose time the cgroup allows, by version 2 or 1; None: all."""
-    try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def check_name(name: str, *, one_host: bool) -> Iterator[Finding]:

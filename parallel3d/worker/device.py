@@ -12,6 +12,7 @@ from parallel3d.config.schema import Config
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.parallel.nccl_group import NCCL_ENVIRONMENT
+from parallel3d.usable_cores import usable_cores
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -107,4 +108,4 @@ def choose_num_threads(config: Config, local_world_size: int) -> int:
     thread."""
     if config.run.threads_per_rank is not None:
         return config.run.threads_per_rank
-    return 1 if config.precision.sums == "exact" else max(1, (os.cpu_count() or 1) // local_world_size)
+    return 1 if config.precision.sums == "exact" else max(1, usable_cores() // local_world_size)

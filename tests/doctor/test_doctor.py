@@ -19,6 +19,7 @@ import pytest
 from parallel3d.doctor import host_checks
 from parallel3d.doctor.environment_checks import REQUIRED, check_gpus_and_torch, count_driver_gpus
 from parallel3d.doctor.finding import Finding
+from parallel3d.usable_cores import read_cgroup_quota, usable_cores
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
@@ -131,12 +132,15 @@ def levels(findings: Any) -> list[str]:
 
 def test_a_cgroup_that_allows_less_than_the_cores(tmp_path: Path):
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    quota = host_checks.read_cgroup_quota(tmp_path)
-    assert quota == 0.5
+    quota = read_cgroup_quota(tmp_path)
+    assert (quota, usable_cores(tmp_path)) == (0.5, 1)
     (found,) = host_checks.check_threads({}, quota=quota, num_workers=2)
     assert found.level == "warning" and "run.threads_per_rank to 1" in found.fix
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert usable_cores(tmp_path) == 1
+    assert levels(host_checks.check_threads({}, quota=1.5, num_workers=1)) == ["ok"]
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert host_checks.read_cgroup_quota(tmp_path) is None
+    assert (read_cgroup_quota(tmp_path), usable_cores(tmp_path)) == (None, os.cpu_count())
 
 
 def test_cores_taken_away():

@@ -8,7 +8,7 @@ import torch
 
 import parallel3d.worker.device as device_module
 import parallel3d.worker.network as network_module
-from parallel3d.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, RunConfig
+from parallel3d.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig
 from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.errors import ConfigError
 from parallel3d.parallel.abort import AbortToken
@@ -219,3 +219,12 @@ def test_the_groups_of_a_device(monkeypatch, wanted, device, hosts, pp_size, kin
     assert isinstance(transports.make_group("generation0/tp/stage0/replica1", (1,)), SoloGroup) and len(made) == 3
     accelerator = links[0]["accelerator"]
     assert (torch.device("cpu") if accelerator is None else accelerator.device) == torch.device(device)
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])
+def test_workers_of_a_host_share_the_cores_that_it_may_use(monkeypatch, workers, expected):
+    """Those of a container, where it has fewer than the machine."""
+    monkeypatch.setattr(device_module, "usable_cores", lambda: 6)
+    assert device_module.choose_num_threads(config("cpu"), workers) == expected
+    exact = config("cpu").model_copy(update={"precision": PrecisionConfig(sums="exact")})
+    assert device_module.choose_num_threads(exact, workers) == 1

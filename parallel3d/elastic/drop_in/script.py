@@ -18,6 +18,7 @@ from parallel3d.elastic.drop_in.loop_network import SocketLoopNetwork
 from parallel3d.elastic.drop_in.session import LoopHooks, Session
 from parallel3d.elastic.guardian.heartbeat import Mode
 from parallel3d.elastic.worker.process import WorkerContext
+from parallel3d.usable_cores import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def run_worker_script(script: Script, context: WorkerContext) -> int:
     session = open_session(script, context)
     CURRENT.set(session)
     sys.stdout = LeaderStream(sys.stdout, lambda: is_leader(session), lambda text: publish_line(context, text))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.local_world_size))
+    torch.set_num_threads(max(1, usable_cores() // context.local_world_size))
     torch.manual_seed(script.seed)
     try:
         if script.module:
