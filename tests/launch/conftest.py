@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch_runs import finish, start
+from tests.support.launch_runs import STARTED, finish, start
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left():
+    """A run that a failed test leaves would train on, on the cores of the tests after it."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()  # all that it has started ends with it
+            process.wait(timeout=60)
+    STARTED.clear()
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,13 @@ import pytest
 TRAIN = str(Path(__file__).parents[2] / "launch" / "train.py")
 TORCHRUN_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 """How torchrun says that one of its processes has ended with another code than 0."""
+STARTED: list[subprocess.Popen] = []
+"""What tests have started; what a failed one leaves is killed at its end (tests/launch/conftest.py)."""
 
 
 def start(*arguments, launcher=()):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *launcher, TRAIN, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -27,6 +29,8 @@ def start(*arguments, launcher=()):
         env={**environment, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def finish(process, timeout=120):
