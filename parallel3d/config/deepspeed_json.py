@@ -23,8 +23,8 @@ from parallel3d.errors import ConfigError, Problem
 AUTO = "auto"
 HINTS = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather", "checkpoint"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type"),
-    *("data_types", "prescale_gradients", "gradient_predivide_factor", "comms_logger", "flops_profiler", "csv_monitor"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("prescale_gradients", "gradient_predivide_factor", "comms_logger", "flops_profiler", "csv_monitor"),
     *("timers", "load_universal_checkpoint"),
 }
 """Top-level fields that change no number, or only where and how something is printed."""
@@ -291,6 +291,13 @@ def _map_scheduler(settings: DeepSpeedSettings, block: object) -> None:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
+def _check_formats(settings: DeepSpeedSettings, value: object) -> None:
+    """`data_types`, `communication_data_type`: gradients are summed in the policy's format, fp32 for bf16 and fp16."""
+    for found in value.values() if isinstance(value, Mapping) else [value]:
+        if found not in (AUTO, None, "fp32"):
+            settings.refuse("data_types or communication_data_type", found, "must be fp32", "Use precision.policy")
+
+
 def _map_clipping(settings: DeepSpeedSettings, value: object) -> None:
     settings.fields["optimizer.max_grad_norm"] = value or None
 
@@ -316,6 +323,8 @@ MAPPED: dict[str, Callable[[DeepSpeedSettings, object], None]] = {
     "optimizer": _map_optimizer,
     "scheduler": _map_scheduler,
     "gradient_clipping": _map_clipping,
+    "data_types": _check_formats,
+    "communication_data_type": _check_formats,
     "curriculum_learning": _map_curriculum,
     "tensorboard": _map_tensorboard,
     "wandb": _map_wandb,

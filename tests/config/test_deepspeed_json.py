@@ -129,6 +129,8 @@ SCHEDULE = {"warmup_type": "linear", "warmup_num_steps": 10, "total_num_steps": 
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "must be fp32"),
+        ({"communication_data_type": "fp16"}, "must be fp32"),
         ({"train_batchsize": 8}, "Did you mean train_batch_size?"),
         ({"train_batch_size": "8"}, "must be a positive integer"),
         ({"train_batch_size": 15, "gradient_accumulation_steps": 4}, "multiple of gradient_accumulation_steps"),

@@ -133,7 +133,7 @@ def test_a_callback_ends_the_run(tiny: Json) -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_slow_callback_delays_no_step(tiny: Json) -> None:
-    """Each call sleeps a second; the run's 6 steps take what they take, and all are told."""
+    """Each callback sleeps for a second; the run does not wait, and every one of its 6 steps is reported."""
     seen = []
 
     def slow(line: Json) -> None:
