@@ -1,7 +1,10 @@
-"""Fine-tunes a Hugging Face folder on two stages: `python examples/fine_tune_folder.py FOLDER TEXT [field=value ...]`.
+"""Fine-tunes a Hugging Face folder on chats, on two stages:
 
-The model, its first weights and its tokenizer come from FOLDER, the text from a file or a folder. The
-result becomes a Hugging Face folder again, FOLDER-tuned.
+    python examples/fine_tune_folder.py FOLDER CHATS [field=value ...]
+
+The model, its first weights, its tokenizer and its chat template (ChatML if it has none) come from FOLDER. CHATS is a
+file of JSON lines, each {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]};
+only what the assistant says is learned. The result becomes a Hugging Face folder again, FOLDER-tuned.
 """
 
 import json
@@ -17,8 +20,13 @@ def convert(*arguments):
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+def has_template(folder):
+    settings = folder / "tokenizer_config.json"
+    return settings.exists() and ("chat_template" in settings.read_text() or (folder / "chat_template.jinja").exists())
+
+
 if __name__ == "__main__":
-    folder, text, overrides = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    folder, chats, overrides = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     has_tokenizer = any(folder.glob("tokenizer.*")) or (folder / "vocab.json").exists()
     config = {
         "model": json.loads(convert("model", folder))["model"],
@@ -26,9 +34,15 @@ if __name__ == "__main__":
         "batch": {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 128},
         "optimizer": {"learning_rate": 1e-4},
         "lr_schedule": {"warmup_steps": 10},
-        "data": {"sources": [text], "tokenizer": {"path": folder if has_tokenizer else None}},
+        "data": {
+            "sources": [chats],
+            "chat": {"template": folder if has_template(folder) else "chatml"},
+            "document_mask": True,  # chats share a sequence without seeing each other
+            "tokenizer": {"path": folder if has_tokenizer else None},
+        },
         "run": {"num_steps": 100, "initialize_from": folder, "directory": f"runs/{folder.name}"},
     }
     result = parallel3d.train(config, overrides)
-    print(f"loss {result.metrics[0]['loss']:.3f} -> {result.final_loss:.3f}")
+    learned = sum(step["num_loss_tokens"] for step in result.metrics)
+    print(f"loss {result.metrics[0]['loss']:.3f} -> {result.final_loss:.3f}, of {learned:,} tokens of replies")
     print(convert("to-hf", result.checkpoints[-1], folder.with_name(f"{folder.name}-tuned")))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from parallel3d.monitor.run_folder import METRICS, iterate_metrics
+from tests.data.test_conversations import LLAMA3
+from tests.support.hf_tokenizers import write_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -36,14 +42,57 @@ def test_a_model_of_ones_own(tmp_path: Path, text: Path) -> None:
     assert losses.endswith("in 8 steps") and after < before
 
 
-def test_fine_tuning_a_folder(tmp_path: Path, text: Path) -> None:
+CHAT = [
+    {"role": "user", "content": "def f(x)?"},
+    {"role": "assistant", "content": "return x + 1"},
+    {"role": "user", "content": "the cat's mat; 漢字"},
+    {"role": "assistant", "content": "Größe"},
+]
+
+
+def loss_of_replies(folder: Path) -> tuple[float, int]:
+    """transformers' loss of the chat with all but the replies ignored, and the number of tokens that count."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(num_messages: int, is_reply_next: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(CHAT[:num_messages], add_generation_prompt=is_reply_next, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    ids = [*encode(4, False), tokenizer.eos_token_id]
+    labels = [-100] * len(ids)
+    for number, end in ((1, len(encode(2, False))), (3, len(ids))):
+        begin = len(encode(number, True))
+        labels[begin:end] = ids[begin:end]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
+    return loss.item(), sum(label >= 0 for label in labels)
+
+
+def test_fine_tuning_a_folder_on_chats(tmp_path: Path) -> None:
+    """Every chat is the same here, so the first loss is that of one, and prompts have no part in it. fp32: 1e-4."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
     sizes = dict(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-    folder = tmp_path / "small"
-    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128)).save_pretrained(folder)
-    small = ["run.num_steps=4", "batch.sequence_length=32", f"data.cache_directory={tmp_path}"]
-    assert "loss " in run("fine_tune_folder.py", folder, text, *small, folder=tmp_path)
+    settings = {"chat_template": LLAMA3, "bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    folder = write_folder(tmp_path / "small", kind="llama3", settings=settings)
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=256, initializer_range=0.2)).save_pretrained(folder)
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(f"{json.dumps({'messages': CHAT})}\n" * 40)
+    small = [
+        "run.num_steps=4",
+        f"data.cache_directory={tmp_path}",
+        "precision.policy=fp32",
+        "batch.sequence_length=256",
+    ]
+    assert "tokens of replies" in run("fine_tune_folder.py", folder, chats, *small, folder=tmp_path)
+
+    first = next(line for line in iterate_metrics(tmp_path / "runs" / "small" / METRICS) if line.get("step") == 1)
+    loss, num_targets = loss_of_replies(folder)
+    assert first["loss"] == pytest.approx(loss, rel=1e-4)
+    assert first["num_loss_tokens"] % num_targets == 0 and first["num_loss_tokens"] >= 8 * num_targets
     tuned, before = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "small-tuned", folder))
     assert not tuned.lm_head.weight.equal(before.lm_head.weight)
 
