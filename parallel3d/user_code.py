@@ -13,16 +13,18 @@ import sysconfig
 import traceback
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallel3d.errors import ConfigError, Problem
+from parallel3d.errors import ConfigError, Parallel3dError, Problem, UserCodeError
 
 _OWN = str(Path(__file__).resolve().parent)
-_FIX = "Name module:object with a module in this folder or in one of PYTHONPATH, or path/to/file.py:object"
+FIX = "Name module:object with a module in this folder or in one of PYTHONPATH, or path/to/file.py:object"
 
 
 def load_object(name: str, *, field: str, group: str | None = None) -> Any:
@@ -39,7 +41,7 @@ def load_object(name: str, *, field: str, group: str | None = None) -> Any:
             found = getattr(found, part)
         return found
     except Exception as error:  # whatever the user's file raises
-        raise ConfigError([Problem(field=field, value=name, rule=explain(error), fix=_FIX)]) from error
+        raise ConfigError([Problem(field=field, value=name, rule=explain(error), fix=FIX)]) from error
 
 
 def installed(group: str) -> list[Any]:
@@ -70,18 +72,34 @@ def explain(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line of the traceback that is neither ours, nor torch's, nor Python's own."""
-    places = traceback.extract_tb(error.__traceback__)
-    return next((place for place in reversed(places) if _is_the_users(place.filename)), None)
+    """The innermost line of the traceback that is neither ours, nor torch's, nor Python's own; of an installed package
+    only where all are."""
+    places = [each for each in reversed(traceback.extract_tb(error.__traceback__)) if _is_the_users(each.filename)]
+    packages = f"{sysconfig.get_paths()['purelib']}/"
+    return next((each for each in places if not each.filename.startswith(packages)), places[0] if places else None)
 
 
 def is_raised_by_the_user(error: BaseException) -> bool:
     """Whether the user's own code has raised it, or called something with what that refuses; not the RuntimeError of a
     part of ours that the user's code has called, such as a lost connection."""
-    places = [place for place in traceback.extract_tb(error.__traceback__)]
+    places = traceback.extract_tb(error.__traceback__)
     users = [index for index, place in enumerate(places) if _is_the_users(place.filename)]
     below_is_ours = any(place.filename.startswith(f"{_OWN}/") for place in places[users[-1] :]) if users else True
     return bool(users) and not (below_is_ours and isinstance(error, RuntimeError | OSError))
+
+
+@contextmanager
+def errors_named(what: str) -> Iterator[None]:
+    """Names the user's file and line in an error of the user's code; it ends the run, since every rank will meet it."""
+    try:
+        yield
+    except (Parallel3dError, MemoryError):
+        raise
+    except Exception as error:
+        is_torchs = type(error).__module__ == "torch.utils.checkpoint" or type(error).__name__ == "OutOfMemoryError"
+        if is_torchs or not is_raised_by_the_user(error):
+            raise  # such as what ends a recomputation early
+        raise UserCodeError(f"{what}: {explain(error)}") from error
 
 
 def _is_the_users(file: str) -> bool:

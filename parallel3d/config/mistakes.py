@@ -39,7 +39,8 @@ def explain_mistake(mistake: Any, known: dict[str, FieldInfo]) -> Problem:
         return Problem(field=location, value=_Missing(), rule="is required", fix=f"Add it: {meaning}")
     is_section = mistake["type"] == "model_type"
     rule = "must be a section in {}" if is_section else mistake["msg"].removeprefix("Input ")
-    return Problem(field=location, value=mistake["input"], rule=rule, fix=f"It is: {meaning}")
+    fix = mistake.get("ctx", {}).get("fix") or f"It is: {meaning}"
+    return Problem(field=location, value=mistake["input"], rule=rule, fix=fix)
 
 
 def field_name(mistake: Any) -> str:

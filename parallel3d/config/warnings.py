@@ -13,7 +13,7 @@ from parallel3d.config.sections.batch import batch_sizes
 from parallel3d.config.sections.warmup import FIELDS_BY_KIND
 from parallel3d.config.specs.policies import POLICY_SPECS
 from parallel3d.config.warmup_builder import run_length
-from parallel3d.pipeline.schedules import SCHEDULES
+from parallel3d.pipeline.schedules import find_schedule, schedule_code
 
 MAX_BUBBLE = 0.5
 """Idle share of an iteration."""
@@ -32,9 +32,11 @@ def warnings(config: Config) -> list[str]:
 
 def warn_idle_stages(config: Config) -> Iterator[str]:
     parallel, replicas = config.parallel, stage_replicas(config)
-    num_micro_batches, schedule = batch_sizes(config.batch)[2], SCHEDULES[parallel.schedule]
+    num_micro_batches, schedule = batch_sizes(config.batch)[2], find_schedule(parallel.schedule)
     per_replica = num_micro_batches / max(replicas)
-    bubble = schedule.bubble(parallel.pp_size, parallel.virtual_stages, per_replica)
+    with schedule_code(parallel.schedule):
+        bubble = schedule.bubble(parallel.pp_size, parallel.virtual_stages, per_replica)
+        is_suitable = schedule.suits(parallel.pp_size, per_replica)
     uneven = sorted({count for count in replicas if num_micro_batches % count})
     if bubble > MAX_BUBBLE:
         yield (
@@ -43,7 +45,7 @@ def warn_idle_stages(config: Config) -> Iterator[str]:
         )
     if uneven:
         yield f"{num_micro_batches} micro-batches do not divide evenly over {uneven} replicas: some wait for the others"
-    if not schedule.suits(parallel.pp_size, per_replica):
+    if not is_suitable:
         yield (
             f"stages idle a little longer than they need with parallel.schedule {schedule.name}: it is made for"
             f" {schedule.suitable_micro_batches}, and parallel.pp_size = {parallel.pp_size} stages get {per_replica:g}"

@@ -11,17 +11,16 @@ docs/python.md describes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from parallel3d.config.schema import ModelConfig
-from parallel3d.errors import Parallel3dError, UserCodeError, UserError
-from parallel3d.user_code import explain, is_raised_by_the_user, load_object
+from parallel3d.errors import UserError
+from parallel3d.user_code import errors_named, load_object
 
 
 @dataclass(frozen=True)
@@ -80,17 +79,9 @@ def load_parts(model: ModelConfig) -> ModelParts:
     return parts
 
 
-@contextmanager
-def user_code(what: str) -> Iterator[None]:
-    """Names the user's file and line in an error of the user's code; it ends the run, since every rank will meet it."""
-    try:
-        yield
-    except (Parallel3dError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if not is_raised_by_the_user(error) or type(error).__module__ == "torch.utils.checkpoint":
-            raise  # such as what ends a recomputation early
-        raise UserCodeError(f"model.module {what}: {explain(error)}") from error
+def user_code(function: str) -> AbstractContextManager[None]:
+    """Names the user's file and line in an error of the function's, or of what it has made."""
+    return errors_named(f"model.module {function}")
 
 
 def as_module(made: Any, what: str) -> nn.Module:

@@ -26,6 +26,7 @@ from parallel3d.parallel.group import Group, Work, WorkThen
 from parallel3d.parallel.sharding import TpShard
 from parallel3d.precision.exact_sums import add_and_clear, write_floats
 from parallel3d.precision.stochastic_rounding import add_rounded, round_in_place
+from parallel3d.user_code import errors_named
 
 
 class Bucket:
@@ -200,7 +201,8 @@ class Bucket:
         """Makes one step on every range that this rank holds; `iteration` keys the rounding noise."""
         for shard in self.shards:
             measures, weights = shard is self.owned and self._measures_updates, self.weights[shard.span]
-            measured = self._update.update(shard, weights, step, iteration, measures=measures)
+            with errors_named(f"optimizer.kind {self.rule.name}"):
+                measured = self._update.update(shard, weights, step, iteration, measures=measures)
             self.updated_norms = measured if shard is self.owned else self.updated_norms
 
     def copy_master_to_weights(self) -> None:

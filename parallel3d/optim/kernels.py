@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from parallel3d.backends import Backend, choose_backend, find_symbol
 from parallel3d.config.sections.optimizer import OptimizerConfig
-from parallel3d.optim.update_rules import UPDATE_RULES
+from parallel3d.optim.update_rules import find_rule
 from parallel3d.optim.update_rules.adamw import AdamW
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 
@@ -30,7 +30,7 @@ APEX_ADAM = ("apex.optimizers", "FusedAdam")
 def choose_update_backend(optimizer: OptimizerConfig, state: torch.dtype, device_type: str) -> Backend:
     """What runs the updates of states in the format `state`; ConfigError where it can't be had."""
     asked = optimizer.backend
-    if asked == "auto" and (state != torch.float32 or "apex" not in UPDATE_RULES[optimizer.kind].backends):
+    if asked == "auto" and (state != torch.float32 or "apex" not in find_rule(optimizer.kind).backends):
         asked = "torch"
     module, name = APEX_ADAM
     return choose_backend("optimizer.backend", asked, module=module, name=name, device_type=device_type)

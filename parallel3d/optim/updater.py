@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from parallel3d.backends import Backend
 from parallel3d.config.sections.optimizer import OptimizerConfig
 from parallel3d.kernels.choice import KernelForm
 from parallel3d.kernels.range_kernels import TORCH_RANGE_KERNELS, RangeKernels
-from parallel3d.optim import update_rules
 from parallel3d.optim.kernels import KERNELS, Kernel
 from parallel3d.optim.update_rules import rules_of
 from parallel3d.optim.update_rules.update_rule import Block, MatrixRule, UpdateRule, UpdateStep
@@ -126,13 +126,14 @@ class Updaters:
 
 
 def build_updater(
-    rule: type[UpdateRule], settings: dict[str, float], *, backend: Backend = "torch", form: KernelForm = "torch"
+    rule: type[UpdateRule], settings: dict[str, Any], *, backend: Backend = "torch", form: KernelForm = "torch"
 ) -> Updater:
     """Returns the updater of `rule` with its own of the `settings`."""
     own = {name: settings[name] for name in rule.model_fields}
     formula: Any | None = None
     if backend == "torch" and form == "triton" and rule.has_triton_formula:
-        formula = import_module(f"parallel3d.optim.update_rules.triton_{rule.name}").update_values
+        package = rule.__module__.rpartition(".")[0]
+        formula = import_module(f"{package}.triton_{rule.name}".removeprefix(".")).update_values
     elif backend == "torch" and form == "c" and rule.has_c_formula:
-        formula = Path(update_rules.__file__).with_name(f"c_{rule.name}.c")
+        formula = Path(getfile(rule)).with_name(f"c_{rule.name}.c")
     return Updater(rule=rule(**own), kernel=KERNELS.get((rule.name, backend)), range_formula=formula)

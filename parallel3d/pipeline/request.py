@@ -10,7 +10,7 @@ from typing import Literal
 from parallel3d.errors import ScheduleError
 from parallel3d.pipeline.chunk_layout import ChunkLayout
 from parallel3d.pipeline.partition import StageCosts
-from parallel3d.pipeline.schedules import SCHEDULES
+from parallel3d.pipeline.schedules import SCHEDULES, find_schedule
 from parallel3d.pipeline.schedules.schedule import Schedule
 
 Routing = Literal["reroute", "balance", "drop"]
@@ -34,7 +34,7 @@ class PlanRequest:
     """For each stage the ids of its live replicas, in any order and with gaps."""
     num_micro_batches: int
     schedule: str
-    """A name in `SCHEDULES`."""
+    """A name in `SCHEDULES`, or that of the user's own."""
     costs: StageCosts
     """Costs of each virtual stage."""
     virtual_stages: int = 1
@@ -58,7 +58,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         num_stages = len(self.replicas)
         num_costs = num_stages * self.virtual_stages
-        schedule = SCHEDULES.get(self.schedule)
+        is_known = self.schedule in SCHEDULES or ":" in self.schedule
+        schedule = find_schedule(self.schedule) if is_known else None
         broken = schedule and schedule.find_broken_rule(num_stages, self.virtual_stages)
         checks = [
             (num_stages < 1, "no stages"),
@@ -83,7 +84,7 @@ class PlanRequest:
 
     @property
     def rules(self) -> Schedule:
-        return SCHEDULES[self.schedule]
+        return find_schedule(self.schedule)
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ from parallel3d.pipeline.partition import (
 )
 from parallel3d.pipeline.planner import Plan
 from parallel3d.pipeline.request import Pause, PlanRequest, Routes, no_pause
-from parallel3d.pipeline.schedules import SCHEDULES
+from parallel3d.pipeline.schedules import find_schedule, schedule_code
 from parallel3d.pipeline.slow_plan import choose_plan_for_slow
 from parallel3d.trainer.batching import next_batch, plan_batch
 from parallel3d.trainer.entry import UnitTime
@@ -155,12 +155,13 @@ def plan_schedule(
         slots=config.parallel.p2p_slots,
         slowness=slowness,
     )
-    return choose_plan_for_slow(
-        request,
-        may_split=config.parallel.split_backward != "never",
-        max_extra_in_flight=config.parallel.max_extra_in_flight,
-        pause=pause,
-    )
+    with schedule_code(request.schedule):
+        return choose_plan_for_slow(
+            request,
+            may_split=config.parallel.split_backward != "never",
+            max_extra_in_flight=config.parallel.max_extra_in_flight,
+            pause=pause,
+        )
 
 
 def split_layers(config: Config) -> tuple[range, ...]:
@@ -176,7 +177,8 @@ def split_layers(config: Config) -> tuple[range, ...]:
 def chunk_layout_of(config: Config) -> ChunkLayout:
     """Which stage holds which virtual stage."""
     parallel = config.parallel
-    return SCHEDULES[parallel.schedule].chunk_layout(parallel.pp_size, parallel.virtual_stages)
+    with schedule_code(parallel.schedule):
+        return find_schedule(parallel.schedule).chunk_layout(parallel.pp_size, parallel.virtual_stages)
 
 
 def costs_of_passes(config: Config) -> StageCosts:

@@ -33,8 +33,10 @@ from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.layers.init import InitMethod
 from parallel3d.monitor.run_folder import TRACES
+from parallel3d.optim.update_rules import find_rule
 from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.grid import Grid
+from parallel3d.pipeline.schedules import find_schedule
 from parallel3d.trainer.build import MakeStage, RunLanes, prepare_rank
 from parallel3d.trainer.checkpointing import AsyncSaver, CheckpointSaver, NoSaver
 from parallel3d.trainer.context import RankContext
@@ -133,10 +135,15 @@ def train_worker(
 
 
 def user_files(config: Config) -> list[Path]:
-    """The file of the user's own layers, which a worker that joins must have alike."""
-    if config.model.module is None:
-        return []
-    return [Path(getfile(load_object(config.model.module, field="model.module")))]
+    """The files of the user's own layers, schedule and update rule, which a worker that joins must have alike."""
+    found: list[Any] = []
+    if config.model.module is not None:
+        found.append(load_object(config.model.module, field="model.module"))
+    if ":" in config.parallel.schedule:
+        found.append(type(find_schedule(config.parallel.schedule)))
+    if ":" in config.optimizer.kind:
+        found.append(find_rule(config.optimizer.kind))
+    return [Path(getfile(each)) for each in found]
 
 
 def set_up_device(config: Config, context: WorkerContext) -> torch.device:

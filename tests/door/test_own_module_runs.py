@@ -14,6 +14,7 @@ import pytest
 
 import parallel3d
 from parallel3d.errors import UserError
+from tests.extending import ademamix, eager_1f1b
 from tests.support import own_llama
 from tests.support.launch_runs import children_of, name_of
 
@@ -71,6 +72,26 @@ def test_an_error_in_the_users_file_is_one_message(tiny: Json, tmp_path: Path) -
     with pytest.raises(UserError, match=r"mine.py, line 4, in forward \(return x.no_such_method\(\)\): Attr") as caught:
         parallel3d.train(tiny, quiet=True)
     assert "Traceback" not in str(caught.value)
+
+
+def test_a_rule_and_a_schedule_of_ones_own(tiny: Json, tmp_path: Path) -> None:
+    """As classes in the dict, which workers of two stages import by name; then with an error."""
+    tiny["parallel"] = {"pp_size": 2, "schedule": eager_1f1b.EagerOneFOneB}
+    tiny["optimizer"] = {"kind": ademamix.AdEMAMix, "rule_settings": {"alpha": 4.0}, "learning_rate": 0.01}
+    result = parallel3d.train(tiny, quiet=True)
+    assert result.final_step == 6 and result.final_loss < result.metrics[0]["loss"]
+    assert result.config["optimizer"]["kind"] == "tests.extending.ademamix:AdEMAMix"
+    assert result.config["parallel"]["schedule"] == "tests.extending.eager_1f1b:EagerOneFOneB"
+
+    (tmp_path / "broken.py").write_text(
+        "from tests.extending.ademamix import AdEMAMix\n"
+        "class Broken(AdEMAMix):\n"
+        "    name, has_triton_formula = 'broken', False\n"
+        "    def update_block(self, block, step, *, weight_decay):\n"
+        "        return block.no_such_part\n"
+    )
+    with pytest.raises(UserError, match=r"optimizer.kind broken: .*broken.py, line 5, in update_block .*no_such_part"):
+        parallel3d.train(tiny, {"optimizer.kind": f"{tmp_path}/broken.py:Broken"}, quiet=True)
 
 
 def test_a_script_without_a_guard_is_refused(tiny: Json, tmp_path: Path) -> None:

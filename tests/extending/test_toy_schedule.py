@@ -58,5 +58,5 @@ def test_layouts_and_messages_know_it() -> None:
 
 
 def test_before_it_is_added_it_is_unknown() -> None:
-    with pytest.raises(ValueError, match="should be 1f1b or interleaved or gpipe or zb-h1 or zb-v"):
+    with pytest.raises(ValueError, match="should be '1f1b', 'interleaved', 'gpipe', 'zb-h1' or 'zb-v'"):
         tiny_runs.make_config(parallel=dict(pp_size=2, schedule="eager-1f1b"))

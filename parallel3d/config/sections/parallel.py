@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from parallel3d.config.named import check_named, schema_of_names
 from parallel3d.config.rule import WORLD_SIZE, excludes, rule
 from parallel3d.config.sections.section import Section
 from parallel3d.errors import Problem
-from parallel3d.pipeline.schedules import SCHEDULES, default_schedule
+from parallel3d.pipeline.schedules import SCHEDULES, default_schedule, find_schedule, schedule_code
 
 CountPerStage = Annotated[list[PositiveInt], Field(min_length=1)]
 """One number for each pipeline stage, or virtual stage."""
@@ -20,16 +20,8 @@ GridSize = Annotated[int, Field(ge=1, le=65536)]
 """A size of the grid; the limit keeps a mistyped one from being built."""
 
 
-def _known_schedule(name: str) -> str:
-    if name not in SCHEDULES:
-        raise PydanticCustomError("schedule", "should be {names}", {"names": " or ".join(SCHEDULES)})
-    return name
-
-
-ScheduleName = Annotated[
-    str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": list(SCHEDULES)})
-]
-"""A name in SCHEDULES."""
+ScheduleName = Annotated[str, check_named(SCHEDULES, find_schedule), schema_of_names(SCHEDULES)]
+"""A name in SCHEDULES, or "package:object"."""
 
 LAYOUT = "parallel: tp_size pp_size dp_size stage_replicas"
 """What a rule reads that needs the grid of ranks (config/rule.py)."""
@@ -56,7 +48,11 @@ class ParallelConfig(Section):
     schedule: ScheduleName = Field(
         default=default_schedule(1),
         description="\n".join(
-            ["Order of the micro-batches in a pipeline.", *(f"{s.name}: {s.summary}" for s in SCHEDULES.values())]
+            [
+                "Order of the micro-batches in a pipeline.",
+                *(f"{s.name}: {s.summary}" for s in SCHEDULES.values()),
+                "package:object: a schedule of your own (docs/extending.md).",
+            ]
         ),
     )
     virtual_stages: GridSize = 1
@@ -132,7 +128,9 @@ def check_stages(pp_size: int, virtual_stages: int, num_layers: int) -> Iterator
 @rule("parallel: schedule virtual_stages pp_size")
 def check_virtual_stages(parallel: ParallelConfig) -> Iterator[Problem]:
     """The schedule supports the number of stages and of chunks."""
-    if broken := SCHEDULES[parallel.schedule].find_broken_rule(parallel.pp_size, parallel.virtual_stages):
+    with schedule_code(parallel.schedule):
+        broken = find_schedule(parallel.schedule).find_broken_rule(parallel.pp_size, parallel.virtual_stages)
+    if broken:
         value = getattr(parallel, broken.field)
         yield Problem(field=f"parallel.{broken.field}", value=value, rule=broken.rule, fix=broken.fix)
 

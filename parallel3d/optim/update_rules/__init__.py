@@ -1,5 +1,5 @@
 """The update rules, one file each: every module in this folder that defines a RULE adds it, and every entry point of
-the group parallel3d.update_rules.
+the group parallel3d.update_rules. One more may be named as "package:object" (own_rule.py).
 
 A rule's file has no torch in it at run time, so that the configuration, the planner and the optimizer read the same
 class. docs/extending.md shows how to add one. Its formula for Triton, if it has one, is in `triton_<name>.py`, which is
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
+from parallel3d.optim.update_rules.own_rule import load_rule
 from parallel3d.optim.update_rules.update_rule import EXP_AVG_SQ, MAX_STATES, MatrixRule, UpdateRule
 from parallel3d.user_code import installed
 
@@ -31,13 +33,18 @@ for _rule in _found:
     assert issubclass(_rule, MatrixRule) == (_rule.fallback is not None), _rule.name
 
 
+def find_rule(kind: str) -> type[UpdateRule]:
+    """The rule of a name in UPDATE_RULES, or the user's that is called "package:object"; raises ConfigError."""
+    return UPDATE_RULES[kind] if kind in UPDATE_RULES else load_rule(kind, tuple(UPDATE_RULES))
+
+
 def rules_of(kind: str) -> tuple[type[UpdateRule], ...]:
     """The rule `kind`, then the one that updates the parameters that it leaves out."""
-    rule = UPDATE_RULES[kind]
+    rule = find_rule(kind)
     return (rule,) if rule.fallback is None else (rule, UPDATE_RULES[rule.fallback])
 
 
-def default_settings(kind: str) -> dict[str, float]:
+def default_settings(kind: str) -> dict[str, Any]:
     """The settings of the rule and of its fallback, with their defaults."""
     rules = reversed(rules_of(kind))
     return {name: field.default for rule in rules for name, field in rule.model_fields.items()}

@@ -1,13 +1,16 @@
 """Pipeline schedules, one file each. A file of this folder that defines SCHEDULE is one, and so is every entry point of
-the group parallel3d.schedules; nothing else names it."""
+the group parallel3d.schedules; nothing else names it. One more may be named as "package:object"."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
+from parallel3d.errors import ConfigError, Problem
 from parallel3d.pipeline.schedules.schedule import Schedule
-from parallel3d.user_code import installed
+from parallel3d.user_code import FIX, errors_named, explain, installed, load_object
 
 
 def _find_schedules() -> dict[str, Schedule]:
@@ -20,6 +23,30 @@ def _find_schedules() -> dict[str, Schedule]:
 
 SCHEDULES: dict[str, Schedule] = _find_schedules()
 """By name."""
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a name in SCHEDULES, or the user's that is called "package:object"; raises ConfigError."""
+    return SCHEDULES[name] if name in SCHEDULES else _load_schedule(name)
+
+
+def schedule_code(name: str) -> AbstractContextManager[None]:
+    """Names the user's file and line in an error of a schedule that the user wrote."""
+    return errors_named(f"parallel.schedule {name}")
+
+
+@cache
+def _load_schedule(name: str) -> Schedule:
+    found, rule = load_object(name, field="parallel.schedule"), ""
+    try:
+        schedule = found() if isinstance(found, type) else found
+    except Exception as error:  # whatever the user's class raises
+        rule = explain(error)
+    else:
+        if isinstance(schedule, Schedule) and hasattr(schedule, "name"):
+            return schedule
+        rule = f"is {type(schedule).__name__}, not a Schedule of parallel3d.pipeline.schedules.schedule with a name"
+    raise ConfigError([Problem(field="parallel.schedule", value=name, rule=rule, fix=FIX)])
 
 
 def default_schedule(num_chunks: int) -> str:
