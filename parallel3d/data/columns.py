@@ -8,7 +8,7 @@ once. A null is not a document. Only indexing needs pyarrow, reading doesn't.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,8 @@ BATCH_BYTES = 4 * 2**20
 """Approximate size of the text in memory. At least one page of a Parquet column (set by its writer, usually 1,024 rows
 or 1 MB), or one batch of a compressed Arrow file."""
 MAX_BATCH_ROWS = 65_536
+ROWS_AT_ONCE = 256
+"""Rows that become Python's values at once."""
 ARROW_FILE_MAGIC = b"ARROW1"
 
 
@@ -49,6 +51,23 @@ def extract_text(path: Path, kind: str, column: str, target: BinaryIO) -> Iterat
         target.write(data[first:last])
         yield from _ranges(position - first, offsets, valid)
         position += last - first
+
+
+def iterate_rows(path: Path, kind: str, choose: Callable[[list[str]], Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a Parquet file (`kind` parquet) or an Arrow file as Python's values, those of the columns that
+    `choose` picks from all names."""
+    arrow = _pyarrow(path)
+    with _readable(path, "Parquet" if kind == "parquet" else "Arrow"):
+        if kind == "parquet":
+            file = arrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
+            columns = [*choose(file.schema_arrow.names)]
+            batches = file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
+        else:
+            batches = _whole_batches(arrow, arrow.memory_map(str(path)).read_buffer())
+        for batch in batches:
+            chosen = batch.select([*choose(batch.schema.names)])
+            for start in range(0, chosen.num_rows, ROWS_AT_ONCE):
+                yield from chosen.slice(start, ROWS_AT_ONCE).to_pylist()
 
 
 Span = tuple[int, np.ndarray, np.ndarray]

@@ -76,7 +76,7 @@ assert set(COMPRESSIONS) | {""} == set(_OPENERS)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed; raises DataError with its name and place for a damaged or truncated one."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     with _OPENERS[compression](path) as file:
@@ -91,7 +91,7 @@ def extract_documents(
 ) -> Iterator[tuple[int, int]]:
     """Writes the documents of a file to `target` and yields (offset there, number of bytes) of each. `kind` is that of
     the text in it: text, jsonl or json."""
-    with _opened(path) as file:
+    with opened(path) as file:
         if kind == "text":
             yield from cut_at_line_ends(_copied(lines_of_text(file, path), target), document_chars)
             return
@@ -120,11 +120,11 @@ def _texts_of_lines(file: BinaryIO, path: Path, text_column: str) -> Iterator[st
 def _texts_of_json(file: BinaryIO, path: Path, text_column: str) -> Iterator[str]:
     """Of one array of objects, or of objects one after the other."""
     layout = JsonLines(text_column=text_column)
-    for number, record in enumerate(_JsonValues(file, path), start=1):
+    for number, record in enumerate(JsonValues(file, path), start=1):
         yield layout.text_in(record, f"{path}: object {number}")
 
 
-class _JsonValues:
+class JsonValues:
     """The values of a file's array, or of its whole text, one at a time."""
 
     def __init__(self, file: BinaryIO, path: Path):

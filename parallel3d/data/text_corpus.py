@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from parallel3d.data.columns import extract_text, is_readable_in_place
 from parallel3d.data.compressed import extract_documents
+from parallel3d.data.conversation_files import READABLE, extract_conversations
 from parallel3d.data.corpus_spec import FORMAT_VERSION, CorpusSpec
 from parallel3d.data.document_index import SPLITS, blocks, load_split, write_split
 from parallel3d.data.fingerprint import fingerprint
-from parallel3d.data.formats import DocumentSet, build_formats
+from parallel3d.data.formats import ConversationLines, DocumentSet, build_formats
 from parallel3d.data.hf_loader import KIND, TOKENIZER_JSON, train_byte_level
 from parallel3d.data.sources import COMPRESSIONS, SourceFile
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, train_tokenizer
@@ -92,8 +93,13 @@ class _DocumentScan:
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
         """The file from which documents are read later."""
         column = self.spec.text_column
-        if self.spec.chat is not None and (file.format != "jsonl" or file.path.suffix in COMPRESSIONS):
-            raise DataError(f"{file.path}: with data.chat all sources must be .jsonl files, not compressed")
+        if self.spec.chat is not None:
+            if file.format not in READABLE:
+                known = ", ".join(f".{each}" for each in READABLE)
+                raise DataError(f"{file.path}: with data.chat all sources must be files of conversations ({known})")
+            if file.format == "jsonl" and file.path.suffix not in COMPRESSIONS:
+                return file
+            return SourceFile(path=self.folder / f"unpacked-{number}.jsonl", format="jsonl")
         is_packed_arrow = file.format == "arrow" and not is_readable_in_place(file.path, column)
         if file.format in ("parquet", "json") or is_packed_arrow or file.path.suffix in COMPRESSIONS:
             return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
@@ -101,15 +107,18 @@ class _DocumentScan:
 
     def _scan(self, source: SourceFile, file: SourceFile) -> Iterator[tuple[int, int]]:
         column, chars = self.spec.text_column, self.spec.document_chars
+        formats = build_formats(text_column=column, document_chars=chars, chat=self.spec.chat)
         if source == file:
             try:
-                formats = build_formats(text_column=column, document_chars=chars, chat=self.spec.chat)
                 yield from formats[file.format].scan(file.path)
             except OSError as error:
                 raise DataError(f"{file.path}: can't be read ({error.strerror})") from error
             return
         with file.path.open("wb") as target:
-            if source.format in ("arrow", "parquet"):
+            if self.spec.chat is not None:
+                layout = cast(ConversationLines, formats[file.format])
+                yield from extract_conversations(source.path, source.format, layout=layout, target=target)
+            elif source.format in ("arrow", "parquet"):
                 yield from extract_text(source.path, source.format, column, target)
             else:
                 yield from extract_documents(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from functools import cache, partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+import zstandard
 
 from parallel3d.config.schema import FaultConfig
 from parallel3d.data.run_data import build_evaluation_lanes, build_reader, describe_data, open_run_corpus
@@ -165,10 +169,70 @@ def test_a_malformed_line_is_named(line: object, expected: str, tmp_path: Path):
     assert f"{path}:151: " in str(error.value) and expected in str(error.value)
 
 
+def table_of(lines: list[dict[str, object]]) -> pa.Table:
+    """With a null where a conversation is in other columns, and a column that nobody asked for."""
+    columns = {name: [line.get(name) for line in lines] for name in ("messages", "prompt", "completion")}
+    return pa.table({"number": list(range(len(lines))), **columns})
+
+
+def write_kind(folder: Path, kind: str, lines: list[object]) -> Path:
+    """The conversations as a source of this kind."""
+    plain, path = write_chats(folder / "plain.jsonl", lines).read_bytes(), folder / f"chat.{kind}"
+    if kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(plain))
+    elif kind == "jsonl.zst":
+        path.write_bytes(zstandard.ZstdCompressor().compress(plain))
+    elif kind == "json":
+        path.write_text(json.dumps(lines, indent=1))
+    elif kind == "parquet":
+        pq.write_table(table_of(lines), path, row_group_size=7)
+    else:
+        name = "data-00000-of-00001.arrow"
+        path.mkdir()
+        table = table_of(lines)
+        with pa.ipc.new_stream(path / name, table.schema) as writer:
+            writer.write_table(table, max_chunksize=290)
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "json", "parquet", "datasets"])
+def test_other_kinds_of_files_hold_the_same(kind: str, tmp_path: Path):
+    """The same tokens, targets and split as from lines, and the same text to a checkpoint."""
+    path = write_kind(tmp_path, kind, records(300))
+    plain, ours = (open_corpus(file_config(each, tmp_path / "cache")) for each in (tmp_path / "plain.jsonl", path))
+    assert len(ours.train) + len(ours.validation) == 300
+    for name in ("train", "validation"):
+        one, other = getattr(plain, name), getattr(ours, name)
+        assert [one.tokens(index).tolist() for index in range(len(one))] == [
+            other.tokens(index).tolist() for index in range(len(other))
+        ]
+    assert plain.fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("jsonl.gz", r"chat\.jsonl\.gz:151: no message has the role 'assistant'"),
+        ("json", r"chat\.json: object 151: no message has"),
+        ("parquet", r"chat\.parquet, row 150 \(from 0\): no message has"),
+        ("datasets", r"data-00000-of-00001\.arrow, row 150 \(from 0\): no message has"),
+    ],
+)
+def test_a_malformed_conversation_in_them_is_named(kind: str, expected: str, tmp_path: Path):
+    alone = {"messages": [{"role": "user", "content": "alone"}]}
+    path = write_kind(tmp_path, kind, [*records(150), alone, *records(3)])
+    with pytest.raises(DataError, match=expected):
+        open_corpus(file_config(path, tmp_path / "cache"))
+
+
 def test_other_files_are_refused(tmp_path: Path):
     (tmp_path / "plain.txt").write_text("some text\n" * 1000)
-    with pytest.raises(DataError, match=r"plain\.txt: with data\.chat all sources must be \.jsonl files"):
+    with pytest.raises(DataError, match=r"plain\.txt: with data\.chat all sources must be files of conversations"):
         open_corpus(file_config(tmp_path / "plain.txt", tmp_path / "cache"))
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "texts.parquet")
+    with pytest.raises(DataError, match=r"texts\.parquet: no column 'messages', nor 'prompt' and 'comp.*it has 'text'"):
+        open_corpus(file_config(tmp_path / "texts.parquet", tmp_path / "cache"))
 
 
 def test_the_rules():
