@@ -42,6 +42,11 @@ class CorpusSpec:
         """Whether the files are tokenised already."""
         return self.files[0].format.startswith("tokens")
 
+    @property
+    def held_out_files(self) -> set[int]:
+        """Numbers of the files of text whose documents are all for evaluation."""
+        return {number for number, file in enumerate(self.files) if file.is_held_out}
+
     def cache_key(self) -> str:
         """Name of the corpus in the cache; the same on one machine until a file or a version changes."""
         path = self.tokenizer.path and Path(self.tokenizer.path).expanduser()
@@ -56,6 +61,8 @@ class CorpusSpec:
         }
         if indexes := [_stat(index) for file in self.files if (index := index_of(file.path))]:
             parts["indexes"] = indexes
+        if held_out := self.held_out_files:
+            parts["held_out"] = sorted(held_out)
         if self.chat is not None:
             parts["chat"] = self.chat
         if not self.needs_eos:

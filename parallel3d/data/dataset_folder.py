@@ -16,7 +16,7 @@ from typing import Any
 from parallel3d.errors import DataError, shorten
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-TRAIN_SPLIT = "train"
+TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 """The last bytes of a stream that was closed. The format doesn't demand them, `save_to_disk` writes them."""
 
@@ -32,17 +32,32 @@ def dataset_files(folder: Path) -> list[Path]:
     """The streams of a dataset, or of the split `train` of several. Raises DataError that names the file."""
     if not (folder / SPLITS).is_file():
         return _streams(folder)
-    splits = _read_object(folder / SPLITS).get("splits")
-    if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-        raise DataError(f"{folder / SPLITS}: has no list of splits")
+    splits = _splits(folder)
     if TRAIN_SPLIT not in splits:
         names = shorten(", ".join(map(repr, splits)))
         raise DataError(
             f"{folder}: a dataset without a split {TRAIN_SPLIT!r}; it has {names}: name the folder of one of them"
         )
-    if not (folder / TRAIN_SPLIT / STATE).is_file():
-        raise DataError(f"{folder / TRAIN_SPLIT / STATE}: missing, and {SPLITS} lists the split")
-    return _streams(folder / TRAIN_SPLIT)
+    return _streams_of_split(folder, TRAIN_SPLIT)
+
+
+def validation_files(folder: Path) -> list[Path]:
+    """The streams of the split `validation` of several; none of a single dataset."""
+    has_one = (folder / SPLITS).is_file() and VALIDATION_SPLIT in _splits(folder)
+    return _streams_of_split(folder, VALIDATION_SPLIT) if has_one else []
+
+
+def _splits(folder: Path) -> list[str]:
+    splits = _read_object(folder / SPLITS).get("splits")
+    if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+        raise DataError(f"{folder / SPLITS}: has no list of splits")
+    return splits
+
+
+def _streams_of_split(folder: Path, split: str) -> list[Path]:
+    if not (folder / split / STATE).is_file():
+        raise DataError(f"{folder / split / STATE}: missing, and {SPLITS} lists the split")
+    return _streams(folder / split)
 
 
 def _streams(folder: Path) -> list[Path]:

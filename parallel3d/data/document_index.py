@@ -5,7 +5,7 @@ Only the last rows of a scan, and the pages that were read, are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -39,18 +39,27 @@ def blocks(rows: Iterable[tuple[int, ...]]) -> Iterator[np.ndarray]:
         yield np.array(block, np.int64)
 
 
-def write_split(folder: Path, rows: Iterable[np.ndarray], validation_fraction: float) -> int:
-    """Writes the index of each split, and returns the number of documents; without documents it writes no file."""
+def write_split(
+    folder: Path, rows: Iterable[np.ndarray], validation_fraction: float, held_out_files: Collection[int] = ()
+) -> int:
+    """Writes the index of each split, and returns the number of training documents; without any it writes no file.
+
+    With `held_out_files` their documents are for validation, and no others.
+    """
     write_document_index(folder / ALL, rows)
     document_index = load_document_index(folder / ALL)
-    if len(document_index):
-        for name, indices in zip(SPLITS.values(), split(len(document_index), validation_fraction)):
+    splits = split(len(document_index), validation_fraction)
+    if held_out_files:
+        is_held_out = np.isin(document_index[:, 0], list(held_out_files))
+        splits = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    if len(splits[0]):
+        for name, indices in zip(SPLITS.values(), splits):
             starts = range(0, len(indices), ROWS_AT_ONCE)
             write_document_index(
                 folder / name, (document_index[indices[start : start + ROWS_AT_ONCE]] for start in starts)
             )
     (folder / ALL).unlink()
-    return len(document_index)
+    return len(splits[0])
 
 
 def load_split(folder: Path) -> dict[str, np.ndarray]:

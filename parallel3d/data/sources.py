@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel3d.data.dataset_folder import dataset_files, is_dataset
+from parallel3d.data.dataset_folder import dataset_files, is_dataset, validation_files
 from parallel3d.data.token_formats import TOKEN_SUFFIXES, index_of
 from parallel3d.errors import DataError
 
@@ -50,6 +50,8 @@ class SourceFile:
 
     path: Path
     format: str
+    is_held_out: bool = False
+    """All of its text is for evaluation."""
 
 
 def find_files(sources: Sequence[str]) -> list[SourceFile]:
@@ -69,10 +71,11 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
 
 def _files_of(source: str) -> list[SourceFile]:
     path = Path(source).expanduser()
+    held_out: list[Path] = []
     if path.is_file():
         found = [path]
     elif path.is_dir() and is_dataset(path):
-        found = dataset_files(path)
+        found, held_out = dataset_files(path), validation_files(path)
     elif path.is_dir():
         found = [file for suffix in FOLDER_SUFFIXES for file in path.rglob(f"*{suffix}")]
         found = _sorted_below(path, [*found, *(file for file in path.rglob("*.bin") if index_of(file))])
@@ -85,7 +88,10 @@ def _files_of(source: str) -> list[SourceFile]:
             exists = path.exists() or glob.glob(str(path), recursive=True)
             problem = "is neither a regular file nor a folder" if exists else "doesn't exist, and no file matches it"
             raise DataError(f"data.sources: {source!r} {problem}")
-    return [SourceFile(path=file.resolve(), format=_format_of(file)) for file in found]
+    return [
+        SourceFile(path=file.resolve(), format=_format_of(file), is_held_out=file in held_out)
+        for file in [*found, *held_out]
+    ]
 
 
 def _format_of(file: Path) -> str:

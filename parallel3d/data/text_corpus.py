@@ -33,7 +33,7 @@ def build_text_corpus(spec: CorpusSpec, folder: Path, token: AbortToken, log: Ca
     """Fills `folder` with the corpus, and returns the contents of corpus.json."""
     formats = build_formats(text_column=spec.text_column, document_chars=spec.document_chars, chat=spec.chat)
     scan = _DocumentScan(spec, folder, token, log)
-    if not write_split(folder, scan.rows(), spec.validation_fraction):
+    if not write_split(folder, scan.rows(), spec.validation_fraction, spec.held_out_files):
         others = f" and {len(spec.files) - 1} more" if len(spec.files) > 1 else ""
         raise DataError(f"data.sources has no text: {spec.files[0].path}{others}")
     train = DocumentSet(files=scan.files, formats=formats, document_index=load_split(folder)["train"])

@@ -7,10 +7,11 @@ import pyarrow as pa
 import pytest
 
 from parallel3d.config.sections.data import TokenizerConfig
-from parallel3d.data.corpus import load_corpus
+from parallel3d.data.corpus import load_corpus, open_corpus
 from parallel3d.data.dataset_folder import dataset_files
 from parallel3d.data.sources import find_files
 from parallel3d.errors import DataError
+from parallel3d.parallel.abort import AbortToken
 from tests.support.word_corpus import lines, open_words
 
 FEATURES = {"text": {"dtype": "string", "_type": "Value"}, "n": {"dtype": "int64", "_type": "Value"}}
@@ -70,6 +71,37 @@ def test_of_several_splits_train_is_read(tmp_path):
     assert texts_of(folder / "validation", tmp_path / "cache") == ["held out"]
     with pytest.raises(DataError, match=r"without a split 'train'; it has 'a', 'b': name the folder of one"):
         dataset_files(save_splits(tmp_path / "no", a=["x"], b=["y"]))
+
+
+def test_the_split_validation_is_for_evaluation(tmp_path):
+    """And nothing else, whatever the fraction; without it, a share of the rows is held out."""
+    folder = save_splits(tmp_path / "sets", train=TEXTS, validation=["held out", None, "too"], test=["tested"])
+    (tmp_path / "more.jsonl").write_text('{"text": "of another source"}\n')
+    settings = dict(tokenizer=TokenizerConfig(kind="bytes"), validation_fraction=0.1, num_lanes=1)
+
+    def splits_of(*sources):
+        found = open_corpus(
+            **settings,
+            sources=[*map(str, sources)],
+            text_column="text",
+            document_chars=0,
+            cache_directory=tmp_path / "cache",
+            token=AbortToken(),
+            log=lambda text: None,
+        )
+        return [[each.documents.read(index) for index in range(len(each))] for each in (found.train, found.validation)]
+
+    both = [[*READ, "of another source"], ["held out", "too"]]
+    assert splits_of(folder, tmp_path / "more.jsonl") == both
+    train, validation = splits_of(folder / "train", folder / "validation", tmp_path / "more.jsonl")
+    assert len(validation) == 5 and sorted(train + validation) == sorted(both[0] + both[1])  # named one by one
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    train, validation = splits_of(folder, tmp_path / "more.jsonl")
+    assert len(validation) == 4 and sorted(train + validation) == sorted(both[0])
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation"]}))
+    (folder / "validation" / "state.json").unlink()
+    with pytest.raises(DataError, match=r"validation/state.json: missing, and dataset_dict.json lists the split"):
+        splits_of(folder)
 
 
 def test_another_state_json_is_no_dataset(tmp_path):

@@ -75,7 +75,8 @@ class DataConfig(Section):
     text_column: str = "text"
     """Name of the text's field in .jsonl files, and of its column in .arrow and .parquet files."""
     validation_fraction: Fraction = 0.01
-    """Share of the documents that is held out for evaluation. No effect on tokens with a validation.safetensors."""
+    """Share of the documents that is held out for evaluation. No effect on tokens with a validation.safetensors, and on
+    saved datasets with a split `validation`."""
     document_chars: NonNegativeInt | None = None
     """Plain text longer than this many characters is split into documents at line ends. 0: never; each file is one
     document and must fit into memory. Null: derived from the corpus size and the number of lanes
