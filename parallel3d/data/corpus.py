@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from parallel3d.data.corpus_spec import CorpusSpec, choose_document_chars
 from parallel3d.data.document_index import load_split
 from parallel3d.data.documents import TokenDocuments, TokenizedDocuments
 from parallel3d.data.formats import DocumentSet, build_formats
-from parallel3d.data.sources import SourceFile, find_files
+from parallel3d.data.sources import NO_FORMATS, SourceFile, find_files
 from parallel3d.data.text_corpus import build_text_corpus
 from parallel3d.data.token_corpus import build_token_corpus
 from parallel3d.data.token_file import PackedDocuments
@@ -79,6 +79,7 @@ def open_corpus(
     num_lanes: int,
     tokenizer: TokenizerConfig,
     chat: ChatConfig | None = None,
+    own_formats: Mapping[str, str] = NO_FORMATS,
     needs_eos: bool = True,
     cache_directory: Path,
     token: AbortToken,
@@ -90,7 +91,7 @@ def open_corpus(
     only if that takes very long.
     Raises DataError for damaged or unusable files, GenerationEnded once the token is aborted.
     """
-    files = find_files(sources)
+    files = find_files(sources, own_formats)
     if document_chars is None:
         total = sum(file.path.stat().st_size for file in files)
         document_chars = choose_document_chars(total, num_lanes, validation_fraction)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.sections.data import TokenizerConfig
-from parallel3d.data.sources import SourceFile
+from parallel3d.data.own_format import file_of
+from parallel3d.data.sources import OWN_FORMAT, SourceFile
 from parallel3d.data.token_formats import index_of
 from parallel3d.data.tokenizer_files import files_of
 from parallel3d.errors import DataError
@@ -61,6 +62,8 @@ class CorpusSpec:
         }
         if indexes := [_stat(index) for file in self.files if (index := index_of(file.path))]:
             parts["indexes"] = indexes
+        if own := sorted({file.format for file in self.files if file.format.startswith(OWN_FORMAT)}):
+            parts["own_formats"] = [_stat(file_of(kind)) for kind in own]
         if held_out := self.held_out_files:
             parts["held_out"] = sorted(held_out)
         if self.chat is not None:

@@ -51,6 +51,7 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
         num_lanes=num_lanes,
         tokenizer=data.tokenizer,
         chat=data.chat,
+        own_formats=data.formats,
         needs_eos=data.slice is None or data.document_mask,
         cache_directory=Path(data.cache_directory),
         token=token,
@@ -206,7 +207,7 @@ def _local(data: DataConfig, sources: list[str]) -> list[str]:
 
 
 def _files(data: DataConfig, sources: list[str]) -> list[SourceFile]:
-    return find_files(_local(data, sources))
+    return find_files(_local(data, sources), data.formats)
 
 
 def _document_chars(data: DataConfig, num_lanes: int) -> int | None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from parallel3d.data.dataset_folder import dataset_files, is_dataset, validation_files
 from parallel3d.data.token_formats import TOKEN_SUFFIXES, index_of
@@ -38,6 +39,9 @@ FOLDER_SUFFIXES = (
 pytorch_model.bin."""
 TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
 """The files of a prepared folder. All of a file of tokens with the second name is for evaluation."""
+OWN_FORMAT = "own:"
+"""In front of the name of a function of the user's, in place of a format."""
+NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 OTHER_COMPRESSIONS = (".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
 # Parts of the standard library that are not read: installed packages, tests, character sets, two large programs,
 # and the source of the help topics, which are read as text.
@@ -54,9 +58,12 @@ class SourceFile:
     """All of its text is for evaluation."""
 
 
-def find_files(sources: Sequence[str]) -> list[SourceFile]:
-    """Returns the files of all sources, in the given order and by relative name within each, without repetitions."""
-    files = [file for source in sources for file in _files_of(source)] if sources else _built_in_files()
+def find_files(sources: Sequence[str], formats: Mapping[str, str] = NO_FORMATS) -> list[SourceFile]:
+    """Returns the files of all sources, in the given order and by relative name within each, without repetitions.
+
+    `formats` are the user's own, by the ends of names.
+    """
+    files = [file for source in sources for file in _files_of(source, formats)] if sources else _built_in_files()
     seen: set[Path] = set()
     for file in files:
         if file.path in seen:
@@ -69,7 +76,7 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
     return files
 
 
-def _files_of(source: str) -> list[SourceFile]:
+def _files_of(source: str, formats: Mapping[str, str]) -> list[SourceFile]:
     path = Path(source).expanduser()
     held_out: list[Path] = []
     if path.is_file():
@@ -77,11 +84,11 @@ def _files_of(source: str) -> list[SourceFile]:
     elif path.is_dir() and is_dataset(path):
         found, held_out = dataset_files(path), validation_files(path)
     elif path.is_dir():
-        found = [file for suffix in FOLDER_SUFFIXES for file in path.rglob(f"*{suffix}")]
-        found = _sorted_below(path, [*found, *(file for file in path.rglob("*.bin") if index_of(file))])
+        suffixes = [*FOLDER_SUFFIXES, *formats]
+        matching = {file for suffix in suffixes for file in path.rglob(f"*{suffix}")}
+        found = _sorted_below(path, matching | {file for file in path.rglob("*.bin") if index_of(file)})
         if not found:
-            suffixes = ", ".join(FOLDER_SUFFIXES)
-            raise DataError(f"data.sources: the folder {source} has no readable file ({suffixes})")
+            raise DataError(f"data.sources: the folder {source} has no readable file ({', '.join(suffixes)})")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
         if not found:
@@ -89,13 +96,16 @@ def _files_of(source: str) -> list[SourceFile]:
             problem = "is neither a regular file nor a folder" if exists else "doesn't exist, and no file matches it"
             raise DataError(f"data.sources: {source!r} {problem}")
     return [
-        SourceFile(path=file.resolve(), format=_format_of(file), is_held_out=file in held_out)
+        SourceFile(path=file.resolve(), format=_format_of(file, formats), is_held_out=file in held_out)
         for file in [*found, *held_out]
     ]
 
 
-def _format_of(file: Path) -> str:
-    """A compressed file has the format of its text."""
+def _format_of(file: Path, formats: Mapping[str, str]) -> str:
+    """A compressed file has the format of its text; the longest end of a name that the user gives a format decides."""
+    own = [end for end in formats if file.name.endswith(end)]
+    if own:
+        return OWN_FORMAT + formats[max(own, key=len)]
     if file.suffix in OTHER_COMPRESSIONS:
         readable = ", ".join(COMPRESSIONS)
         raise DataError(f"data.sources: {file.name} is packed, and only {readable} are read: unpack it first")
@@ -124,5 +134,5 @@ def _built_in_files() -> list[SourceFile]:
     return files
 
 
-def _sorted_below(folder: Path, files: list[Path]) -> list[Path]:
+def _sorted_below(folder: Path, files: Collection[Path]) -> list[Path]:
     return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(folder).as_posix())

@@ -18,7 +18,8 @@ from parallel3d.data.document_index import SPLITS, blocks, load_split, write_spl
 from parallel3d.data.fingerprint import fingerprint
 from parallel3d.data.formats import ConversationLines, DocumentSet, build_formats
 from parallel3d.data.hf_loader import KIND, TOKENIZER_JSON, train_byte_level
-from parallel3d.data.sources import COMPRESSIONS, SourceFile
+from parallel3d.data.own_format import extract_own
+from parallel3d.data.sources import COMPRESSIONS, OWN_FORMAT, SourceFile
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, train_tokenizer
 from parallel3d.data.tokenizer_files import open_tokenizer, save_tokenizer
 from parallel3d.errors import DataError
@@ -92,16 +93,16 @@ class _DocumentScan:
 
     def _readable(self, number: int, file: SourceFile) -> SourceFile:
         """The file from which documents are read later."""
-        column = self.spec.text_column
+        column, is_own = self.spec.text_column, file.format.startswith(OWN_FORMAT)
         if self.spec.chat is not None:
-            if file.format not in READABLE:
+            if file.format not in READABLE and not is_own:
                 known = ", ".join(f".{each}" for each in READABLE)
                 raise DataError(f"{file.path}: with data.chat all sources must be files of conversations ({known})")
             if file.format == "jsonl" and file.path.suffix not in COMPRESSIONS:
                 return file
             return SourceFile(path=self.folder / f"unpacked-{number}.jsonl", format="jsonl")
         is_packed_arrow = file.format == "arrow" and not is_readable_in_place(file.path, column)
-        if file.format in ("parquet", "json") or is_packed_arrow or file.path.suffix in COMPRESSIONS:
+        if is_own or file.format in ("parquet", "json") or is_packed_arrow or file.path.suffix in COMPRESSIONS:
             return SourceFile(path=self.folder / f"unpacked-{number}.text", format="text")
         return file
 
@@ -115,8 +116,10 @@ class _DocumentScan:
                 raise DataError(f"{file.path}: can't be read ({error.strerror})") from error
             return
         with file.path.open("wb") as target:
-            if self.spec.chat is not None:
-                layout = cast(ConversationLines, formats[file.format])
+            layout = None if self.spec.chat is None else cast(ConversationLines, formats[file.format])
+            if source.format.startswith(OWN_FORMAT):
+                yield from extract_own(source.path, source.format, layout=layout, target=target)
+            elif layout is not None:
                 yield from extract_conversations(source.path, source.format, layout=layout, target=target)
             elif source.format in ("arrow", "parquet"):
                 yield from extract_text(source.path, source.format, column, target)
