@@ -59,9 +59,10 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
     )
 
 
-def lanes_of(config: Config) -> type[Lanes]:
+def lanes_of(config: Config) -> Callable[[TokenDocuments, int, int], Lanes]:
     """The kind of lanes: text continues from one sequence to the next, a conversation does not."""
-    return Lanes if config.data.chat is None else ConversationLanes
+    chat = config.data.chat
+    return Lanes if chat is None else partial(ConversationLanes, packs=chat.pack)
 
 
 def build_reader(config: Config, corpus: Corpus) -> Reader:
@@ -177,6 +178,8 @@ def fingerprint_data(config: Config, corpus: Corpus) -> dict[str, Any]:
         "document_chars": corpus.document_chars,
         "vocab_size": corpus.vocab_size,
     }
+    if config.data.chat is not None and not config.data.chat.pack:
+        identity = _extend_fingerprint(identity, pack=False)
     if config.data.blend is not None:
         return _extend_fingerprint(identity, blend=_counts_by_source(config.data, config.data.blend, corpus))
     if config.data.slice is not None:

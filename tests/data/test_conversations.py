@@ -169,6 +169,17 @@ def test_every_conversation_is_whole_in_one_sequence(lengths: list[int], num_tok
     assert seen[: len(order)] == order  # none lost, none twice
 
 
+def test_unpacked_each_has_a_sequence_of_its_own():
+    lengths = [3, 1, 9, 4]
+    lanes = ConversationLanes(Numbered(lengths), seed=0, num_lanes=1, packs=False)
+    rows, order = read_pass(lanes, 12), lanes.document_sequence(0, 0)
+    assert len(rows) == len(order) == 4
+    for index, row in zip(order, rows):
+        length = lengths[index]
+        ids = np.where(row < 0, ~row, row)
+        assert (ids[:length] == index + 1).all() and ids[length] == 99 and (row[length + 1 :] == ~0).all()
+
+
 def test_a_conversation_longer_than_a_sequence_loses_its_end():
     lanes = ConversationLanes(Numbered([30, 3]), seed=0, num_lanes=1)
     rows = read_pass(lanes, 8)

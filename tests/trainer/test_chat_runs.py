@@ -15,7 +15,13 @@ import torch
 import zstandard
 
 from parallel3d.config.schema import FaultConfig
-from parallel3d.data.run_data import build_evaluation_lanes, build_reader, describe_data, open_run_corpus
+from parallel3d.data.run_data import (
+    build_evaluation_lanes,
+    build_reader,
+    describe_data,
+    fingerprint_data,
+    open_run_corpus,
+)
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads, run_in_threads
 from parallel3d.parallel.abort import AbortToken
@@ -134,6 +140,15 @@ def test_a_file_of_chats_becomes_lanes(tmp_path: Path):
         assert (row < 0).any() and (row >= 0).any()
         evaluation = build_evaluation_lanes(config, corpus)
         assert evaluation is not None and (evaluation.read(0, (0, 0, 0), LENGTH)[0] < 0).any()
+
+
+def test_packing_is_part_of_what_a_checkpoint_recognises(tmp_path: Path):
+    path = write_chats(tmp_path / "chat.jsonl", records(200))
+    packed, apart = (file_config(path, tmp_path / "cache", chat=dict(pack=pack)) for pack in (True, False))
+    corpus = open_corpus(packed)
+    assert open_corpus(apart).folder == corpus.folder
+    assert fingerprint_data(packed, corpus)["fingerprint"] == corpus.fingerprint
+    assert fingerprint_data(apart, corpus)["fingerprint"] != corpus.fingerprint
 
 
 def test_the_template_is_part_of_the_corpus(tmp_path: Path):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
+import numpy as np
 import pytest
 import torch
 
 from parallel3d.comparison.compare_runs import compare_runs, tolerance_of
+from parallel3d.data.conversation_lanes import ConversationLanes
+from parallel3d.data.documents import TokenizedDocuments
+from parallel3d.data.run_data import lanes_of
+from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import ConfigError, UserError
-from tests.support import own_llama
-from tests.support.tiny_runs import make_config, train_in_threads
+from parallel3d.inprocess.harness import run_in_threads
+from parallel3d.trainer.plans import build_grid
+from tests.support import own_llama, plain_llama
+from tests.support.chats import EOS, ChatTexts
+from tests.support.tiny_runs import build, make_config, train_in_threads
 
 MODULE = "tests.support.own_llama"
 LAYOUTS = {
@@ -56,6 +64,56 @@ def test_a_layout_equals_one_process(layout, function):
 def test_in_narrower_formats(policy):
     ours, own = run(policy=policy), run("build", policy=policy)
     assert own.losses == pytest.approx(ours.losses, rel=1e-5 if policy == "fp32" else 2e-2)
+
+
+CHAT = dict(global_batch_size=8, micro_batch_size=2, sequence_length=150)
+
+
+@cache
+def run_on_replies(function: str | None, layout: tuple = ()):
+    """Two steps on conversations of which only replies are targets; own layers can't pack them."""
+    model = dict(num_key_value_heads=2, module=function and f"{MODULE}:{function}")
+    others = dict(parallel=dict(layout), precision=dict(policy="fp64"), run=dict(seed=own_llama.SEED))
+    config = make_config(model=model, data=dict(chat=dict(pack=False)), batch=CHAT, **others)
+    grid = build_grid(config)
+    return run_in_threads(grid, partial(build, config, grid, train_lanes=unpacked_lanes()), 2)
+
+
+def unpacked_lanes() -> ConversationLanes:
+    config = make_config(data=dict(chat=dict(pack=False)))
+    return lanes_of(config)(TokenizedDocuments(ChatTexts(), ByteTokenizer()), own_llama.SEED, CHAT["global_batch_size"])
+
+
+def loss_by_hand(weights) -> tuple[float, int]:
+    """The mean loss of the replies' tokens of the first step in plain torch, and their number."""
+    config, lanes = make_config(model=dict(num_key_value_heads=2)), unpacked_lanes()
+    first = [lanes.read(lane, lanes.start(lane), CHAT["sequence_length"])[0] for lane in range(lanes.num_lanes)]
+    rows = torch.tensor(np.stack(first)).long()
+    assert ((rows == EOS).sum(1) == 1).all()  # a conversation each
+    ids, labels = torch.where(rows < 0, ~rows, rows)[:, :-1], torch.where(rows < 0, -100, rows)[:, 1:]
+    count = int((labels >= 0).sum())
+    return float(plain_llama.plain_loss(config.model, weights, ids, labels)) / count, count
+
+
+@pytest.mark.parametrize("function", ["build", "build_whole"])
+def test_only_targets_count(function):
+    """With our head and with one of the user's."""
+    ours, own = run_on_replies(None), run_on_replies(function)
+    loss, count = loss_by_hand(ours.initial)
+    assert 0 < count < 0.3 * 8 * CHAT["sequence_length"]
+    assert [entry.num_loss_tokens for entry in own.entries] == [entry.num_loss_tokens for entry in ours.entries]
+    assert own.entries[0].num_loss_tokens == count and own.losses[0] == pytest.approx(loss, rel=1e-10)
+    assert own.losses == pytest.approx(ours.losses, rel=1e-10)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("function", ["build", "build_whole"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "pp2.zb-h1", "zero-0"])
+def test_targets_count_alike_on_every_layout(layout, function):
+    one, found = run_on_replies(function), run_on_replies(function, tuple(LAYOUTS[layout].items()))
+    assert [entry.num_masked_tokens for entry in found.entries] == [entry.num_masked_tokens for entry in one.entries]
+    assert compare_runs(found, one, tolerance_of(make_config())).findings == ()
+    assert found.losses == pytest.approx(one.losses, rel=1e-11)
 
 
 WRONG = """

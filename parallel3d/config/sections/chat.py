@@ -21,6 +21,9 @@ class ChatConfig(Section):
     """The text of a conversation's messages. chatml: <|im_start|>ROLE, a newline, the content, <|im_end|>, a newline.
     Or a Hugging Face folder whose chat_template is used, or a file with such a template (.jinja). Pairs of prompt and
     completion are taken as they are."""
+    pack: bool = True
+    """Several conversations share a sequence, which needs data.document_mask. false: each has a sequence of its own, of
+    which the rest is filled; also for layers of your own (model.module), which have no document mask."""
 
 
 @rule("data.chat", "data.document_mask", "data.slice")
@@ -29,9 +32,10 @@ def check_chat(chat: ChatConfig | None, document_mask: bool, part: Section | Non
     if chat is None:
         return
     value = chat.model_dump()
-    if not document_mask:
+    if chat.pack and not document_mask:
         rule_text = "needs data.document_mask: conversations share a sequence, and must not see each other"
-        yield Problem(field="data.chat", value=value, rule=rule_text, fix="Set data.document_mask to true")
+        fix = "Set data.document_mask to true, or data.chat.pack to false (for layers of your own)"
+        yield Problem(field="data.chat", value=value, rule=rule_text, fix=fix)
     if part is not None:
         yield excludes("data.chat", value, "data.slice", part.model_dump(), "a slice is a part of a file of tokens")
     if chat.template != CHATML and not exists(expand_home(chat.template)):

@@ -71,7 +71,8 @@ class DataConfig(Section):
     slice: SliceConfig | None = None
     """A part of the one file of tokens in `sources`, in the file's order. Null: its documents, shuffled."""
     chat: ChatConfig | None = None
-    """Conversations, of whose tokens only replies are targets; needs document_mask. Null: all text is learned."""
+    """Conversations, of whose tokens only replies are targets; if packed, needs document_mask. Null: all text is
+    learned."""
     formats: dict[Annotated[str, Field(pattern=r"^\.")], str] = {}
     """Functions of your own that read files, by the end of their names: {".log": "package:function"}, or the name of an
     entry point of parallel3d.formats. A function gets the file's Path, and yields the text of each document; with chat,
