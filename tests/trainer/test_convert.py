@@ -37,46 +37,16 @@ from parallel3d.parallel.sharding import UNSHARDED
 from parallel3d.parallel.tensor_parallel import TensorParallel
 from parallel3d.precision.policy import POLICIES
 from tests.support import tiny_runs
+from tests.support.family_shapes import FAMILY_SHAPES
 from tests.support.saved_layouts import assert_equal, read_all, run_layout, save
 
 SEQ = 16
 MODELS = {
     "llama": dict(num_key_value_heads=2),
     "llama-tied": dict(tie_word_embeddings=True, rope_theta=500.0),
-    "llama-3.1": dict(
-        num_key_value_heads=2,
-        head_dim=12,
-        rope_theta=500.0,
-        rope_type="llama3",
-        rope_factor=8.0,
-        rope_low_freq_factor=1.0,
-        rope_high_freq_factor=4.0,
-        rope_original_positions=64,
-    ),
     "qwen2": dict(qkv_bias=True, rms_norm_eps=1e-6),
-    "qwen3": dict(architecture="qwen3", num_key_value_heads=2, head_dim=12),
-    "olmo2": dict(architecture="olmo2", num_key_value_heads=2),
-    "phi3": dict(architecture="phi3", num_key_value_heads=2, sliding_window=6),
-    "gemma": dict(architecture="gemma", num_key_value_heads=1, head_dim=12),
-    "gemma2": dict(
-        architecture="gemma2",
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        sliding_window=6,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
-    "gemma3": dict(
-        architecture="gemma3",
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        sliding_window=6,
-        sliding_window_pattern=3,
-        query_pre_attn_scalar=16,
-    ),
-    "mistral": dict(architecture="mistral", num_key_value_heads=2, sliding_window=6),
+    **FAMILY_SHAPES,
+    "mistral": dict(architecture="mistral", num_key_value_heads=2, sliding_window=5),
     "gpt2": dict(architecture="gpt2", tie_word_embeddings=True, max_position_embeddings=32),
     "gpt2-untied": dict(architecture="gpt2", activation_function="gelu", qkv_bias=False),
 }

@@ -13,43 +13,10 @@ from parallel3d.config.derived import num_parameters, resolved_model
 from parallel3d.models.make import shardings_of
 from tests.support import cells, tiny_runs
 from tests.support.cells import Cell
+from tests.support.family_shapes import FAMILY_SHAPES
 from tests.support.saved_layouts import run_layout as run_saved_layout
 from tests.support.saved_layouts import save
 
-MODELS = {
-    "llama-3.1": dict(
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        rope_type="llama3",
-        rope_factor=8.0,
-        rope_low_freq_factor=1.0,
-        rope_high_freq_factor=4.0,
-        rope_original_positions=64,
-    ),
-    "phi3": dict(architecture="phi3", num_key_value_heads=2, sliding_window=5),
-    "qwen3": dict(architecture="qwen3", num_key_value_heads=2, head_dim=12),
-    "olmo2": dict(architecture="olmo2", num_key_value_heads=2),
-    "gemma": dict(architecture="gemma", num_key_value_heads=1, head_dim=12),
-    "gemma2": dict(
-        architecture="gemma2",
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        sliding_window=5,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
-    "gemma3": dict(
-        architecture="gemma3",
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        sliding_window=5,
-        sliding_window_pattern=3,
-        query_pre_attn_scalar=16,
-    ),
-}
 LAYOUTS = {
     "tp2-pp2-dp2-sp": dict(tp_size=2, pp_size=2, dp_size=2, sequence_parallel=True),
     "tp4-copied-heads": dict(tp_size=4, zero_stage=0),
@@ -63,18 +30,18 @@ LAYOUTS = {
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILY_SHAPES)
 def test_a_layout_equals_one_process(name, layout, reference):
-    cell = Cell(name=f"{name}-{layout}", changes=dict(model=MODELS[name], parallel=LAYOUTS[layout]))
+    cell = Cell(name=f"{name}-{layout}", changes=dict(model=FAMILY_SHAPES[name], parallel=LAYOUTS[layout]))
     assert compare_runs(cells.run_cell(cell), reference(cell), cell.tolerance).findings == ()
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILY_SHAPES)
 def test_a_resume_on_another_layout_changes_no_bit(tmp_path, name):
     def config(**parallel):
         return tiny_runs.make_config(
-            model=MODELS[name], precision=dict(policy="fp32", sums="exact"), parallel=dict(tp_size=2, **parallel)
+            model=FAMILY_SHAPES[name], precision=dict(policy="fp32", sums="exact"), parallel=dict(tp_size=2, **parallel)
         )
 
     first, other = config(pp_size=2, dp_size=2), config(pp_size=4, dp_size=1)
@@ -92,7 +59,7 @@ def test_kernels_in_c_norm_queries_and_keys_like_torchs(name):
     torchs, in_c = (
         tiny_runs.train_in_threads(
             steps=2,
-            model=MODELS[name],
+            model=FAMILY_SHAPES[name],
             parallel=dict(tp_size=2),
             precision=dict(policy="fp32"),
             run=dict(kernels=kernels),
@@ -105,7 +72,7 @@ def test_kernels_in_c_norm_queries_and_keys_like_torchs(name):
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])
 def test_weights_of_norms_decide_the_losses(name):
     """Of queries and keys: a norm that is not applied, or whose weight is not trained, would be seen here."""
-    weights = tiny_runs.train_in_threads(model=MODELS[name], parallel=dict(tp_size=4)).weights
+    weights = tiny_runs.train_in_threads(model=FAMILY_SHAPES[name], parallel=dict(tp_size=4)).weights
     for part in "qk":
         weight = weights[f"layers.0.attention.{part}_norm.weight"]
         assert (weight != 1).all()
@@ -113,16 +80,18 @@ def test_weights_of_norms_decide_the_losses(name):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_window_in_some_layers_ends_with_its_document(name, reference):
-    changes = dict(model=MODELS[name], parallel=dict(tp_size=2, pp_size=2, dp_size=2), data=dict(document_mask=True))
+    changes = dict(
+        model=FAMILY_SHAPES[name], parallel=dict(tp_size=2, pp_size=2, dp_size=2), data=dict(document_mask=True)
+    )
     cell = Cell(name=f"{name}-documents", changes=changes)
     ours = cells.run_cell(cell)
     assert compare_runs(ours, reference(cell), cell.tolerance).findings == ()
     for other in (dict(sliding_window=None), dict(sliding_window_pattern=1), dict(sliding_window_pattern=99)):
-        changed = Cell(name=f"{name}-{other}", changes=dict(changes, model=dict(MODELS[name], **other)))
+        changed = Cell(name=f"{name}-{other}", changes=dict(changes, model=dict(FAMILY_SHAPES[name], **other)))
         assert ours.losses != pytest.approx(reference(changed).losses, rel=1e-7)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILY_SHAPES)
 def test_the_numbers_of_parameters_are_those_of_the_modules(name):
-    model = resolved_model(tiny_runs.make_config(model=dict(MODELS[name], max_position_embeddings=16)).model)
+    model = resolved_model(tiny_runs.make_config(model=dict(FAMILY_SHAPES[name], max_position_embeddings=16)).model)
     assert num_parameters(model) == sum(sharding.num_elements for sharding in shardings_of(model))
