@@ -42,18 +42,19 @@ def open_run_corpus(config: Config, token: AbortToken, log: Callable[[str], None
     """Returns the corpus. On first use one process of each host builds it, and logs that."""
     data, num_lanes = config.data, config.batch.global_batch_size
     assert data.cache_directory is not None and num_lanes is not None, "needs a resolved configuration"
-    fetch(_all_sources(data), Path(data.cache_directory), token, log)
+    cache, path = Path(data.cache_directory), data.tokenizer.path
+    fetch([*_all_sources(data), *([] if path is None else [path])], cache, token, log)
     return open_corpus(
         sources=_local(data, _all_sources(data)),
         text_column=data.text_column,
         document_chars=_document_chars(data, num_lanes),
         validation_fraction=data.validation_fraction,
         num_lanes=num_lanes,
-        tokenizer=data.tokenizer,
+        tokenizer=data.tokenizer.model_copy(update={"path": path and _local_tokenizer(path, cache)}),
         chat=data.chat,
         own_formats=data.formats,
         needs_eos=data.slice is None or data.document_mask,
-        cache_directory=Path(data.cache_directory),
+        cache_directory=cache,
         token=token,
         log=log,
     )
@@ -207,6 +208,13 @@ def _all_sources(data: DataConfig) -> list[str]:
 def _local(data: DataConfig, sources: list[str]) -> list[str]:
     """The sources with remote ones replaced by their copies in the cache."""
     return [local_path(source, Path(str(data.cache_directory))) for source in sources]
+
+
+def _local_tokenizer(path: str, cache_directory: Path) -> str:
+    """Where a tokenizer is: of a remote one the copy, which is the only file of its folder or a folder."""
+    local = local_path(path, cache_directory)
+    files = [] if local == path else [*Path(local).iterdir()]
+    return str(files[0]) if len(files) == 1 else local
 
 
 def _files(data: DataConfig, sources: list[str]) -> list[SourceFile]:

@@ -11,9 +11,11 @@ from parallel3d.data import remote as module
 from parallel3d.data.remote import fetch, local_path, name_of, redacted
 from parallel3d.data.run_data import build_reader, fingerprint_data, open_run_corpus
 from parallel3d.data.sources import find_files
+from parallel3d.data.tokenizer import train_tokenizer
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.parallel.abort import AbortToken
 from tests.support import tiny_runs
+from tests.support.hf_tokenizers import write_folder
 from tests.support.word_corpus import write_words
 
 
@@ -138,7 +140,34 @@ def test_a_run_reads_the_copy(tmp_path):
     assert len(reader.read(1, reader.start(1), 16)[0]) == 17
 
 
+@pytest.mark.parametrize("kind", ["folder", "tokenizer.json", "bpe.model"])
+def test_a_remote_tokenizer(tmp_path, kind):
+    """The same ids as from the local one."""
+    words, folder = write_words(tmp_path / "words.txt"), tmp_path / "tokenizer"
+    if kind == "bpe.model":
+        folder.mkdir()
+        (folder / kind).write_bytes(train_tokenizer(words.read_text().splitlines(), 300))
+    else:
+        write_folder(folder, kind="gpt2")
+    url, store = f"memory://{uuid.uuid4().hex}/t", fsspec.filesystem("memory")
+    for file in folder.iterdir():
+        store.pipe_file(f"{url.removeprefix('memory:/')}/{file.name}", file.read_bytes())
+    ending = "" if kind == "folder" else f"/{kind}"
+    found = []
+    for path in (f"{folder}{ending}", f"{url}{ending}"):
+        config = tiny_runs.make_config(
+            model=dict(vocab_size=512),
+            batch=dict(global_batch_size=4, sequence_length=16),
+            data=dict(sources=[str(words)], tokenizer=dict(path=path), cache_directory=str(tmp_path / "cache")),
+        )
+        corpus = open_run_corpus(config, AbortToken(), lambda text: None)
+        found.append((corpus.fingerprint, corpus.train.tokens(0).tolist(), dict(corpus.tokenizer.files).keys()))
+    assert found[0] == found[1]
+
+
 def test_a_password_in_an_address_is_refused():
     with pytest.raises(ConfigError, match=r"data.sources.0 = 's3://...': must not have a user") as caught:
         tiny_runs.make_config(data=dict(sources=["s3://key:secret@host/a.txt"]))
     assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"data.tokenizer.path = 's3://...': must not have a user"):
+        tiny_runs.make_config(data=dict(tokenizer=dict(path="s3://key:secret@host/tokenizer.json")))

@@ -52,7 +52,8 @@ class TokenizerConfig(Section):
     """Pieces of a tokenizer that is trained on the corpus; at most model.vocab_size. Null: model.vocab_size."""
     path: str | None = None
     """A trained tokenizer, whose kind is seen: a Hugging Face folder or its tokenizer.json, or a SentencePiece model
-    file. Null: train one on the corpus, and keep it in data.cache_directory."""
+    file; a remote one (s3://, hf://, https://, ...) is copied into data.cache_directory once, all files of a folder.
+    Null: train one on the corpus, and keep it there."""
     eos_id: NonNegativeInt | None = None
     """The id that ends documents, for files of tokens that don't record it (GPT-2's is 50256), and for a Hugging Face
     tokenizer whose folder doesn't name it, or names another."""

@@ -143,8 +143,10 @@ def check_bytes(kind: str, path: str | None, rows: int) -> Iterator[Problem]:
 
 @rule("data.tokenizer.path")
 def check_tokenizer_path(path: str | None) -> Iterator[Problem]:
-    """The tokenizer's file or folder exists."""
-    if path is not None and not exists(expand_home(path)):
+    """The tokenizer's file or folder exists; that of a remote one is seen when it is fetched."""
+    if path is not None and "://" in path:
+        yield from _credentials("data.tokenizer.path", path)
+    elif path is not None and not exists(expand_home(path)):
         yield Problem(
             field="data.tokenizer.path",
             value=path,
