@@ -12,45 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from parallel3d.data.cache import build_once
 from parallel3d.errors import DataError, shorten
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.remote_files import CHUNK_BYTES, Log, attempt, is_remote, open_store, redacted
 
-PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp requests",
-    "https": "aiohttp requests",
-    "abfs": "adlfs",
-    "az": "adlfs",
-}
-"""What pip installs for a protocol. fsspec itself comes with torch."""
-RETRY_S = (1.0, 5.0, 20.0)
-"""Waits before each further attempt."""
-CHUNK_BYTES = 2**22
 MANIFEST = "fetched.json"
 VERSION_FIELDS = ("ETag", "etag", "md5", "checksum", "last_modified", "LastModified", "mtime", "created")
-
-Log = Callable[[str], None]
-
-
-def is_remote(source: str) -> bool:
-    return "://" in source
-
-
-def redacted(source: str) -> str:
-    """The source without credentials: neither a user and password nor a query."""
-    parts = urlsplit(source)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def local_path(source: str, cache_directory: Path) -> str:
@@ -74,8 +48,8 @@ def _folder_of(source: str, cache_directory: Path) -> Path:
 def _copy(source: str, token: AbortToken, log: Log, folder: Path) -> None:
     """Fills `folder` with the files of a source."""
     name = redacted(source)
-    fs, path = _open(source, name)
-    found, root = _attempt(partial(_files, fs, path), name, token, log)
+    fs, path = open_store(source)
+    found, root = attempt(partial(_files, fs, path), name, token, log)
     if not found:
         raise DataError(f"{name}: no such file or folder, or an empty one")
     total = sum(size or 0 for size in found.values())
@@ -87,24 +61,9 @@ def _copy(source: str, token: AbortToken, log: Log, folder: Path) -> None:
             raise DataError(f"{name}: the name {shorten(remote)!r} leads out of its folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         label = f"{name}, file {target.name}"
-        version = _attempt(partial(_copy_file, fs, remote, target, token), label, token, log)
+        version = attempt(partial(_copy_file, fs, remote, target, token), label, token, log)
         records.append({"file": str(target.relative_to(folder)), "size": target.stat().st_size, "version": version})
     (folder / MANIFEST).write_text(json.dumps({"source": name, "files": records}, indent=1))
-
-
-def _open(source: str, name: str) -> tuple[Any, str]:
-    """The file system of a source, and its path there."""
-    import fsspec
-
-    protocol = source.partition("://")[0]
-    try:
-        return fsspec.core.url_to_fs(source)
-    except ImportError as error:
-        package = PACKAGES.get(protocol, f"the driver of {protocol}://")
-        raise DataError(f"{name}: {protocol}:// needs a driver: pip install {package}") from error
-    except ValueError as error:
-        known = ", ".join(f"{each}://" for each in PACKAGES)
-        raise DataError(f"{name}: {protocol}:// can't be opened; known are {known} and others of fsspec") from error
 
 
 def _files(fs: Any, path: str) -> tuple[dict[str, int | None], str]:
@@ -146,33 +105,3 @@ def _copy_file(fs: Any, remote: str, target: Path, token: AbortToken) -> str:
 def _version(info: Any) -> str:
     """The version of a file by its store; "" if that names none."""
     return "; ".join(f"{name} {info[name]}" for name in VERSION_FIELDS if info.get(name) is not None)
-
-
-def _attempt(act: Callable[[], Any], name: str, token: AbortToken, log: Log) -> Any:
-    """Calls `act` again after what may pass; DataError for what does not, and after the last attempt."""
-    for number in range(len(RETRY_S) + 1):
-        try:
-            return act()
-        except FileNotFoundError as error:
-            raise DataError(f"{name}: not found there (404): check the address") from error
-        except PermissionError as error:
-            raise DataError(f"{name}: access denied: check the credentials in the driver's environment") from error
-        except Exception as error:  # each driver has its own
-            if type(error).__module__.startswith("parallel3d"):
-                raise
-            problem = _problem(error)
-            if getattr(error, "status", None) in (401, 403):
-                raise DataError(f"{name}: access denied ({problem}): check the credentials") from error
-            if number == len(RETRY_S):
-                raise DataError(f"{name}: {problem}, after {len(RETRY_S)} retries") from error
-            log(f"{name}: {problem}; retry {number + 1} of {len(RETRY_S)} in {RETRY_S[number]:g} s")
-            token.sleep(RETRY_S[number])
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _problem(error: Exception) -> str:
-    """The kind of an error, and its text unless that quotes an address, which may hold credentials."""
-    text, kind = " ".join(str(error).split()), type(error).__name__
-    if (status := getattr(error, "status", None)) is not None:
-        return f"{kind} {status}"
-    return kind + (f" ({shorten(text)})" if text and "://" not in text and "@" not in text else "")

@@ -6,14 +6,15 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from parallel3d import remote_files
 from parallel3d.config.sections.data import DataConfig
-from parallel3d.data import remote as module
-from parallel3d.data.remote import fetch, local_path, name_of, redacted
+from parallel3d.data.remote import fetch, local_path, name_of
 from parallel3d.data.run_data import build_reader, fingerprint_data, open_run_corpus
 from parallel3d.data.sources import find_files
 from parallel3d.data.tokenizer import train_tokenizer
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.parallel.abort import AbortToken
+from parallel3d.remote_files import redacted
 from tests.support import tiny_runs
 from tests.support.hf_tokenizers import write_folder
 from tests.support.word_corpus import write_words
@@ -49,7 +50,7 @@ def flaky(monkeypatch):
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     for name, value in {"failures": 0, "error": ConnectionError, "opened": 0, "shortened": 0}.items():
         monkeypatch.setattr(Flaky, name, value)
-    monkeypatch.setattr(module, "RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote_files, "RETRY_S", (0.0, 0.0, 0.0))
     root = uuid.uuid4().hex
     store = fsspec.filesystem("flaky", skip_instance_cache=True)
     for name, text in {"a/one.txt": "one\n", "a/b/two.jsonl": '{"text": "two"}\n', "c.txt": "three\n"}.items():

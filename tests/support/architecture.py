@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.optim.update_rules": -1,  # the configuration takes names, settings and states from them
     "parallel3d.config": 0,
     "parallel3d.goodput": 1,
+    "parallel3d.remote_files": 1,
     "parallel3d.parallel": 1,
     "parallel3d.precision": 1,
     "parallel3d.kernels": 2,
