@@ -44,7 +44,8 @@ from torch import Tensor
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
-from parallel3d.checkpoint.write import WriteThrottle, publish, write_rank_files
+from parallel3d.checkpoint.write import publish, write_rank_files
+from parallel3d.checkpoint.write_throttle import WriteThrottle
 from parallel3d.config.derived import num_parameters
 from parallel3d.config.load import resolve
 from parallel3d.config.schema import Config

@@ -28,7 +28,8 @@ import torch
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.index import RunFacts
 from parallel3d.checkpoint.snapshot import Snapshot, take_snapshot
-from parallel3d.checkpoint.write import SaveCancelled, WriteThrottle, publish, write_rank_files
+from parallel3d.checkpoint.write import SaveCancelled, publish, write_rank_files
+from parallel3d.checkpoint.write_throttle import WriteThrottle
 from parallel3d.config.derived import save_intervals
 from parallel3d.errors import CheckpointError
 from parallel3d.parallel.abort import POLL_S

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from parallel3d.checkpoint.write import WriteThrottle
+from parallel3d.checkpoint.write_throttle import WriteThrottle
 
 
 class Clock:
