@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -11,12 +12,19 @@ from types import FrameType
 from typing import IO
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PR_SET_PDEATHSIG = 1
 MAIN = Path(__file__).resolve().parent / "__main__.py"
 
 
 def command_line(name: str, *arguments: str) -> list[str]:
     """What starts `parallel3d NAME ARGUMENTS` from any folder, installed or not."""
     return [sys.executable, str(MAIN), name, *arguments]
+
+
+def end_with_parent() -> None:
+    """Has this process killed as soon as the one that has started it ends, in whatever way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_command(name: str, arguments: Sequence[str], output: IO[bytes] | None = None) -> int:

@@ -72,6 +72,10 @@ class CheckpointDirectory:
                 damaged.append(str(error))
         return NewestCheckpoint(path=None, index=None, damaged=tuple(damaged))
 
+    def find_named(self, source: str) -> Path:
+        """The checkpoint that `run.resume` names; links are followed."""
+        return Path(source).resolve()
+
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def remove_leftovers(self, keep: Path) -> None:
