@@ -12,7 +12,9 @@ from pathlib import Path
 
 from parallel3d.checkpoint.average import average
 from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.checkpoint.fetch import local_checkpoint
 from parallel3d.commands.parsers import make_parser, parse
+from parallel3d.config.load import CACHE_DIRECTORY
 from parallel3d.errors import UserError
 
 
@@ -46,7 +48,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def choose_checkpoints(options: argparse.Namespace) -> list[Path]:
     """The folders to average. Raises UserError when there are too few, or the same one twice."""
     if options.named:
-        folders = [folder.resolve() for folder in options.named]  # links such as latest and best
+        found = (local_checkpoint(named, CACHE_DIRECTORY) for named in options.named)
+        folders = [folder.resolve() for folder in found]  # links such as latest and best
         if len(set(folders)) < len(folders):
             raise UserError(f"the same checkpoint twice: {', '.join(map(str, options.named))}")
         return folders

@@ -4,9 +4,10 @@
     python launch/convert.py from-hf FOLDER CHECKPOINT [--dtype fp32]
     python launch/convert.py model FOLDER
 
-`to-hf` takes a checkpoint, or the folder of a run for its newest one. `from-hf` makes a weights-only checkpoint.
-`model` prints the section "model" for a configuration that starts from the folder (run.initialize_from). Weights are
-converted one tensor at a time, bit for bit unless --dtype changes their format; a folder is complete or does not exist.
+`to-hf` takes a checkpoint, or the folder of a run for its newest one, or the address of a remote store for either.
+`from-hf` makes a weights-only checkpoint. `model` prints the section "model" for a configuration that starts from the
+folder (run.initialize_from). Weights are converted one tensor at a time, bit for bit unless --dtype changes their
+format; a folder is complete or does not exist.
 Exit codes: 0 done, 2 invalid input, 130 Ctrl-C.
 """
 
@@ -17,8 +18,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
+from parallel3d.checkpoint.fetch import local_checkpoint
 from parallel3d.checkpoint.index import Format
 from parallel3d.commands.parsers import WEIGHT_FORMATS, parse
+from parallel3d.config.load import CACHE_DIRECTORY
 from parallel3d.errors import CheckpointError, UserError
 from parallel3d.models.hf_export import export
 from parallel3d.models.hf_import import import_folder
@@ -46,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_export(options: argparse.Namespace) -> Iterator[str]:
-    source = find_checkpoint(options.source)
+    source = find_checkpoint(local_checkpoint(options.source, CACHE_DIRECTORY))
     if source is None:
         raise CheckpointError(f"{options.source} is neither a checkpoint nor the folder of a run that has one")
     yield from export(
@@ -66,7 +69,8 @@ def run_import(options: argparse.Namespace) -> Iterator[str]:
 
 def show_model(options: argparse.Namespace) -> Iterator[str]:
     """The section as JSON, without fields at their defaults."""
-    model = read_model_config(find_checkpoint(options.source) or options.source)
+    folder = local_checkpoint(options.source, CACHE_DIRECTORY)
+    model = read_model_config(find_checkpoint(folder) or folder)
     fields = {"architecture": model.architecture} | model.model_dump(exclude_defaults=True)
     yield json.dumps({"model": fields}, indent=2)
 

@@ -27,6 +27,8 @@ COMMANDS = {
     "average": "average the weights of checkpoints",
     "report": "report on a run, finished or not",
     "track": "send a run's figures to Weights & Biases, MLflow, Trackio or TensorBoard",
+    "upload": "copy a run's checkpoints to a remote store",
+    "fetch": "fetch a checkpoint from a remote store",
     "goodput": "estimate how much of the time training keeps under failures",
     "tune-warmup": "find a sequence-length warmup by short runs",
     "compare-dumps": "compare the dumps of two runs tensor by tensor",

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from parallel3d.config.layout_parts import LAYOUT_PARTS
 from parallel3d.config.shipped import find_config
@@ -145,7 +146,12 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         return added
 
     to_hf = command("to-hf", "Convert a checkpoint to a Hugging Face folder.")
-    to_hf.add_argument("source", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
+    to_hf.add_argument(
+        "source",
+        type=source,
+        metavar="CHECKPOINT",
+        help="a checkpoint, or a run's folder for its newest; or an address",
+    )
     to_hf.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
     to_hf.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="a Hugging Face folder or SentencePiece model, not the run's own"
@@ -163,12 +169,14 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
             "--dtype", choices=WEIGHT_FORMATS, default="keep", help="format of the weights (keep: as they are)"
         )
     model = command("model", "Print the section model of a configuration for these weights.")
-    model.add_argument("source", type=Path, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
+    model.add_argument("source", type=source, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
 
 
 def add_average(parser: argparse.ArgumentParser) -> None:
     parser.description = "Average the weights of checkpoints."
-    parser.add_argument("named", nargs="*", type=Path, metavar="CHECKPOINT", help="checkpoint folders to average")
+    parser.add_argument(
+        "named", nargs="*", type=source, metavar="CHECKPOINT", help="checkpoints to average: folders or addresses"
+    )
     parser.add_argument("--last", type=int, metavar="N", help="average the newest N of --checkpoints")
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="the checkpoint folder of a run")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the new checkpoint")
@@ -192,6 +200,39 @@ def add_track(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--project", default="parallel3d", help="the tracker's project or experiment")
     parser.add_argument("--name", help="of the run there (default: the folder's)")
     parser.add_argument("--since", type=float, default=0.0, help=argparse.SUPPRESS)  # set for a run that is starting
+
+
+def add_upload(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Copy a run's checkpoints to a remote store: s3://, gs://, file:// and others of fsspec."
+    parser.add_argument("folder", nargs="?", type=Path, metavar="RUN_FOLDER", help="a run's, or of its checkpoints")
+    parser.add_argument("target", nargs="?", metavar="ADDRESS", help="where to, such as s3://bucket/runs/name")
+    parser.add_argument("--keep-last", type=count, metavar="N", help="remove all but the last N and the best there")
+    parser.add_argument("--keep-every", type=count, metavar="N", help="but not those of steps that are multiples of N")
+    parser.add_argument("--probe", metavar="ADDRESS", help="instead: write, read and remove a small file there")
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS}  # set by a run
+    parser.add_argument("--checkpoints", type=Path, **hidden)
+    parser.add_argument("--follow", type=float, default=0.0, **hidden)
+    parser.add_argument("--end-wait", type=float, default=0.0, **hidden)
+    parser.add_argument("--stall", type=float, default=120.0, **hidden)
+    parser.add_argument("--share", type=float, default=1.0, **hidden)
+    parser.add_argument("--continued-from", type=int, **hidden)
+    parser.add_argument("--locked", action="store_true", **hidden)
+    parser.add_argument("--events", action="store_true", **hidden)
+
+
+def add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Fetch a checkpoint from a remote store, with every byte verified."
+    parser.add_argument("source", metavar="ADDRESS", help="a checkpoint, or a target of uploads for its newest")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where its folder step-... appears")
+    parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--newer-than", type=int, default=-1, metavar="STEP", help="only one of a later step")
+    parser.add_argument("--resumable", action="store_true", help="not one of weights only")
+    parser.add_argument("--events", action="store_true", help=argparse.SUPPRESS)
+
+
+def source(text: str) -> Path | str:
+    """A folder, or an address of a remote store."""
+    return text if "://" in text else Path(text)
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -281,6 +322,8 @@ PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyT
         "average": add_average,
         "report": add_report,
         "track": add_track,
+        "upload": add_upload,
+        "fetch": add_fetch,
         "goodput": add_goodput,
         "tune-warmup": add_tune_warmup,
         "compare-dumps": add_compare_dumps,

@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.checkpoint.fetch import FetchingDirectory
+from parallel3d.checkpoint.store_process import check_target
+from parallel3d.checkpoint.upload_process import UploadProcess
 from parallel3d.child_process import run_command
 from parallel3d.commands.parsers import parse
 from parallel3d.config.deepspeed_json import deepspeed_overrides
@@ -34,7 +37,7 @@ from parallel3d.elastic.protocol.restart_policy import RestartPolicy
 from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.errors import EXIT_PREEMPTED, UserError
+from parallel3d.errors import EXIT_PREEMPTED, CheckpointError, ConfigError, Problem, UserError
 from parallel3d.models.initial_weights import check_initial_weights, resolve_initial_weights
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, RunFolder
@@ -42,6 +45,7 @@ from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.monitor.tracker_processes import TrackerProcesses
 from parallel3d.monitor.trackers import TRACKERS, find_tracker
+from parallel3d.remote_files import redacted
 from parallel3d.trainer.plans import build_grid, build_target
 
 WORKER_MODULES = ("parallel3d.models.initial_weights", "parallel3d.models.make", "parallel3d.worker.main")
@@ -111,15 +115,38 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     for tracker in TRACKERS.keys() & set(trackers):
         find_tracker(tracker)
     project, directory = config.monitor.tracker_project, Path(str(config.run.directory))
-    with TrackerProcesses(trackers, directory, project=project, name=title):
+    with TrackerProcesses(trackers, directory, project=project, name=title), uploads(config, env):
         return guard_workers(config, env, title=title)
+
+
+def uploads(config: Config, env: LauncherEnv | None) -> AbstractContextManager[object]:
+    """The process that copies checkpoints to `checkpoint.upload`, on each host: one of them works at a time.
+
+    Raises ConfigError if nothing can be written there.
+    """
+    settings = config.checkpoint
+    if settings.upload is None or (env is not None and env.local_rank):
+        return nullcontext()
+    if env is None or (env.rank == 0 and not env.joins):
+        try:
+            check_target(settings.upload)
+        except CheckpointError as error:
+            fix = "Correct the address, the driver's credentials or its rights there; null: no uploads"
+            raise ConfigError(
+                [Problem(field="checkpoint.upload", value=redacted(settings.upload), rule=str(error), fix=fix)]
+            ) from None
+    keep = {"--keep-last": settings.upload_keep_last or settings.keep_last, "--keep-every": settings.keep_every}
+    limits = [word for name, value in keep.items() if value is not None for word in (name, str(value))]
+    places = ["--checkpoints", str(settings.directory), "--share", str(settings.write_share)]
+    arguments = [settings.upload, *places, *limits]
+    return UploadProcess(Path(str(config.run.directory)), arguments, end_wait_s=settings.upload_end_wait_s)
 
 
 def guard_workers(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     grid = build_grid(config)
     raise_open_files(grid)
     directory, restart = Path(str(config.run.directory)), config.restart
-    checkpoint_dir = CheckpointDirectory(Path(str(config.checkpoint.directory)))
+    checkpoint_dir = FetchingDirectory(Path(str(config.checkpoint.directory)), config.checkpoint.upload)
 
     def open_folder(history_until_step: int) -> RunFolder:
         environment = describe_environment(sys.orig_argv)

@@ -162,6 +162,8 @@ class ShortRunner:
             "run.directory": str(folder),
             "checkpoint.every": None,
             "checkpoint.save_at_end": False,
+            "checkpoint.upload": None,
+            "checkpoint.upload_keep_last": None,
             "restart.max_restarts": 0,
         }
 

@@ -101,6 +101,18 @@ def required(field: str, meaning: str) -> Problem:
     return Problem(field=field, value=None, rule="is required here", fix=f"Add it: {meaning}")
 
 
+def without_credentials(field: str, address: str, *, query: bool = True) -> Iterator[Problem]:
+    """Addresses are kept in files of the run, where a password doesn't belong, nor a query (unless allowed) that may
+    be a signature."""
+    if not query and "?" in address:
+        rule_text, fix = "must not have a query: it would be kept in config.json", "Remove it"
+        yield Problem(field=field, value=address.partition("://")[0] + "://...", rule=rule_text, fix=fix)
+    if "@" in address.partition("://")[2].partition("/")[0]:
+        rule_text = "must not have a user or password: it would be kept in config.json"
+        fix = "Give them to the driver in its environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...), and remove them here"
+        yield Problem(field=field, value=address.partition("://")[0] + "://...", rule=rule_text, fix=fix)
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The fix that names the multiples of `unit` on both sides of `value`."""
     below = value - value % unit

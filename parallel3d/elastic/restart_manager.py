@@ -155,7 +155,7 @@ class RestartManager:
             return NewestCheckpoint(path=None, index=None, damaged=())
         if self._resume == "auto":
             return self._checkpoint_dir.find_newest_valid()
-        path = Path(self._resume).resolve()
+        path = self._checkpoint_dir.find_named(self._resume)
         return NewestCheckpoint(path=path, index=verify_resumable(path), damaged=())
 
     def _history_of(self, start: NewestCheckpoint) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from parallel3d.checkpoint.directory import LATEST, read_index, verify_checkpoint
+from parallel3d.checkpoint.fetch import local_checkpoint
 from parallel3d.checkpoint.index import INDEX, Index
 from parallel3d.config.same_model import model_differences
 from parallel3d.config.schema import Config, ModelConfig
@@ -48,10 +49,10 @@ def check_initial_weights(config: Config) -> None:
 
 def resolve_initial_weights(config: Config) -> Config:
     """The configuration with the resolved folder: for a run its newest checkpoint, links followed. So all workers
-    read the same weights, even if the link changes."""
+    read the same weights, even if the link changes. Of an address its copy in the cache, which is made here."""
     if config.run.initialize_from is None:
         return config
-    folder = Path(config.run.initialize_from)
+    folder = local_checkpoint(config.run.initialize_from, str(config.data.cache_directory))
     settled = str(find_checkpoint(folder) or folder.resolve())
     return config.model_copy(update={"run": config.run.model_copy(update={"initialize_from": settled})})
 

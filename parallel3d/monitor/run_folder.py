@@ -8,6 +8,7 @@ summary.json       how the run ended, with its figures
 loss.png, ...      charts (charts.py); launch/report.py redraws them
 tensorboard/       the same figures for TensorBoard, with monitor.tensorboard
 logs/rank-N.log    output of worker N
+uploads.jsonl      what happened at checkpoint.upload, of all starts (commands/upload_follower.py)
 dumps/, profile/   files of debug.dump_tensors and debug.profile, written by the workers
 previous-N/        files of an earlier run: nothing is overwritten
 """

@@ -25,6 +25,13 @@ INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
     [
         (["restart.max_restarts=3"], {"restart.max_restarts"}),
         (["restart.backoff_s=400"], {"restart.backoff_s"}),
+        (["checkpoint.upload=folder/below"], {"checkpoint.upload"}),
+        (["checkpoint.upload=s3://"], {"checkpoint.upload"}),
+        (["checkpoint.upload=s3://key:secret@bucket/run"], {"checkpoint.upload"}),
+        (["checkpoint.upload=s3://bucket/run?signature=secret"], {"checkpoint.upload"}),
+        (["checkpoint.upload_keep_last=3"], {"checkpoint.upload_keep_last"}),
+        (["run.resume=s3://key:secret@bucket/run"], {"run.resume"}),
+        (["run.initialize_from=https://host/run?signature=secret"], {"run.initialize_from"}),
         (["model.num_attention_heads=3"], {"model.hidden_size"}),
         (["model.hidden_size=20"], {"model.hidden_size"}),  # heads of width 5
         (["model.num_key_value_heads=3"], {"model.num_attention_heads"}),

@@ -8,7 +8,7 @@ from math import fsum
 from os.path import exists
 from pathlib import Path
 
-from parallel3d.config.rule import excludes, rule, too_large
+from parallel3d.config.rule import excludes, rule, too_large, without_credentials
 from parallel3d.config.sections.data import BlendConfig, BlendStageConfig, DataConfig, SliceConfig
 from parallel3d.config.sections.section import expand_home
 from parallel3d.errors import Problem
@@ -35,20 +35,12 @@ def check_sources(data: DataConfig) -> Iterator[Problem]:
 def _missing_paths(field: str, sources: list[str], otherwise: str) -> Iterator[Problem]:
     for index, source in enumerate(sources):
         if "://" in source:
-            yield from _credentials(f"{field}.{index}", source)
+            yield from without_credentials(f"{field}.{index}", source)
             continue
         path = expand_home(source)
         if not (exists(path) or glob.glob(path, recursive=True)):
             rule_text = f"no such file or folder (relative to {Path.cwd()})"
             yield Problem(field=f"{field}.{index}", value=source, rule=rule_text, fix=f"Correct the path; {otherwise}")
-
-
-def _credentials(field: str, source: str) -> Iterator[Problem]:
-    """Addresses are kept in files of the run, where a password doesn't belong."""
-    if "@" in source.partition("://")[2].partition("/")[0]:
-        rule_text = "must not have a user or password: it would be kept in config.json"
-        fix = "Give them to the driver in its environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...), and remove them here"
-        yield Problem(field=field, value=source.partition("://")[0] + "://...", rule=rule_text, fix=fix)
 
 
 @rule(SOURCES)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from parallel3d.config.rule import excludes, rule
+from parallel3d.config.rule import excludes, rule, without_credentials
 from parallel3d.config.sections.section import Section, expand_home
 from parallel3d.errors import Problem
 
@@ -19,12 +19,13 @@ class RunConfig(Section):
 
     resume: str = "never"
     """never: start from step 1. auto: resume from the newest intact checkpoint in this run's folder, if there is one;
-    damaged ones are reported and skipped. Otherwise the path of a checkpoint. The layout may differ from the saved one;
-    model, seed, data and batch.global_batch_size may not."""
+    damaged ones are reported and skipped; with checkpoint.upload, from the newest one there if that is newer. Otherwise
+    the path of a checkpoint, or an address: of one, or of a target of uploads for its newest. The layout may differ
+    from the saved one; model, seed, data and batch.global_batch_size may not."""
     initialize_from: str | None = None
     """Folder with the initial weights: a Hugging Face folder (Llama, Qwen2, GPT-2), or a checkpoint, of which only the
-    weights are read. The section model must match it. A checkpoint to resume from takes precedence. Null: random
-    weights, derived from seed."""
+    weights are read; or the address of a checkpoint, or of a target of uploads for its newest. The section model must
+    match it. A checkpoint to resume from takes precedence. Null: random weights, derived from seed."""
     directory: str | None = None
     """Folder for logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
     num_steps: PositiveInt | None = None
@@ -119,7 +120,9 @@ def check_p2p(p2p: str, device: str, document_mask: bool) -> Iterator[Problem]:
 @rule("run.resume")
 def check_resume(resume: str) -> Iterator[Problem]:
     """The checkpoint to resume from is a folder."""
-    if resume not in ("never", "auto") and not isdir(expand_home(resume)):
+    if "://" in resume:
+        yield from without_credentials("run.resume", resume, query=False)
+    elif resume not in ("never", "auto") and not isdir(expand_home(resume)):
         yield Problem(
             field="run.resume",
             value=resume,
@@ -131,7 +134,9 @@ def check_resume(resume: str) -> Iterator[Problem]:
 @rule("run.initialize_from")
 def check_initialize_from(folder: str | None) -> Iterator[Problem]:
     """The initial weights are a folder."""
-    if folder is not None and not isdir(expand_home(folder)):
+    if folder is not None and "://" in folder:
+        yield from without_credentials("run.initialize_from", folder, query=False)
+    elif folder is not None and not isdir(expand_home(folder)):
         yield Problem(
             field="run.initialize_from",
             value=folder,
