@@ -137,7 +137,7 @@ def check_bytes(kind: str, path: str | None, rows: int) -> Iterator[Problem]:
 def check_tokenizer_path(path: str | None) -> Iterator[Problem]:
     """The tokenizer's file or folder exists; that of a remote one is seen when it is fetched."""
     if path is not None and "://" in path:
-        yield from _credentials("data.tokenizer.path", path)
+        yield from without_credentials("data.tokenizer.path", path)
     elif path is not None and not exists(expand_home(path)):
         yield Problem(
             field="data.tokenizer.path",
