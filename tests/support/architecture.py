@@ -67,6 +67,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.worker": 10,
     "parallel3d.doctor": 10,
     "parallel3d.door": 11,
+    "parallel3d.costs": 11,
     "parallel3d.inprocess": 11,
     "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
     "parallel3d.models.hf_export": 11,
@@ -144,8 +145,10 @@ PURE: tuple[str, ...] = (
             "plans",
             "hopeless_replicas",
             "divergence_check",
+            "message_sizes",
         )
     ),
+    "parallel3d.costs",
 )
 NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)
 """Pure files whose functions take tensors: they name torch's types under TYPE_CHECKING, and import nothing of it."""
