@@ -108,7 +108,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the timeline into this file")
     parser.add_argument("--device", metavar="NAMES", help="predict a replica's speed and memory on a GPU: H100,H200")
     parser.add_argument("--workers", type=int, metavar="N", help="estimate the coordinator's costs with N workers")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="a JSON list of further devices")
+    parser.add_argument(
+        "--rows", "--device-table", type=Path, metavar="FILE", help="a JSON list of further devices, or of other prices"
+    )
+    parser.add_argument(
+        "--devices", metavar="LIST", help="estimate memory, time and money on hosts of devices: 8xH100-80GB:16"
+    )
+    parser.add_argument("--tokens", type=float, metavar="N", help="tokens to train on (default: the configuration's)")
+    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of one device for an hour")
+    parser.add_argument("--search", action="store_true", help="rank all layouts on --devices")
+    parser.add_argument("--policies", metavar="LIST", help="precision policies to search: bf16,bf16_sr")
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:

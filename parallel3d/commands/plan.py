@@ -4,26 +4,32 @@ Prints the grid, the layers and costs of each stage, the routes that leave their
 the pipeline, and the timeline of the instruction lists that training executes, which the checker has proven. `--lost
 3,5` shows the iteration after the loss of these ranks at once, all on one host. Where stages differ in their numbers of
 replicas, it prints all candidates. `--device H200` also predicts speed and memory on such a GPU (parallel3d/rehearsal),
-for models on one stage. Exit codes: 0 done, 2 invalid input.
+for models on one stage. `--devices 8xH100-80GB:16` estimates memory, time and money on such hosts instead, `--search`
+ranks all layouts on them (parallel3d/costs, docs/planning.md). Exit codes: 0 done, 2 invalid input.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from parallel3d.commands.parsers import parse
-from parallel3d.config.derived import batch_sizes
+from parallel3d.config.derived import batch_sizes, tokens_per_step
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
+from parallel3d.config.specs.policies import POLICY_SPECS
 from parallel3d.config.warmup_builder import describe_warmup
+from parallel3d.costs.cost_report import describe_costs, describe_search
+from parallel3d.costs.layered_parameters import LayeredParameters
+from parallel3d.costs.machines import parse_machines
 from parallel3d.elastic.control_estimate import estimate_control
 from parallel3d.elastic.protocol.survivability import check_survivability
 from parallel3d.elastic.protocol.vacancies import GridTarget, fill
 from parallel3d.errors import UserError
-from parallel3d.models.make import make_stage
+from parallel3d.models.make import make_stage, shardings_of
 from parallel3d.parallel.grid import Grid, ReplicaId
 from parallel3d.pipeline.check import CheckReport, check_plan
 from parallel3d.pipeline.partition import stage_costs
@@ -41,6 +47,11 @@ def main(arguments: list[str]) -> int:
     options = parse("plan", arguments)
     try:
         config = resolve(load_config(options.config, options.overrides), config_path=options.config)
+        if options.devices is not None:
+            print("\n".join(describe_devices(config, options)).rstrip())
+            return 0
+        if options.search or options.policies or options.price or options.tokens:
+            raise UserError("--search, --policies, --price and --tokens need --devices, as in --devices 8xH100-80GB:16")
         print("\n".join(describe(config, parse_ranks(options.lost), options.png)))
         if options.device is not None:
             print("\n".join(describe_speed(config, options.device, options.rows)))
@@ -91,6 +102,23 @@ def describe_speed(config: Config, names: str, rows: Path | None) -> Iterator[st
     yield ""
     yield "one replica on a GPU, as if it kept all of its optimizer state:"
     yield from describe_config(config, make_stage, find_rows(names, rows))
+
+
+def describe_devices(config: Config, options: argparse.Namespace) -> Iterator[str]:
+    """Yields what training costs on the devices that are named, or the ranking of all layouts there."""
+    machines = parse_machines(options.devices, options.rows, options.price)
+    num_tokens = options.tokens or tokens_per_step(config) * (config.run.num_steps or 1)
+    if num_tokens <= 0:
+        raise UserError(f"--tokens {options.tokens:g}: must be above 0")
+    if config.parallel.stage_replicas is not None and not options.search:
+        raise UserError("parallel.stage_replicas: the estimate needs equally many replicas of each stage: use dp_size")
+    policies = options.policies.split(",") if options.policies else ()
+    if unknown := [name for name in policies if name not in POLICY_SPECS]:
+        raise UserError(f"--policies {', '.join(unknown)}: there are {', '.join(POLICY_SPECS)}")
+    parts = LayeredParameters.of(shardings_of(config.model), config.model.num_hidden_layers)
+    if options.search:
+        return describe_search(config, parts, machines, num_tokens, policies)
+    return describe_costs(config, parts, machines, num_tokens)
 
 
 def describe_control(config: Config, num_workers: int) -> Iterator[str]:

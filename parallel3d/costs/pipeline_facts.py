@@ -7,18 +7,17 @@ schedules without a limit hold more. What a stage holds follows from the order o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 
-from parallel3d.pipeline.instructions import Instruction, Op
+from parallel3d.pipeline.instructions import Op
 from parallel3d.pipeline.partition import StageCosts
 from parallel3d.pipeline.planner import plan_pipeline
 from parallel3d.pipeline.request import PlanRequest
 from parallel3d.pipeline.schedules import SCHEDULES
 
-ROUNDS = 3
+ROUNDS = 2
 """Rounds of as many micro-batches as stages that are simulated."""
 MESSAGES_A_CHUNK = 2
 """Activations and gradients between stages that a stage holds at once, for each of its chunks: what came and what goes.
@@ -47,14 +46,21 @@ def pipeline_facts(
     """Simulates one pipeline, or remembers it. `deferred` is what a chunk keeps between the halves of a split backward
     pass, as a multiple of what it keeps between forward and backward."""
     count = _enough(num_stages, num_micro_batches)
-    facts = _simulate(schedule, num_stages, num_chunks, count, deferred)
-    if SCHEDULES[schedule].limits_in_flight or count == num_micro_batches:
-        return facts
-    return replace(facts, stashed=tuple(each * num_micro_batches / count for each in facts.stashed))
+    idle, held = _simulate(schedule, num_stages, num_chunks, count)
+    more = 1.0 if SCHEDULES[schedule].limits_in_flight else num_micro_batches / count
+    return PipelineFacts(
+        idle=idle,
+        stashed=tuple(more * max(whole + deferred * half for whole, half in pairs) for pairs in held),
+        num_messages=MESSAGES_A_CHUNK * num_chunks if num_stages > 1 else 0,
+    )
+
+
+_Held = frozenset[tuple[int, int]]
+"""What a stage holds at some times: (micro-batches before their backward pass, those between its halves)."""
 
 
 @cache
-def _simulate(schedule: str, num_stages: int, num_chunks: int, count: int, deferred: float) -> PipelineFacts:
+def _simulate(schedule: str, num_stages: int, num_chunks: int, count: int) -> tuple[float, tuple[_Held, ...]]:
     request = PlanRequest(
         replicas=((0,),) * num_stages,
         num_micro_batches=count,
@@ -64,21 +70,23 @@ def _simulate(schedule: str, num_stages: int, num_chunks: int, count: int, defer
     )
     plan = plan_pipeline(request)
     busy = sum(request.costs.total) / num_stages
-    changes = {
-        Op.FORWARD: 1.0,
-        Op.BACKWARD: -1.0,
-        Op.BACKWARD_INPUT: deferred - 1.0,
-        Op.BACKWARD_WEIGHT: -deferred,
-    }
-    return PipelineFacts(
-        idle=(plan.makespan - busy * count) / busy,
-        stashed=tuple(_most_stashed(plan.lists[stage, 0], changes) for stage in range(num_stages)),
-        num_messages=MESSAGES_A_CHUNK * num_chunks if num_stages > 1 else 0,
-    )
+    [(_, run)] = plan.runs
+    return (plan.makespan - busy * count) / busy, tuple(_held([op for op, _, _ in steps]) for steps in run.steps)
 
 
-def _most_stashed(steps: Iterable[Instruction], changes: Mapping[Op, float]) -> float:
-    return max(accumulate((changes.get(step.op, 0.0) for step in steps), initial=0.0))
+def _held(ops: Iterable[Op]) -> _Held:
+    whole = half = 0
+    found = set()
+    for op in ops:
+        if op is Op.FORWARD:
+            whole += 1
+        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            whole -= 1
+            half += op is Op.BACKWARD_INPUT
+        elif op is Op.BACKWARD_WEIGHT:
+            half -= 1
+        found.add((whole, half))
+    return frozenset(found)
 
 
 def _enough(num_stages: int, num_micro_batches: int) -> int:

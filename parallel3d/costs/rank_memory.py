@@ -117,8 +117,8 @@ def estimate_memory(
 def _stage_memory(
     config: Config, parts: LayeredParameters, stage: int, chunks: Sequence[range], sizes: MicroBatchSizes
 ) -> StageMemory:
-    parallel, model = config.parallel, config.model
-    state = count_state(parts.of_stage(chunks), config, holders_of(config, stage), parallel.tp_size)
+    model = config.model
+    state = state_of(config, parts, stage, chunks)
     working = layer_at_work(config, sizes)
     is_last = any(chunk.stop == model.num_hidden_layers for chunk in chunks)
     head = head_at_work(config, sizes) if is_last else 0
@@ -137,6 +137,14 @@ def _stage_memory(
         context=int(RESERVED_GIB * GIB) if sizes.on_device else 0,
         fragmentation=int(FRAGMENTATION * passing) if sizes.on_device else 0,
     )
+
+
+def state_of(config: Config, parts: LayeredParameters, stage: int, chunks: Sequence[range]) -> StateBytes:
+    """Counts what a rank of a stage keeps between steps."""
+    parallel, holders = config.parallel, holders_of(config, stage)
+    others = (config.optimizer.kind, config.optimizer.decay_norms_and_biases, parallel.bucket_mib)
+    key = (parallel.tp_size, parallel.sequence_parallel, holders, config.precision.model_dump_json(), *others)
+    return parts.remember(chunks, key, lambda: count_state(parts.of_stage(chunks), config, holders, parallel.tp_size))
 
 
 def holders_of(config: Config, stage: int) -> Holders:

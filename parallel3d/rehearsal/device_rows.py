@@ -1,10 +1,16 @@
-"""Devices as data, for estimates: memory, bandwidth, peaks. Pure."""
+"""Devices as data, for estimates: memory, bandwidth, peaks, prices. Pure.
+
+Sizes and peaks are from data sheets. Prices are those that a source has paid, with its date where it has one: yours to
+replace, by a file of rows (`--device-table`). A row there that has the name of a known one changes only what it gives.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from parallel3d.errors import UserError
 from parallel3d.monitor.flops import TERA
@@ -26,14 +32,47 @@ class DeviceRow:
     bf16_tflops: float
     """TFLOP/s of dense bf16 products."""
     fp32_tflops: float
+    network_bandwidth: float = 50e9
+    """Bytes/s that it sends to other hosts: its share of the host's network. 400 Gbit/s unless a row says otherwise."""
+    price_per_hour: float | None = None
+    """Dollars for an hour of one device; None: unknown."""
+    price_source: str = ""
+    """Where the price is from, and for which machine."""
+    price_date: str = ""
 
+
+_H100: dict[str, Any] = dict(bf16_tflops=989.4, fp32_tflops=66.9, link_bandwidth=450e9)
+_A100: dict[str, Any] = dict(bf16_tflops=312.0, fp32_tflops=19.5, link_bandwidth=300e9, network_bandwidth=25e9)
+_BLOG: dict[str, Any] = dict(
+    price_source="on demand, a host of 8, as the blog on GPT-2 163M paid (docs/paper_notes.md)"
+)
 
 DEVICE_ROWS = (
+    DeviceRow(name="H100-80GB", memory_gib=79.1, bandwidth=3.35e12, price_per_hour=23.92 / 8, **_H100, **_BLOG),
+    DeviceRow(name="H200-141GB", memory_gib=139.8, bandwidth=4.8e12, **_H100),
     DeviceRow(
-        name="H100", memory_gib=79.1, bandwidth=3.35e12, link_bandwidth=450e9, bf16_tflops=989.4, fp32_tflops=66.9
+        name="B200-180GB",
+        memory_gib=178.3,
+        bandwidth=7.7e12,
+        link_bandwidth=900e9,
+        bf16_tflops=2250.0,
+        fp32_tflops=75.0,
+        price_per_hour=39.92 / 8,
+        **_BLOG,
     ),
+    DeviceRow(name="A100-40GB", memory_gib=39.4, bandwidth=1.555e12, price_per_hour=10.32 / 8, **_A100, **_BLOG),
+    DeviceRow(name="A100-80GB", memory_gib=79.2, bandwidth=2.039e12, price_per_hour=14.32 / 8, **_A100, **_BLOG),
     DeviceRow(
-        name="H200", memory_gib=139.8, bandwidth=4.8e12, link_bandwidth=450e9, bf16_tflops=989.4, fp32_tflops=66.9
+        name="Trn1-16GB",
+        memory_gib=16.0,
+        bandwidth=410e9,
+        link_bandwidth=96e9,
+        network_bandwidth=3.1e9,
+        bf16_tflops=95.0,
+        fp32_tflops=23.8,
+        price_per_hour=21.50 / 32,
+        price_source="on demand, trn1.32xlarge with 32 cores, as HLAT gives it",
+        price_date="2024-04",
     ),
 )
 
@@ -41,12 +80,14 @@ DEVICE_ROWS = (
 def find_rows(names: str, path: Path | None) -> list[DeviceRow]:
     """The rows named in a list like "H100,H200", among DEVICE_ROWS and those of a JSON file with a list of rows.
 
-    Raises UserError for an unknown name and a file that can't be read.
+    A name without its memory is enough where only one row begins with it. Raises UserError for an unknown name and a
+    file that can't be read.
     """
-    rows = {row.name: row for row in (*DEVICE_ROWS, *(_read_rows(path) if path else ()))}
-    if unknown := [name for name in names.split(",") if name not in rows]:
-        raise UserError(f"unknown device {', '.join(unknown)}: there are {', '.join(rows)}")
-    return [rows[name] for name in names.split(",")]
+    rows = {row.name: row for row in DEVICE_ROWS}
+    for raw in _read_rows(path) if path else ():
+        row = _merge(rows, raw, path)
+        rows[row.name] = row
+    return [_find(name, rows) for name in names.split(",")]
 
 
 def peak_flops(row: DeviceRow, itemsize: int) -> float:
@@ -54,8 +95,31 @@ def peak_flops(row: DeviceRow, itemsize: int) -> float:
     return (row.bf16_tflops if itemsize <= 2 else row.fp32_tflops) * TERA
 
 
-def _read_rows(path: Path) -> list[DeviceRow]:
+def _find(name: str, rows: Mapping[str, DeviceRow]) -> DeviceRow:
+    wanted = name.strip().lower()
+    fitting = [row for row in rows.values() if row.name.lower() == wanted]
+    fitting = fitting or [row for row in rows.values() if row.name.lower().startswith(f"{wanted}-")]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise UserError(f"device {name} is one of {', '.join(row.name for row in fitting)}: name one of them")
+    raise UserError(f"unknown device {name}: there are {', '.join(rows)}; --device-table FILE adds your own")
+
+
+def _read_rows(path: Path) -> Sequence[Any]:
     try:
-        return [DeviceRow(**row) for row in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError) as error:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no list of devices: {error}") from error
+    if not isinstance(raw, list):
+        raise UserError(f"{path}: no list of devices: it holds a {type(raw).__name__}")
+    return raw
+
+
+def _merge(rows: Mapping[str, DeviceRow], raw: Any, path: Path | None) -> DeviceRow:
+    """The row of a file, on top of the known one of this name."""
+    try:
+        known = asdict(rows[raw["name"]]) if raw["name"] in rows else {}
+        return DeviceRow(**{**known, **raw})
+    except (KeyError, TypeError) as error:
         raise UserError(f"{path}: no list of devices: {error}") from error

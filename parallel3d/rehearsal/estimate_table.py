@@ -14,16 +14,16 @@ def describe_estimates(estimates: Sequence[StepEstimate], ideal: Mapping[str, Id
     """Lines for one configuration on several devices. Bytes are those of kernels that are neither products nor
     attention."""
     first, *_ = estimates
-    times = "".join(f"{estimate.device.name + ' ms':>10}" for estimate in estimates)
+    times = "".join(f"{estimate.device.name + ' ms':>15}" for estimate in estimates)
     yield f"{'part':<12}{'kernels':>9}{'ideal':>8}{'GB':>9}{'ideal':>8}{'waits':>7}{times}"
     for name, phase in first.phases.items():
         least = ideal.get(name, _NONE)
         yield (
             f"{name:<12}{phase.num_kernels:>9,}{least.num_kernels:>8,}{phase.elementwise_bytes / 1e9:>9.1f}"
             f"{least.num_bytes / 1e9:>8.1f}{phase.num_waits:>7}"
-            + "".join(f"{1e3 * estimate.phases[name].total_s:>10.1f}" for estimate in estimates)
+            + "".join(f"{1e3 * estimate.phases[name].total_s:>15.1f}" for estimate in estimates)
         )
-    yield f"{'idle':<53}" + "".join(f"{1e3 * STEP_IDLE_S:>10.1f}" for _ in estimates)
+    yield f"{'idle':<53}" + "".join(f"{1e3 * STEP_IDLE_S:>15.1f}" for _ in estimates)
     for estimate in estimates:
         yield describe_step(estimate)
 

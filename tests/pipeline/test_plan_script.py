@@ -58,7 +58,7 @@ def test_the_prediction_for_a_gpu(tmp_path):
     sizes = ["parallel.pp_size=1", "parallel.stage_replicas=null", "parallel.dp_size=2"]
     done = run_script(tmp_path, *sizes, "--device", "H100,H200")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "H200: " in done.stdout and done.stdout.count("(predicted)") == 2
+    assert "H200-141GB: " in done.stdout and done.stdout.count("(predicted)") == 2
     done = run_script(tmp_path, "--device", "H200")
     assert done.returncode == 2 and "on one stage" in done.stderr
 

@@ -11,7 +11,7 @@ from parallel3d.rehearsal.device_rows import DEVICE_ROWS, find_rows
 from parallel3d.rehearsal.kernel_counts import KernelCounts, KernelWork
 from parallel3d.rehearsal.roofline import estimate_phase, estimate_step, kernel_s
 
-H200 = next(row for row in DEVICE_ROWS if row.name == "H200")
+H200 = next(row for row in DEVICE_ROWS if row.name == "H200-141GB")
 TERA = 10**12
 
 
@@ -54,8 +54,8 @@ def test_own_rows(tmp_path):
     row = {"name": "MINE", "memory_gib": 8, "bandwidth": 1e12, "link_bandwidth": 1e9}
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{**row, "bf16_tflops": 100, "fp32_tflops": 10}]))
-    assert [each.name for each in find_rows("MINE,H100", path)] == ["MINE", "H100"]
-    with pytest.raises(UserError, match="unknown device OTHER: there are H100, H200"):
+    assert [each.name for each in find_rows("MINE,H100", path)] == ["MINE", "H100-80GB"]
+    with pytest.raises(UserError, match="unknown device OTHER: there are H100-80GB, H200-141GB"):
         find_rows("OTHER", None)
     path.write_text(json.dumps([row]))
     with pytest.raises(UserError, match="no list of devices"):

@@ -1,0 +1,202 @@
+"""Estimates of layouts on devices, their ranking, and what the command prints."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.device.workloads import load_workload
+from benchmarks.device_plan import settings_of
+from parallel3d.commands import plan
+from parallel3d.config.load import check_config, load_config, resolve
+from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
+from parallel3d.costs.failure_costs import failure_costs, width_estimates
+from parallel3d.costs.layered_parameters import LayeredParameters
+from parallel3d.costs.layout_estimate import estimate_layout
+from parallel3d.costs.layout_search import LayoutChoice, on_machines, rank_layouts, with_layout
+from parallel3d.costs.machines import parse_machines
+from parallel3d.costs.pipeline_facts import pipeline_facts
+from parallel3d.errors import UserError
+from parallel3d.models.make import make_stage, shardings_of
+from parallel3d.pipeline.schedules import SCHEDULES
+from parallel3d.rehearsal.config_estimate import estimate_on
+from parallel3d.rehearsal.meta_rank import LayeredRehearsal
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@cache
+def load(name):
+    config = resolve(load_config(CONFIGS / f"{name}.json"), config_path="x.json")
+    return config, LayeredParameters.of(shardings_of(config.model), config.model.num_hidden_layers)
+
+
+def machines(text, **options):
+    return parse_machines(text, **options)[0]
+
+
+@cache
+def ranked(name, devices):
+    return rank_layouts(*load(name), machines(devices))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["hlat_7b", "gpt2_124m"])
+def test_a_step_takes_as_long_as_the_rehearsed_one(name, recompute):
+    """To 5 %; the largest found is 4.2 (GPT-2, selective)."""
+    config = load_workload(name, settings_of("triton", recompute, 1))
+    device = machines("1xH200")
+    rehearsed = estimate_on(config, LayeredRehearsal.of(config, make_stage).whole, device.device)
+    parts = LayeredParameters.of(shardings_of(config.model), config.model.num_hidden_layers)
+    ours = estimate_layout(config, parts, device)
+    assert ours.step_s == pytest.approx(rehearsed.step_s, rel=0.05)
+    assert ours.mfu == pytest.approx(rehearsed.mfu, rel=0.05)
+    assert sum(parts_of_step(ours).values()) == pytest.approx(ours.step_s, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+def test_a_pipeline_idles_as_its_schedule_says(name):
+    chunks = SCHEDULES[name].min_chunks
+    for stages, count in ((4, 8), (4, 64), (8, 32)):
+        facts = pipeline_facts(name, stages, chunks, count)
+        assert facts.bubble(count) == pytest.approx(SCHEDULES[name].bubble(stages, chunks, count)), (stages, count)
+    most = {"1f1b": 4, "gpipe": 64, "zb-h1": 4, "interleaved": 11, "zb-v": 8}[name]
+    assert pipeline_facts(name, 4, chunks, 64).stashed[0] == most
+
+
+def test_tensor_parallelism_across_hosts_is_a_cliff():
+    config, parts = load("hlat_7b")
+    layout = replace(LayoutChoice.of(config), tp=16, dp=4)
+    near, far = (machines(text) for text in ("16xH100:4", "8xH100:8"))
+    near, far = (replace(each, device=replace(each.device, network_bandwidth=3e9)) for each in (near, far))
+    near, far = (estimate_layout(with_layout(config, layout), parts, each) for each in (near, far))
+    assert far.step_s > 2 * near.step_s
+    assert any("crosses hosts" in line for line in find_cliffs(far))
+    assert not any("crosses hosts" in line for line in find_cliffs(near))
+
+
+def test_exposed_reductions_and_odd_vocabularies_are_cliffs():
+    config, parts = load("hlat_7b")
+    slow = machines("8xA100-80GB:32")
+    slow = replace(slow, device=replace(slow.device, network_bandwidth=1e9))
+    layout = replace(LayoutChoice.of(config), tp=1, dp=256)
+    lines = list(find_cliffs(estimate_layout(with_layout(config, layout), parts, slow)))
+    assert any("waits for gradients and weights" in line for line in lines)
+    odd = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 32_003})})
+    odd_parts = LayeredParameters.of(shardings_of(odd.model), odd.model.num_hidden_layers)
+    assert any("32,003" in line for line in find_cliffs(estimate_layout(odd, odd_parts, machines("8xH100:256"))))
+
+
+# --- the ranking ------------------------------------------------------------------------------------------------------
+
+OWN_PLACE = {"hlat_7b": ("32xTrn1-16GB:64", 10, 1.25), "hlat_70b": ("32xTrn1-16GB:256", 10, 1.15)}
+"""HLAT's devices, and how near its choices are to the best of its schedule and recomputation: 5th of 164 (1.21 times
+the best step) and 7th of 75 (1.13) were found."""
+
+
+@pytest.mark.parametrize("name", OWN_PLACE)
+def test_hlats_choices_fit_and_are_near_the_top(name):
+    config, _ = load(name)
+    devices, most, times = OWN_PLACE[name]
+    found, own = ranked(name, devices), LayoutChoice.of(config)
+    rivals = [
+        (layout, estimate)
+        for layout, estimate in zip(found.layouts, found.estimates)
+        if (layout.schedule, layout.recompute) == (own.schedule, own.recompute)
+    ]
+    place = [layout for layout, _ in rivals].index(own)
+    assert place < most and rivals[place][1].step_s < times * rivals[0][1].step_s
+
+
+def test_the_ranking_is_in_order_valid_and_fits():
+    config, _ = load("hlat_7b")
+    found = ranked("hlat_7b", "32xTrn1-16GB:64")
+    steps = [each.step_s for each in found.estimates]
+    assert steps == sorted(steps) and all(each.fits for each in found.estimates)
+    assert len(found.estimates) + len(found.too_large) == found.num_tried
+    assert min(found.too_large.values()) > 16.0
+    assert all(each.tp * each.pp * each.dp == 2048 for each in found.layouts)
+    for layout in found.layouts[:: len(found.layouts) // 20]:
+        check_config(with_layout(config, layout))
+    assert {"tp", "pp", "recompute", "micro_batch"} <= {line.split()[0] for line in explain_best(found)}
+
+
+def test_a_hundred_thousand_devices():
+    """In less than a second of processor time; what is bounded here is that it does not grow with the devices."""
+    found = ranked("hlat_70b", "8xH100:12500")
+    assert found.estimates and found.estimates[0].machines.num_devices == 100_000
+
+
+def test_policies_are_searched_when_asked():
+    config, parts = load("hlat_7b")
+    found = rank_layouts(config, parts, machines("8xH100"), ["bf16", "bf16_sr"])
+    assert {layout.policy for layout in found.layouts} == {"bf16", "bf16_sr"}
+
+
+# --- failures and width -----------------------------------------------------------------------------------------------
+
+
+def test_failures_cost_less_when_others_take_over():
+    config, parts = load("hlat_70b")
+    estimate = estimate_layout(config, parts, machines("32xTrn1-16GB:256"))
+    costs = failure_costs(estimate)
+    assert costs.failures_per_day == pytest.approx(8192 * 1.5e-5 * 24)
+    assert 0.7 < costs.restart < 0.9 < costs.reroute < 1 and costs.one_lost == 31 / 32
+    restarts, rerouted = costs.dollars_lost(100.0)
+    assert restarts == pytest.approx(100 / costs.restart - 100) and rerouted < restarts
+    half, own, double = width_estimates(estimate, parts)
+    assert half.machines.num_hosts == 128 and double.config.parallel.dp_size == 64
+    assert half.tokens_per_s < own.tokens_per_s < double.tokens_per_s < 2 * own.tokens_per_s
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_plan(capsys, *arguments):
+    code = plan.main(["--config", str(CONFIGS / "hlat_7b.json"), *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_prints_a_table_and_a_verdict(capsys):
+    code, out, _ = run_plan(capsys, "--devices", "8xH100-80GB:16,8xH200:16", "--tokens", "1e12")
+    assert code == 0 and out.count("verdict: fits") == 2 and "a million tokens" in out
+    assert "no price of H200-141GB is known" in out and "failures: " in out and "width: " in out
+    code, out, _ = run_plan(capsys, "--devices", "8xH100:1", "--search", "--tokens", "1e9", "--price", "2")
+    assert code == 0 and "why the best wins" in out and "$2.00 a device" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (("--devices", "8xH10:16"), "unknown device H10: there are H100-80GB"),
+        (("--devices", "8xA100:16"), "is one of A100-40GB, A100-80GB"),
+        (("--devices", "8*H100"), "as in 8xH100-80GB:16"),
+        (("--devices", "0xH100"), "has no device"),
+        (("--devices", "3xH100"), "do not divide"),
+        (("--devices", "8xH100:4096"), "replicas need as many micro-batches"),
+        (("--devices", "8xH100", "--policies", "bf8", "--search"), "--policies bf8: there are fp32"),
+        (("--search",), "need --devices"),
+        (("--devices", "8xH100", "--tokens", "-1"), "must be above 0"),
+    ],
+)
+def test_a_mistake_is_one_message(capsys, arguments, wrong):
+    code, out, err = run_plan(capsys, *arguments)
+    assert code == 2 and wrong in err and len(err.strip().splitlines()) == 1 and not out
+
+
+def test_own_devices_and_prices(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps([{"name": "H100-80GB", "price_per_hour": 1.5, "price_source": "our contract"}]))
+    found = machines("8xH100:2", table=path)
+    assert found.price_per_hour == 24 and found.device.memory_gib == 79.1
+    path.write_text(json.dumps({"name": "H100-80GB"}))
+    with pytest.raises(UserError, match="no list of devices"):
+        machines("8xH100", table=path)
+    assert on_machines(load("hlat_7b")[0], found).parallel.dp_size == 2
