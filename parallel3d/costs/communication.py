@@ -83,7 +83,8 @@ def layer_traffic(config: Config, sizes: MicroBatchSizes, machines: Machines, pa
     overlapped = 4 * one  # inputs' gathers and sums; those of a plain region are two all-reduces
     hidden = min(overlapped, sum(passes.layer_products))
     gathered_again = 2 * one if config.parallel.sequence_parallel else 0.0
-    repeated = {"none": 0.0, "selective": 0.0, "full": 3 * one}[config.parallel.recompute]
+    again = 3 if config.parallel.sequence_parallel else 2  # all but the sum of the layer's last product
+    repeated = again * one if config.parallel.recompute == "full" else 0.0
     backward = gathered_again + overlapped - hidden + repeated
     passes_over = (10 if config.parallel.sequence_parallel else 8) + repeated / one
     return LayerTraffic(

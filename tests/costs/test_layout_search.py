@@ -15,7 +15,7 @@ from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
-from parallel3d.costs.layout_search import LayoutChoice, on_machines, rank_layouts, with_layout
+from parallel3d.costs.layout_search import LayoutChoice, candidate_layouts, on_machines, rank_layouts, with_layout
 from parallel3d.costs.machines import parse_machines
 from parallel3d.costs.pipeline_facts import pipeline_facts
 from parallel3d.errors import UserError
@@ -23,6 +23,7 @@ from parallel3d.models.make import make_stage, shardings_of
 from parallel3d.pipeline.schedules import SCHEDULES
 from parallel3d.rehearsal.config_estimate import estimate_on
 from parallel3d.rehearsal.meta_rank import LayeredRehearsal
+from tests.support.tiny_runs import make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,6 +59,25 @@ def test_a_step_takes_as_long_as_the_rehearsed_one(name, recompute):
     assert ours.step_s == pytest.approx(rehearsed.step_s, rel=0.05)
     assert ours.mfu == pytest.approx(rehearsed.mfu, rel=0.05)
     assert sum(parts_of_step(ours).values()) == pytest.approx(ours.step_s, abs=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_layer_sends_what_its_rehearsal_sends(sharded, recompute):
+    config = make_config(
+        model=dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_hidden_layers=2),
+        parallel=dict(tp_size=2, sequence_parallel=sharded, recompute=recompute, bucket_mib=1.0),
+        batch=dict(global_batch_size=1, micro_batch_size=1, sequence_length=256),
+        precision=dict(policy="bf16_sr"),
+        run=dict(kernels="triton", device="cuda"),
+    )
+    rehearsed = LayeredRehearsal.of(config, make_stage)
+    works = [rehearsed.layer(phase).works for phase in ("layers", "backward")]
+    sent = sum(n * work.num_bytes for each in works for work, n in each.items() if work.kind == "collective")
+    parts = LayeredParameters.of(shardings_of(config.model), 2)
+    estimate = estimate_layout(config, parts, machines("2xH100"))
+    assert estimate.traffic["tp"].num_bytes / 2 == pytest.approx(sent, rel=0.01)
+    assert 0.6 * estimate.traffic["tp"].total_s < estimate.traffic["tp"].exposed_s <= estimate.traffic["tp"].total_s
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
@@ -131,6 +151,13 @@ def test_a_hundred_thousand_devices():
     """In less than a second of processor time; what is bounded here is that it does not grow with the devices."""
     found = ranked("hlat_70b", "8xH100:12500")
     assert found.estimates and found.estimates[0].machines.num_devices == 100_000
+
+
+def test_key_value_heads_are_whole_or_copied():
+    config, _ = load("hlat_7b")
+    model = config.model.model_copy(update={"num_attention_heads": 48, "num_key_value_heads": 3})
+    layouts = candidate_layouts(config.model_copy(update={"model": model}), 48, ["bf16"])
+    assert {layout.tp for layout in layouts} == {1}  # 3 divides neither 2, 4 nor 8, and 11,008 not by 3
 
 
 def test_policies_are_searched_when_asked():
