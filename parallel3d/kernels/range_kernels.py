@@ -23,8 +23,6 @@ class RangeKernels:
     """(any number,) fp64, whose sum is the squared norm of some tensors (n,) of one format."""
     update_range: Callable[..., Tensor | None] | None = None
     """None: the rule's formula is applied block by block (`optim/updater.py`)."""
-    yields_to_fused: bool = False
-    """Whether a rule's fused kernel for fp32 (`optim/kernels.py`) goes before `update_range`."""
     add_norms: Callable[[Sequence[Tensor]], Tensor] | None = None
     """(3,) fp64 from what updates have measured."""
 
@@ -42,7 +40,6 @@ C_RANGE_KERNELS = RangeKernels(
     form="c",
     squared_norms=squared_norms,
     update_range=c_update.update_range,
-    yields_to_fused=True,  # as fast on CPUs, and its last bits are others
     add_norms=c_update.add_norms,
 )
 

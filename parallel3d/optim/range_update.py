@@ -79,9 +79,7 @@ class RangeUpdate:
 
     @property
     def _is_one_kernel(self) -> bool:
-        state, updater = self.policy.state, self.updater
-        is_fused = self.kernels.yields_to_fused and updater.kernel is not None and state == torch.float32
-        return updater.range_formula is not None and state != torch.float64 and not is_fused
+        return self.updater.range_formula is not None and self.policy.state != torch.float64
 
     def pieces(self, span: range) -> tuple[Piece, ...]:
         """The pieces of a range, of which the kernel needs a table."""
