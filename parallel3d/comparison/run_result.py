@@ -32,6 +32,7 @@ class RankResult:
     first_grad_ranges: list[GradRange] = field(default_factory=list)
     """Owned ranges of the first step's gradients."""
     initial: dict[str, Tensor] = field(default_factory=dict)
+    """Empty for a rank that joined the run later: it got its weights from others."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float | None = None
 
@@ -48,6 +49,7 @@ class RunResult:
     first_gradients: Mapping[str, Tensor]
     """Of the first step, from the initial weights; empty for an elastic run."""
     initial: Mapping[str, Tensor]
+    """Empty for a run that ranks have joined."""
     weights: Mapping[str, Tensor]
     evaluation: float | None
 
@@ -58,13 +60,14 @@ def assemble_run(runs: Sequence[RankResult]) -> RunResult:
     assert all(run.entries == first.entries for run in runs), "ranks hold different entries"
     assert all(run.evaluation == first.evaluation for run in runs), "ranks hold different evaluations"
     tp_size = 1 + max(run.coordinates.tp for run in runs)
+    starts = [(run.coordinates, run.initial) for run in runs]
     return RunResult(
         losses=tuple(entry.loss for entry in first.entries),
         grad_norms=tuple(entry.grad_norm for entry in first.entries),
         entries=tuple(first.entries),
         gradients=_gradients(runs, tp_size, lambda run: run.grad_ranges, first.entries[-1]),
         first_gradients=_gradients(runs, tp_size, lambda run: run.first_grad_ranges, first.entries[0]),
-        initial=_join(_agreed([(run.coordinates, run.initial) for run in runs]), runs, tp_size),
+        initial=_join(_agreed(starts), runs, tp_size) if all(run.initial for run in runs) else {},
         weights=_join(_agreed([(run.coordinates, run.weights) for run in runs]), runs, tp_size),
         evaluation=first.evaluation,
     )

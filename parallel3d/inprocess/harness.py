@@ -156,10 +156,10 @@ def run_elastic_in_threads(
         )
         try:
             runtime = prepare(rank, injector) if grid.holds(rank) else thread_joins.build(rank, injector)
-            initial, is_here = local_weights(runtime), train(runtime, injector)
+            initial, is_here = local_weights(runtime) if grid.holds(rank) else {}, train(runtime, injector)
             while part := coordinator.memberships[rank].take_move():
                 runtime = thread_joins.build_part(rank, injector, part)
-                initial, is_here = local_weights(runtime), train(runtime, injector)
+                initial, is_here = {}, train(runtime, injector)
         except RankDied:
             coordinator.on_lost(rank, "killed")
             raise

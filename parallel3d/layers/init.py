@@ -50,6 +50,11 @@ def initial_value(sharding: ParamSharding, *, seed: int, tp: TpShard, device: to
     return value.mul_(sharding.init_std)
 
 
+def awaited_value(sharding: ParamSharding, *, tp: TpShard) -> Tensor:
+    """An `InitMethod` for a rank that gets its state from others: zeros, as its padding stays."""
+    return torch.zeros(sharding.local_shape(tp.size))
+
+
 def first_value(
     parameters: Mapping[str, ShardedParameter], seed: int, device: torch.device, sharding: ParamSharding, *, tp: TpShard
 ) -> Tensor:

@@ -21,7 +21,7 @@ from parallel3d.kernels.launch_kernel import launch_triton
 from parallel3d.kernels.range_kernels import range_kernels
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.gradient_sink import WeightGradStore
-from parallel3d.layers.init import InitMethod
+from parallel3d.layers.init import InitMethod, awaited_value
 from parallel3d.layers.micro_batch import BatchPlan
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.monitor.divergence import Divergence, DivergenceRules
@@ -84,10 +84,10 @@ def prepare_rank(
 ) -> RankContext:
     """Builds what a rank keeps for the whole run: layers with their weights, buckets, loaders.
 
-    `grid` is the run's first. `part` is what a new worker builds, its stage and tensor-parallel rank; None: `grid` has
-    a place for `rank`. `initial` gives the initial weights; None draws them from the seed. `gemm` is the same on all
-    ranks of a run.
+    `grid` is the run's first. `part` is what a new worker builds, a stage and a tensor-parallel rank; its weights come
+    from others. None: `grid` has a place for `rank`. `initial` None draws weights from the seed. All have one `gemm`.
     """
+    initial = initial if part is None else awaited_value
     coordinates, hooks = grid.coordinates(rank) if part is None else grid.first_of(part), hooks or RankHooks()
     tp = TensorParallel(
         group=AbsentGroup(name="none", rank=coordinates.tp, ranks=grid.tp_ranks(coordinates.replica)),

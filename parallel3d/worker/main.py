@@ -31,7 +31,7 @@ from parallel3d.elastic.protocol.membership import GenerationRecord
 from parallel3d.elastic.protocol.restart_policy import START_KEY, StartInstruction
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.process import WorkerContext
-from parallel3d.layers.init import InitMethod
+from parallel3d.layers.init import InitMethod, awaited_value
 from parallel3d.monitor.run_folder import TRACES
 from parallel3d.optim.update_rules import find_rule
 from parallel3d.parallel.abort import AbortToken
@@ -108,7 +108,7 @@ def train_worker(
         make_stage=make_stage,
         lanes=lanes,
         device=device,
-        initial=open_initial_weights(config) if start.checkpoint is None and context.part is None else None,
+        initial=open_initial_weights(config) if start.checkpoint is None else awaited_value,
         hooks=hooks.for_rank(),
         gemm=terms.gemm if terms else agree_on_gemm(config, context, device, start, make_stage, is_leader=is_leader),
     )
