@@ -19,7 +19,7 @@ from tests.support.processes import wait_for
 def test_a_slot_is_offered_ever_later_and_then_not_again():
     schedule = RejoinSchedule(3, 300.0)
     last_s = 110.0 + BACKOFF_COUNTED_S
-    for loss_s, wait_s in ((100.0, BACKOFF_S), (110.0, 2 * BACKOFF_S), (last_s, BACKOFF_S)):
+    for loss_s, wait_s in ((100.0, BACKOFF_S), (110.0, 4 * BACKOFF_S), (last_s, BACKOFF_S)):
         schedule.on_lost(1, loss_s)
         assert schedule.take_due(loss_s + 0.9 * wait_s) == [] != schedule.take_due(loss_s + wait_s)
         assert schedule.offered == [1] and schedule.take(1) and not schedule.take(1) and schedule.offered == []

@@ -1,7 +1,8 @@
 """When a guardian offers to start another worker in the place of one that it has lost. Pure.
 
-After each of several losses in a minute it waits twice as long as after the one before; after too many in an hour it
-stays out: a device that is broken would only disturb the run again and again.
+At first it waits hardly longer than the run needs to go on without the lost worker: until another one comes, a replica
+computes less. After each of several losses in a minute it waits four times as long as after the one before; after too
+many in an hour it stays out: a device that is broken would only disturb the run again and again.
 
 The place of a worker that left since it was slow stays empty for a probation, which is twice as long as the last one if
 the worker after that left within an hour for the same reason. It counts as a loss.
@@ -9,10 +10,12 @@ the worker after that left within an hour for the same reason. It counts as a lo
 
 from __future__ import annotations
 
-BACKOFF_S = 1.0
+BACKOFF_S = 0.25
 """Before the first offer of a slot."""
+BACKOFF_FACTOR = 4
+"""By which the next wait is longer."""
 BACKOFF_COUNTED_S = 60.0
-"""For how long a loss doubles the waits after the next ones: so none is much longer than this."""
+"""For how long a loss lengthens the waits after the next ones: so none is much longer than this."""
 COUNTED_S = 3600.0
 """For how long a loss counts as one of those after which a slot stays out."""
 
@@ -34,7 +37,7 @@ class RejoinSchedule:
     def on_lost(self, slot: int, now_s: float) -> None:
         """Notes that the worker of a slot is lost."""
         num_recent = sum(now_s - loss_s < BACKOFF_COUNTED_S for loss_s in self._losses.get(slot, ()))
-        self._leave(slot, now_s, BACKOFF_S * 2**num_recent)
+        self._leave(slot, now_s, BACKOFF_S * BACKOFF_FACTOR**num_recent)
 
     def on_left_slow(self, slot: int, now_s: float) -> None:
         """Notes that the worker of a slot has left since it was slow."""
