@@ -170,7 +170,7 @@ class GradientSums:
         if self._weight and gradient is not None:
             view = bucket.views[parameter]
             if parameter in bucket.stale:
-                view.copy_(gradient).mul_(self._weight)
+                _write_product(view, gradient, self._weight)
                 bucket.stale.discard(parameter)
             else:
                 view.add_(gradient, alpha=self._weight)
@@ -190,6 +190,14 @@ class GradientSums:
             copy = torch.mul(bucket.own, 1.0 / max(1, self._num_samples), out=bucket.reduced)
         bucket.in_flight = group.all_reduce_async(copy), copy
         self._next += 1
+
+
+def _write_product(view: Tensor, gradient: Tensor, weight: float) -> None:
+    """Writes `gradient` times `weight` to `view`: in one pass over memory if they have one format."""
+    if view.dtype == gradient.dtype:
+        torch.mul(gradient, weight, out=view)
+    else:
+        view.copy_(gradient).mul_(weight)
 
 
 def _split(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
