@@ -62,7 +62,7 @@ def run_script(directory: Path, *, torchrun: int | None = None, **spec: Any) -> 
 
 def read_script(directory: Path, process: subprocess.Popen[str]) -> Ended:
     out, err = read_to_the_end(process)
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     weights = {int(each.stem.split("-")[1]): torch.load(each) for each in directory.glob("weights-*.pt")}
     return Ended(code=process.returncode, out=out, err=err, lines=lines, weights=weights)
 

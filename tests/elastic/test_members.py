@@ -36,7 +36,7 @@ def end(process: subprocess.Popen[str], directory: Path) -> Ended:
     """Waits for a world to end; no process of it may be left."""
     out, err = read_to_the_end(process)
     wait_for(lambda: not any(alive(pid) for pid in pids(directory)), "the last process to be gone")
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return Ended(
         code=process.returncode,
         out=out,

@@ -27,7 +27,7 @@ USR1 = {"signal": "USR1"}
 
 
 def events(directory: Path, kind: str) -> list[dict]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return [line for line in lines if line.get("event") == kind]
 
 

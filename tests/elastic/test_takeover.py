@@ -27,7 +27,7 @@ def end_all(processes: list[subprocess.Popen[str]], directory: Path) -> tuple[li
 
 def metrics(directory: Path) -> tuple[list[int], list[dict]]:
     """Returns (steps, changes of membership) as recorded."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     steps = [line["step"] for line in lines if "event" not in line]
     return steps, [line for line in lines if line.get("event") == "membership"]
 

@@ -13,7 +13,7 @@ SETTINGS = ("run.num_steps=100000", "precision.sums=exact", "elastic.balance=tru
 
 
 def events(run, kind):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return [line for line in lines if line.get("event") == kind]
 
 

@@ -32,7 +32,8 @@ def losses(run):
 
 
 def evaluations(run):
-    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"event": "evaluation"' in line]
+    whole_lines = (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+    return [line for line in whole_lines if '"event": "evaluation"' in line]
 
 
 def stubs_of(torchrun, number):

@@ -22,7 +22,7 @@ def kill(run, rank, number=signal.SIGKILL):
 
 
 def changes(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return [line for line in lines if line.get("event") == "membership"]
 
 

@@ -52,7 +52,7 @@ class Cluster:
         return len(metrics(self.run)) if (self.run / "metrics.jsonl").exists() else 0
 
     def changes(self) -> list[dict[str, Any]]:
-        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines())
         return [line for line in lines if line.get("event") == "membership"]
 
     def end(self) -> set[int]:

@@ -44,7 +44,7 @@ def finish(process, timeout=120):
 
 
 def metrics(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return [line for line in lines if "event" not in line]
 
 
