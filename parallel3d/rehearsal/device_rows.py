@@ -72,7 +72,6 @@ DEVICE_ROWS = (
         fp32_tflops=23.8,
         price_per_hour=21.50 / 32,
         price_source="on demand, trn1.32xlarge with 32 cores, as HLAT gives it",
-        price_date="2024-04",
     ),
 )
 
