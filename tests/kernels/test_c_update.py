@@ -110,8 +110,9 @@ def test_an_empty_range_measures_nothing():
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("policy", ["bf16_sr", "bf16_pure", "bf16"])
 @pytest.mark.parametrize("tp_size, dp_size, backups", [(1, 1, 0), (2, 1, 0), (4, 1, 0), (2, 3, 1)])
-def test_buckets_of_many_parameters(tp_size, dp_size, backups, policy, kind):
+def test_buckets_of_many_parameters(tp_size, dp_size, backups, policy, kind, monkeypatch):
     """Padding, both dimensions, copied heads, ranges with borders inside parameters; a step that updates nothing."""
+    monkeypatch.setattr("parallel3d.optim.updater.KERNELS", {})  # torch's fused kernel rounds in its own places
     settings = dict(tp_size=tp_size, dp_size=dp_size, zero_backups=backups, policy=policy, kind=kind)
     for mine, theirs in zip(trained(C_RANGE_KERNELS, **settings), trained(TORCH_RANGE_KERNELS, **settings)):
         assert all(torch.equal(mine[0][name], theirs[0][name]) for name in theirs[0])
