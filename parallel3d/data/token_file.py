@@ -115,7 +115,7 @@ def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray, *, needs_eos: 
     Adds the frequency of each id to `counts`, int64 (vocabulary,). The last document may lack its EOS. Raises DataError
     for an id outside the vocabulary, and if EOS never occurs; without `needs_eos` such a file is one document.
     """
-    opened = 0
+    opened = 0  # first token, or with bounds the number, of the first document whose end was not seen yet
     for start in range(0, file.num_tokens, WINDOW_TOKENS):
         ids = file.window(start, min(WINDOW_TOKENS, file.num_tokens - start))
         is_outside = (ids >= len(counts)) | (ids < 0)
@@ -127,13 +127,17 @@ def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray, *, needs_eos: 
             )
         counts += np.bincount(ids, minlength=len(counts))
         if file.bounds is not None:
+            last = int(np.searchsorted(file.bounds, start + len(ids), side="right")) - 1
+            yield _between_bounds(file.bounds[opened : last + 1], eos_id, ids, start)
+            opened = last
             continue
         ends = start + np.flatnonzero(ids == eos_id)
         starts = np.append(opened, ends + 1)
         yield np.stack([starts[:-1], ends - starts[:-1]], axis=1)
         opened = int(starts[-1])
     if file.bounds is not None:
-        yield from _between_bounds(file, file.bounds, eos_id)
+        if not file.num_tokens:
+            yield _between_bounds(file.bounds, eos_id, np.zeros(0, file.dtype), 0)
         return
     if opened == 0 and file.num_tokens and needs_eos:
         raise DataError(f"{file.path}: no token is {eos_id}, which ends each document: check data.tokenizer.eos_id")
@@ -141,13 +145,12 @@ def scan_tokens(file: TokenFile, eos_id: int, counts: np.ndarray, *, needs_eos: 
         yield np.array([[opened, file.num_tokens - opened]])
 
 
-def _between_bounds(file: TokenFile, bounds: np.ndarray, eos_id: int) -> Iterator[np.ndarray]:
-    """The rows of `scan_tokens` for documents whose places are known, each with or without an EOS."""
-    ids = file.window(0, file.num_tokens)
-    for first in range(0, len(bounds) - 1, WINDOW_TOKENS):
-        starts, ends = bounds[:-1][first : first + WINDOW_TOKENS], bounds[1:][first : first + WINDOW_TOKENS]
-        has_eos = (ends > starts) & (ids[ends - 1] == eos_id) if file.num_tokens else np.zeros(len(starts), bool)
-        yield np.stack([starts, ends - starts - has_eos], axis=1)
+def _between_bounds(bounds: np.ndarray, eos_id: int, ids: np.ndarray, first: int) -> np.ndarray:
+    """The rows of `scan_tokens` for documents, with or without an EOS, that end within `ids`, tokens `first` on."""
+    starts, ends = bounds[:-1], bounds[1:]
+    has_eos = ends > starts
+    has_eos[has_eos] = ids[ends[has_eos] - 1 - first] == eos_id
+    return np.stack([starts, ends - starts - has_eos], axis=1)
 
 
 class TokenWriter:

@@ -91,6 +91,18 @@ def test_megatrons_index_tells_documents_apart(tmp_path_factory, code, sequences
         assert documents_of(path) == [each[:-1] if each[-1:] == [EOS] else each for each in expected]
 
 
+def test_no_more_than_a_window_of_a_file_is_mapped_at_once(tmp_path, monkeypatch):
+    """What is mapped and looked at counts as memory of the process."""
+    asked, window = [], module.TokenFile.window
+    record = lambda file, start, count: asked.append(count) or window(file, start, count)  # noqa: E731
+    monkeypatch.setattr(module.TokenFile, "window", record)
+    monkeypatch.setattr(module, "WINDOW_TOKENS", 7)
+    file = open_tokens(write_megatron(tmp_path / "a.bin", [[1, 2, EOS]] * 40))
+    rows = np.concatenate(list(scan_tokens(file, EOS, np.zeros(10, np.int64))))
+    assert rows.tolist() == [[3 * number, 2] for number in range(40)]
+    assert asked == [7] * 17 + [1]
+
+
 def test_every_suffix_is_tried():
     assert {".bin", ".npy", ".u16", ".u32", ".safetensors"} == set(TOKEN_SUFFIXES)
 
