@@ -1,23 +1,33 @@
 """Measures memory and speed of large sources: `python benchmarks/sources.py --size-mb 4000 [--kinds jsonl,arrow,...]`
 
 Writes a file of each kind into a temporary folder, which is removed at the end. A process of its own indexes each file
-as a run does on first use, then reads lanes of it with one thread. Prints seconds, tokens/s and the peak of resident
+as a run does on first use, then opens it again and reads 1,024 tokens of 16 lanes, at their start and at nine tenths of
+an epoch, as a resumed run does, then reads lanes with one thread. Prints seconds, tokens/s and the peak of resident
 memory, pages of mapped files included. The tokens are prepared from --prepare-mb of text, and repeated up to --size-mb.
 """
 
 from __future__ import annotations
 
 import argparse
+import bz2
+import gzip
 import json
+import lzma
 import multiprocessing
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,8 +39,16 @@ from parallel3d.data.sources import TRAIN_TOKENS, find_files
 from parallel3d.data.token_file import TokenWriter, open_token_file
 from parallel3d.parallel.abort import AbortToken
 
-KINDS = ("text", "jsonl", "arrow", "parquet", "tokens")
-SUFFIXES = {"text": ".txt", "tokens": ""}
+TEXTS = ("txt", "jsonl", "json", "jsonl.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst", "arrow", "parquet", "dataset")
+TOKENS = ("safetensors", "npy", "u16", "u32", "megatron", "llm.c")
+KINDS = (*TEXTS, *TOKENS)
+SUFFIXES = {"dataset": "", "safetensors": "", "megatron": ".bin", "llm.c": ".bin"}
+COMPRESS: dict[str, Callable[[Path], Any]] = {
+    "gz": partial(gzip.open, mode="wb", compresslevel=1),
+    "bz2": partial(bz2.open, mode="wb", compresslevel=1),
+    "xz": partial(lzma.open, mode="wb", preset=0),
+    "zst": partial(zstandard.open, mode="wb"),
+}
 DOCUMENT_CHARS = 4000
 ROWS_PER_BATCH = 10_000
 NUM_LANES, NUM_TOKENS = 16, 1024
@@ -51,57 +69,118 @@ def main(arguments: list[str]) -> None:
         into = options.prepare_into
         print(json.dumps(prepare_into(options.measure, into) if into else measure(options.measure, options.seconds)))
         return
-    print("| source | size | first use | peak memory | opened again | reads | peak memory |\n" + "|---" * 7 + "|")
+    print("| source | size | first use | peak | opened, start | opened, 9/10 | reads | peak |\n" + "|---" * 8 + "|")
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        for kind in options.kinds.split(","):
-            path = Path(folder) / f"source{SUFFIXES.get(kind, '.' + kind)}"
-            if kind == "tokens":
-                write_tokens(path, options.size_mb * MB, options.prepare_mb * MB)
+        kinds = options.kinds.split(",")
+        part = prepared(Path(folder), options.prepare_mb * MB) if {*kinds} & {*TOKENS} else None
+        for kind in kinds:
+            made = Path(folder) / "made"
+            made.mkdir()
+            path = made / f"source{SUFFIXES.get(kind, '.' + kind)}"
+            if part is not None and kind in TOKENS:
+                write_tokens(kind, path, options.size_mb * MB, part)
             else:
                 write(kind, path, options.size_mb * MB)
             report(kind, measure_in_process(path, f"--seconds={options.seconds}"))
-            path.unlink() if path.is_file() else shutil.rmtree(path)
+            shutil.rmtree(made)
 
 
 def write(kind: str, path: Path, num_bytes: int) -> None:
     """Writes a file of text."""
-    if kind in ("arrow", "parquet"):
+    if kind in ("arrow", "parquet", "dataset"):
         write_columns(kind, path, num_bytes)
         return
-    with path.open("w") as file:
-        for text in texts(num_bytes):
-            file.write(text if kind == "text" else json.dumps({"text": text}) + "\n")
+    name, _, packed = kind.partition(".")
+    with COMPRESS[packed](path) if packed else path.open("wb") as file:
+        for number, text in enumerate(texts(num_bytes)):
+            if name == "json":
+                file.write(b",\n" if number else b"[")
+            line = text if name == "txt" else json.dumps({"text": text}) + "\n" * (name == "jsonl")
+            file.write(line.encode())
+        file.write(b"]" if name == "json" else b"")
 
 
-def write_tokens(folder: Path, num_bytes: int, prepare_bytes: int) -> None:
-    """Writes a folder as launch/prepare.py does, with repeated documents."""
-    source, part = folder.with_name("for-tokens.parquet"), folder.with_name("part")
-    write("parquet", source, prepare_bytes)
+def prepared(folder: Path, num_bytes: int) -> Path:
+    """The folder that launch/prepare.py makes of text."""
+    source, part = folder / "for-tokens.parquet", folder / "part"
+    write("parquet", source, num_bytes)
     print(f"prepare, one process: {measure_in_process(source, f'--prepare-into={part}')}", file=sys.stderr)
     source.unlink()
+    return part
+
+
+def write_tokens(kind: str, path: Path, num_bytes: int, part: Path) -> None:
+    """Writes the documents of a prepared folder, repeated up to `num_bytes`."""
     tokens = open_token_file(part / TRAIN_TOKENS)
     ids = tokens.read(0, tokens.num_tokens)
-    part.rename(folder)
-    with TokenWriter(folder / TRAIN_TOKENS, int(tokens.metadata["vocab_size"])) as writer:
-        while writer.num_tokens * tokens.dtype.itemsize < num_bytes:
-            writer.append(ids)
-        writer.finish(tokens.metadata)
+    repeats = -(-num_bytes // (len(ids) * (4 if kind == "u32" else 2)))
+    if kind == "safetensors":
+        shutil.copytree(part, path)
+        (path / TRAIN_TOKENS).unlink()
+        with TokenWriter(path / TRAIN_TOKENS, int(tokens.metadata["vocab_size"])) as writer:
+            for _ in range(repeats):
+                writer.append(ids)
+            writer.finish(tokens.metadata)
+        return
+    with path.open("wb") as file:
+        write_head(kind, file, repeats * len(ids))
+        for _ in range(repeats):
+            file.write(ids.astype("<u4" if kind == "u32" else "<u2").tobytes())
+    if kind == "megatron":
+        write_index(path.with_suffix(".idx"), ids, int(tokens.metadata["eos_id"]), repeats)
+
+
+def write_head(kind: str, file: IO[bytes], num_tokens: int) -> None:
+    """Writes what stands before the tokens."""
+    if kind == "npy":
+        facts = {"descr": "<u2", "fortran_order": False, "shape": (num_tokens,)}
+        np.lib.format.write_array_header_1_0(file, facts)
+    if kind == "llm.c":
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, num_tokens
+        file.write(header.tobytes())
+
+
+def write_index(path: Path, ids: np.ndarray, eos_id: int, repeats: int) -> None:
+    """Writes the index of Megatron-LM's documents, each with its end."""
+    sizes = np.tile(np.diff(np.flatnonzero(ids == eos_id) + 1, prepend=0), repeats)
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]) * 2
+    bounds = np.arange(len(sizes) + 1)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(sizes), len(bounds))
+    arrays = (sizes.astype("<i4"), starts.astype("<i8"), bounds.astype("<i8"))
+    path.write_bytes(head + b"".join(array.tobytes() for array in arrays))
 
 
 def write_columns(kind: str, path: Path, num_bytes: int) -> None:
+    """Writes a table with one column; a dataset as `save_to_disk` does, in streams of at most 500 MB."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = pa.schema([("text", pa.string())])
-    make = pa.ipc.new_file if kind == "arrow" else pq.ParquetWriter
-    with make(path, schema) as writer:
+    if kind == "dataset":
+        path.mkdir()
+        share = -(-num_bytes // (count_parts := -(-num_bytes // (500 * MB))))
+        names = [f"data-{number:05}-of-{count_parts:05}.arrow" for number in range(count_parts)]
+        for name in names:
+            write_rows(pa.ipc.new_stream(path / name, schema), schema, share)
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+        (path / "dataset_info.json").write_text("{}")
+        return
+    write_rows((pa.ipc.new_file if kind == "arrow" else pq.ParquetWriter)(path, schema), schema, num_bytes)
+
+
+def write_rows(made: Any, schema: Any, num_bytes: int) -> None:
+    import pyarrow as pa
+
+    with made as writer:
         rows: list[str] = []
         for text in texts(num_bytes):
             rows.append(text)
             if len(rows) == ROWS_PER_BATCH:
                 writer.write_batch(pa.record_batch([rows], schema=schema))
                 rows = []
-        writer.write_batch(pa.record_batch([rows], schema=schema))
+        if rows:
+            writer.write_batch(pa.record_batch([rows], schema=schema))
 
 
 def texts(num_bytes: int) -> Iterator[str]:
@@ -120,7 +199,8 @@ def texts(num_bytes: int) -> Iterator[str]:
 def report(kind: str, found: dict[str, float]) -> None:
     print(
         f"| {kind} | {found['size_mb']:,.0f} MB | {found['index_s']:.1f} s | {found['index_peak_mb']:,.0f} MB | "
-        f"{found['open_s']:.2f} s | {found['tokens_per_s']:,.0f} tokens/s | {found['read_peak_mb']:,.0f} MB |",
+        f"{found['start_s']:.2f} s | {found['late_s']:.2f} s | {found['tokens_per_s']:,.0f} tokens/s | "
+        f"{found['read_peak_mb']:,.0f} MB |",
         flush=True,
     )
 
@@ -134,14 +214,13 @@ def measure_in_process(path: Path, *options: str) -> dict[str, float]:
 
 def measure(path: Path, seconds: float) -> dict[str, float]:
     """Indexes a source, opens it again, reads lanes of it."""
+    size_mb = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file()) / MB
     with tempfile.TemporaryDirectory(dir=path.parent) as cache:
         started = time.perf_counter()
         open_source([str(path)], Path(cache))
         index_s, index_peak_mb = time.perf_counter() - started, peak_mb()
-        started = time.perf_counter()
-        corpus = open_source([str(path)], Path(cache))
-        open_s = time.perf_counter() - started
-        lanes = Lanes(corpus.train, 1, NUM_LANES)
+        start_s, late_s = (resume_s([str(path)], Path(cache), share) for share in (0.0, 0.9))
+        lanes = Lanes(open_source([str(path)], Path(cache)).train, 1, NUM_LANES)
         cursors = [Cursor.start()] * NUM_LANES
         started, num_read = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - started) < seconds:
@@ -149,13 +228,24 @@ def measure(path: Path, seconds: float) -> dict[str, float]:
                 _, cursors[lane] = lanes.read(lane, cursors[lane], NUM_TOKENS)
                 num_read += NUM_TOKENS
     return {
-        "size_mb": sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path])) / MB,
+        "size_mb": size_mb,
         "index_s": index_s,
         "index_peak_mb": index_peak_mb,
-        "open_s": open_s,
+        "start_s": start_s,
+        "late_s": late_s,
         "tokens_per_s": num_read / elapsed,
         "read_peak_mb": peak_mb(),
     }
+
+
+def resume_s(sources: list[str], cache: Path, share: float) -> float:
+    """The seconds in which a known source is opened and each lane read from a share of its first epoch on."""
+    started = time.perf_counter()
+    train = open_source(sources, cache).train
+    lanes = Lanes(train, 1, NUM_LANES)
+    for lane in range(NUM_LANES):
+        lanes.read(lane, Cursor(0, int(share * len(train) / NUM_LANES), 0), NUM_TOKENS)
+    return time.perf_counter() - started
 
 
 def prepare_into(source: Path, folder: Path) -> dict[str, float]:
@@ -184,11 +274,19 @@ def open_source(sources: list[str], cache: Path) -> Corpus:
         document_chars=DOCUMENT_CHARS,
         validation_fraction=0.01,
         num_lanes=NUM_LANES,
-        tokenizer=TokenizerConfig(vocab_size=4096),
+        tokenizer=TokenizerConfig(vocab_size=4096, eos_id=eos_of(sources[0])),
         cache_directory=cache,
         token=AbortToken(),
         log=lambda text: None,
     )
+
+
+def eos_of(source: str) -> int | None:
+    """The id that ends documents in plain tokens, as in the prepared ones from which they were made."""
+    part = Path(source).parent.parent / "part"
+    if not source.endswith((".npy", ".u16", ".u32", ".bin")):
+        return None
+    return int(open_token_file(part / TRAIN_TOKENS).metadata["eos_id"])
 
 
 def peak_mb(process: int | str = "self") -> float:
