@@ -48,9 +48,14 @@ compdef _parallel3d parallel3d"""
 
 FISH = r"""function __parallel3d
     set -l words (commandline -opc) (commandline -ct)
-    parallel3d completion --words $words[2..-1] 2> /dev/null
+    set -l found (parallel3d completion --words $words[2..-1] 2> /dev/null | string match -r '.+')
+    if count $found > /dev/null
+        printf '%s\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
 end
-complete -c parallel3d -a '(__parallel3d)'"""
+complete -c parallel3d -f -a '(__parallel3d)'"""
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 

@@ -1,7 +1,8 @@
 """Reports on a run, finished or not: `python launch/report.py RUN_FOLDER [--against OTHER] [--every S]`.
 
 Prints how stable the run was (loss ratio, spikes of the gradient norm, correlation of the loss ratio with Adam's
-sqrt(v)), its best evaluation, the effect of changes of membership and how often to evaluate, and redraws its charts.
+sqrt(v)), its best evaluation, the effect of changes of membership, how often to evaluate, and which checkpoints are in
+its remote store; and redraws its charts.
 `--against` compares it with another run: tokens and time to the other's best loss, and both losses at equal tokens.
 """
 
@@ -22,6 +23,7 @@ from parallel3d.monitor.correlation import Correlation
 from parallel3d.monitor.evaluation_interval import plan_evaluations
 from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics
+from parallel3d.monitor.upload_history import UPLOADS, UploadHistory
 
 PLANNED_SHARE = 0.05
 """Share of the training time that the advised evaluations may take."""
@@ -41,10 +43,13 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     win = compare_to_reference(history, other) if other else None
+    uploads = read_uploads(options.folder)
     if options.json:
-        print(json.dumps(report_as_dict(history, win), indent=2))
+        found = report_as_dict(history, win) | {"uploads": asdict(uploads) if uploads else None}
+        print(json.dumps(found, indent=2))
         return 0
-    lines = [*describe(history, read_json(options.folder / CONFIG)), *describe_win(win, options.against)]
+    config = read_json(options.folder / CONFIG)
+    lines = [*describe(history, config), *describe_uploads(uploads), *describe_win(win, options.against)]
     print("\n".join([*lines, *([f"drawn: {', '.join(charts)}"] if charts else [])]))
     return 0
 
@@ -68,6 +73,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found
+
+
+def read_uploads(folder: Path) -> UploadHistory | None:
+    """What was sent to the run's remote store; None without one."""
+    try:
+        return UploadHistory.of(read_metrics(folder / UPLOADS))
+    except (OSError, ValueError):
+        return None
 
 
 def draw(folder: Path, history: MetricsLog) -> list[str]:
@@ -158,6 +171,17 @@ def _describe_plan(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]
             f" run.evaluate_every={plan.every} run.evaluate_batches={plan.num_batches}"
             f" ({plan.evaluation_s:.2g} s each; a batch takes {batch_s:.2g} s)"
         )
+
+
+def describe_uploads(uploads: UploadHistory | None) -> Iterator[str]:
+    """The lines about the remote store."""
+    if uploads is None:
+        return
+    newest = "" if uploads.newest_step is None else f", the newest of step {uploads.newest_step:,}"
+    sent = f"{uploads.num_uploaded:,} ({uploads.num_bytes / 1e6:,.1f} MB){newest}"
+    yield f"checkpoints uploaded         {sent}; {uploads.num_retries} retries, {uploads.num_failures} failures"
+    if uploads.behind:
+        yield f"checkpoints not uploaded     {', '.join(map(str, uploads.behind))}: {uploads.problem}"
 
 
 def describe_win(win: ReferenceComparison | None, other: Path | None) -> Iterator[str]:

@@ -164,6 +164,7 @@ class ShortRunner:
             "checkpoint.save_at_end": False,
             "checkpoint.upload": None,
             "checkpoint.upload_keep_last": None,
+            "monitor.trackers": [],
             "restart.max_restarts": 0,
         }
 

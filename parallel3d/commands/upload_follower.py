@@ -22,10 +22,9 @@ from parallel3d.checkpoint.store_process import Stalled, run_watched, say
 from parallel3d.checkpoint.upload import take_lock
 from parallel3d.errors import CheckpointError
 from parallel3d.monitor.run_folder import METRICS
+from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.remote_files import redacted
 
-UPLOADS = "uploads.jsonl"
-"""In the run folder: an event per line."""
 POLL_S = 1.0
 AGAIN_S = 60.0
 """How long after a failed pass the next one begins, unless there is a new checkpoint or the run has ended."""
@@ -93,6 +92,8 @@ class UploadFollower:
         self._done: set[tuple[int, int]] = set()
         """Step and time of the indexes that were here before the last pass that has succeeded."""
         self._tried: set[tuple[int, int]] = set()
+        self._tried_to_settle: tuple[float, int] | None = None
+        """The start of the run that the last pass was to clear the target for."""
         self._tried_s = -float("inf")
         self._problem = ""
         """Why the last pass has failed."""
@@ -118,7 +119,7 @@ class UploadFollower:
             return False
         if self._problem and is_over and self._tried == here:
             return self._tried_s == -float("inf")
-        is_new = not here <= self._tried
+        is_new = not here <= self._tried or self._unsettled() != self._tried_to_settle
         return is_new or is_over or time.monotonic() - self._tried_s >= AGAIN_S
 
     def _pass(self, is_over: bool) -> None:
@@ -143,7 +144,7 @@ class UploadFollower:
                 self._problem = self._problem or f"its process ended with code {code}"
         except Stalled as error:
             self._problem = str(error)
-        self._tried, self._tried_s = here, time.monotonic()
+        self._tried, self._tried_s, self._tried_to_settle = here, time.monotonic(), unsettled
         if self._problem:
             behind = sorted(step for step, _ in self._here() - self._done)
             self._record({"event": "failed", "text": self._problem, "behind": behind})

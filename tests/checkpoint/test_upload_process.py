@@ -94,6 +94,20 @@ def test_each_checkpoint_is_sent_and_the_last_one_at_the_end(tmp_path, store, ca
 
 
 @pytest.mark.full
+def test_after_a_rollback_the_line_that_was_left_is_cleared_at_once(tmp_path, store):
+    """Not with the next checkpoint, nor a minute after the last pass."""
+    run = Run(tmp_path / "run")
+    with run.uploads(store):
+        run.begin()
+        run.save(1)
+        run.save(2)
+        wait_until(lambda: complete(store) == [1, 2] and run.events("settled"), "both")
+        os.rename(run.checkpoints / "step-00000002", tmp_path / "step-00000002")
+        run.begin(1, event="restart")
+        wait_until(lambda: complete(store) == [1], "the rollback", timeout=45)
+
+
+@pytest.mark.full
 def test_it_is_killed_and_another_one_sends_the_rest(tmp_path, store):
     run = Run(tmp_path / "run")
     Path(f"{store}.slow").write_text("0.3")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shlex
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
+from shutil import which
 
 import pytest
 
-from parallel3d.commands.completion import SCRIPTS, complete
+from parallel3d.commands.completion import complete
 from parallel3d.commands.main import COMMANDS
 from parallel3d.commands.parsers import PARSERS, make_parser
 
@@ -53,18 +57,22 @@ def test_configurations_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert complete(["train", "--config", "mi"]) == ["mistral_7b", "mine.json", "minor/"]
 
 
-def in_bash(line: str, folder: Path) -> list[str]:
-    """The words that bash would offer after Tab at the end of `line`, in a real bash with the printed script."""
+def environment_in(folder: Path) -> dict[str, str]:
+    """That of a shell in which `parallel3d` is this tree's."""
     command = folder / "parallel3d"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m parallel3d "$@"\n')
     command.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def in_bash(line: str, folder: Path) -> list[str]:
+    """The words that bash would offer after Tab at the end of `line`, in a real bash with the printed script."""
     ask = (
         'eval "$(parallel3d completion bash)"; complete -p parallel3d > /dev/null || exit 9; compopt() { :; }; '
         f"COMP_LINE={shlex.quote(line)}; COMP_POINT=${{#COMP_LINE}}; _parallel3d; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", ask], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["bash", "-c", ask], env=environment_in(folder), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.split()
 
@@ -84,14 +92,71 @@ def test_in_bash(line: str, expected: list[str], tmp_path: Path):
     assert in_bash(line, tmp_path) == expected
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_accept_the_script(shell: str):
-    """Syntax alone, where such a shell is installed."""
+@pytest.mark.skipif(not which("fish"), reason="fish is not installed")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("parallel3d tune", ["tune-warmup"]),
+        ("parallel3d convert ", ["from-hf", "model", "to-hf"]),  # and no files
+        ("parallel3d train precision.policy=bf16_", ["precision.policy=bf16_pure", "precision.policy=bf16_sr"]),
+        ("parallel3d report no-", ["no-such/"]),
+    ],
+)
+def test_in_fish(line: str, expected: list[str], tmp_path: Path):
+    (tmp_path / "no-such").mkdir()
+    ask = ["fish", "--no-config", "-c", f"parallel3d completion fish | source; complete -C {shlex.quote(line)}"]
+    environment = environment_in(tmp_path)
+    done = subprocess.run(ask, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.split() == expected
+
+
+ZSHRC = """
+autoload -Uz compinit
+compinit -u -D
+eval "$(parallel3d completion zsh)"
+unsetopt BEEP
+PS1='ready> '
+answer() { print -r -- "$BUFFER" > answer; }
+zle -N answer
+bindkey '^X' answer
+"""
+
+
+@pytest.mark.skipif(not which("zsh"), reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("line", "expected", "listed"),
+    [
+        ("parallel3d tune", "parallel3d tune-warmup ", ""),
+        ("parallel3d train precision.pol", "parallel3d train precision.policy=", ""),  # and no space
+        ("parallel3d convert ", "parallel3d convert ", "from-hf  model    to-hf"),
+        ("parallel3d report no-", "parallel3d report no-such/", ""),
+    ],
+)
+def test_in_zsh(line: str, expected: str, listed: str, tmp_path: Path):
+    """An interactive zsh at a terminal, in which Tab is pressed, then a key that writes down what stands there."""
+    (tmp_path / "no-such").mkdir()
+    (tmp_path / ".zshrc").write_text(ZSHRC)
+    ours, theirs = pty.openpty()
+    environment = {**environment_in(tmp_path), "ZDOTDIR": str(tmp_path), "TERM": "dumb"}
+    shell = subprocess.Popen(
+        ["zsh", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path, start_new_session=True
+    )
+    seen, answer = "", tmp_path / "answer"
     try:
-        done = subprocess.run([shell, "-n", "-c", SCRIPTS[shell]], capture_output=True, text=True, timeout=100)
-    except FileNotFoundError:
-        pytest.skip(f"{shell} is not installed")
-    assert done.returncode == 0, done.stderr
+        deadline = time.monotonic() + 100
+        while not answer.exists() or not answer.read_text():
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 0.1)[0]:
+                was_ready, seen = "ready> " in seen, seen + os.read(ours, 4096).decode()
+                if "ready> " in seen and not was_ready:
+                    os.write(ours, f"{line}\t\x18".encode())
+    finally:
+        shell.kill()
+        shell.wait(100)
+        os.close(ours)
+        os.close(theirs)
+    assert answer.read_text() == f"{expected}\n" and listed in seen
 
 
 def test_help_and_completion_need_neither_torch_nor_pydantic():

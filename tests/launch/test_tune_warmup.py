@@ -97,6 +97,15 @@ def test_a_finished_run_is_read_again_unless_the_question_is_another(tmp_path, m
         assert len(trained) == count
 
 
+def test_a_short_run_neither_uploads_nor_is_tracked(tmp_path, monkeypatch):
+    own = ["checkpoint.upload=file:///somewhere", "checkpoint.upload_keep_last=3", 'monitor.trackers=["wandb"]']
+    config, asked = config_of(*own), []
+    monkeypatch.setattr(ShortRunner, "_train", lambda self, settings, folder, short_run: asked.append(settings) or [])
+    ShortRunner(config, str(QUICKSTART), own, search_of(config), tmp_path)(ShortRun(start=8, duration=60, num_steps=20))
+    short = config_of(*own, *(f"{name}={json.dumps(value)}" for name, value in asked[0].items()))
+    assert (short.checkpoint.upload, short.checkpoint.upload_keep_last, short.monitor.trackers) == (None, None, [])
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("CI"), reason="some short runs, half a minute: CI runs it")

@@ -169,3 +169,27 @@ def test_a_folder_without_a_run_is_one_clear_error(tmp_path, capsys, name, words
     assert main([str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
     assert words in error and name in error and "Traceback" not in error
+
+
+def test_a_report_of_uploads(tmp_path, capsys):
+    """Two sent, a failure that leaves two behind, one of which a later attempt has sent."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines_of([3.0] * 10)))
+    assert main([str(run), "--no-charts"]) == 0
+    assert "uploaded" not in capsys.readouterr().out
+    events = [
+        {"event": "uploaded", "step": 2, "bytes": 1_500_000},
+        {"event": "uploaded", "step": 4, "bytes": 1_500_000},
+        {"event": "retry", "text": "again"},
+        {"event": "failed", "text": "ConnectionError, after 3 retries", "behind": [6, 8]},
+        {"event": "uploaded", "step": 8, "bytes": 1_500_000},
+        {"event": "removed", "step": 2},
+    ]
+    (run / "uploads.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "cut')
+    assert main([str(run), "--no-charts"]) == 0
+    printed = capsys.readouterr().out
+    assert "uploaded         3 (4.5 MB), the newest of step 8; 1 retries, 1 failures\n" in printed
+    assert "not uploaded     6: ConnectionError, after 3 retries\n" in printed
+    assert main([str(run), "--no-charts", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["uploads"]["behind"] == [6]
