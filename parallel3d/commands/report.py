@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_uploads(folder: Path) -> UploadHistory | None:
-    """What was sent to the run's remote store; None without one."""
+    """The history of uploads to the run's remote store; None without one."""
     try:
         return UploadHistory.of(read_metrics(folder / UPLOADS))
     except (OSError, ValueError):
