@@ -148,6 +148,23 @@ def test_a_reduction_that_was_aborted_is_made_again_of_the_same_sums() -> None:
         torch.testing.assert_close(parameter.grad, whole, rtol=0, atol=1e-12)
 
 
+def test_what_an_aborted_reduction_writes_late_changes_nothing() -> None:
+    model = make_model()
+    sums = GradientSums(model.parameters(), exact=False)
+    sums.begin_step(12, FIXED)
+    sums.begin_slot(12, None)
+    loss_of(model, slice(0, 12)).backward()
+    sums.end_slot()
+    sums.reduce(SoloGroup())
+    (late,) = [bucket.in_flight[1] for bucket in sums._buckets if bucket.in_flight]
+    sums.forget_reduction(is_aborted=True)
+    sums.reduce(SoloGroup())
+    late.fill_(torch.nan)
+    sums.publish()
+    for parameter, whole in zip(model.parameters(), oracle(slice(0, 12))):
+        torch.testing.assert_close(parameter.grad, whole, rtol=0, atol=1e-12)
+
+
 def test_ghosts_and_unused_parameters_count_as_zero() -> None:
     model, unused = make_model(), nn.Parameter(torch.ones(3, dtype=torch.float64))
     sums, group = GradientSums([*model.parameters(), unused], exact=False), SoloGroup()
@@ -190,5 +207,3 @@ def test_half_precision_is_summed_in_float32() -> None:
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="no parameter"):
         GradientSums([], exact=False)
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -47,6 +49,16 @@ def test_a_joiner_takes_the_gradients_that_wait_for_the_optimizer() -> None:
     assert joiner.is_settled and (joiner.position, joiner.weights_step) == (1, 0)
     assert layer.weight.equal(source_layer.weight)
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[3.0, 5.0]]
+
+
+def test_a_joiner_learns_that_the_others_have_left_their_loops() -> None:
+    source, _ = make_state(0.5)
+    for is_over in (False, True):
+        assert source.progress is not None
+        source.progress = replace(source.progress, is_over=is_over)
+        joiner, _ = make_state(0.25)
+        joiner.load_state(source.encode_state())
+        assert joiner.progress is not None and joiner.progress.is_over is is_over
 
 
 def test_a_proposed_generation_changes_nothing() -> None:
