@@ -67,6 +67,10 @@ class ElasticSettings:
     """The widths up to which vacancies are filled; None: those of the grid at the start."""
     max_rejoins: int = 0
     """New workers in the place of lost ones, for each place, in an hour."""
+    join_threshold: int = 1
+    """Workers that join together, if as many are missing."""
+    join_wait_s: float = 60.0
+    """How long they wait for each other."""
     probation_s: float = 300.0
     """How long the place of a worker that was slow stays empty."""
     heartbeat_timeout: TimeoutConfig
@@ -82,7 +86,7 @@ class ElasticSettings:
     @property
     def protocol_options(self) -> dict[str, Any]:
         """Arguments of the membership protocol."""
-        names = ("zero_stage", "zero_backups", "enabled", "target")
+        names = ("zero_stage", "zero_backups", "enabled", "target", "join_threshold")
         return {name: getattr(self, name) for name in names}
 
     @staticmethod
@@ -95,6 +99,8 @@ class ElasticSettings:
             enabled=elastic.enabled,
             target=target,
             max_rejoins=elastic.max_rejoins,
+            join_threshold=elastic.join_threshold,
+            join_wait_s=elastic.join_wait_s,
             probation_s=elastic.probation_s,
             heartbeat_timeout=elastic.heartbeat_timeout,
             watchdog_timeout=elastic.watchdog_timeout,

@@ -91,6 +91,32 @@ def test_the_leader_is_asked_for_a_change_once_a_replica_can_be_filled():
     assert record.joiners == (4,) and record.grid.tp_ranks((1, 1)) == (4,) and record.state_source == 0
 
 
+ASK = [ChangeRequest(rank=0, generation=1)]
+
+
+def test_workers_join_together_once_enough_wait():
+    protocol = started(uniform(1, 4), zero_stage=0, join_threshold=2)
+    on_lost(protocol, 1, 2, 3)
+    agree(protocol)
+    assert protocol.admit(4, (0, 0), "host4") == [] and protocol.holds_back
+    assert protocol.admit(5, (0, 0), "host5") == ASK and not protocol.holds_back
+    protocol.suspect(0, 1, "workers join")
+    assert agree(protocol, 3).joiners == (4, 5) and not protocol.holds_back
+    assert protocol.admit(6, (0, 0), "host6") == [ChangeRequest(rank=0, generation=2)], "no more are missing"
+
+
+def test_a_worker_waits_for_others_until_it_has_waited_enough_or_a_change_comes():
+    protocol = started(uniform(1, 4), zero_stage=0, join_threshold=3)
+    on_lost(protocol, 2, 3)
+    agree(protocol)
+    assert protocol.admit(4, (0, 0), "host4") == []
+    assert protocol.end_wait() == ASK and not protocol.holds_back
+    on_lost(protocol, 1)
+    assert agree(protocol, 3).joiners == (4,), "a loss lets it in"
+    assert protocol.admit(5, (0, 0), "host5") == [] and protocol.holds_back, "the next one waits again"
+    assert on_lost(protocol, 5) == protocol.end_wait() == [], "nobody waits any more"
+
+
 def test_a_rank_that_has_seen_every_step_leads_as_long_as_there_is_one():
     """Ranks 1 (a spare for a while) and 4 enter later: they lead, and ask for changes, once 2 and 3 are gone."""
     protocol = make(TP2)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from parallel3d.elastic.guardian.rejoin_schedule import BACKOFF_COUNTED_S, BACKOFF_S, COUNTED_S, RejoinSchedule
-from tests.elastic.test_members import Ended, run, wait_for_step
+from tests.elastic.test_members import Ended, end, run, wait_for_step
 from tests.elastic.test_takeover import end_all, metrics
-from tests.support.member_processes import start_on_hosts
+from tests.support.member_processes import start, start_on_hosts
 from tests.support.processes import wait_for
 
 
@@ -94,6 +94,34 @@ def test_a_lost_worker_comes_back_and_again(tmp_path):
     assert [change["live"] for change in ended.changes] == [3, 4, 3, 4]
     assert "rank 4 (pp1 dp1 tp0) joins; 4 live, 0 spare, 0 lost" in ended.out
     assert "lost rank 4 (pp1 dp1 tp0): killed by SIGKILL in step 200" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(("wait_s", "joined"), [(100.0, [[4, 5]]), (0.5, [[4], [5]])])
+def test_those_that_come_back_wait_for_each_other(tmp_path, wait_s, joined):
+    """Ranks 1 and 3 die; the second to come back builds its part for two seconds."""
+    faults = [[1, "step", 5, "kill"], [3, "step", 5, "kill"], [5, "build", 0, "dawdle"]]
+    settings = dict(max_rejoins=1, join_threshold=2, join_wait_s=wait_s)
+    process = start(tmp_path, faults=faults, num_steps=100_000, **settings)
+    wait_for(lambda: (tmp_path / "dawdling-5").exists(), "the second to come back")
+    waited_for = (lambda: joined_ranks(tmp_path)) if len(joined) > 1 else (lambda: (tmp_path / "pid-4").exists())
+    wait_for(waited_for, "the first to come back")
+    step = len(metrics(tmp_path)[0])
+    wait_for_step(tmp_path, step + 50)
+    assert joined_ranks(tmp_path) == joined[:-1]
+    (tmp_path / "struck").touch()
+    wait_for(lambda: joined_ranks(tmp_path) == joined, "the other one to join")
+    process.send_signal(signal.SIGINT)
+    ended = end(process, tmp_path)
+    assert ended.err.startswith("stopped after step ") and ended.steps == list(range(1, len(ended.steps) + 1))
+    assert (ended.changes[-1]["live"], ended.changes[-1]["lost"]) == (4, 0)
+
+
+def joined_ranks(directory: Path) -> list[list[int]]:
+    """The ranks that each change has given places."""
+    found = [[each["rank"] for each in change["joined"]] for change in metrics(directory)[1]]
+    return [ranks for ranks in found if ranks]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
     num_steps, step_s, zero_stage, zero_backups, max_rejoins, probation_s, spares, witness, coordinator_host
+    join_threshold, join_wait_s
     notice   fields of the configuration's elastic.notice; joins: this process joins the run in RUN_DIRECTORY
     start_s, connect_s, control_s, failover_s, stop_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
@@ -313,6 +314,8 @@ def main() -> int:
                 zero_backups=spec.get("zero_backups", 1),
                 max_rejoins=spec.get("max_rejoins", 0),
                 probation_s=spec.get("probation_s", 300.0),
+                join_threshold=spec.get("join_threshold", 1),
+                join_wait_s=spec.get("join_wait_s", 60.0),
                 heartbeat_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("heartbeat_s", 0.3), max_s=5.0),
                 watchdog_timeout=TimeoutConfig(multiplier=1.0, min_s=spec.get("watchdog_s", 1.5), max_s=60.0),
                 witness=spec.get("witness"),

@@ -19,8 +19,10 @@ from parallel3d.parallel.grid import Grid
 GRID = Grid.uniform(tp_size=1, pp_size=2, dp_size=3)  # stage 0: ranks 0 1 2, stage 1: ranks 3 4 5
 
 
-def make(grid: Grid = GRID, *, zero_stage: int = 1, zero_backups: int = 1, enabled: bool = True) -> MembershipProtocol:
-    return MembershipProtocol(grid, zero_stage=zero_stage, zero_backups=zero_backups, enabled=enabled)
+def make(
+    grid: Grid = GRID, *, zero_stage: int = 1, zero_backups: int = 1, enabled: bool = True, **settings: int
+) -> MembershipProtocol:
+    return MembershipProtocol(grid, zero_stage=zero_stage, zero_backups=zero_backups, enabled=enabled, **settings)
 
 
 def started(grid: Grid = GRID, **settings: int) -> MembershipProtocol:

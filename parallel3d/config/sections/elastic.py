@@ -144,9 +144,14 @@ class ElasticConfig(Section):
     optimizer memory and update work. 0: under zero_stage 1 the loss of any worker loses its shard and ends the run. No
     effect at zero_stage 0."""
     max_rejoins: NonNegativeInt = 3
-    """How often in an hour a worker is started in the place of a lost one: a second later, or 2, 4 ... seconds where
+    """How often in an hour a worker is started in the place of a lost one: 0.25 s later, or 1, 4, 16 ... s where
     several are lost within a minute. It builds its part of the model beside the run and enters between two steps. 0:
     lost workers do not come back."""
+    join_threshold: PositiveInt = 1
+    """How many workers wait until they join together, in one pause; fewer if no more are missing. A loss lets those in
+    that wait."""
+    join_wait_s: PositiveFloat = 60.0
+    """How long, in seconds, workers wait for others to join with them."""
     return_s: NonNegativeFloat = 300.0
     """How long, in seconds, a host looks for the run that goes on without it (it was cut off, and its processes have
     ended), to join it again; at most max_rejoins times in an hour. 0: it ends at once."""

@@ -108,6 +108,7 @@ class Coordinator:
             own_info=self._own_info,
             fences=self._stall_check.fences,
             build_s=self._timeouts.start_s,
+            join_wait_s=self._elastic.join_wait_s,
             returns=self._elastic.max_rejoins > 0 or len(self._status.workers) > len(self._elastic.grid.ranks),
         )
 

@@ -60,8 +60,12 @@ class MembershipManager:
         fences: Fences,
         build_s: float,
         returns: bool,
+        join_wait_s: float,
     ):
         self.protocol = protocol
+        self._join_wait_s = join_wait_s
+        self._held_since_s: float | None = None
+        """Since when workers wait for others to join with them."""
         self.joins = WorkerJoins(server, status, grid, build_s=build_s)
         self._fences = fences
         self.recovery_log = RecoveryLog(grid, returns=returns)
@@ -159,6 +163,9 @@ class MembershipManager:
         for text in self.joins.accept(self.protocol, now_s):
             self._emit({"kind": "notice", "text": text})
         self._fences.kill(self.joins.overdue(now_s))
+        self._held_since_s = None if not self.protocol.holds_back else self._held_since_s or now_s
+        if self._held_since_s is not None and now_s - self._held_since_s >= self._join_wait_s:
+            self.execute(self.protocol.end_wait())
 
     def is_joining(self, rank: int) -> bool:
         return self.joins.is_joining(rank, self.protocol)

@@ -64,6 +64,7 @@ class MembershipProtocol(WorkerTable):
         zero_backups: int,
         enabled: bool = True,
         target: GridTarget | None = None,
+        join_threshold: int = 1,
     ):
         super().__init__(grid, target)
         self.committed: GenerationRecord | None = None
@@ -78,6 +79,9 @@ class MembershipProtocol(WorkerTable):
         """The last step that the reporter has received; set by the caller, carried by the next record."""
         self._hands_over = False
         """The coordinator waits for a change in which another one takes over."""
+        self._join_threshold = join_threshold
+        self.holds_back = False
+        """Workers that could join wait for others."""
         self._zero_stage = zero_stage
         self._zero_backups = zero_backups
         self._enabled = enabled
@@ -225,6 +229,10 @@ class MembershipProtocol(WorkerTable):
         self._hands_over = True
         return self._request_change()
 
+    def end_wait(self) -> list[Action]:
+        """Handles that workers have waited long enough for others to join with them."""
+        return self._request_change(is_wait_over=True)
+
     def finish(self, rank: int, generation: int) -> list[Action]:
         """Handles a worker of the grid that has completed its last step; workers end once all have."""
         if not self._is_current(rank, generation):
@@ -245,6 +253,7 @@ class MembershipProtocol(WorkerTable):
 
     def _begin(self, reason: str) -> list[Action]:
         self._generation += 1
+        self.holds_back = False
         self.live, self._ready = self.live | self._ready, frozenset()
         self._reasons += (reason,)
         self._reports, self._lead, self._record, self._digests = {}, None, None, {}
@@ -340,12 +349,22 @@ class MembershipProtocol(WorkerTable):
         self.evicted, self._reasons = (), ()
         return [Commit(generation=record.generation, members=record.members), *self._request_change()]
 
-    def _request_change(self) -> list[Action]:
-        """Asks the leader for a change if workers are to leave, or could fill a vacancy."""
+    def _request_change(self, *, is_wait_over: bool = False) -> list[Action]:
+        """Asks the leader for a change if workers are to leave, or could fill a vacancy without waiting for others."""
+        self.holds_back = False
         if self.committed is None or self.pending is not None or self.over:
             return []
-        is_right = not (self._draining or self._hands_over) and self._next_grid(joining=self._ready) == self._grid
+        grid = self._next_grid(joining=self._ready)
+        self.holds_back = grid != self._grid and not (is_wait_over or self._may_join(grid))
+        is_right = not (self._draining or self._hands_over) and (self.holds_back or grid == self._grid)
         return [] if is_right else [ChangeRequest(rank=self.committed.leader, generation=self._generation)]
+
+    def _may_join(self, grid: Grid) -> bool:
+        """Whether those who would have a place in `grid` are enough, or no more are missing."""
+        if self._join_threshold <= 1:
+            return True
+        num_joiners = len(set(grid.ranks) - set(self._grid.ranks))
+        return num_joiners >= self._join_threshold or self.choose_part() is None
 
     def _stop_run(self, reason: str) -> list[Action]:
         self.over = True
