@@ -4,11 +4,21 @@ import signal
 
 import pytest
 
-from tests.launch.test_returning_workers import changes, kill
+from tests.launch.test_returning_workers import TORCHRUN, changes, kill
 from tests.support.launch_runs import finish, metrics, start, wait_for_change, wait_for_step
 
 pytestmark = pytest.mark.slow
 SETTINGS = ("run.num_steps=100000", "precision.sums=exact")
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "node1",
+}
+"""What srun sets for a step of one task."""
 
 
 def stop(*processes):
@@ -56,6 +66,30 @@ def test_a_worker_with_another_configuration_stays_out(config_file, tmp_path):
     out = stop(process)
     assert code == 2 and "does not join" in out, (err, out)
     assert "not admitted: configuration " in out and len(changes(run)) == 1
+
+
+@pytest.mark.full
+def test_a_torchrun_and_an_srun_step_of_their_own_each_bring_a_worker(config_file, tmp_path, monkeypatch):
+    """Their variables are those of a world of its own, to which the run pays no regard."""
+    run = tmp_path / "run"
+    process = start("--config", config_file, *SETTINGS)
+    wait_for_step(run, 4)
+    kill(run, 3)
+    wait_for_change(run, 1)
+    start("--config", run / "config.json", "--join", launcher=(*TORCHRUN, "1"))
+    wait_for_change(run, 2)
+    kill(run, 1)
+    wait_for_change(run, 3)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    step = start("--config", run / "config.json", "--join")
+    wait_for_change(run, 4)
+    wait_for_step(run, len(metrics(run)) + 3)
+    stop(process, step)
+    assert [change["live"] for change in changes(run)] == [3, 4, 3, 4]
+    assert [[each["rank"] for each in change["joined"]] for change in changes(run)] == [[], [4], [], [5]]
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
 def test_there_is_no_run_to_join(config_file, tmp_path):
