@@ -9,7 +9,7 @@ nothing after it, it measures the null: how far such a ratio is from 1 by chance
 optimizer's state, run against run and every other round backwards; `--baseline` adds another source tree (`git worktree
 add ../before REVISION`). Noise only ever makes a step longer, so lower quartiles are printed, too. Nothing else may run
 meanwhile. `--aids` measures the debug aids run against run: none, as shipped (slow steps are reported), and the replica
-check in every step.
+check in every step; `--balance` a run that measures its replicas and could give slow ones less work (none is slow).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ WARMUP_STEPS = 5
 BLOCK = 4
 TRAIN = "launch/train.py"
 BACKUPS = {"no backups": [TRAIN, "elastic.zero_backups=0"], "backups": [TRAIN, "elastic.zero_backups=1"]}
+BALANCE = {"equal shares": [TRAIN], "elastic.balance": [TRAIN, "elastic.balance=true"]}
 DEBUG_AIDS = {
     "no aids": [TRAIN, "debug.slow_step_factor=null", "monitor.norms_every=null"],
     "norms every 10 steps": [TRAIN, "debug.slow_step_factor=null", "monitor.norms_every=10"],
@@ -46,14 +47,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="parts of elasticity to switch")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of a run that does not switch")
     parser.add_argument("--aids", action="store_true", help="measure the debug aids instead of backups")
+    parser.add_argument("--balance", action="store_true", help="measure elastic.balance instead of backups")
     options = parser.parse_args()
-    if not options.aids and not options.baseline:
+    if not (options.aids or options.balance or options.baseline):
         switch_within_runs(options.rounds, options.blocks, options.parts)
     if options.parts != list(PARTS):
         return
+    chosen = DEBUG_AIDS if options.aids else BALANCE if options.balance else BACKUPS
     variants: dict[str, tuple[Path, list[str]]] = {
         **({"baseline": (options.baseline.resolve(), [TRAIN])} if options.baseline else {}),
-        **{name: (ROOT, command) for name, command in (DEBUG_AIDS if options.aids else BACKUPS).items()},
+        **{name: (ROOT, command) for name, command in chosen.items()},
     }
     steps: dict[str, list[list[float]]] = {name: [] for name in variants}
     for number in range(options.rounds):
