@@ -22,6 +22,11 @@ EXIT_DIVERGED = 6
 EXIT_PREEMPTED = 7
 """A run's exit code when it has saved and ended, since hosts are taken away without which it can't go on."""
 
+EXIT_OUT_OF_MEMORY = 8
+"""A run's exit code when a worker can't allocate memory."""
+
+_OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory")
+"""Of torch's CUDA and CPU allocators."""
 
 MAX_PROBLEMS = 50
 """Problems that one message lists."""
@@ -130,3 +135,15 @@ class RunFailed(Parallel3dError):
 
 class RunEnded(Parallel3dError):
     """The coordinator has ended the run; the message is the reason."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator had no memory: torch's for devices or CPUs, or Python's. No other error counts."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY_PHRASES)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a worker that this exception ends."""
+    return EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else int(getattr(error, "exit_code", 1))

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from parallel3d.errors import ConfigError, Parallel3dError, Problem, UserCodeError
+from parallel3d.errors import ConfigError, Parallel3dError, Problem, UserCodeError, is_out_of_memory
 
 _OWN = str(Path(__file__).resolve().parent)
 FIX = "Name module:object with a module in this folder or in one of PYTHONPATH, or path/to/file.py:object"
@@ -93,10 +93,10 @@ def errors_named(what: str) -> Iterator[None]:
     """Names the user's file and line in an error of the user's code; it ends the run, since every rank will meet it."""
     try:
         yield
-    except (Parallel3dError, MemoryError):
+    except Parallel3dError:
         raise
     except Exception as error:
-        is_torchs = type(error).__module__ == "torch.utils.checkpoint" or type(error).__name__ == "OutOfMemoryError"
+        is_torchs = type(error).__module__ == "torch.utils.checkpoint" or is_out_of_memory(error)
         if is_torchs or not is_raised_by_the_user(error):
             raise  # such as what ends a recomputation early
         raise UserCodeError(f"{what}: {explain(error)}") from error

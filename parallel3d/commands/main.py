@@ -31,6 +31,7 @@ COMMANDS = {
     "fetch": "fetch a checkpoint from a remote store",
     "goodput": "estimate how much of the time training keeps under failures",
     "tune-warmup": "find a sequence-length warmup by short runs",
+    "find-batch": "find the largest micro-batch that fits into memory, by short runs",
     "compare-dumps": "compare the dumps of two runs tensor by tensor",
     "configs": "list the configurations that come with the package, or print one",
     "doctor": "check this machine and environment, and say how to mend them",

@@ -291,6 +291,29 @@ def add_tune_warmup(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_find_batch(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Find the largest micro-batch of one JSON file by short runs, on this machine."
+    add_config(parser)
+    parser.add_argument(
+        "--limit",
+        type=gibibytes,
+        metavar="GIB",
+        help="memory of one rank (default on CPUs: its share of what is available; on GPUs what the device has)",
+    )
+    parser.add_argument("--most", type=count, metavar="N", help="largest micro-batch to try")
+    parser.add_argument("--steps", type=count, default=3, metavar="N", help="steps of a short run (default 3)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="the logs of the short runs and the answer (default runs/NAME-batch)"
+    )
+
+
+def gibibytes(text: str) -> int:
+    """A positive number of GiB, in bytes."""
+    if (value := float(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(value * 2**30)
+
+
 def add_compare_dumps(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare the dumps of two runs, whatever their layouts."
     parser.add_argument("ours", type=Path, metavar="A", help="a folder of dumps, or one step in it")
@@ -335,6 +358,7 @@ PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyT
         "fetch": add_fetch,
         "goodput": add_goodput,
         "tune-warmup": add_tune_warmup,
+        "find-batch": add_find_batch,
         "compare-dumps": add_compare_dumps,
         "configs": add_configs,
         "demo": add_demo,

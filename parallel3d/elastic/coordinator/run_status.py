@@ -13,12 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.elastic.protocol.membership import GenerationRecord, LostWorker
-from parallel3d.errors import EXIT_COORDINATOR_LOST, EXIT_PREEMPTED, EXIT_WORKER_LOST, GenerationEnded, RunEnded
+from parallel3d.errors import (
+    EXIT_COORDINATOR_LOST,
+    EXIT_PREEMPTED,
+    EXIT_WORKER_LOST,
+    GenerationEnded,
+    RunEnded,
+    exit_code_of,
+    is_out_of_memory,
+)
 from parallel3d.parallel.grid import Grid
 
 EXIT_BY_SIGNAL = 128
 
 LOST_PEER_PHRASES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "pair closure")
+
+MEMORY_ADVICE = (
+    "Lower batch.micro_batch_size (`parallel3d find-batch` finds the largest that fits), or set parallel.recompute"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +75,11 @@ def describe_error(error: BaseException, step: int | None = None) -> dict[str, A
     """Returns an exception in the form that the control channel carries; `step` is the worker's current one."""
     lost_peer = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in LOST_PEER_PHRASES)
     is_run_wide = getattr(error, "is_run_wide", False)
+    text = str(error) if is_run_wide else f"{type(error).__name__}: {error}"
     return {
-        "text": str(error) if is_run_wide else f"{type(error).__name__}: {error}",
+        "text": f"{text}. {MEMORY_ADVICE}" if is_out_of_memory(error) else text,
         "is_run_wide": is_run_wide,
-        "exit_code": getattr(error, "exit_code", 1),
+        "exit_code": exit_code_of(error),
         "consequence": lost_peer or isinstance(error, (GenerationEnded, RunEnded, ConnectionError)),
         "step": step,
     }

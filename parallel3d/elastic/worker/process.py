@@ -27,7 +27,7 @@ from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL
 from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.worker.control_channel import ControlChannel
 from parallel3d.elastic.worker.status_tracker import WorkerStatusTracker
-from parallel3d.errors import EXIT_COORDINATOR_LOST, GenerationEnded, UserError
+from parallel3d.errors import EXIT_COORDINATOR_LOST, GenerationEnded, UserError, exit_code_of
 from parallel3d.parallel.abort import Wait
 from parallel3d.parallel.grid import PartId
 
@@ -167,7 +167,7 @@ def run_main(log: Path, worker_main: WorkerMain, context: WorkerContext) -> int:
             return EXIT_COORDINATOR_LOST
         traceback.print_exc()
         context.control.report_error(describe_error(error, context.heartbeat.step))
-        return getattr(error, "exit_code", 1)
+        return exit_code_of(error)
 
 
 class LogStream(io.TextIOBase):
