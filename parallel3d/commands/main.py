@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "compare layouts with one process, as far as they differ",
     "prepare": "tokenize text before a run, train a tokenizer",
     "convert": "weights to and from Hugging Face folders",
+    "generate": "continue prompts with a trained model",
     "average": "average the weights of checkpoints",
     "report": "report on a run, finished or not",
     "track": "send a run's figures to Weights & Biases, MLflow, Trackio or TensorBoard",

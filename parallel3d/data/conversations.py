@@ -48,6 +48,10 @@ class ChatTemplate:
         names = shorten(", ".join(map(repr, record)))
         raise DataError(f"{where}: neither 'messages' nor 'prompt' and 'completion'; it has {names}")
 
+    def render(self, messages: Sequence[Message], where: str) -> str:
+        """The text of `messages` and of the beginning of a reply to them. Raises DataError, with `where`."""
+        return self._render(messages, True, where)
+
     def _mark_messages(self, messages: Sequence[Message], where: str) -> MarkedText:
         replies = [number for number, message in enumerate(messages) if message["role"] == REPLIES]
         if not replies:

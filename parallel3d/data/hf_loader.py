@@ -76,6 +76,12 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
+    @property
+    def prefix_ids(self) -> list[int]:
+        """The tokens that transformers puts in front of a text, such as BOS; training here has none."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[: max(0, len(whole) - len(plain))] if plain and whole[-len(plain) :] == plain else []
+
     def encode(self, text: str) -> np.ndarray:
         batches = (  # of one text, since `encode` holds Python's lock and encode_batch does not
             self._tokenizer.encode_batch([piece], add_special_tokens=False) for piece in pieces_of(text)

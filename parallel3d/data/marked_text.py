@@ -55,6 +55,12 @@ def encode_marked(text: MarkedText, tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
+def encode_with_special(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text in which the names of special tokens are these tokens, where the tokenizer has them."""
+    parts = _encode(text, getattr(tokenizer, "special_ids", {}), tokenizer)
+    return [int(token) for part in parts for token in part]
+
+
 def _encode(text: str, special_ids: Mapping[str, int], tokenizer: Tokenizer) -> list[np.ndarray]:
     names = "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True)))
     pieces = re.split(f"({names})", text) if names else [text]

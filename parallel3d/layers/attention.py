@@ -16,6 +16,8 @@ w queries. A block needs the keys of its own block and of the one before, so no 
                     1   x x
     query block 1   2     x x           keys of blocks 0 and 1
                     3       x x
+
+A text that is written token by token has its keys and values in a cache (layers/kv_cache.py).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
 from parallel3d.layers.block_attention import attend_in_blocks, attend_with_cap
 from parallel3d.layers.gemm import AttentionForm
+from parallel3d.layers.kv_cache import CachedTokens
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
@@ -98,25 +101,36 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         qkv, recompute_context = self.qkv(x, micro_batch), self.qkv.tp.recompute_context
         normed = qkv if self.qk_norm is None else self.qk_norm(qkv)
-        by_sequence = normed.view(micro_batch.batch_size, -1, qkv.shape[-1])
+        cached = micro_batch if isinstance(micro_batch, CachedTokens) else None
+        by_sequence = normed.view(micro_batch.batch_size if cached is None else 1, -1, qkv.shape[-1])
         if self.table is None:
             q, k, v = split_heads(by_sequence, self.heads)
         else:
+            table = self.table if cached is None else cached.rotary(self.table)
             may_overwrite = self.qk_norm is not None or not recompute_context.keeps_products
             q, k, v = split_and_rotate(
-                by_sequence, self.table, self.heads, kernels=self.rotary_kernels, may_overwrite=may_overwrite
+                by_sequence, table, self.heads, kernels=self.rotary_kernels, may_overwrite=may_overwrite
             )
         if self.query_factor != 1:
             q = q * self.query_factor
         if q.dtype is torch.float16 and not is_accelerator(q.device):  # torch's fp16 kernel takes 17 times as long
             q, k, v = q.float(), k.float(), v.float()
         with recompute_context.attention():
-            documents = micro_batch.documents
-            if documents is None:
-                mixed = attend(q, k, v, self.window, self.score_cap, form=self.form, kernels=self.kernels)
-            else:
-                mixed = attend_per_document(documents, q, k, v, self.window, self.score_cap)
+            mixed = self._mix(q, k, v, micro_batch) if cached is None else self._mix_cached(q, k, v, cached)
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, micro_batch: MicroBatch) -> Tensor:
+        documents = micro_batch.documents
+        if documents is None:
+            return attend(q, k, v, self.window, self.score_cap, form=self.form, kernels=self.kernels)
+        return attend_per_document(documents, q, k, v, self.window, self.score_cap)
+
+    def _mix_cached(self, q: Tensor, k: Tensor, v: Tensor, cached: CachedTokens) -> Tensor:
+        layer = self.qkv.weight.sharding.name
+        if not cached.begins:
+            return cached.attend(layer, q, k, v, self.window, self.score_cap)
+        cached.cache.begin(layer, cached.row, k[0], v[0], self.window)
+        return self._mix(q, k, v, cached)
 
 
 def attend(

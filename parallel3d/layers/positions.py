@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel3d.accelerator import is_accelerator
+from parallel3d.layers.kv_cache import CachedTokens
 from parallel3d.layers.micro_batch import MicroBatch, TokenSpan
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
@@ -74,6 +75,8 @@ class LearnedPositions(nn.Module):
         self.weight = context.parameter(sharding)
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if isinstance(micro_batch, CachedTokens) and not micro_batch.begins:
+            return x + self.weight.detach()[micro_batch.positions]
         num_local = x.shape[0]
         token_spans = tuple(micro_batch.document_spans(self.tp.first_local_token(num_local), num_local))
         return _AddPositions.apply(x, self.weight, token_spans)

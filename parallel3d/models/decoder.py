@@ -125,14 +125,15 @@ class DecoderStage(nn.Module):
         return self.head(normed, targets, micro_batch.loss_factor, masks_targets=micro_batch.masks_targets)
 
     @torch.no_grad()
-    def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def logits(self, x: Tensor, micro_batch: MicroBatch, rows: slice = slice(None)) -> Tensor:
         """The logits (tokens, vocab) of forward's input, on every rank of the tensor-parallel group; last stage only.
 
-        The weights must be complete: finish an optimizer's gather first (`finish_gather`).
+        `rows`: of these tokens alone, where tokens are not sharded. The weights must be complete: finish an optimizer's
+        gather first (`finish_gather`).
         """
         assert self.head is not None and self.final_norm is not None, "logits come from the last stage"
         _, normed = self.final_norm(self._run_layers(x, micro_batch))
-        return self.head.logits(normed)
+        return self.head.logits(normed[rows])
 
     def _run_layers(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         if self.embedding is not None:

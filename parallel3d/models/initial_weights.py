@@ -82,7 +82,11 @@ def open_initial_weights(config: Config) -> InitMethod | None:
     """Returns the function that reads a rank's share of each parameter; None if the seed decides."""
     if config.run.initialize_from is None:
         return None
-    folder = Path(config.run.initialize_from)
+    return open_weights(Path(config.run.initialize_from))
+
+
+def open_weights(folder: Path) -> InitMethod:
+    """Returns the function that reads a rank's share of each parameter of a checkpoint or a Hugging Face folder."""
     if (folder / INDEX).is_file():
         from parallel3d.checkpoint.read import CheckpointReader, load_weight  # imports torch, as do those below
 

@@ -64,14 +64,14 @@ class UserStage(nn.Module):
         return self.head(normed, targets, micro_batch.loss_factor, masks_targets=micro_batch.masks_targets)
 
     @torch.no_grad()
-    def logits(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def logits(self, x: Tensor, micro_batch: MicroBatch, rows: slice = slice(None)) -> Tensor:
         """As `DecoderStage.logits`."""
         x = self._run_layers(x, micro_batch)
         if isinstance(self.head, UserHead):
-            return self.head.logits(x, micro_batch, self.config.vocab_size)
+            return self.head.logits(x, micro_batch, self.config.vocab_size)[rows]
         assert self.head is not None and self.final_norm is not None, "logits come from the last stage"
         _, normed = self.final_norm(x)
-        return self.head.logits(normed)
+        return self.head.logits(normed[rows])
 
     def _run_layers(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         if isinstance(self.embedding, UserEmbedding):

@@ -30,6 +30,7 @@ class Kind(IntEnum):
     REDUCED = 4  # a bucket's reduced gradients, for its backup
     STATE = 5  # a part of optimizer state that moves to another rank
     TRAIN_STATE = 6  # the train state, for a rank that joins
+    TOKENS = 7  # the tokens that the last stage has chosen, and the logarithms of their probabilities
 
 
 _FLOATS: list[torch.dtype] = [getattr(torch, each.torch_name) for each in NUMBER_FORMATS]

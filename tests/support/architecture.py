@@ -55,6 +55,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.recompute": 3,
     "parallel3d.data": 3,
     "parallel3d.models": 4,
+    "parallel3d.decoding": 4,
     "parallel3d.pipeline": 5,
     "parallel3d.optim": 6,
     "parallel3d.checkpoint": 7,
@@ -102,6 +103,7 @@ PURE: tuple[str, ...] = (
     *(f"parallel3d.pipeline.{name}" for name in ("slow_replicas", "slow_plan")),
     "parallel3d.layers.micro_batch",
     "parallel3d.data.reader",
+    "parallel3d.decoding.texts",
     *(f"parallel3d.optim.{name}" for name in ("bucket_plan", "shard_map", "state_norms", "update_rules")),
     *(f"parallel3d.checkpoint.{name}" for name in ("tensor_chunks", "index")),
     *(

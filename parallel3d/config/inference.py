@@ -1,0 +1,29 @@
+"""The configuration of ranks that only compute: the model of some weights, on a layout, up to a length."""
+
+from __future__ import annotations
+
+import re
+
+from parallel3d.config.layouts import parse_layout
+from parallel3d.config.load import resolve
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import UserError
+
+_LAYOUT = re.compile(r"(tp|pp|dp)\d+(\.(tp|pp|dp)\d+)*")
+
+
+def inference_config(model: ModelConfig, *, layout: str, policy: str, sequence_length: int) -> Config:
+    """The resolved configuration. Raises UserError for a layout that does not fit the model, or has other parts than
+    tp, pp and dp; ConfigError for broken rules."""
+    if not _LAYOUT.fullmatch(layout):
+        raise UserError(f"layout {layout!r}: consists of tp, pp and dp here, as in tp2.pp2.dp2")
+    fields = parse_layout(layout).fields
+    raw = {
+        "model": model.model_dump() | {"hidden_dropout": 0.0},
+        "parallel": dict(fields),
+        "precision": {"policy": policy},
+        "batch": {"micro_batch_size": 1, "num_micro_batches": fields["dp_size"], "sequence_length": sequence_length},
+        "optimizer": {"learning_rate": 1.0},  # required, and not used
+        "run": {"num_steps": 1},
+    }
+    return resolve(Config.model_validate(raw), config_path="inference")
