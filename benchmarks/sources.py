@@ -220,11 +220,13 @@ def measure(path: Path, seconds: float) -> dict[str, float]:
         open_source([str(path)], Path(cache))
         index_s, index_peak_mb = time.perf_counter() - started, peak_mb()
         start_s, late_s = (resume_s([str(path)], Path(cache), share) for share in (0.0, 0.9))
-        lanes = Lanes(open_source([str(path)], Path(cache)).train, 1, NUM_LANES)
-        cursors = [Cursor.start()] * NUM_LANES
+        train = open_source([str(path)], Path(cache)).train
+        num_lanes = min(NUM_LANES, len(train))  # a small file has fewer documents
+        lanes = Lanes(train, 1, num_lanes)
+        cursors = [Cursor.start()] * num_lanes
         started, num_read = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - started) < seconds:
-            for lane in range(NUM_LANES):
+            for lane in range(num_lanes):
                 _, cursors[lane] = lanes.read(lane, cursors[lane], NUM_TOKENS)
                 num_read += NUM_TOKENS
     return {
@@ -242,9 +244,10 @@ def resume_s(sources: list[str], cache: Path, share: float) -> float:
     """The seconds in which a known source is opened and each lane read from a share of its first epoch on."""
     started = time.perf_counter()
     train = open_source(sources, cache).train
-    lanes = Lanes(train, 1, NUM_LANES)
-    for lane in range(NUM_LANES):
-        lanes.read(lane, Cursor(0, int(share * len(train) / NUM_LANES), 0), NUM_TOKENS)
+    num_lanes = min(NUM_LANES, len(train))
+    lanes = Lanes(train, 1, num_lanes)
+    for lane in range(num_lanes):
+        lanes.read(lane, Cursor(0, int(share * len(train) / num_lanes), 0), NUM_TOKENS)
     return time.perf_counter() - started
 
 
