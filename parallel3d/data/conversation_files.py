@@ -17,7 +17,7 @@ from parallel3d.errors import DataError
 
 READABLE = ("jsonl", "json", "arrow", "parquet")
 """Formats of sources; the first also compressed, as the second."""
-MESSAGES, PROMPT, COMPLETION = COLUMNS = ("messages", "prompt", "completion")
+MESSAGES, SHAREGPT, PROMPT, COMPLETION = COLUMNS = ("messages", "conversations", "prompt", "completion")
 """Those of a table, which may have a null for a conversation that is in the others."""
 
 
@@ -59,8 +59,7 @@ def _dump(record: object) -> bytes:
 def _columns(path: Path, names: list[str]) -> tuple[str, ...]:
     """The columns that hold conversations."""
     found = tuple(name for name in COLUMNS if names.count(name) == 1)
-    if MESSAGES in found or {PROMPT, COMPLETION} <= {*found}:
+    if {MESSAGES, SHAREGPT} & {*found} or {PROMPT, COMPLETION} <= {*found}:
         return found
-    raise DataError(
-        f"{path}: no column 'messages', nor 'prompt' and 'completion'; it has {', '.join(map(repr, names))}"
-    )
+    listed = ", ".join(map(repr, names))
+    raise DataError(f"{path}: no column 'messages' or 'conversations', nor 'prompt' and 'completion'; it has {listed}")

@@ -1,4 +1,5 @@
-"""Conversations as text: a record of messages, or a prompt and its completion, with the replies marked as targets.
+"""Conversations as text: a record of messages (ShareGPT's conversations too), or a prompt and its completion, with the
+replies marked as targets.
 
 A reply begins where the template, asked for it, ends the messages before (`add_generation_prompt`), and ends with the
 template's end of the message, so that a model learns to stop. What follows the last reply is left out. A Hugging Face
@@ -20,6 +21,11 @@ from parallel3d.errors import DataError, shorten
 
 REPLIES = "assistant"
 """The role whose messages are learned."""
+
+SHAREGPT = "conversations"
+"""The list of messages in ShareGPT's form: {"from": "human", "value": "..."}."""
+SHAREGPT_ROLES = {"human": "user", "gpt": REPLIES, "chatgpt": REPLIES, "bing": REPLIES, "bard": REPLIES}
+"""Other names, such as system, user and tool, are roles as they are."""
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -43,10 +49,14 @@ class ChatTemplate:
         """The text of a record. Raises DataError, with `where`, for a malformed one."""
         if "messages" in record:
             return self._mark_messages(check_messages(record["messages"], where), where)
+        if SHAREGPT in record:
+            return self._mark_messages(check_messages(from_sharegpt(record[SHAREGPT]), where, SHAREGPT), where)
         if "prompt" in record and "completion" in record:
             return mark_pair(record["prompt"], record["completion"], where)
         names = shorten(", ".join(map(repr, record)))
-        raise DataError(f"{where}: neither 'messages' nor 'prompt' and 'completion'; it has {names}")
+        raise DataError(
+            f"{where}: neither 'messages', nor 'conversations', nor 'prompt' and 'completion'; it has {names}"
+        )
 
     def render(self, messages: Sequence[Message], where: str) -> str:
         """The text of `messages` and of the beginning of a reply to them. Raises DataError, with `where`."""
@@ -119,10 +129,26 @@ def compile_template(source: str) -> Callable[..., str]:
     return environment.from_string(source).render
 
 
-def check_messages(messages: object, where: str) -> Sequence[Message]:
+def from_sharegpt(messages: object) -> object:
+    """ShareGPT's messages with our names; some files have "role" and "content" in this list, which stay."""
+    if not isinstance(messages, list):
+        return messages
+    return [_from_sharegpt(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _from_sharegpt(message: Message) -> Message:
+    if "from" not in message and "value" not in message:
+        return message
+    named = {"role": message["from"]} if "from" in message else {}
+    if isinstance(role := named.get("role"), str):
+        named["role"] = SHAREGPT_ROLES.get(role, role)
+    return named | ({"content": message["value"]} if "value" in message else {})
+
+
+def check_messages(messages: object, where: str, field: str = "messages") -> Sequence[Message]:
     """Messages with a role and a text each; raises DataError for anything else."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: 'messages' must be a list of at least one message")
+        raise DataError(f"{where}: {field!r} must be a list of at least one message")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise DataError(f"{where}: message {number} is of type {type(message).__name__}, not an object")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,7 +76,22 @@ def _files(fs: Any, path: str) -> tuple[dict[str, int | None], str]:
         paths, root = fs.find(path), path
     else:
         paths, root = [path], ""
-    return {each: fs.info(each).get("size") for each in paths}, root
+    infos = {each: fs.info(each) for each in paths}
+    if any(_is_page(each, info) for each, info in infos.items()):
+        raise DataError(
+            f"{redacted(path)}: a web page, such as the list of a folder, not a file of data: a server has no list of"
+            " files that could be relied on, so give the address of each file in data.sources"
+        )
+    return {each: info.get("size") for each, info in infos.items()}, root
+
+
+def _is_page(remote: str, info: Mapping[str, Any]) -> bool:
+    """Whether a web server answers with a page, which is not what was asked for unless the name says so."""
+    if not remote.startswith(("http://", "https://")):
+        return False
+    name = urlsplit(remote).path
+    is_html = str(info.get("mimetype", "")).partition(";")[0].strip() == "text/html"
+    return name.endswith("/") or not name or (is_html and not name.endswith((".html", ".htm")))
 
 
 def name_of(remote: str, root: str) -> str:

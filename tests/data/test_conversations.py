@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from parallel3d.data.conversation_files import extract_conversations
 from parallel3d.data.conversation_lanes import ConversationLanes
 from parallel3d.data.conversations import ChatTemplate, load_template
+from parallel3d.data.formats import ConversationLines
 from parallel3d.data.hf_loader import HuggingFaceTokenizer, train_byte_level
 from parallel3d.data.lanes import Cursor
 from parallel3d.data.marked_text import IGNORED, MarkedText, encode_marked, split_targets
@@ -53,6 +55,56 @@ def test_chatml():
 def test_a_pair():
     text = ChatTemplate().mark({"prompt": "2+2=", "completion": "4"}, "here")
     assert text == "2+2=4" and targets_of(text) == ["4"]
+
+
+SHAREGPT = [
+    {"from": "system", "value": "Be short."},
+    {"from": "human", "value": "1+1?"},
+    {"from": "gpt", "value": "2"},
+    {"from": "user", "value": "2+2?", "weight": 1},
+    {"from": "assistant", "value": "4"},
+    {"from": "human", "value": "thanks"},
+]
+
+
+@pytest.mark.parametrize("messages", [SHAREGPT, CHAT])
+def test_sharegpt(messages: list[dict[str, str]]):
+    """Its names of fields and roles, or ours in its list."""
+    text, ours = (
+        ChatTemplate().mark({name: list_}, "here") for name, list_ in (("conversations", messages), ("messages", CHAT))
+    )
+    assert text == ours and text.targets == ours.targets
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ({}, "'conversations' must be a list of at least one message"),
+        ([3], "message 1 is of type int"),
+        ([{"from": "human"}], "'content' of message 1 must be text, and is missing"),
+        ([{"value": "4"}], "'role' of message 1 must be text, and is missing"),
+        ([{"from": ["gpt"], "value": "4"}], "'role' of message 1 must be text, and is list"),
+        ([{"from": "human", "value": "4"}], "no message has the role 'assistant'"),
+    ],
+)
+def test_a_malformed_sharegpt_conversation(messages: object, problem: str):
+    with pytest.raises(DataError, match=f"^chat.jsonl:7: {problem}"):
+        ChatTemplate().mark({"conversations": messages}, "chat.jsonl:7")
+
+
+def test_sharegpt_in_every_file(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    record = {"id": "a", "conversations": [{k: each[k] for k in ("from", "value")} for each in SHAREGPT]}
+    expected, layout = ChatTemplate().mark(record, "here"), ConversationLines(text_column="", template=ChatTemplate())
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    for kind in ("parquet", "json"):
+        with (tmp_path / f"{kind}.jsonl").open("wb+") as lines:
+            ((begin, size),) = extract_conversations(tmp_path / f"a.{kind}", kind, layout=layout, target=lines)
+        found = layout.read(tmp_path / f"{kind}.jsonl", begin, size)
+        assert found == expected and found.targets == expected.targets
 
 
 def test_a_hugging_face_folder_renders_as_transformers_does(tmp_path: Path):

@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes, *, share: float = 1) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Type", "text/html; charset=utf-8" if "pages" in self.path else "text/plain")
         self.send_header("ETag", hashlib.sha256(self.content or b"").hexdigest())
         self.send_header("Accept-Ranges", "bytes" if self.store.has_ranges else "none")
         self.end_headers()
@@ -129,6 +129,14 @@ def test_an_unwilling_server_before_the_first_byte(store: Store, copy: Callable[
     store.answers = [503, 503]
     content, logged = copy()
     assert content == LINES * 40 and [line.partition("; ")[2] for line in logged[:2]] == RETRIES[:2]
+
+
+@pytest.mark.parametrize("path", ["/pages/a/", "/pages/a", "/plain/"])
+def test_a_folder_is_refused(store: Store, copy: Callable[..., tuple[bytes, list[str]]], path: str) -> None:
+    """A server answers with a page that lists it, by its type or by the address; its page is no text to learn from."""
+    store.files = {path: b'<a href="text.txt">text.txt</a>', "/pages/a/text.txt": LINES}
+    with pytest.raises(DataError, match=r"http://127.0.0.1:\d+/\w+/.*: a web page, such as the list of a folder.*each"):
+        copy(path)
 
 
 def test_a_file_that_changes_meanwhile(store: Store, copy: Callable[..., tuple[bytes, list[str]]]) -> None:

@@ -14,8 +14,9 @@ CHATML = "chatml"
 
 class ChatConfig(Section):
     """Conversations, of which only the replies are learned: lines of .jsonl files {"messages": [{"role": "user",
-    "content": "..."}, {"role": "assistant", "content": "..."}]} or {"prompt": "...", "completion": "..."}; also objects
-    of .json files, and rows of .parquet files and saved datasets with these columns."""
+    "content": "..."}, {"role": "assistant", "content": "..."}]}, ShareGPT's {"conversations": [{"from": "human",
+    "value": "..."}, ...]} or {"prompt": "...", "completion": "..."}; also objects of .json files, and rows of .parquet
+    files and saved datasets with these columns."""
 
     template: str = CHATML
     """The text of a conversation's messages. chatml: <|im_start|>ROLE, a newline, the content, <|im_end|>, a newline.
