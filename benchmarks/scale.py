@@ -1,17 +1,19 @@
 """Measures the coordinator at sizes that no test machine has: the real one over loopback, with lightweight workers.
 
-    python benchmarks/scale.py [--workers 64 1024 4096 10240] [--batch 1024 4096] [--per-guardian 8] [--behind 0.5]
+    python benchmarks/scale.py [--workers 64 1024 4096 10240] [--batch 1024 4096] [--per-guardian 8] [--relays]
+                                [--behind 0.5]
 
 Pipelines of 8 stages (64 workers: of 2) and 8 tensor-parallel ranks, 8 workers a host. A second process plays all
-guardians and workers: they answer frames as real ones do, but hold no state. Measured are the coordinator's process
-alone (CPU seconds, bytes that it sends, peak memory) and the wall time of both processes:
+guardians and workers, and with `--relays` a relay on each host: they answer frames as real ones do, but hold no state.
+Measured are the coordinator's process alone (CPU seconds, bytes that it sends, peak memory) and the wall time of both
+processes:
 
     start     from the first connection to the commit of generation 0
     loss      from the death of one worker to the commit of the generation without it; `--behind` of the workers lack
               the newest entry, which has a cursor for each sequence of the batch
     offer     from a guardian's offer of the lost worker's place to the instruction to start another one there
     join      from the new worker's hello, which has built its part at once, to the commit of the generation with it
-    takeover  from the loss of the coordinator's host to the first commit of its successor
+    takeover  from the loss of the coordinator's host to the first commit of its successor, which has no relays
 
 The pure parts alone: scale_pure.py.
 """
@@ -56,12 +58,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 1024, 4096, 10240])
     parser.add_argument("--batch", type=int, nargs="+", default=[1024, 4096], help="sequences a step")
     parser.add_argument("--per-guardian", type=int, default=8, help="workers of a guardian; torchrun has 1")
+    parser.add_argument("--relays", action="store_true", help="the guardians of a host share one connection")
     parser.add_argument("--behind", type=float, default=0.5, help="share of the workers that lack the newest entry")
     options = parser.parse_args()
     print("workers  batch   part        CPU s   wall s   MB sent   peak MB")
     for num_workers in options.workers:
         for batch in options.batch:
-            size = Size(num_workers=num_workers, batch=batch, per_guardian=options.per_guardian, behind=options.behind)
+            size = Size(
+                num_workers=num_workers,
+                batch=batch,
+                per_guardian=options.per_guardian,
+                relays=options.relays,
+                behind=options.behind,
+            )
             run_apart(measure_loss, size)
         run_apart(measure_takeover, size)
 
@@ -73,6 +82,7 @@ class Size:
     num_workers: int
     batch: int
     per_guardian: int
+    relays: bool
     behind: float
 
     @property
@@ -174,7 +184,7 @@ def play_clients(size: Size, port: int, secret: bytes) -> Iterator[Pipe]:
 def run_clients(size: Size, port: int, secret: bytes, pipe: Pipe) -> None:
     """Plays the guardians and workers as the pipe commands."""
     raise_open_files()
-    clients = Clients(size.grid, size.guardians, batch=size.batch, behind=size.behind)
+    clients = Clients(size.grid, size.guardians, batch=size.batch, behind=size.behind, relays=size.relays)
     pipe.send("ready")
     parts: dict[str, Callable[[], int]] = {
         "start": lambda: clients.start(("127.0.0.1", port), secret),

@@ -6,11 +6,18 @@ import random
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.elastic.frames import PING_S, FrameReader, encode_frame, encode_from_workers, set_socket_options
+from parallel3d.elastic.frames import (
+    PING_S,
+    FrameReader,
+    encode_frame,
+    encode_from_guardians,
+    encode_from_workers,
+    set_socket_options,
+)
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import (
     NO_GENERATION,
@@ -31,21 +38,56 @@ NUM_TOKENS_READ = 3_000_000
 """Of a lane, about: a cursor is a document and a position in it."""
 
 
-@dataclass
+@dataclass(eq=False)
+class Wire:
+    """One connection with the coordinator: a guardian's, or of the relay of several."""
+
+    socket: socket.socket
+    is_relay: bool
+    reader: FrameReader = field(default_factory=FrameReader)
+    guardians: list[Guardian] = field(default_factory=list)
+    frames: list[tuple[int, int | None, bytes]] = field(default_factory=list)
+    """What the relay has got in this turn."""
+
+    def flush(self) -> None:
+        """Sends what a relay has got, in one frame as a real one does."""
+        if self.frames:
+            self.socket.sendall(encode_from_guardians(self.frames))
+            self.frames = []
+
+
+@dataclass(eq=False)
 class Guardian:
     """One guardian, which relays for its workers."""
 
     info: GuardianInfo
-    socket: socket.socket
-    reader: FrameReader = field(default_factory=FrameReader)
+    wire: Wire
+    number: int
+    """Its place behind its relay."""
     ranks: set[int] = field(default_factory=set)
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame of its own."""
+        if self.wire.is_relay:
+            self.wire.frames.append((self.number, None, frame))
+        else:
+            self.wire.socket.sendall(frame)
+
+    def send_of_workers(self, frames: Sequence[tuple[int, bytes]]) -> None:
+        if self.wire.is_relay:
+            self.wire.frames += [(self.number, rank, frame) for rank, frame in frames]
+        else:
+            self.wire.socket.sendall(encode_from_workers(frames))
 
 
 class Clients:
     """The workers of `grid` and their guardians. Methods return the bytes that the coordinator has sent."""
 
-    def __init__(self, grid: Grid, infos: Iterable[GuardianInfo], *, batch: int, behind: float):
+    def __init__(self, grid: Grid, infos: Iterable[GuardianInfo], *, batch: int, behind: float, relays: bool):
         self._infos = tuple(infos)
+        self._has_relays = relays
+        self._wires: dict[str, Wire] = {}
+        """By host where there are relays, else by the guardian's ranks."""
         self._grid = grid
         self._random = random.Random(1)
         self._ahead = encode_entries([_entry(2, batch, self._random)])
@@ -79,13 +121,13 @@ class Clients:
         guardian.ranks.discard(rank)
         end = {"rank": rank, "exit_code": -9, "by_guardian": False, "why": "", "detect_s": 0.01, "step": 3}
         end["permission"] = ""
-        guardian.socket.sendall(encode_frame({"op": "ended", "ends": [end]}))
+        guardian.send(encode_frame({"op": "ended", "ends": [end]}))
         return self._run_until_committed()
 
     def offer(self, lost: int) -> int:
         """Offers the place of the lost worker; ends with the instruction to start another one there."""
         self._num_bytes = 0
-        self._guardians[lost].socket.sendall(encode_frame({"op": "offer_worker", "slot": 0}))
+        self._guardians[lost].send(encode_frame({"op": "offer_worker", "slot": 0}))
         while self._joiner is None:
             self._answer_frames()
         self._guardians[self._joiner] = self._guardians[lost]
@@ -106,7 +148,7 @@ class Clients:
 
     def take_over(self, address: Address, secret: bytes) -> int:
         """Connects the guardians of all hosts but the first, whose workers hold generation 0."""
-        self._committed = 0
+        self._committed, self._has_relays = 0, False
         lost = self._infos[0].host
         infos = [info for info in self._infos if info.host != lost]
         self._live -= {rank for info in self._infos if info.host == lost for rank in info.ranks}
@@ -125,24 +167,38 @@ class Clients:
         membership_state: dict[str, Any] | None = None,
     ) -> None:
         for info in infos:
-            connection = socket.create_connection(address, timeout=60.0)
-            set_socket_options(connection)
-            connect_handshake(connection, secret)
-            connection.sendall(encode_frame({"op": "hello", "role": "guardian", **info.to_json()}))
-            connection.settimeout(None)
-            guardian = Guardian(info, connection, ranks=set(info.ranks))
+            name = info.host if self._has_relays else str(info.ranks)
+            wire = self._wires[name] = self._wires.get(name) or self._open(address, secret)
+            guardian = Guardian(info, wire, number=len(wire.guardians), ranks=set(info.ranks))
+            wire.guardians.append(guardian)
+            guardian.send(encode_frame({"op": "hello", "role": "guardian", **info.to_json()}))
             self._guardians |= dict.fromkeys(info.ranks, guardian)
-            self._selector.register(connection, selectors.EVENT_READ, guardian)
             fields = {"op": "hello", "role": "worker", "host": info.host, "log": "logs/rank.log"}
             fields |= {"membership_state": membership_state} if membership_state else {}
             frames = [(rank, encode_frame({**fields, "ranks": [rank]})) for rank in info.ranks]
-            connection.sendall(encode_from_workers(frames))
+            guardian.send_of_workers(frames)
+            self._flush()
+
+    def _open(self, address: Address, secret: bytes) -> Wire:
+        connection = socket.create_connection(address, timeout=60.0)
+        set_socket_options(connection)
+        connect_handshake(connection, secret)
+        connection.settimeout(None)
+        if self._has_relays:
+            connection.sendall(encode_frame({"op": "hello", "role": "relay"}))
+        wire = Wire(connection, self._has_relays)
+        self._selector.register(connection, selectors.EVENT_READ, wire)
+        return wire
+
+    def _flush(self) -> None:
+        for wire in self._wires.values():
+            wire.flush()
 
     def _ping(self) -> None:
         if time.monotonic() > self._next_ping_s:
             self._next_ping_s = time.monotonic() + PING_S
-            for guardian in self._each_guardian():
-                guardian.socket.sendall(encode_frame({"op": "ping"}))
+            for wire in self._wires.values():
+                wire.socket.sendall(encode_frame({"op": "ping"}))
 
     def _run_until_committed(self) -> int:
         """Answers frames until all live workers have the next commit."""
@@ -155,16 +211,38 @@ class Clients:
     def _answer_frames(self) -> None:
         """Answers the frames that have arrived, and pings."""
         self._ping()
+        self._flush()
         for key, _ in self._selector.select(1.0):
-            guardian: Guardian = key.data
-            data = guardian.socket.recv(CHUNK_BYTES)
-            assert data, f"the coordinator has closed the connection of {guardian.info}"
+            wire: Wire = key.data
+            data = wire.socket.recv(CHUNK_BYTES)
+            assert data, f"the coordinator has closed the connection of {wire.guardians[0].info}"
             self._num_bytes += len(data)
-            for header, payload in guardian.reader.feed(data):
-                if header["op"] == "to_workers":
-                    self._answer(guardian, header["ranks"], payload)
-                elif header["op"] == "start_worker":
-                    self._joiner = header["rank"]
+            for header, payload in wire.reader.feed(data):
+                if header["op"] == "to_guardians":
+                    self._split(wire, header, payload)
+                else:
+                    self._take(wire.guardians[0], header, payload)
+            wire.flush()
+
+    def _split(self, wire: Wire, header: dict[str, Any], payload: bytes) -> None:
+        """Passes a frame on to a relay's guardians, or to their workers."""
+        if "ranks" not in header:
+            ((own, own_payload),) = FrameReader().feed(payload)
+            for number in header["guardians"]:
+                self._take(wire.guardians[number], own, own_payload)
+            return
+        ranks: dict[int, list[int]] = {}
+        for number, rank in zip(header["guardians"], header["ranks"]):
+            ranks.setdefault(number, []).append(rank)
+        for number, theirs in ranks.items():
+            self._answer(wire.guardians[number], theirs, payload)
+
+    def _take(self, guardian: Guardian, header: dict[str, Any], payload: bytes) -> None:
+        """Handles a frame for a guardian."""
+        if header["op"] == "to_workers":
+            self._answer(guardian, header["ranks"], payload)
+        elif header["op"] == "start_worker":
+            self._joiner = header["rank"]
 
     def _answer(self, guardian: Guardian, ranks: list[int], frame: bytes) -> None:
         ((header, payload),) = FrameReader().feed(frame)
@@ -222,11 +300,11 @@ class Clients:
                 address=(guardian.info.address[0], self._ports[rank]),
             )
             frames.append((rank, encode_frame({"op": "report", "report": report.to_json()})))
-        guardian.socket.sendall(encode_from_workers(frames))
+        guardian.send_of_workers(frames)
 
     def _send(self, guardian: Guardian, ranks: list[int], frame: bytes) -> None:
         if ranks:
-            guardian.socket.sendall(encode_from_workers([(rank, frame) for rank in ranks]))
+            guardian.send_of_workers([(rank, frame) for rank in ranks])
 
     def _first_record(self) -> GenerationRecord:
         return GenerationRecord(

@@ -97,6 +97,7 @@ _TARGET = object_of(
 HELLO: dict[str, Fields] = {
     "worker": {"ranks": list_of(is_count), "host": is_text, "log": is_text},
     "guardian": {"ranks": list_of(is_count), "host": is_text, "address": is_address},
+    "relay": {},
     "operator": {},
 }
 """Fields of a hello, by its role."""
@@ -133,6 +134,15 @@ FRAMES: dict[str, dict[str, Fields]] = {
         "ping": {},
         "from_workers": {"ranks": list_of(is_count), "sizes": list_of(is_count)},
     },
+    "relay": {
+        "from_guardians": {
+            "guardians": list_of(is_count),
+            "ranks": list_of(or_none(is_count)),
+            "sizes": list_of(is_count),
+        },
+        "guardian_lost": {"guardian": is_count},
+        "ping": {},
+    },
     "operator": {
         "reserve_worker": {},
         "drain": {"target": _TARGET},
@@ -162,7 +172,7 @@ OPTIONAL: Fields = {
     **dict.fromkeys(("loss", "step_s", "tokens", "tokens_per_s"), or_none(is_number)),
 }
 """Checked in frames and records that have them."""
-PAYLOAD_OPS = ("set", "entries", "committed", "from_workers")
+PAYLOAD_OPS = ("set", "entries", "committed", "from_workers", "from_guardians")
 
 
 def check_frame(role: str, header: dict[str, Any], payload: bytes) -> None:

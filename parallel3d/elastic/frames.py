@@ -12,17 +12,23 @@ Operations (`op` of the header), by sender:
                   report, entries, confirm, suspect                 the membership protocol
                   request_record, committed, finish_generation
     guardian      hello, ended, stop, announce_drain, announce_preemption, request_status, ping, from_workers
+    relay         hello, from_guardians, guardian_lost, ping
     coordinator   to both: stop, abort, request_status, ping
                   to workers: response, finish_ack, drain_request, drain_withdrawn, probe, finish_run
                               abort_generation, fetch_entries, entries, record, commit, fetch_committed
                   to guardians: welcome, failover_plan, monitor, kill, over, to_workers, close_worker, start_worker,
                               end_rejoins, leaves_slow
+                  to relays: welcome, ping, to_guardians, close_guardian
 
 A guardian relays for its workers, each at the other end of a socket pair: `from_workers` carries a batch of their
 frames, `to_workers` one frame for several of them, both as they are. Between a guardian and its workers alone:
 
     worker        located                                           where it has found the coordinator
     guardian      connected, coordinator_lost, ping
+
+On large runs under a launcher a relay (guardian/relay.py) stands between the guardians of a host and the coordinator.
+To a guardian it speaks as the coordinator does, and adds `coordinator_lost`. `from_guardians` carries a batch of frames
+with the number of each one's guardian, and the rank of each that is a worker's; `to_guardians` one frame for several.
 
 What the coordinator accepts is checked before it is handled (frame_schemas.py).
 """
@@ -76,23 +82,67 @@ def encode_from_workers(frames: Sequence[tuple[int, bytes]]) -> bytes:
 
 def decode_from_workers(header: dict[str, Any], payload: bytes) -> Iterator[tuple[int, dict[str, Any], bytes]]:
     """Yields (rank, header, payload) of the frames that a guardian's frame carries; raises ProtocolError."""
-    ranks, sizes = header["ranks"], header["sizes"]
-    if len(ranks) != len(sizes) or sum(sizes) != len(payload):
-        raise ProtocolError(f"{len(payload)} bytes from {len(ranks)} workers, sizes {sizes}")
+    for rank, frame in split_from_workers(header, payload):
+        yield rank, *decode_part(frame, f"rank {rank}")
+
+
+def split_from_workers(header: dict[str, Any], payload: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Yields (rank, frame) of what a guardian's frame carries, as they are; raises ProtocolError."""
+    yield from zip(header["ranks"], _split(header["sizes"], payload, len(header["ranks"])))
+
+
+def encode_from_guardians(frames: Sequence[tuple[int, int | None, bytes | memoryview]]) -> bytes:
+    """Returns a relay's frame that carries (number of a guardian, rank, frame) in order. The rank is None of a frame
+    that is the guardian's own."""
+    numbers, ranks, encoded = zip(*frames, strict=True)
+    sizes = [len(frame) for frame in encoded]
+    header = {"op": "from_guardians", "guardians": numbers, "ranks": ranks, "sizes": sizes}
+    return encode_frame(header, b"".join(encoded))
+
+
+def split_from_guardians(header: dict[str, Any], payload: bytes) -> Iterator[tuple[int, int | None, memoryview]]:
+    """Yields (number of a guardian, rank, frame) of what a relay's frame carries, as they are; raises ProtocolError."""
+    numbers, ranks = header["guardians"], header["ranks"]
+    if len(numbers) != len(ranks):
+        raise ProtocolError(f"{len(ranks)} frames of {len(numbers)} guardians")
+    yield from zip(numbers, ranks, _split(header["sizes"], payload, len(ranks)))
+
+
+def decode_part(frame: memoryview, sender: str) -> tuple[dict[str, Any], bytes]:
+    """Returns (header, payload) of one of the frames that another one carries; raises ProtocolError."""
+    size = len(frame)
+    header_bytes, payload_bytes = _LENGTHS.unpack_from(frame) if size >= _LENGTHS.size else (0, 0)
+    payload_start = _LENGTHS.size + header_bytes
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_VALUE_BYTES or payload_start + payload_bytes != size:
+        lengths = f"lengths {header_bytes} and {payload_bytes}"
+        raise ProtocolError(f"not one frame of {sender} in {size} bytes: {lengths}")
+    return _decode_header(frame[_LENGTHS.size : payload_start]), bytes(frame[payload_start:])
+
+
+def _split(sizes: Sequence[int], payload: bytes, number: int) -> Iterator[memoryview]:
+    if len(sizes) != number or sum(sizes) != len(payload):
+        raise ProtocolError(f"{len(payload)} bytes of {number} frames, sizes {sizes}")
     view, end = memoryview(payload), 0
-    for rank, size in zip(ranks, sizes):
-        frame, end = view[end : end + size], end + size
-        header_bytes, payload_bytes = _LENGTHS.unpack_from(frame) if size >= _LENGTHS.size else (0, 0)
-        payload_start = _LENGTHS.size + header_bytes
-        if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_VALUE_BYTES or payload_start + payload_bytes != size:
-            lengths = f"lengths {header_bytes} and {payload_bytes}"
-            raise ProtocolError(f"not one frame of rank {rank} in {size} bytes: {lengths}")
-        yield rank, _decode_header(frame[_LENGTHS.size : payload_start]), bytes(frame[payload_start:])
+    for size in sizes:
+        yield view[end : end + size]
+        end += size
 
 
 def encode_to_workers(ranks: Iterable[int], frame: bytes) -> bytes:
     """Returns the beginning of a frame that a guardian passes on to `ranks`; `frame` itself follows it."""
     return _encode_header({"op": "to_workers", "ranks": list(ranks)}, len(frame))
+
+
+def encode_to_guardians(numbers: Sequence[int], frame: bytes) -> bytes:
+    """Returns the beginning of a frame that a relay passes on to these guardians; `frame` itself follows it."""
+    return _encode_header({"op": "to_guardians", "guardians": numbers}, len(frame))
+
+
+def encode_to_their_workers(receivers: Sequence[tuple[int, int]], frame: bytes) -> bytes:
+    """Returns the beginning of a frame that a relay passes on to workers: (number of the guardian, rank). `frame`
+    itself follows it."""
+    numbers, ranks = zip(*receivers, strict=True)
+    return _encode_header({"op": "to_guardians", "guardians": numbers, "ranks": ranks}, len(frame))
 
 
 def _encode_header(header: dict[str, Any], num_payload_bytes: int) -> bytes:
@@ -144,7 +194,9 @@ class FrameReader:
 
 
 def set_socket_options(connection: socket.socket) -> None:
-    """Disables Nagle's delay, and has a host that vanished silently detected within `KEEPALIVE_S`."""
+    """Disables Nagle's delay, and has a host that vanished silently detected within `KEEPALIVE_S`, over TCP."""
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection, idle_s=2, interval_s=1, num_probes=KEEPALIVE_S - 2)
     if sys.platform == "linux":

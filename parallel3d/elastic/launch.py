@@ -4,8 +4,8 @@ no launcher                              torchrun and other launchers
 
 this process: the stub                   a stub for each rank, with the guardian of one worker; rank 0's also has the
   |- coordinator                         coordinator. Workers find it through the launcher's TCPStore and send its
-  |- guardian                            address to their guardians, which never import torch
-       |- worker 0
+  |- guardian                            address to their guardians, which never import torch. On large runs the stub
+       |- worker 0                       of local rank 0 has the host's relay (guardian/relay.py)
        |- worker 1 ...
 
 Without a launcher, a run that has ended may restart here, with a full set of new workers (restart_manager.py).
@@ -36,6 +36,7 @@ from parallel3d.elastic.guardian.discovery import (
 )
 from parallel3d.elastic.guardian.guardian_process import GuardianSpec, run_guardian_process
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
+from parallel3d.elastic.guardian.relay import RelaySpec, run_relay_process
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.protocol.failover import GuardianInfo
 from parallel3d.elastic.protocol.membership import Address
@@ -115,12 +116,22 @@ class _Programs(ChildPrograms):
         return self.guardian.local_coordinator
 
     @property
+    def has_relay(self) -> bool:
+        return self.guardian.has_relay and self.guardian.workers[0].local_rank == 0
+
+    @property
     def known_address(self) -> Address | None:
         return self.first_coordinator or address_of_first_coordinator(self.guardian.env)
 
     def run_guardian(self, link: ParentLink) -> int:
         self.coordinator.listener.close()  # the stub's and the coordinator's: otherwise the port would outlive them
         return run_guardian_process(self.guardian, link)
+
+    def run_relay(self, link: ParentLink, request: Message) -> int:
+        self.coordinator.listener.close()
+        spec = self.guardian
+        relay = RelaySpec(host=spec.own_info.host, make_secret=spec.make_secret, timeouts=spec.timeouts)
+        return run_relay_process(relay, link, request)
 
     def run_coordinator(self, link: ParentLink, failover: Message | None) -> int:
         return run_coordinator_process(self.coordinator, link, failover=failover)

@@ -80,6 +80,8 @@ class ElasticSettings:
     """Where the coordinator is to serve; None: where it begins."""
     notice: NoticeConfig = NoticeConfig()
     """How hosts learn that they will be taken away."""
+    relay_from: int = 256
+    """Workers from which on the guardians of a host share one connection, where a launcher starts them."""
     slow_step: SlowStepRule | None = None
     """When a step counts as slow; None: never."""
 
@@ -107,6 +109,7 @@ class ElasticSettings:
             witness=elastic.witness,
             coordinator_host=elastic.coordinator_host,
             notice=elastic.notice,
+            relay_from=elastic.relay_from,
             slow_step=SlowStepRule(factor=debug.slow_step_factor, min_s=debug.slow_step_min_s)
             if debug.slow_step_factor
             else None,

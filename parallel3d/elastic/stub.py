@@ -5,6 +5,7 @@ It forks the guardian and the coordinator, waits, passes signals on, and ends wi
     guardian killed      its workers died with it: a new guardian reports that, and stays until the run is over
     coordinator killed   the stub has seen it end, so none serves here: when the guardian asks for it, a failover
                          coordinator begins at the same listener
+    relay killed         (one a host, on large runs under a launcher: guardian/relay.py) the guardians do without
     one of them silent   (stopped, or stuck): the stub kills it before others count it as lost, so that it can't wake
                          up in a run that goes on without it
     stub killed          all below it die (PR_SET_PDEATHSIG)
@@ -44,10 +45,17 @@ class ChildPrograms(Protocol):
         """The address at which the run's first coordinator serves, if it does so on this host."""
 
     @property
+    def has_relay(self) -> bool:
+        """Whether this stub starts its host's relay."""
+
+    @property
     def known_address(self) -> Address | None:
         """That address, if it is known from the start; None: workers find it."""
 
     def run_guardian(self, link: ParentLink) -> int: ...
+
+    def run_relay(self, link: ParentLink, request: Message) -> int:
+        """`request`: the guardian's, once it knows the coordinator's address."""
 
     def run_coordinator(self, link: ParentLink, failover: Message | None) -> int:
         """`failover`: the guardian's request for one that takes over."""
@@ -66,6 +74,7 @@ class Stub:
         self._next_check_s = 0.0
         self._guardian: ChildProcess | None = None
         self._coordinator: ChildProcess | None = None
+        self._relay: ChildProcess | None = None
         self._location: Message = {}
         """What a new guardian must know: the coordinator's address, the run's secret, who may take over."""
         self._is_start_due = False
@@ -81,6 +90,7 @@ class Stub:
         self._has_moved = False
         """The coordinator has ended since another host's goes on with the run."""
         self._exit_code: int | None = None
+        self._is_parent_gone = False
         self._refusal = ""
 
     def run(self) -> int:
@@ -96,20 +106,33 @@ class Stub:
                     self._is_start_due = True
                 self._fork_guardian()
                 while self._exit_code is None:
-                    self._begin_start()
-                    for key, _ in self._selector.select(max(0.0, self._next_check_s - time.monotonic())):
-                        key.data()
-                    self._reap()
-                    self._pass_on_signals()
-                    self._check()
-                    self._decide()
+                    self._turn()
+                self._await_relay()
             finally:
-                for child in (self._guardian, self._coordinator):
-                    if child is not None:
-                        child.kill()
+                for child in self._children:
+                    child.kill()
         if self._refusal:
             raise UserError(self._refusal)
         return self._exit_code
+
+    @property
+    def _children(self) -> list[ChildProcess]:
+        return [child for child in (self._guardian, self._coordinator, self._relay) if child is not None]
+
+    def _turn(self) -> None:
+        self._begin_start()
+        for key, _ in self._selector.select(max(0.0, self._next_check_s - time.monotonic())):
+            key.data()
+        self._reap()
+        self._pass_on_signals()
+        self._check()
+        self._decide()
+
+    def _await_relay(self) -> None:
+        """Lets the relay bring the other guardians of this host the end of the run."""
+        deadline = time.monotonic() + self._timeouts.abort_grace_s + 2 * PING_S
+        while self._relay is not None and not self._is_parent_gone and time.monotonic() < deadline:
+            self._turn()
 
     # --- the course of the run ------------------------------------------------------------------------------------
 
@@ -156,6 +179,8 @@ class Stub:
 
     def _on_guardian_message(self, message: Message) -> None:
         match message["op"]:
+            case "find" if self._programs.has_relay and self._relay is None:
+                self._relay = self._fork("relay", lambda link: self._programs.run_relay(link, message))
             case "located":
                 self._location |= {"address": message["address"], "secret": message["secret"]}
             case "failover_plan":
@@ -190,9 +215,8 @@ class Stub:
     def _fork(self, name: str, main: Callable[[ParentLink], int]) -> ChildProcess:
         def run(link: ParentLink) -> int:
             self._selector.close()
-            for other in (self._guardian, self._coordinator):
-                if other is not None:
-                    other.connection.close()
+            for other in self._children:
+                other.connection.close()
             return main(link)
 
         child = ChildProcess(name, run)
@@ -218,16 +242,18 @@ class Stub:
 
     def _reap(self) -> None:
         """Takes notice of children that have ended, and of their last messages first."""
-        for child in (self._guardian, self._coordinator):
-            if child is None or (code := child.exit_code()) is None:
+        for child in self._children:
+            if (code := child.exit_code()) is None:
                 continue
             while child.connection.fileno() >= 0 and self._receive(child):  # bounded: by what it has sent
                 pass
             self._disconnect(child)
             if child is self._guardian:
                 self._on_guardian_exit(code)
-            else:
+            elif child is self._coordinator:
                 self._on_coordinator_exit(code)
+            else:
+                self._on_relay_exit(code)
 
     def _on_guardian_exit(self, code: int) -> None:
         """Replaces a guardian that was killed. Its workers died with it: the new one reports that."""
@@ -257,18 +283,23 @@ class Stub:
                 self._exit_code = code or EXIT_COORDINATOR_LOST
             self._deadline_s = time.monotonic() + self._timeouts.failover_s
 
+    def _on_relay_exit(self, code: int) -> None:
+        """Goes on without: it has ended with its last guardian, or the guardians find the coordinator themselves."""
+        self._relay = None
+        if code > 0 and self._exit_code is None:
+            self._exit_code = code
+
     def _check(self) -> None:
         """Once a turn of `PING_S`: kills children that are silent, and ends with the launcher."""
         if time.monotonic() < self._next_check_s:
             return
         self._next_check_s = time.monotonic() + PING_S
-        for child in (self._guardian, self._coordinator):
-            if child is not None:
-                child.check_beat()
-            if child is not None and child.silent_turns * PING_S > STUB_PATIENCE * self._timeouts.control_s:
+        for child in self._children:
+            child.check_beat()
+            if child.silent_turns * PING_S > STUB_PATIENCE * self._timeouts.control_s:
                 child.signal(signal.SIGKILL)
         if self._parent is not None and os.getppid() != self._parent:
-            self._exit_code = EXIT_WORKER_LOST
+            self._is_parent_gone, self._exit_code = True, EXIT_WORKER_LOST
 
     def _pass_on_signals(self) -> None:
         """The children ignore what a terminal sends to all of them."""

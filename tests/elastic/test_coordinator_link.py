@@ -17,7 +17,8 @@ from parallel3d.elastic.coordinator.connection import Connection
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.guardian import name_lookup
-from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
+from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink
+from parallel3d.elastic.guardian.link_events import LinkEvents
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.settings import LaunchTimeouts
@@ -74,6 +75,7 @@ class World:
                 on_welcome=lambda: self.events.append("welcome"),
                 on_frame=lambda header, payload: self.frames.append((header, payload)),
                 on_lost=lambda: self.events.append("lost"),
+                on_relay_lost=lambda: self.events.append("relay lost"),
                 on_end=lambda why, speaks: self.events.append((why, speaks)),
             ),
         )

@@ -56,6 +56,11 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "ping": {},
         "from_workers": {"ranks": [1], "sizes": [3]},
     },
+    "relay": {
+        "from_guardians": {"guardians": [0, 1], "ranks": [None, 1], "sizes": [3, 4]},
+        "guardian_lost": {"guardian": 0},
+        "ping": {},
+    },
     "operator": {
         "reserve_worker": {},
         "drain": {"target": {"rank": 1, "stage": None, "replica": None, "host": None}},
@@ -65,6 +70,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
 HELLOS: dict[str, dict[str, Any]] = {
     "worker": {"ranks": [1], "host": "here", "log": ""},
     "guardian": {"ranks": [0, 1], "host": "here", "address": ["127.0.0.1", 1]},
+    "relay": {},
     "operator": {},
 }
 WRONG: tuple[object, ...] = (None, True, -(2**70), 2**70, "x" * (2**20 + 1), [[]], {"a": 1}, [None])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.signal_cells import SignalCell, run_signal_cell, signal_cells, torchrun_cells
+from tests.support.signal_cells import SignalCell, relay_cells, run_signal_cell, signal_cells, torchrun_cells
 
 AT_ONCE = 6
 """Runs at the same time: they mostly wait."""
@@ -38,6 +38,19 @@ def test_signals_under_torchrun(tmp_path, hosts):
     among them, in one to three phases. Three: torchrun, a guardian and the coordinator, in start, step and confirm.
     """
     run_cells(torchrun_cells(hosts), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_signals_to_relays(tmp_path):
+    run_cells(relay_cells(False, ["relay"]), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_signals_under_torchrun_with_relays(tmp_path):
+    """One of each process, in one phase or another: each process imports torch."""
+    run_cells(relay_cells(True)[::7], tmp_path)
 
 
 def run_cells(cells: list[SignalCell], folder: Path) -> None:

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from parallel3d.elastic import frames
-from parallel3d.elastic.coordinator import connections
+from parallel3d.elastic import frame_server, frames
 from parallel3d.elastic.coordinator.coordinator import Coordinator
 from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.frames import FrameReader, encode_frame
@@ -26,7 +25,7 @@ PING_S = 0.02
 
 @pytest.fixture
 def fast_pings(monkeypatch):
-    for module in (frames, connections, control_channel):
+    for module in (frames, frame_server, control_channel):
         monkeypatch.setattr(module, "PING_S", PING_S)
 
 

@@ -10,8 +10,9 @@ import threading
 
 import pytest
 
-from parallel3d.elastic.coordinator.connections import REPORT_EVERY_S, ConnectionServer, Rejections
+from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.listener import open_listener
+from parallel3d.elastic.frame_server import REPORT_EVERY_S, Rejections
 from parallel3d.elastic.frames import FrameReader, encode_frame
 from parallel3d.elastic.guardian.launcher_env import read_launcher_env
 from parallel3d.elastic.guardian.run_secret import FILE_NAME, RunSecret

@@ -10,7 +10,7 @@ through the store, which ends when all of the grid have contributed. SPEC is JSO
     layout   [pp_size, dp_size, tp_size]
     hosts    the name of each rank's host, where every rank has a launcher's process of its own
     num_steps, step_s, zero_stage, zero_backups, max_rejoins, probation_s, spares, witness, coordinator_host
-    join_threshold, join_wait_s
+    join_threshold, join_wait_s, relay_from
     notice   fields of the configuration's elastic.notice; joins: this process joins the run in RUN_DIRECTORY
     start_s, connect_s, control_s, failover_s, stop_s       of LaunchTimeouts
     heartbeat_s, watchdog_s                         the least of each
@@ -79,13 +79,14 @@ def start(
 
 def start_on_hosts(directory: Path, hosts: list[str], **spec: Any) -> list[subprocess.Popen[str]]:
     """As a launcher without a store of its own does: a process for each rank, `hosts` saying where it thinks it is."""
-    world = {"WORLD_SIZE": len(hosts), "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    world = {"WORLD_SIZE": len(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [
         start(
             directory,
             variables={
                 **{name: str(value) for name, value in world.items()},
                 "RANK": str(rank),
+                "LOCAL_RANK": str(hosts[:rank].count(host)),
                 "LOCAL_WORLD_SIZE": str(hosts.count(host)),
             },
             **{"hosts": hosts, "layout": (1, len(hosts), 1), **spec},
@@ -321,6 +322,7 @@ def main() -> int:
                 witness=spec.get("witness"),
                 coordinator_host=spec.get("coordinator_host"),
                 notice=NoticeConfig(**spec.get("notice", {})),
+                relay_from=spec.get("relay_from", 256),
             ),
         )
     except UserError as error:

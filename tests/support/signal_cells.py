@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,7 @@ TORCHRUN_ENDS = {
 stopped at the start stays so through all phases. It isn't killed there on one of several hosts: it depends on the
 moment in which its stub notices that whether anything is agreed by then.
 """
+RELAY_PROCESSES = ("launcher", "guardian", "coordinator", "worker", "relay")
 AS_IT_ENDS = ("GenerationEnded", "RunEnded", "is no longer part of the run")
 """How a member leaves a run that is over, or that it was evicted from (it may be killed while it says so)."""
 
@@ -70,15 +72,19 @@ class SignalCell:
     what: str
     phase: str
     has_torchrun: bool = False
+    has_relays: bool = False
+    """Two ranks a host, whose guardians share one connection."""
 
     @property
     def name(self) -> str:
-        launcher = "torchrun-" if self.has_torchrun else ""
+        launcher = ("torchrun-" if self.has_torchrun else "") + ("relays-" if self.has_relays else "")
         return f"{launcher}{self.hosts}-{self.process}-{self.host}-{self.what}-{self.phase}".replace(" ", "-")
 
     @property
     def layout(self) -> tuple[int, int, int]:
         """With as few ranks as the phase needs below torchrun, where each imports torch."""
+        if self.has_relays:
+            return 1, 2 * self.hosts, 1
         if self.phase == "idle":
             return (1, 3, 2) if self.hosts > 1 else (1, 2, 2)
         if self.hosts > 1:
@@ -91,7 +97,7 @@ class SignalCell:
     def host_of_rank(self) -> list[int]:
         """The last of several hosts has the ranks that are left where it is not torchrun that deals them."""
         num_ranks = math.prod(self.layout)
-        if self.has_torchrun:
+        if self.has_torchrun or self.has_relays:
             return [rank * self.hosts // num_ranks for rank in range(num_ranks)]
         return [min(rank, self.hosts - 1) for rank in range(num_ranks)]
 
@@ -134,9 +140,21 @@ def torchrun_cells(hosts: int) -> list[SignalCell]:
     ]
 
 
+def relay_cells(has_torchrun: bool, processes: Collection[str] = RELAY_PROCESSES) -> list[SignalCell]:
+    """Cells of two hosts that have relays, with a sample of the phases: of the processes below a launcher, and of the
+    second host's own one."""
+    return [
+        SignalCell(2, process, host, what, phase, has_torchrun, has_relays=True)
+        for process in processes
+        for host in ((0, 1) if process == "relay" else (0,) if process == "coordinator" else (1,))
+        if has_torchrun or process != "launcher"
+        for what, phase in itertools.product(("STOP", "CONT 3", "KILL"), ("start", "step", "confirm"))
+    ]
+
+
 def all_signal_cells() -> list[SignalCell]:
     """Each process, the launcher's own among them, on one host, and on the first and the second of three, in each
-    phase."""
+    phase; and those of hosts with relays."""
     phases = (*POINTS, *RECOVERY)
     places = [(1, 0), (3, 0), (3, 1)]
     return [
@@ -148,6 +166,8 @@ def all_signal_cells() -> list[SignalCell]:
             for what, phase in itertools.product(MOMENTS_S, phases)
         ),
         *(cell for hosts in (1, 3) for cell in signal_cells(hosts, STUB_AND_COORDINATOR, 0)),
+        *relay_cells(False),
+        *relay_cells(True),
     ]
 
 
@@ -248,7 +268,7 @@ def _start(cell: SignalCell, directory: Path) -> list[subprocess.Popen[str]]:
     point, number = POINTS.get(cell.phase, (cell.phase, 1))
     has_loss = cell.phase in (*RECOVERY, "idle")
     faults = [[1, point, number, "dawdle"], *([[last, "step", 5, "kill"]] if has_loss else [])]
-    spec = {**SPEC, "faults": faults, "layout": cell.layout}
+    spec = {**SPEC, "faults": faults, "layout": cell.layout, **({"relay_from": 2} if cell.has_relays else {})}
     if cell.has_torchrun:
         return start_under_torchrun(directory, "abc"[: cell.hosts], ranks_per_host=(last + 1) // cell.hosts, **spec)
     if cell.hosts > 1:
@@ -264,6 +284,6 @@ def _pid_of(cell: SignalCell, world: StruckWorld) -> int:
         rank = 0
     worker, guardian = map(int, (world.directory / f"pid-{rank}").read_text().split())
     stub = parent_of(guardian)
-    if cell.process == "coordinator":
-        return child_of(stub, "coordinator")
+    if cell.process in ("coordinator", "relay"):
+        return child_of(stub, cell.process)
     return {"worker": worker, "guardian": guardian}.get(cell.process, stub)

@@ -95,7 +95,9 @@ def _table(cells: list[Cell], seen: dict[str, str]) -> str:
         place = "one host" if cell.hosts == 1 else f"host {cell.host + 1} of {cell.hosts}"
         process = "stub (the launcher)" if not cell.has_torchrun and cell.process == "launcher" else cell.process
         what = f"{process}, training" if isinstance(cell, TrainingCell) else process
-        row = ("torchrun" if cell.has_torchrun else "plain", place, what, cell.what)
+        launcher = "torchrun" if cell.has_torchrun else "plain"
+        has_relays = isinstance(cell, SignalCell) and cell.has_relays
+        row = (f"{launcher}, relays" if has_relays else launcher, place, what, cell.what)
         rows.setdefault(row, Counter())[seen.get(cell.name) == ""] += 1
     wrong = [cell.name for cell in cells if seen.get(cell.name) != ""]
     head = [

@@ -177,6 +177,9 @@ class ElasticConfig(Section):
     control_timeout_s: Annotated[float, Field(ge=3.0)] = 30.0
     """Longest silence, in seconds, of the coordinator or of a worker's guardian before it counts as lost: a stopped
     process, or a host that is cut off."""
+    relay_from: PositiveInt = 256
+    """Workers from which on, under a launcher that starts a process a rank, the ranks of a host share one connection to
+    the coordinator: through a relay, whose loss costs that host's workers."""
     change_timeout_s: Annotated[float, Field(ge=3.0)] = 120.0
     """Longest wait, in seconds, of a change of membership for its workers' reports, and then for their confirmations,
     before it goes on without those that hang. Before they confirm, workers send each other optimizer state and weights:

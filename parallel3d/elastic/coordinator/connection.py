@@ -1,4 +1,5 @@
-"""One connection of the coordinator: a guardian's, or a worker's through its guardian (in tests: its own)."""
+"""One connection of the coordinator: a guardian's, itself or through a relay, or a worker's through its guardian (in
+tests: its own)."""
 
 from __future__ import annotations
 
@@ -51,18 +52,36 @@ class SocketConnection(Connection):
     """Pings sent since its last frame."""
     relayed: dict[int, RelayedConnection] = field(default_factory=dict)
     """The workers that speak through this guardian."""
+    tunnelled: dict[int, TunnelledConnection] = field(default_factory=dict)
+    """The guardians that speak through this relay, by their numbers there."""
+    num_tunnelled: int = 0
+    """Of guardians that ever spoke through it."""
+
+
+@dataclass(eq=False, kw_only=True)
+class TunnelledConnection(Connection):
+    """A guardian that speaks through its host's relay."""
+
+    relay: SocketConnection
+    number: int
+    """Its number there."""
+    relayed: dict[int, RelayedConnection] = field(default_factory=dict)
+    """The workers that speak through this guardian."""
+
+    def check_hello(self, header: dict[str, Any]) -> None:
+        if header["role"] != "guardian":
+            raise ProtocolError(f"hello from {header['role']} as a guardian")
 
 
 @dataclass(eq=False, kw_only=True)
 class RelayedConnection(Connection):
     """A worker that speaks through its guardian."""
 
-    relay: SocketConnection
+    guardian: SocketConnection | TunnelledConnection
     relay_rank: int
     """Its rank, before its hello too."""
 
     def check_hello(self, header: dict[str, Any]) -> None:
-        if (header["role"], header["ranks"]) != ("worker", [self.relay_rank]):
-            raise ProtocolError(
-                f"hello from {header['role']} {shorten(str(header['ranks']))} as rank {self.relay_rank}"
-            )
+        ranks = header.get("ranks")
+        if (header["role"], ranks) != ("worker", [self.relay_rank]):
+            raise ProtocolError(f"hello from {header['role']} {shorten(str(ranks))} as rank {self.relay_rank}")

@@ -1,69 +1,43 @@
-"""The coordinator's connections to workers and guardians. One thread, one selector, no blocking sends.
+"""The coordinator's connections to workers and guardians.
 
-A connection that has not proven the run's secret (parallel3d/handshake.py) is a stranger: no frame of it is parsed.
-Workers speak through their guardians' connections (or over their own, which only tests use).
+Workers speak through their guardians' connections (or over their own, which only tests use). On large runs guardians
+speak through their host's relay (guardian/relay.py). What is above the server does not see it: a frame for many goes to
+each relay once, and each of its guardians can be lost alone.
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.elastic.coordinator.connection import Connection, RelayedConnection, SocketConnection
+from parallel3d.elastic.coordinator.connection import (
+    Connection,
+    RelayedConnection,
+    SocketConnection,
+    TunnelledConnection,
+)
 from parallel3d.elastic.frame_schemas import check_frame
+from parallel3d.elastic.frame_server import FrameServer
 from parallel3d.elastic.frames import (
-    CHUNK_BYTES,
-    PING_S,
-    decode_from_workers,
+    decode_part,
     encode_frame,
+    encode_to_guardians,
+    encode_to_their_workers,
     encode_to_workers,
-    max_silent_pings,
-    set_socket_options,
+    split_from_guardians,
+    split_from_workers,
 )
 from parallel3d.errors import ProtocolError
-from parallel3d.handshake import HANDSHAKE_S, AcceptedHandshake, NotOfThisRunError
 
-MAX_STRANGERS = 1024
-"""Connections in their handshake; of more the oldest is dropped, and retries if it is one of ours."""
-REPORT_EVERY_S = 60.0
-PING: dict[str, Any] = {"op": "ping"}
-
-
-@dataclass
-class Rejections:
-    """Connections that did not prove that they belong to the run, since the last report."""
-
-    number: int = 0
-    address: str = ""
-    """Of the newest."""
-    _reported_s: float = -REPORT_EVERY_S
-
-    def add(self, address: str) -> None:
-        self.number += 1
-        self.address = address
-
-    def report(self, now_s: float) -> str:
-        """Returns a notice, at most one a minute; "" if there is nothing to say."""
-        if not self.number or now_s - self._reported_s < REPORT_EVERY_S:
-            return ""
-        plural = "" if self.number == 1 else "s"
-        text = (
-            f"rejected {self.number} connection{plural} to the coordinator that did not prove the run's secret, "
-            f"the last from {self.address}"
-        )
-        self.number, self._reported_s = 0, now_s
-        return text
-
+MAX_TUNNELLED = 1024
+"""Guardians that speak through one relay: a host has as many as devices."""
 
 OnMessage = Callable[[Connection, dict[str, Any], bytes], None]
 """Handles one frame."""
 
 
-class ConnectionServer:
+class ConnectionServer(FrameServer):
     """Accepts connections, passes frames to `on_message` and lost connections to `on_lost`."""
 
     def __init__(
@@ -75,37 +49,11 @@ class ConnectionServer:
         on_message: OnMessage,
         on_lost: Callable[[Connection], None],
     ):
-        self._secret = secret
-        self._max_silent_pings = max_silent_pings(control_s)
-        self._next_ping_s = time.monotonic() + PING_S
-        self._strangers: dict[socket.socket, SocketConnection] = {}
-        """Connections that have not proven yet that they know the secret, oldest first."""
-        self.rejections = Rejections()
-        self.connections: set[SocketConnection] = set()
+        super().__init__(listener, secret=secret, control_s=control_s)
         self.workers: dict[int, Connection] = {}
         """The connected ones, by rank."""
-        self._listener = listener
         self._on_message = on_message
         self._on_lost = on_lost
-        self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-
-    def poll(self, timeout_s: float) -> None:
-        """Waits for events, at most `timeout_s`, and handles them."""
-        for key, events in self._selector.select(timeout_s):
-            if key.data is None:
-                self._accept_all()
-                continue
-            if key.data.socket in self._strangers:
-                self._greet(key.data)
-                continue
-            if events & selectors.EVENT_WRITE:
-                self._flush(key.data)
-            if events & selectors.EVENT_READ and key.data.is_open:
-                self._read(key.data)
-        self._drop_slow_strangers()
-        self._ping()
 
     def add_worker(self, connection: Connection, rank: int) -> None:
         connection.rank = rank
@@ -117,8 +65,13 @@ class ConnectionServer:
         if isinstance(worker, RelayedConnection):
             self._forget(worker)
 
-    def guardians(self) -> list[SocketConnection]:
-        return [connection for connection in self.connections if connection.guarded_ranks]
+    def guardians(self) -> list[Connection]:
+        """Those that have said hello, through relays too."""
+        direct = [connection for connection in self.connections if connection.guarded_ranks]
+        tunnelled = [each for relay in self.connections for each in relay.tunnelled.values()]
+        return [*direct, *(each for each in tunnelled if each.is_open and each.guarded_ranks)]
+
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, connection: Connection, header: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a frame without waiting: what the peer does not take now follows in later polls."""
@@ -140,6 +93,52 @@ class ConnectionServer:
         """Sends a frame to all workers and guardians."""
         self._send_to_all([*self.guardians(), *self.workers.values()], encode_frame(header))
 
+    def _send_to_all(self, connections: Iterable[Connection], frame: bytes) -> None:
+        """Sends a frame: once to the guardians, and once to the workers, at the other end of a socket."""
+        ranks: dict[SocketConnection, list[int]] = {}
+        numbers: dict[SocketConnection, list[int]] = {}
+        receivers: dict[SocketConnection, list[tuple[int, int]]] = {}
+        for connection in connections:
+            if isinstance(connection, SocketConnection):
+                self.write(connection, frame)
+            elif not connection.is_open:
+                continue
+            elif isinstance(connection, TunnelledConnection):
+                numbers.setdefault(connection.relay, []).append(connection.number)
+            elif isinstance(connection, RelayedConnection):
+                guardian = connection.guardian
+                if isinstance(guardian, SocketConnection):
+                    ranks.setdefault(guardian, []).append(connection.relay_rank)
+                else:
+                    receivers.setdefault(guardian.relay, []).append((guardian.number, connection.relay_rank))
+        for relay, their_numbers in numbers.items():
+            self.write(relay, encode_to_guardians(their_numbers, frame), frame)
+        for guardian, their_ranks in ranks.items():
+            self.write(guardian, encode_to_workers(their_ranks, frame), frame)
+        for relay, workers in receivers.items():
+            self.write(relay, encode_to_their_workers(workers, frame), frame)
+
+    # --- receiving ------------------------------------------------------------------------------------------------
+
+    def on_frame(self, connection: SocketConnection, header: dict[str, Any], payload: bytes) -> None:
+        """Passes on a frame of a socket, or the frames that it carries."""
+        match connection.role, header.get("op"):
+            case _, "from_workers":
+                check_frame(connection.role, header, payload)
+                self._dispatch_relayed(connection, header, payload)
+            case "relay", "from_guardians":
+                check_frame(connection.role, header, payload)
+                self._dispatch_tunnelled(connection, header, payload)
+            case "relay", "guardian_lost":
+                check_frame(connection.role, header, payload)
+                self._lose_tunnelled(connection, header["guardian"])
+            case "", "hello" if header.get("role") == "relay":
+                check_frame(connection.role, header, payload)
+                connection.hello = header
+                self.send(connection, {"op": "welcome"})
+            case _:
+                self.dispatch(connection, header, payload)
+
     def dispatch(self, connection: Connection, header: dict[str, Any], payload: bytes) -> None:
         """Passes a frame on. One that the protocol does not allow closes its connection alone."""
         if connection.is_open:
@@ -149,180 +148,94 @@ class ConnectionServer:
                     connection.check_hello(header)
                 self._on_message(connection, header, payload)
             except ProtocolError as error:
-                connection.lost_because = str(error)
-                self._drop(connection)
+                self._refuse(connection, error)
 
-    def _send_to_all(self, connections: Iterable[Connection], frame: bytes) -> None:
-        """Sends a frame, to workers of one guardian once."""
-        relayed: dict[SocketConnection, list[int]] = {}
-        for connection in connections:
-            if isinstance(connection, RelayedConnection):
-                if connection.is_open:
-                    relayed.setdefault(connection.relay, []).append(connection.relay_rank)
-            elif isinstance(connection, SocketConnection):
-                self._write(connection, frame)
-        for relay, ranks in relayed.items():
-            self._write(relay, encode_to_workers(ranks, frame), frame)
-
-    def _dispatch_relayed(self, relay: SocketConnection, header: dict[str, Any], payload: bytes) -> None:
+    def _dispatch_relayed(
+        self, guardian: SocketConnection | TunnelledConnection, header: dict[str, Any], payload: bytes
+    ) -> None:
         """Passes on the frames of a guardian's workers."""
-        check_frame(relay.role, header, payload)
-        for rank, inner_header, inner_payload in decode_from_workers(header, payload):
-            if rank not in relay.relayed:
-                if rank not in relay.guarded_ranks:
-                    raise ProtocolError(f"a frame of rank {rank} from the guardian of ranks {relay.guarded_ranks}")
-                relay.relayed[rank] = RelayedConnection(relay=relay, relay_rank=rank)
-            self.dispatch(relay.relayed[rank], inner_header, inner_payload)
+        for rank, frame in split_from_workers(header, payload):
+            self._dispatch_worker(guardian, rank, frame)
 
-    def _ping(self) -> None:
-        """Shows all that this process runs, and drops guardians that have long shown nothing."""
-        now_s = time.monotonic()
-        if now_s < self._next_ping_s:
-            return
-        self._next_ping_s = now_s + PING_S
-        self._send_to_all([each for each in self.connections if each.hello], encode_frame(PING))
-        for connection in self.guardians():
-            connection.silent_pings += 1
-            if connection.silent_pings > self._max_silent_pings:
-                self._drop(connection)
+    def _dispatch_worker(self, guardian: SocketConnection | TunnelledConnection, rank: int, frame: memoryview) -> None:
+        header, payload = decode_part(frame, f"rank {rank}")
+        if rank not in guardian.relayed:
+            if rank not in guardian.guarded_ranks:
+                raise ProtocolError(f"a frame of rank {rank} from the guardian of ranks {guardian.guarded_ranks}")
+            guardian.relayed[rank] = RelayedConnection(guardian=guardian, relay_rank=rank)
+        self.dispatch(guardian.relayed[rank], header, payload)
 
-    def close(self) -> None:
-        self._listener.close()
-        for connection in (*self.connections, *self._strangers.values()):
-            connection.socket.close()
-
-    def _write(self, connection: SocketConnection, *parts: bytes) -> None:
-        connection.outbox.add(*parts)
-        if not connection.awaits_room:
-            self._flush(connection)
-
-    def _accept_all(self) -> None:
-        """Accepts the connections that wait, as many as there may be strangers: others want their turn too."""
-        for _ in range(MAX_STRANGERS):
+    def _dispatch_tunnelled(self, relay: SocketConnection, header: dict[str, Any], payload: bytes) -> None:
+        """Passes on the frames of a relay's guardians, and of their workers. One of a wrong form costs its guardian."""
+        for number, rank, frame in split_from_guardians(header, payload):
+            guardian = relay.tunnelled.get(number) or self._add_tunnelled(relay, number)
+            if not (guardian.is_open and relay.is_open):
+                continue
             try:
-                accepted_socket, address = self._listener.accept()  # bounded: does not block
-            except BlockingIOError:
-                return
-            except OSError:  # it has gone again, or no descriptor is left
-                self._drop_oldest_stranger()
-                return
-            self._add_stranger(accepted_socket, str(address[0]))
+                if rank is not None:
+                    self._dispatch_worker(guardian, rank, frame)
+                else:
+                    inner_header, inner_payload = decode_part(frame, f"guardian {number}")
+                    if inner_header.get("op") == "from_workers":
+                        raise ProtocolError("a batch within a batch")
+                    self.dispatch(guardian, inner_header, inner_payload)
+            except ProtocolError as error:
+                self._refuse(guardian, error)
 
-    def _add_stranger(self, accepted_socket: socket.socket, address: str) -> None:
-        accepted_socket.setblocking(False)
-        set_socket_options(accepted_socket)
-        connection = SocketConnection(
-            socket=accepted_socket,
-            handshake=AcceptedHandshake(self._secret),
-            address=address,
-            since_s=time.monotonic(),
-        )
-        self._strangers[accepted_socket] = connection
-        self._selector.register(accepted_socket, selectors.EVENT_READ, connection)
-        if len(self._strangers) > MAX_STRANGERS:
-            self._drop_oldest_stranger()
+    def _add_tunnelled(self, relay: SocketConnection, number: int) -> TunnelledConnection:
+        """Returns the connection of a guardian that speaks for the first time. Raises ProtocolError."""
+        if number != relay.num_tunnelled or len(relay.tunnelled) >= MAX_TUNNELLED:
+            raise ProtocolError(f"a frame of guardian {number} after {relay.num_tunnelled} guardians")
+        relay.num_tunnelled += 1
+        relay.tunnelled[number] = TunnelledConnection(relay=relay, number=number)
+        return relay.tunnelled[number]
 
-    def _greet(self, connection: SocketConnection) -> None:
-        """Takes the next bytes of a handshake. What follows it stays in the socket, for `_read`."""
-        handshake = connection.handshake
-        try:
-            data = connection.socket.recv(handshake.num_missing)  # bounded: does not block
-            if not data:
-                raise NotOfThisRunError("closed")
-            if reply := handshake.feed(data):
-                if _has_given_up(connection.socket):
-                    self._forget_stranger(connection)
-                    return
-                connection.socket.send(reply)  # 48 bytes fit into the empty buffer of a new connection
-        except BlockingIOError:
-            return
-        except OSError:
-            self._reject(connection)
-            return
-        if handshake.is_proven:
-            del self._strangers[connection.socket]
-            self.connections.add(connection)
+    # --- losing ---------------------------------------------------------------------------------------------------
 
-    def _drop_slow_strangers(self) -> None:
-        oldest_s = time.monotonic() - HANDSHAKE_S
-        while self._strangers and next(iter(self._strangers.values())).since_s < oldest_s:
-            self._drop_oldest_stranger()
+    def _lose_tunnelled(self, relay: SocketConnection, number: int) -> None:
+        """Handles the end of a guardian's connection with its relay. Raises ProtocolError."""
+        guardian = relay.tunnelled.pop(number, None)
+        if guardian is None:
+            raise ProtocolError(f"guardian {number} is lost, which was not there")
+        if guardian.is_open:
+            self._close_guardian(guardian)
 
-    def _drop_oldest_stranger(self) -> None:
-        if self._strangers:
-            self._reject(next(iter(self._strangers.values())))
-
-    def _reject(self, connection: SocketConnection) -> None:
-        self._forget_stranger(connection)
-        self.rejections.add(connection.address)
-
-    def _forget_stranger(self, connection: SocketConnection) -> None:
-        del self._strangers[connection.socket]
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-
-    def _read(self, connection: SocketConnection) -> None:
-        try:
-            data = connection.socket.recv(CHUNK_BYTES)  # bounded: does not block
-            connection.silent_pings = 0
-            for header, payload in connection.reader.feed(data):
-                if header.get("op") == "from_workers":
-                    self._dispatch_relayed(connection, header, payload)
-                elif header != PING:
-                    self.dispatch(connection, header, payload)
-        except BlockingIOError:
-            return
-        except ProtocolError as error:
-            connection.lost_because, data = str(error), b""
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(connection)
-
-    def _flush(self, connection: SocketConnection) -> None:
+    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
+        """Closes a connection with a worker, a guardian or anybody else, because of what it has sent."""
         if not connection.is_open:
             return
-        try:
-            connection.outbox.send(connection.socket)
-        except OSError:
-            self._drop(connection)
-            return
-        if connection.awaits_room != bool(connection.outbox):
-            connection.awaits_room = bool(connection.outbox)
-            writing = selectors.EVENT_WRITE if connection.awaits_room else 0
-            self._selector.modify(connection.socket, selectors.EVENT_READ | writing, connection)
-
-    def _drop(self, connection: Connection) -> None:
-        """Closes a connection, with a guardian's also those of its workers."""
-        if not connection.is_open:
-            return
-        self._forget(connection)
-        if isinstance(connection, RelayedConnection):
-            self.send(connection.relay, {"op": "close_worker", "rank": connection.relay_rank})
+        connection.lost_because = str(error)
+        if isinstance(connection, SocketConnection):
+            self.close_connection(connection)
+        elif isinstance(connection, TunnelledConnection):
+            close = {"op": "close_guardian", "guardian": connection.number}
+            self.write(connection.relay, encode_frame(close))
+            if connection.is_open:
+                self._close_guardian(connection)
+        elif isinstance(connection, RelayedConnection):
+            self._forget(connection)
+            self.send(connection.guardian, {"op": "close_worker", "rank": connection.relay_rank})
             self._on_lost(connection)
-        elif isinstance(connection, SocketConnection):
-            self._close(connection)
 
-    def _close(self, connection: SocketConnection) -> None:
-        for worker in connection.relayed.values():
+    def on_close(self, connection: SocketConnection) -> None:
+        """Handles the end of a socket: with a guardian's its workers are out of reach, with a relay's its guardians."""
+        tunnelled = [each for each in connection.tunnelled.values() if each.is_open]
+        lost: list[SocketConnection | TunnelledConnection] = [connection, *tunnelled]
+        for guardian in lost:
+            self._forget_guardian(guardian)
+        for guardian in lost:
+            self._on_lost(guardian)
+
+    def _close_guardian(self, guardian: TunnelledConnection) -> None:
+        self._forget_guardian(guardian)
+        self._on_lost(guardian)
+
+    def _forget_guardian(self, guardian: SocketConnection | TunnelledConnection) -> None:
+        self._forget(guardian)
+        for worker in guardian.relayed.values():
             self._forget(worker)
-        self.connections.discard(connection)
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-        self._on_lost(connection)
 
     def _forget(self, connection: Connection) -> None:
         connection.is_open = False
         if connection.rank is not None and self.workers.get(connection.rank) is connection:
             del self.workers[connection.rank]
-
-
-def _has_given_up(stranger: socket.socket) -> bool:
-    """Whether the other end has closed before it got an answer: one of the run's own that has tried again since.
-
-    A coordinator that takes over finds those in the listener's queue, which was there before it.
-    """
-    try:
-        return not stranger.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # bounded: does not block
-    except BlockingIOError:
-        return False

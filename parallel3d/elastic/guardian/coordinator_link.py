@@ -12,7 +12,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from parallel3d.elastic.frames import (
     max_silent_pings,
     set_socket_options,
 )
+from parallel3d.elastic.guardian.link_events import LinkEvents, Search
 from parallel3d.elastic.guardian.name_lookup import NameLookup, as_numeric
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.outbox import Outbox
@@ -36,6 +36,8 @@ from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.errors import ProtocolError
 from parallel3d.handshake import ConnectingHandshake, NotOfThisRunError
 
+RELAY_WAIT_S = 20.0
+"""How long this host's relay is looked for: its own guardian may find the coordinator later than others."""
 CANDIDATE_CONNECT_S = 1.0
 """For one attempt to reach a failover candidate; then it is asked again to take over."""
 LAST_WORDS_S = 1.0
@@ -46,33 +48,6 @@ class _Phase(Enum):
     CONNECTING = "connecting"
     PROVING = "proving"
     OPEN = "open"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Search:
-    """Attempts to reach one address."""
-
-    address: Address
-    candidate: GuardianInfo | None
-    """None: the coordinator that the run begins with."""
-    deadline_s: float
-    attempt_s: float
-    """Longest attempt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkEvents:
-    """The guardian's part when something happens to the connection."""
-
-    greet: Callable[[], dict[str, Any]]
-    """Returns the first frame, `hello`."""
-    on_welcome: Callable[[], None]
-    """A coordinator serves at the other end."""
-    on_frame: Callable[[dict[str, Any], bytes], None]
-    on_lost: Callable[[], None]
-    """A coordinator that has served is gone."""
-    on_end: Callable[[str, bool], None]
-    """No coordinator can be reached: why, and whether this guardian is the one to say so."""
 
 
 class CoordinatorLink:
@@ -87,13 +62,18 @@ class CoordinatorLink:
         stub: ParentLink,
         timeouts: LaunchTimeouts,
         events: LinkEvents,
+        relay_address: Callable[[bytes], str] | None = None,
     ):
+        """relay_address: where this host's relay listens, for a secret."""
         self._selector = selector
         self._own_info = own_info
         self._run_secret = run_secret
         self._stub = stub
         self._timeouts = timeouts
         self._events = events
+        self.relay_address = relay_address
+        self._is_relayed = False
+        """Whether the other end of the socket is the relay."""
         self.is_open = False
         """Whether a coordinator has welcomed this guardian."""
         self.was_found = False
@@ -102,7 +82,7 @@ class CoordinatorLink:
         self._failover_plan: FailoverPlan | None = None
         self._candidates: list[GuardianInfo] = []
         """Failover candidates not tried yet."""
-        self._search: _Search | None = None
+        self._search: Search | None = None
         self._lookup: NameLookup | None = None
         """Of the attempt under way, before it has a socket."""
         self._looked_up: dict[Address, Address] = {}
@@ -136,11 +116,16 @@ class CoordinatorLink:
             self._failover_plan, self.was_found = failover_plan, True
             self._begin_failover()
             return
-        seconds = self._timeouts.connect_s
-        self._search = _Search(
-            address=address, candidate=None, deadline_s=time.monotonic() + seconds, attempt_s=seconds
-        )
+        self._begin_search(address, RELAY_WAIT_S if self.relay_address else 0.0)
         self.turn()
+
+    def _begin_search(self, address: Address, relay_wait_s: float) -> None:
+        """Looks for a coordinator that serves there; for so long only through the relay."""
+        self._address, seconds = address, self._timeouts.connect_s
+        until_s = time.monotonic() + relay_wait_s
+        self._search = Search(
+            address=address, candidate=None, deadline_s=until_s + seconds, attempt_s=seconds, relay_until_s=until_s
+        )
 
     def turn(self) -> None:
         """Does what is due: attempts to connect, pings."""
@@ -182,7 +167,7 @@ class CoordinatorLink:
 
     # --- attempts to connect --------------------------------------------------------------------------------------
 
-    def _attempt(self, search: _Search, now_s: float) -> None:
+    def _attempt(self, search: Search, now_s: float) -> None:
         candidate = search.candidate
         self._phase = _Phase.CONNECTING
         self._attempt_deadline_s = min(search.deadline_s, now_s + search.attempt_s)
@@ -190,6 +175,11 @@ class CoordinatorLink:
             self._secret = self._run_secret.read()
             if candidate is not None and candidate.ranks == self._own_info.ranks:
                 self._ask_to_take_over()  # in each attempt, since the stub refuses while its coordinator serves
+            self._is_relayed = self.relay_address is not None and now_s < search.relay_until_s
+            if self.relay_address is not None and self._is_relayed:
+                self._attempt_deadline_s = min(self._attempt_deadline_s, search.relay_until_s)
+                self._connect(self.relay_address(self._secret))
+                return
             if address := as_numeric(search.address) or self._looked_up.get(search.address):
                 self._connect(address)
                 return
@@ -199,7 +189,7 @@ class CoordinatorLink:
             return
         self._selector.register(self._lookup, selectors.EVENT_READ, partial(self._on_looked_up, self._lookup, search))
 
-    def _on_looked_up(self, lookup: NameLookup, search: _Search) -> None:
+    def _on_looked_up(self, lookup: NameLookup, search: Search) -> None:
         if lookup is not self._lookup:  # closed earlier in this turn
             return
         try:
@@ -209,9 +199,9 @@ class CoordinatorLink:
         except OSError as error:
             self._fail(str(error))
 
-    def _connect(self, address: Address) -> None:
+    def _connect(self, address: Address | str) -> None:
         """Begins to connect; raises OSError."""
-        self._socket = socket.socket()
+        self._socket = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
         self._socket.setblocking(False)
         set_socket_options(self._socket)
         with contextlib.suppress(BlockingIOError):
@@ -232,7 +222,7 @@ class CoordinatorLink:
         if search is not None and search.candidate is not None and not was_connected:
             self._next_candidate()
 
-    def _give_up(self, search: _Search) -> None:
+    def _give_up(self, search: Search) -> None:
         self._disconnect()
         if search.candidate is not None:
             self._next_candidate()
@@ -247,7 +237,7 @@ class CoordinatorLink:
         self._disconnect()
         if self._candidates:
             candidate = self._candidates.pop(0)
-            self._search = _Search(
+            self._search = Search(
                 address=candidate.address,
                 candidate=candidate,
                 deadline_s=time.monotonic() + self._timeouts.failover_s,
@@ -314,10 +304,14 @@ class CoordinatorLink:
                     pass
                 case "welcome":
                     self._on_welcome()
+                case "coordinator_lost":
+                    self._is_relayed = False  # all that it had has arrived
+                    raise OSError("the relay has lost the coordinator")
                 case "failover_plan":
                     self._failover_plan = FailoverPlan.from_json(header["failover_plan"])
                     self._stub.send(header)  # for a guardian in this one's place
                     if self._failover_plan.is_move:
+                        self._is_relayed = False
                         self._on_broken("moved")
                         return
                 case _:
@@ -340,8 +334,13 @@ class CoordinatorLink:
             self._fail(error)
             return
         self._disconnect()
+        has_lost_relay, self._is_relayed = self._is_relayed and not self._is_over, False
+        if has_lost_relay:
+            self._events.on_relay_lost()
         self._events.on_lost()
-        if not self._is_over:
+        if has_lost_relay and self._failover_plan is None:
+            self._begin_search(self._address, 0.0)
+        elif not self._is_over:
             self._begin_failover()
 
     def _begin_failover(self) -> None:

@@ -15,7 +15,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,9 +23,10 @@ from parallel3d.config.schema import NoticeConfig
 from parallel3d.elastic.child_processes import ParentLink
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
 from parallel3d.elastic.frames import RETRY_S
-from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink, LinkEvents
+from parallel3d.elastic.guardian.coordinator_link import CoordinatorLink
 from parallel3d.elastic.guardian.heartbeat import CHECK_INTERVAL_S, HeartbeatMonitor, HeartbeatTimeouts
 from parallel3d.elastic.guardian.host_notice import HostNotice
+from parallel3d.elastic.guardian.link_events import LinkEvents
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import STACK_DUMP_SIGNAL, Signals
 from parallel3d.elastic.guardian.spawn import HeldResource
@@ -46,7 +47,7 @@ class Guardian:
     `address`: the coordinator's; None until a worker finds it. `is_at_coordinator`: it began on this host.
     `lost_ranks`: the workers of the guardian before this one, which died with it. `failover_plan`: what that one knew.
     `leaves`: it ends with its workers.
-    `notice`: how its host may learn that it will be taken away.
+    `notice`: how its host may learn that it will be taken away. `relay_address`: of its relay, by secret.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Guardian:
         lost_ranks: Sequence[int] = (),
         failover_plan: FailoverPlan | None = None,
         leaves: bool = False,
+        relay_address: Callable[[bytes], str] | None = None,
     ):
         self._children = {worker.pid: worker.rank for worker in workers}
         self._forks = forks
@@ -74,8 +76,7 @@ class Guardian:
         self._broken: dict[int, str] = {}  # by rank: why it can't be relayed for any more
         self._own_info = own_info
         self._stub = link
-        self._timeouts = timeouts
-        self._signals = signals
+        self._timeouts, self._signals = timeouts, signals
         self._run_secret = run_secret
         self._is_at_coordinator, self._leaves = is_at_coordinator, leaves
         self._stops_seen = self._requests_seen = 0
@@ -90,7 +91,7 @@ class Guardian:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.wakeup, selectors.EVENT_READ, signals.drain)
         self._selector.register(link.connection, selectors.EVENT_READ, self._on_stub_message)
-        self._link = self._make_link()
+        self._link = self._make_link(relay_address)
         self._notice = self._watch_for(notice)
         ends = {worker.rank: worker.end for worker in workers}
         self._channels = WorkerChannels(
@@ -98,7 +99,7 @@ class Guardian:
         )
         forks.on_lost(lost_ranks)
         if address:
-            self._link.find(address, failover_plan)
+            self._find(address, failover_plan)
 
     def monitor(self) -> int:
         """Guards the workers until the run is over; returns its exit code."""
@@ -134,12 +135,13 @@ class Guardian:
 
     # --- the coordinator ------------------------------------------------------------------------------------------
 
-    def _make_link(self) -> CoordinatorLink:
+    def _make_link(self, relay_address: Callable[[bytes], str] | None) -> CoordinatorLink:
         events = LinkEvents(
             greet=self._hello,
             on_welcome=self._on_welcome,
             on_frame=self._handle,
             on_lost=self._on_coordinator_lost,
+            on_relay_lost=self._on_relay_lost,
             on_end=self._end_without_coordinator,
         )
         return CoordinatorLink(
@@ -149,17 +151,26 @@ class Guardian:
             stub=self._stub,
             timeouts=self._timeouts,
             events=events,
+            relay_address=relay_address,
         )
+
+    def _find(self, address: Address, failover_plan: FailoverPlan | None = None) -> None:
+        """Looks for the coordinator; if this host has a relay, the first rank's stub starts it now."""
+        if self._link.relay_address is not None:
+            secret = self._run_secret.known
+            self._stub.send({"op": "find", "address": list(address), **({"secret": secret.hex()} if secret else {})})
+        self._link.find(address, failover_plan)
 
     def _on_located(self, address: Address, secret: bytes) -> None:
         """Connects to where the first worker has found the coordinator."""
         if not (self._link.was_found or self._link.is_searching or self._exit_code is not None):
             self._run_secret.set(secret)
-            self._link.find(address)
+            self._find(address)
 
     def _hello(self) -> dict[str, Any]:
         timeouts = self._monitor.timeouts
-        known = {"num_workers": len(self._children), "joined": self._forks.joined}
+        num_workers = len(self._children.keys() - self._declared_dead.keys())
+        known = {"num_workers": num_workers, "joined": self._forks.joined}
         known["monitor"] = asdict(timeouts) if timeouts else None
         return {"op": "hello", "role": "guardian", **self._own_info.to_json(), **known}
 
@@ -209,6 +220,10 @@ class Guardian:
 
     def _on_coordinator_lost(self) -> None:
         self._channels.lose_coordinator("the coordinator is gone", is_final=self._exit_code is not None)
+
+    def _on_relay_lost(self) -> None:
+        """Kills the workers: what of their words has arrived is not known. This guardian stays, and reports it."""
+        self._kill_lost(dict.fromkeys(self._children.values(), "lost with its host's relay"))
 
     def _end_without_coordinator(self, message: str, should_print: bool) -> None:
         """Ends the run here: no coordinator can be reached."""

@@ -9,6 +9,7 @@ Messages from the stub:
 
 and to it:
 
+    find       the coordinator's address, before it is reached: for the host's relay, if it is this stub's
     located    the coordinator's address and the run's secret, for a guardian that replaces this one
     failover_plan    who may take over, for the same
     take_over  start a failover coordinator on this host, with this plan
@@ -22,6 +23,7 @@ import select
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from parallel3d.child_process import STOP_SIGNALS
@@ -31,6 +33,7 @@ from parallel3d.elastic.guardian.discovery import CoordinatorDiscovery
 from parallel3d.elastic.guardian.guardian import Guardian
 from parallel3d.elastic.guardian.launcher_env import LauncherEnv
 from parallel3d.elastic.guardian.rejoin_schedule import RejoinSchedule
+from parallel3d.elastic.guardian.relay import has_relay, relay_address
 from parallel3d.elastic.guardian.run_secret import RunSecret
 from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.guardian.worker_forks import WorkerForks
@@ -54,6 +57,11 @@ class GuardianSpec:
     make_secret: Callable[..., RunSecret]
     timeouts: LaunchTimeouts
     elastic: ElasticSettings | None
+
+    @property
+    def has_relay(self) -> bool:
+        """Whether this host's guardians share a connection."""
+        return self.elastic is not None and has_relay(self.env, self.workers[0].world_size, self.elastic.relay_from)
 
     @property
     def max_rejoins(self) -> int:
@@ -123,4 +131,5 @@ def _run_start(spec: GuardianSpec, start: dict[str, Any], link: ParentLink, sign
         lost_ranks=[worker.rank for worker in spec.workers] if lost_at else (),
         failover_plan=FailoverPlan.from_json(start["failover_plan"]) if "failover_plan" in start else None,
         leaves=spec.env is not None and spec.env.joins,
+        relay_address=partial(relay_address, host=spec.own_info.host) if spec.has_relay and not lost_at else None,
     ).monitor()

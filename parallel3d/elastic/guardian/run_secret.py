@@ -40,6 +40,11 @@ class RunSecret:
             if is_maker and self._value is not None:
                 _write(self._file, self._value)
 
+    @property
+    def known(self) -> bytes | None:
+        """The secret, if it is not one that a file may still replace."""
+        return self._value
+
     def read(self) -> bytes:
         """Returns the secret. A file is read each time: it may be an earlier run's until rank 0 has written this run's.
 
