@@ -164,7 +164,7 @@ def test_the_template_is_part_of_the_corpus(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ({"text": "no chat"}, "neither 'messages' nor 'prompt' and 'completion'; it has 'text'"),
+        ({"text": "no chat"}, "neither 'messages', nor 'conversations', nor 'prompt' and 'completion'; it has 'text'"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user", "content": "alone"}]}, "no message has the role 'assistant'"),
         ({"messages": [{"role": "assistant", "content": ["part"]}]}, "'content' of message 1 must be text"),
@@ -246,7 +246,8 @@ def test_other_files_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"plain\.txt: with data\.chat all sources must be files of conversations"):
         open_corpus(file_config(tmp_path / "plain.txt", tmp_path / "cache"))
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "texts.parquet")
-    with pytest.raises(DataError, match=r"texts\.parquet: no column 'messages', nor 'prompt' and 'comp.*it has 'text'"):
+    missing = r"texts\.parquet: no column 'messages' or 'conversations', nor 'prompt' and 'comp.*it has 'text'"
+    with pytest.raises(DataError, match=missing):
         open_corpus(file_config(tmp_path / "texts.parquet", tmp_path / "cache"))
 
 
