@@ -11,25 +11,25 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import exp, inf
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
-from parallel3d.checkpoint.directory import read_index
-from parallel3d.checkpoint.fetch import local_checkpoint
-from parallel3d.checkpoint.index import INDEX
 from parallel3d.commands.parsers import parse
-from parallel3d.config.derived import family_of
-from parallel3d.config.inference import inference_config
-from parallel3d.config.load import CACHE_DIRECTORY
-from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
-from parallel3d.data.tokenizer_files import holds_tokenizer, open_tokenizer
+from parallel3d.commands.trained_model import (
+    TrainedModel,
+    compute_config,
+    continue_prompts,
+    find_tokenizer,
+    log,
+    open_trained,
+)
+from parallel3d.config.schema import Config
+from parallel3d.data.tokenizer import Tokenizer
 from parallel3d.decoding.prompts import (
     PromptEncoder,
     PromptRecord,
@@ -37,29 +37,14 @@ from parallel3d.decoding.prompts import (
     number_samples,
     read_prompts,
 )
-from parallel3d.decoding.rank_decoder import DecodingRule, RankDecoder
+from parallel3d.decoding.rank_decoder import DecodingRule
 from parallel3d.decoding.sampling import SamplingRule
-from parallel3d.decoding.texts import Continuation, EndRule, Prompt, TextStream, cut_at
-from parallel3d.errors import CheckpointError, DataError, UserError
-from parallel3d.inprocess.loaded_ranks import LoadedRank, run_loaded_ranks
+from parallel3d.decoding.texts import Continuation, EndRule, TextStream, cut_at
+from parallel3d.errors import DataError, UserError
 from parallel3d.models.hf_config import read_json
-from parallel3d.models.initial_weights import find_checkpoint, open_weights, read_model_config
-from parallel3d.models.make import make_stage, shardings_of
-from parallel3d.parallel.sharding import UNSHARDED
 
 EXIT_INTERRUPTED = 130
-POLICY_OF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.float32: "fp32"}
 GENERATION = "generation_config.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedModel:
-    """A folder with weights, and what is known of their training."""
-
-    folder: Path
-    model: ModelConfig
-    data: dict[str, Any] | None
-    """The section `data` of the run; None for weights of others."""
 
 
 def main(arguments: list[str]) -> int:
@@ -119,31 +104,7 @@ def make_sampling(options: argparse.Namespace) -> SamplingRule:
     return SamplingRule(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
 
 
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 # --- the model and its tokenizer --------------------------------------------------------------------------------------
-
-
-def open_trained(source: Path | str) -> TrainedModel:
-    """Finds the weights; raises CheckpointError where there are none."""
-    path = local_checkpoint(source, CACHE_DIRECTORY)
-    folder = find_checkpoint(path) or path
-    if not (folder / INDEX).is_file() and not (folder / "config.json").is_file():
-        raise CheckpointError(f"{source} is neither a checkpoint, nor a run's folder, nor a Hugging Face folder")
-    data = read_index(folder).facts.config.get("data") if (folder / INDEX).is_file() else None
-    return TrainedModel(folder=folder, model=read_model_config(folder), data=data)
-
-
-def find_tokenizer(trained: TrainedModel, given: Path | None) -> Tokenizer:
-    """The tokenizer that is given, or the one that lies with the weights."""
-    settings = (trained.data or {}).get("tokenizer") or {}
-    if given is None and settings.get("kind") == ByteTokenizer.kind:
-        return ByteTokenizer()
-    if given is None and not holds_tokenizer(trained.folder):
-        raise DataError(f"{trained.folder} has no tokenizer: give one with --tokenizer PATH")
-    return open_tokenizer(given or trained.folder, eos_id=settings.get("eos_id"))
 
 
 def make_encoder(options: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer) -> PromptEncoder:
@@ -167,51 +128,13 @@ def find_end_ids(trained: TrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
 
 def make_config(options: argparse.Namespace, trained: TrainedModel, longest_prompt: int) -> Config:
     """The configuration of the ranks. Raises UserError for a text longer than the model's positions."""
-    length, model = longest_prompt + options.max_tokens, trained.model
-    if (most := model.max_position_embeddings) is not None and length > most:
-        if family_of(model).positions.are_learned:
-            raise UserError(
-                f"--max-tokens {options.max_tokens}: with {longest_prompt} tokens of a prompt the text is longer than "
-                f"the {most} positions that the model has learned; {max(0, most - longest_prompt)} are left"
-            )
-        log(f"note: texts of up to {length:,} tokens, and the model was trained on {most:,}")
-        model = model.model_copy(update={"max_position_embeddings": length})
-    policy = stored_policy(trained) if options.dtype == "auto" else options.dtype
-    if policy == "fp16" and options.dtype == "auto" and options.device == "cpu":
-        policy = "fp32"
-    return inference_config(model, layout=options.layout, policy=policy, sequence_length=length)
-
-
-def stored_policy(trained: TrainedModel) -> str:
-    """The policy that computes in the format of the weights."""
-    matrices = (sharding for sharding in shardings_of(trained.model) if len(sharding.shape) == 2)
-    smallest = min(matrices, key=lambda sharding: sharding.num_elements)
-    return POLICY_OF[open_weights(trained.folder)(smallest, tp=UNSHARDED).dtype]
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-def continue_prompts(
-    config: Config,
-    trained: TrainedModel,
-    prompts: Sequence[Prompt],
-    rule: DecodingRule,
-    device: torch.device,
-    *,
-    on_token: Callable[[Continuation], None] | None = None,
-) -> list[Continuation]:
-    """The texts in the order of the prompts, which the copies of the model share."""
-
-    def body(rank: LoadedRank) -> list[Continuation] | None:
-        mine = prompts[rank.coordinates.dp :: rank.num_replicas]
-        hear = on_token if on_token is not None and rank.is_first_of_copy else lambda text: None
-        texts = RankDecoder(rank.stage, rank.place, rule, on_token=hear).run(mine)
-        return texts if rank.is_first_of_copy else None
-
-    found = run_loaded_ranks(config, body, make_stage=make_stage, initial=open_weights(trained.folder), device=device)
-    by_copy = [texts for texts in found if texts is not None]
-    return [by_copy[number % len(by_copy)][number // len(by_copy)] for number in range(len(prompts))]
+    length = longest_prompt + options.max_tokens
+    left = max(0, (trained.model.max_position_embeddings or 0) - longest_prompt)
+    refusal = (
+        f"--max-tokens {options.max_tokens}: with {longest_prompt} tokens of a prompt the text is longer than the "
+        f"{trained.model.max_position_embeddings} positions that the model has learned; {left} are left"
+    )
+    return compute_config(trained, options, length, refusal=refusal)
 
 
 # --- prompts and texts ------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from parallel3d.commands.model_parsers import add_evaluate, add_generate
+from parallel3d.commands.option_types import add_json, count, source
 from parallel3d.config.layout_parts import LAYOUT_PARTS
 from parallel3d.config.shipped import find_config
 
@@ -64,17 +66,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> argparse.Action:
 
 def complete_by(action: argparse.Action, kind: str) -> None:
     action.complete = kind  # type: ignore[attr-defined]
-
-
-def add_json(parser: argparse.ArgumentParser, instead_of: str) -> None:
-    parser.add_argument("--json", action="store_true", help=f"print one JSON object instead of {instead_of}")
-
-
-def count(text: str) -> int:
-    """A positive number."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -181,35 +172,6 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     model.add_argument("source", type=source, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Continue prompts with a trained model."
-    parser.add_argument(
-        "source", type=source, metavar="MODEL", help="a checkpoint, a run's folder, a Hugging Face folder; an address"
-    )
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="a text to continue; none: standard input")
-    parser.add_argument("--prompts", metavar="FILE", help="a prompt a line: text, or JSON with prompt or messages")
-    parser.add_argument("--layout", default="tp1", help="ranks that compute, as in tp2.pp2.dp2 (tp1)")
-    parser.add_argument("--max-tokens", type=count, default=128, metavar="N", help="of each text (128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens (all)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="... that together have this share (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    parser.add_argument("--samples", type=count, default=1, metavar="N", help="texts for each prompt (1)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
-    parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the model's template")
-    parser.add_argument("--system", metavar="TEXT", help="the system's message in front of them")
-    parser.add_argument("--template", metavar="NAME", help="chatml, a Hugging Face folder or a file, for messages")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a Hugging Face folder or SentencePiece model")
-    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="texts under way at once (8)")
-    parser.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16", "fp64"), default="auto", help="to compute in (the weights')"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, or a GPU such as cuda, for one rank (cpu)")
-    parser.add_argument("--no-cache", action="store_true", help="compute the whole text for each token")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines into this file")
-    add_json(parser, "text")
-
-
 def add_average(parser: argparse.ArgumentParser) -> None:
     parser.description = "Average the weights of checkpoints."
     parser.add_argument(
@@ -266,11 +228,6 @@ def add_fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--newer-than", type=int, default=-1, metavar="STEP", help="only one of a later step")
     parser.add_argument("--resumable", action="store_true", help="not one of weights only")
     parser.add_argument("--events", action="store_true", help=argparse.SUPPRESS)
-
-
-def source(text: str) -> Path | str:
-    """A folder, or an address of a remote store."""
-    return text if "://" in text else Path(text)
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -381,6 +338,7 @@ PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyT
         "prepare": add_prepare,
         "convert": add_convert,
         "generate": add_generate,
+        "evaluate": add_evaluate,
         "average": add_average,
         "report": add_report,
         "track": add_track,

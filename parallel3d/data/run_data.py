@@ -34,6 +34,7 @@ from parallel3d.data.token_slice import TokenSlice, TokenSliceReader, plan_slice
 from parallel3d.errors import DataError
 from parallel3d.parallel.abort import AbortToken
 
+BUILT_IN = "the built-in text"
 NUM_DESCRIBED = 256
 """Conversations that are read for a description."""
 
@@ -219,6 +220,12 @@ def _local_tokenizer(path: str, cache_directory: Path) -> str:
 
 def _files(data: DataConfig, sources: list[str]) -> list[SourceFile]:
     return find_files(_local(data, sources), data.formats)
+
+
+def source_files(data: DataConfig) -> dict[str, list[Path]]:
+    """The files of each source in the corpus' order: by the source's name in a mixture, else as data.sources has it."""
+    sources = data.blend.sources if data.blend is not None else {source: [source] for source in data.sources}
+    return {name: [file.path for file in _files(data, paths)] for name, paths in (sources or {BUILT_IN: []}).items()}
 
 
 def _document_chars(data: DataConfig, num_lanes: int) -> int | None:

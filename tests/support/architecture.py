@@ -67,6 +67,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.rehearsal": 10,
     "parallel3d.worker": 10,
     "parallel3d.doctor": 10,
+    "parallel3d.evaluation": 10,
     "parallel3d.door": 11,
     "parallel3d.costs": 11,
     "parallel3d.inprocess": 11,
@@ -151,6 +152,8 @@ PURE: tuple[str, ...] = (
         )
     ),
     "parallel3d.costs",
+    "parallel3d.evaluation.rows",
+    "parallel3d.evaluation.results",
 )
 NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)
 """Pure files whose functions take tensors: they name torch's types under TYPE_CHECKING, and import nothing of it."""
