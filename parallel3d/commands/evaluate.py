@@ -1,7 +1,8 @@
 """Measures a trained model: `parallel3d evaluate runs/quickstart`, `parallel3d evaluate MODEL wikitext.txt`.
 
-Without files on the text that its run has held out; on files token by token, or by the last word of each passage.
-Prints a table and writes a JSON file. Exit codes: 0 done, 2 invalid input, 130 Ctrl-C.
+Without files on the text that its run has held out; on files token by token, or by the last word of each passage;
+with `--tasks` on tasks of lm-evaluation-harness. Prints a table and writes a JSON file. Exit codes: 0 done, 2 invalid
+input, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from parallel3d.commands.harness_tasks import open_task_model, run_tasks
 from parallel3d.commands.parsers import parse
 from parallel3d.commands.trained_model import (
     TrainedModel,
     compute_config,
+    default_window,
     find_tokenizer,
     log,
     open_trained,
@@ -41,8 +44,6 @@ from parallel3d.evaluation.text_files import NamedFile, last_word_rows, parse_fi
 from parallel3d.parallel.abort import AbortToken
 
 EXIT_INTERRUPTED = 130
-LONGEST_DEFAULT = 2048
-"""The window of models of others that have learned more positions."""
 PROGRESS_S = 10.0
 Figures = dict[str, dict[str, Any]]
 
@@ -67,7 +68,9 @@ def evaluate(options: argparse.Namespace) -> None:
     check_options(options)
     trained = open_trained(options.source)
     began = time.monotonic()
-    if options.files:
+    if options.tasks:
+        figures, more = evaluate_tasks(options, trained)
+    elif options.files:
         figures, more = evaluate_files(options, trained)
     else:
         figures, more = evaluate_held_out(options, trained)
@@ -84,10 +87,15 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises UserError for options that exclude each other."""
     of_run = {"--slice": options.slice, "--by": options.by, "--tokens": options.tokens, "--set": options.set}
     of_files = {"--window": options.window, "--stride": options.stride, "--last-word": options.last_word}
-    if options.files:
-        excluded, what = of_run, "with files"
+    of_tasks = {"--task-path": options.task_path, "--limit": options.limit, "--fewshot": options.fewshot}
+    excluded: dict[str, Any]
+    if options.tasks:
+        unused = {"FILE": options.files, "--stride": options.stride, "--last-word": options.last_word}
+        excluded, what = {**of_run, **unused}, "with --tasks"
+    elif options.files:
+        excluded, what = {**of_run, **of_tasks}, "with files"
     else:
-        excluded, what = of_files, "on a run's held-out text: name files"
+        excluded, what = {**of_files, **of_tasks}, "on a run's held-out text: name files"
     if given := [name for name, value in excluded.items() if value]:
         raise UserError(f"{given[0]} has no effect {what}")
     if options.last_word and options.stride:
@@ -198,19 +206,24 @@ def group_by_domain(files: Sequence[NamedFile], groups: Sequence[GroupResult]) -
     return [*groups, *sums, *whole]
 
 
-def default_window(trained: TrainedModel) -> int:
-    """The length of training's sequences; of weights of others what their positions allow, up to 2,048 tokens."""
-    if trained.data is not None and trained.index is not None:
-        return int(trained.index.facts.config["batch"]["sequence_length"])
-    return min(trained.model.max_position_embeddings or LONGEST_DEFAULT, LONGEST_DEFAULT)
-
-
 def check_vocabulary(trained: TrainedModel, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > trained.model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, and the model a vocabulary of "
             f"{trained.model.vocab_size:,}: it belongs to another model, give the right one with --tokenizer"
         )
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def evaluate_tasks(options: argparse.Namespace, trained: TrainedModel) -> tuple[Figures, dict[str, Any]]:
+    """Tasks of lm-evaluation-harness."""
+    model = open_task_model(options, trained)
+    check_vocabulary(trained, model.tokenizer)
+    figures = run_tasks(options, model)
+    about = {"task": options.tasks, "window": model.window, "limit": options.limit, "fewshot": options.fewshot}
+    return figures, {**about, **describe_tokens(options, model.tokenizer, model.config)}
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

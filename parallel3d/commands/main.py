@@ -25,7 +25,7 @@ COMMANDS = {
     "prepare": "tokenize text before a run, train a tokenizer",
     "convert": "weights to and from Hugging Face folders",
     "generate": "continue prompts with a trained model",
-    "evaluate": "measure a trained model on held-out text or on files",
+    "evaluate": "measure a trained model on held-out text, files or tasks",
     "average": "average the weights of checkpoints",
     "report": "report on a run, finished or not",
     "track": "send a run's figures to Weights & Biases, MLflow, Trackio or TensorBoard",

@@ -43,7 +43,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure a trained model: loss and perplexity of held-out text or files, last words."
+    parser.description = "Measure a trained model: loss and perplexity, last words, tasks of lm-evaluation-harness."
     add_model(parser)
     parser.add_argument(
         "files", nargs="*", metavar="[DOMAIN=]FILE", help="text or JSON lines; none: the text that the run held out"
@@ -60,6 +60,10 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=("domain", "file"), help="a row for each source or file of the held-out text")
     parser.add_argument("--tokens", type=count, metavar="N", help="at most N of each row, in whole sequences")
     parser.add_argument("--set", action="append", default=[], metavar="section.field=value", help="of the run's data")
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    parser.add_argument("--task-path", type=Path, metavar="FOLDER", help="where further tasks are described")
+    parser.add_argument("--limit", type=count, metavar="N", help="examples of each task (all)")
+    parser.add_argument("--fewshot", type=int, metavar="N", help="examples in front of each question (the task's own)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="sequences computed at once (8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file (evaluation-NAME.json)")
     add_json(parser, "the table")

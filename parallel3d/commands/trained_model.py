@@ -35,6 +35,8 @@ from parallel3d.models.make import make_stage, shardings_of
 from parallel3d.parallel.sharding import UNSHARDED
 
 POLICY_OF = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.float32: "fp32"}
+LONGEST_DEFAULT = 2048
+"""The window of models of others that have learned more positions."""
 NO_PREFIX: tuple[int, ...] = ()
 
 
@@ -96,6 +98,13 @@ def compute_config(trained: TrainedModel, options: argparse.Namespace, length: i
     if policy == "fp16" and options.dtype == "auto" and options.device == "cpu":
         policy = "fp32"
     return inference_config(model, layout=options.layout, policy=policy, sequence_length=length)
+
+
+def default_window(trained: TrainedModel) -> int:
+    """The length of training's sequences; of weights of others what their positions allow, up to 2,048 tokens."""
+    if trained.data is not None and trained.index is not None:
+        return int(trained.index.facts.config["batch"]["sequence_length"])
+    return min(trained.model.max_position_embeddings or LONGEST_DEFAULT, LONGEST_DEFAULT)
 
 
 def stored_policy(trained: TrainedModel) -> str:
