@@ -129,9 +129,16 @@ def describe_control(config: Config, num_workers: int) -> Iterator[str]:
     num_sequences = num_micro_batches * micro_batch_size
     yield ""
     yield f"the coordinator of {num_workers:,} workers, {num_sequences:,} sequences a step (estimated):"
-    for workers_per_connection, when in ((8, "a guardian for 8 workers"), (1, "one for each, as under torchrun")):
+    for workers, guardians, when in (
+        (8, 1, "a guardian for 8 workers"),
+        (1, 8, "one for each, as under torchrun, through relays of hosts of 8"),
+        (1, 1, "one for each, without relays"),
+    ):
         estimate = estimate_control(
-            num_workers, num_sequences=num_sequences, workers_per_connection=workers_per_connection
+            num_workers,
+            num_sequences=num_sequences,
+            workers_per_guardian=workers,
+            guardians_per_connection=guardians,
         )
         yield f"  {when}: {estimate}"
 

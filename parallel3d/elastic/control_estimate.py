@@ -1,7 +1,8 @@
 """An estimate of the control plane's costs at any size, from measurements of benchmarks/scale.py. Pure.
 
-Costs are nearly linear in workers and in connections; the coefficients fit runs with 64 to 10,240 workers, and 8 or one
-a connection, within a third. Measured on one core of an AMD EPYC (2026-11-22).
+Costs are nearly linear in workers, in guardians and in connections; the coefficients fit runs with 64 to 10,240
+workers, with a guardian for 8 workers or for each, and with relays for 8 guardians, within a third. Measured on one
+core of an AMD EPYC (2026-11-22), relays on one of an Intel Xeon (2026-11-24).
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 WORKER_S, CONNECTION_S = 25e-6, 100e-6
 """CPU seconds of one loss: for a worker's report and confirmation, for a connection's three frames and two batches."""
 START_WORKER_S, START_CONNECTION_S = 50e-6, 250e-6
+RELAYED_S, START_RELAYED_S = 10e-6, 40e-6
+"""For a guardian behind a relay, in place of a connection of its own."""
+RELAYED_BYTES = 530
+"""What a change sends to such a guardian, beside what its relay gets for all of them."""
 FRAMES_BYTES = 2_500
 """Of one connection: the frames of a change, without the missing entries."""
 BYTES_PER_CURSOR = 2.7
@@ -37,14 +42,21 @@ class ControlEstimate:
         )
 
 
-def estimate_control(num_workers: int, *, num_sequences: int, workers_per_connection: int) -> ControlEstimate:
-    """Estimates a start and a loss; `num_sequences` is the global batch, whose cursors an entry carries, and
-    `workers_per_connection` the workers of one guardian, which relays for them."""
-    num_connections = -(-num_workers // workers_per_connection)
+def estimate_control(
+    num_workers: int, *, num_sequences: int, workers_per_guardian: int, guardians_per_connection: int = 1
+) -> ControlEstimate:
+    """Estimates a start and a loss; `num_sequences` is the global batch, whose cursors an entry carries. A guardian
+    relays for `workers_per_guardian` workers; with more than one guardian a connection, relays carry their frames."""
+    num_guardians = -(-num_workers // workers_per_guardian)
+    num_connections = -(-num_guardians // guardians_per_connection)
+    num_relayed = num_guardians if guardians_per_connection > 1 else 0
     return ControlEstimate(
         num_connections=num_connections,
-        start_cpu_s=num_workers * START_WORKER_S + num_connections * START_CONNECTION_S,
-        start_bytes=num_connections * (FRAMES_BYTES + num_workers * WHOLE_RECORD_BYTES_PER_WORKER),
-        loss_cpu_s=num_workers * WORKER_S + num_connections * CONNECTION_S,
-        loss_bytes=num_connections * (FRAMES_BYTES + num_sequences * BYTES_PER_CURSOR),
+        start_cpu_s=num_workers * START_WORKER_S
+        + num_connections * START_CONNECTION_S
+        + num_relayed * START_RELAYED_S,
+        start_bytes=num_connections * (FRAMES_BYTES + num_workers * WHOLE_RECORD_BYTES_PER_WORKER)
+        + num_relayed * RELAYED_BYTES,
+        loss_cpu_s=num_workers * WORKER_S + num_connections * CONNECTION_S + num_relayed * RELAYED_S,
+        loss_bytes=num_connections * (FRAMES_BYTES + num_sequences * BYTES_PER_CURSOR) + num_relayed * RELAYED_BYTES,
     )

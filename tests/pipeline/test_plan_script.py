@@ -48,7 +48,8 @@ def test_the_estimate_for_many_workers(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "the coordinator of 10,240 workers, 8 sequences a step" in done.stdout
     assert "a guardian for 8 workers: 1,280 connections; start " in done.stdout
-    assert "one for each, as under torchrun: 10,240 connections; start " in done.stdout
+    assert "as under torchrun, through relays of hosts of 8: 1,280 connections; start " in done.stdout
+    assert "one for each, without relays: 10,240 connections; start " in done.stdout
     done = run_script(tmp_path, "--workers", "0")
     assert done.returncode == 2 and "must be at least 1" in done.stderr
 
