@@ -74,10 +74,10 @@ def evaluate(options: argparse.Namespace) -> None:
         figures, more = evaluate_files(options, trained)
     else:
         figures, more = evaluate_held_out(options, trained)
-    report = {"model": describe_model(options, trained), **more, "results": figures}
-    report["seconds"] = round(time.monotonic() - began, 3)
+    settings = {"model": describe_model(options, trained), **more}
+    report = {**settings, "results": figures, "seconds": round(time.monotonic() - began, 3)}
     text = json.dumps(report, indent=1, ensure_ascii=False)
-    path = options.out or Path(f"evaluation-{name_of(trained)}.json")
+    path = options.out or free_path(f"evaluation-{name_of(trained)}", settings)
     path.write_text(text + "\n", encoding="utf-8")
     print(text if options.json else format_table(figures))
     log(f"written to {path}, after {report['seconds']:.1f} s")
@@ -269,6 +269,24 @@ def name_of(trained: TrainedModel) -> str:
         return trained.folder.resolve().name
     directory = trained.index.facts.config.get("run", {}).get("directory")
     return f"{Path(directory).name if directory else 'model'}-{trained.index.step}"
+
+
+def free_path(stem: str, settings: Mapping[str, Any]) -> Path:
+    """The first of STEM.json, STEM-2.json, ... that does not exist, or holds an evaluation with the same settings."""
+    asked, number = json.loads(json.dumps(settings)), 1
+    path = Path(f"{stem}.json")
+    while path.exists() and not _holds(path, asked):
+        number += 1
+        path = Path(f"{stem}-{number}.json")
+    return path
+
+
+def _holds(path: Path, settings: Mapping[str, Any]) -> bool:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and all(found.get(name) == value for name, value in settings.items())
 
 
 def describe_model(options: argparse.Namespace, trained: TrainedModel) -> dict[str, Any]:

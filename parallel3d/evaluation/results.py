@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, sqrt
 from typing import Any
 
 from parallel3d.evaluation.rows import RowScore
@@ -24,6 +24,8 @@ class GroupResult:
     """Rows of which every target is the likeliest token."""
     num_words: int | None = None
     num_bytes: int | None = None
+    products: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Sums over the rows of: log_prob squared, log_prob times targets, targets squared."""
 
     @staticmethod
     def of(
@@ -38,6 +40,11 @@ class GroupResult:
             num_greedy=sum(score.is_greedy for score in scores),
             num_words=words,
             num_bytes=num_bytes,
+            products=(
+                sum(score.log_prob**2 for score in scores),
+                sum(score.log_prob * score.num_targets for score in scores),
+                float(sum(score.num_targets**2 for score in scores)),
+            ),
         )
 
     @staticmethod
@@ -55,12 +62,36 @@ class GroupResult:
             num_greedy=sum(part.num_greedy for part in parts),
             num_words=size([part.num_words for part in parts]),
             num_bytes=size([part.num_bytes for part in parts]),
+            products=(
+                sum(part.products[0] for part in parts),
+                sum(part.products[1] for part in parts),
+                sum(part.products[2] for part in parts),
+            ),
         )
 
     @property
     def loss(self) -> float:
         """Nats per token."""
         return -self.log_prob / self.num_tokens
+
+    @property
+    def loss_stderr(self) -> float | None:
+        """Standard error of `loss`, in nats per token, from the spread between rows; None with one row.
+
+        Tokens of a row are not independent, rows nearly are: the loss is a ratio of two sums over rows, whose standard
+        error is sqrt(R / (R - 1) * sum (nll_i - loss * targets_i)^2) / targets (Cochran, Sampling Techniques, 6.4).
+        """
+        if self.num_rows < 2:
+            return None
+        squared, crossed, targets = self.products
+        residual = squared + 2 * self.loss * crossed + self.loss**2 * targets
+        return sqrt(max(residual, 0.0) * self.num_rows / (self.num_rows - 1)) / self.num_tokens
+
+    @property
+    def accuracy_stderr(self) -> float | None:
+        """Standard error of the share of greedy rows; None with one row."""
+        share = self.num_greedy / self.num_rows
+        return sqrt(share * (1 - share) / (self.num_rows - 1)) if self.num_rows > 1 else None
 
     def perplexity_per(self, count: int) -> float | None:
         """None where it is beyond the range of numbers."""
@@ -69,7 +100,7 @@ class GroupResult:
 
     def text_figures(self) -> dict[str, Any]:
         """Loss and perplexity by token; by word and byte where these are known."""
-        figures: dict[str, Any] = {"tokens": self.num_tokens, "loss": self.loss}
+        figures: dict[str, Any] = {"tokens": self.num_tokens, "loss": self.loss, "loss_stderr": self.loss_stderr}
         figures["perplexity"] = self.perplexity_per(self.num_tokens)
         if self.num_words:
             figures |= {"words": self.num_words, "word_perplexity": self.perplexity_per(self.num_words)}
@@ -87,6 +118,7 @@ class GroupResult:
             "passages": self.num_rows,
             "tokens": self.num_tokens,
             "accuracy": self.num_greedy / self.num_rows,
+            "accuracy_stderr": self.accuracy_stderr,
             "perplexity": self.perplexity_per(self.num_rows),
         }
 

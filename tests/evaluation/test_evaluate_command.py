@@ -127,6 +127,10 @@ def test_the_file_says_what_was_measured(capsys, saved_run, tmp_path, monkeypatc
     assert found["model"]["step"] == 2 and len(found["model"]["config_hash"]) == 16
     code, out, _ = evaluate(capsys, saved_run.checkpoint, "--json")
     assert json.loads(out)["results"] == found["results"]
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation-run-2.json"]
+    code, _, err = evaluate(capsys, saved_run.checkpoint, "--slice", "all")
+    assert code == 0 and "evaluation-run-2-2.json" in err
+    assert json.loads((tmp_path / "evaluation-run-2.json").read_text())["results"] == found["results"]
 
 
 def test_mistakes(capsys, saved_run, tmp_path):

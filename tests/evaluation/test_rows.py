@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.evaluation.rank_scorer import score_targets
-from parallel3d.evaluation.rows import ScoredRow, continuation_row, fill_up, make_batches, packed_rows, sliding_rows
+from parallel3d.evaluation.results import GroupResult
+from parallel3d.evaluation.rows import (
+    RowScore,
+    ScoredRow,
+    continuation_row,
+    fill_up,
+    make_batches,
+    packed_rows,
+    sliding_rows,
+)
 
 
 @given(num_tokens=st.integers(1, 40), window=st.integers(1, 12), data=st.data())
@@ -56,3 +65,24 @@ def test_scores_are_those_of_the_targets_alone():
         assert score.log_prob == pytest.approx(-float(wanted), abs=1e-6)
     assert (first.num_targets, first.is_greedy) == (2, True)
     assert (second.num_targets, second.is_greedy) == (1, False)
+
+
+def test_the_standard_error_is_the_spread_of_other_texts():
+    """Losses of 2,000 texts drawn in one way vary by what each of them says of itself: 10 %. Tokens of a row vary
+    together, so that the spread of single tokens would say a third of it."""
+    random = np.random.default_rng(5)
+    groups = []
+    for _ in range(2000):
+        sizes = random.integers(5, 40, size=60)
+        means = 3.0 + 0.5 * random.standard_normal(60)
+        sums = [random.exponential(mean, size).sum() for mean, size in zip(means, sizes)]
+        scores = [RowScore(log_prob=-s, num_targets=int(n), is_greedy=False) for s, n in zip(sums, sizes)]
+        groups.append(GroupResult.of("text", scores))
+    spread = np.std([group.loss for group in groups])
+    assert np.mean([group.loss_stderr for group in groups]) == pytest.approx(spread, rel=0.1)
+    halves = [GroupResult.sum_of("both", groups[:2]), GroupResult.sum_of("both", [groups[0]])]
+    assert halves[0].loss_stderr < groups[0].loss_stderr and halves[1].loss_stderr == groups[0].loss_stderr
+    one = RowScore(log_prob=-1.0, num_targets=2, is_greedy=True)
+    assert GroupResult.of("one", [one]).loss_stderr is None
+    right = [RowScore(log_prob=-1.0, num_targets=2, is_greedy=n < 25) for n in range(101)]
+    assert GroupResult.of("words", right).accuracy_stderr == pytest.approx((25 / 101 * 76 / 101 / 100) ** 0.5)
