@@ -6,7 +6,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 QUICK_WORKERS := $(shell n=$$(( $(CORES) + 1 )); echo $$(( n < 8 ? n : 8 )))
 WORKERS := $(shell echo $$(( $(CORES) < 8 ? $(CORES) : 8 )))
 
-.PHONY: train demo test test-rest test-all lint kill-matrix signal-matrix bench
+.PHONY: train demo test test-rest test-all lint docs kill-matrix signal-matrix bench
 
 train: $(VENV)/.ok
 	$(VENV)/bin/python launch/train.py --config configs/quickstart.json
@@ -26,6 +26,9 @@ test-all: lint  # everything
 lint: $(VENV)/.ok
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.ok  # the documentation as a site: open site/index.html
+	$(VENV)/bin/mkdocs build --quiet
 
 bench: $(VENV)/.ok  # is this tree slower than the last record on this kind of CPU?
 	$(VENV)/bin/python benchmarks/bench.py
