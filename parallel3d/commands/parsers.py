@@ -183,11 +183,15 @@ def add_average(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Report on a run, finished or not, and redraw its charts."
+    parser.description = "Report on a run, finished or not, and redraw its charts, or write a page to show."
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
+    parser.add_argument("others", nargs="*", type=Path, metavar="OTHER", help="with --html: further runs, to compare")
+    parser.add_argument("--html", action="store_true", help="write one page that needs no network: report.html there")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --html: where to write it")
+    parser.add_argument("--dollars-per-hour", type=float, metavar="X", help="with --html: the price of all devices")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="the folder of a run to compare with")
     add_json(parser, "text")
-    parser.add_argument("--every", type=float, metavar="S", help="redraw the charts every S seconds until the run ends")
+    parser.add_argument("--every", type=float, metavar="S", help="again every S seconds until the run ends")
     parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
 
 

@@ -4,10 +4,12 @@ Prints how stable the run was (loss ratio, spikes of the gradient norm, correlat
 sqrt(v)), its best evaluation, the effect of changes of membership, how often to evaluate, and which checkpoints are in
 its remote store; and redraws its charts.
 `--against` compares it with another run: tokens and time to the other's best loss, and both losses at equal tokens.
+`--html` writes a page instead (report_html.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -18,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from parallel3d.commands.parsers import parse
+from parallel3d.commands.report_html import write_page, write_page_until_finished
 from parallel3d.errors import UserError
 from parallel3d.monitor.correlation import Correlation
 from parallel3d.monitor.evaluation_interval import plan_evaluations
@@ -34,6 +37,10 @@ MAX_CHANGES = 10
 def main(arguments: list[str]) -> int:
     options = parse("report", arguments)
     try:
+        check_options(options)
+        if options.html:
+            print(f"written to {write_html(options)}")
+            return 0
         if options.every is not None:
             redraw_until_finished(options.folder, options.every)
         history = read_history(options.folder)
@@ -52,6 +59,24 @@ def main(arguments: list[str]) -> int:
     lines = [*describe(history, config), *describe_uploads(uploads), *describe_win(win, options.against)]
     print("\n".join([*lines, *([f"drawn: {', '.join(charts)}"] if charts else [])]))
     return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises UserError for options that have no effect."""
+    of_page = {"OTHER": options.others, "--out": options.out, "--dollars-per-hour": options.dollars_per_hour}
+    of_text = {"--against": options.against, "--json": options.json, "--no-charts": options.no_charts}
+    if given := [name for name, value in (of_text if options.html else of_page).items() if value]:
+        raise UserError(f"{given[0]} has no effect {'with' if options.html else 'without'} --html")
+    if options.dollars_per_hour is not None and not options.dollars_per_hour > 0:
+        raise UserError(f"--dollars-per-hour {options.dollars_per_hour:g}: must be more than 0")
+
+
+def write_html(options: argparse.Namespace) -> Path:
+    folders = [options.folder, *options.others]
+    price = options.dollars_per_hour
+    if options.every is None:
+        return write_page(folders, out=options.out, dollars_per_hour=price)
+    return write_page_until_finished(folders, options.every, out=options.out, dollars_per_hour=price)
 
 
 def read_history(folder: Path) -> MetricsLog:

@@ -61,6 +61,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.checkpoint": 7,
     "parallel3d.debug": 7,
     "parallel3d.monitor": 7,
+    "parallel3d.report_page": 8,
     "parallel3d.elastic": 8,
     "parallel3d.trainer": 9,
     "parallel3d.comparison": 10,
@@ -112,6 +113,7 @@ PURE: tuple[str, ...] = (
         for name in ("loss_ratio", "spikes", "divergence", "training_monitor", "correlation", "history", "uptime")
     ),
     *(f"parallel3d.monitor.{name}" for name in ("flops", "evaluation_interval", "tuning")),
+    *(f"parallel3d.report_page.{name}" for name in ("page_data", "scales")),
     "parallel3d.debug.replica_check",
     *(
         f"parallel3d.elastic.protocol.{name}"

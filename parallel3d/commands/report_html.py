@@ -1,0 +1,68 @@
+"""Writes the page of one run or of several: `parallel3d report RUN [OTHER ...] --html`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import UserError
+from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, read_metrics
+from parallel3d.report_page.html_page import render_page
+from parallel3d.report_page.page_data import RunFiles, make_page
+
+PAGE = "report.html"
+
+
+def write_page(folders: Sequence[Path], *, out: Path | None, dollars_per_hour: float | None) -> Path:
+    """Writes the page, by default into the first run's folder, and returns its path. Raises UserError for a folder
+    without a run, and where it can't write."""
+    path = out or folders[0] / PAGE
+    page = make_page([read_run(folder) for folder in folders], dollars_per_hour=dollars_per_hour)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(render_page(page, now_s=time.time()), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"can't write {path} ({error.strerror}): give another place with --out") from None
+    return path
+
+
+def write_page_until_finished(
+    folders: Sequence[Path], every_s: float, *, out: Path | None, dollars_per_hour: float | None
+) -> Path:
+    """Writes the page again and again, until the first run has ended."""
+    while not (folders[0] / SUMMARY).exists():
+        write_page(folders, out=out, dollars_per_hour=dollars_per_hour)
+        time.sleep(every_s)
+    return write_page(folders, out=out, dollars_per_hour=dollars_per_hour)
+
+
+def read_run(folder: Path) -> RunFiles:
+    """The files of a run. Raises UserError before its first step."""
+    try:
+        lines = read_metrics(folder / METRICS)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({reason})") from None
+    if not any("event" not in line and "step" in line for line in lines):
+        raise UserError(f"{folder}: {METRICS} holds no step yet")
+    return RunFiles(
+        name=folder.resolve().name,
+        lines=lines,
+        config=_read(folder / CONFIG),
+        environment=_read(folder / ENVIRONMENT),
+        summary=_read(folder / SUMMARY),
+        read_at=time.time(),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found

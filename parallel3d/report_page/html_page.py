@@ -1,0 +1,152 @@
+"""The page as one HTML file: no network, readable without scripts, on a phone, in the dark, by a screen reader."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from string import Template
+
+from parallel3d.report_page.page_data import Chart, PageData, RunPage
+from parallel3d.report_page.scales import format_number
+from parallel3d.report_page.svg_chart import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, WIDTH, draw_chart, scales_of
+
+FOLDER = Path(__file__).parent
+PAGE = Template(
+    """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>$css</style>
+</head>
+<body>
+<header><h1>$title</h1>$status</header>
+<main>
+<section aria-labelledby="h-figures"><h2 id="h-figures">Figures</h2>$figures</section>
+<section aria-labelledby="h-charts"><h2 id="h-charts">Charts</h2>
+<p class="hint">$hint</p>
+<div class="charts">$charts</div></section>
+$details
+</main>
+<footer>Written $written by parallel3d. This file needs no network.</footer>
+<script type="application/json" id="data">$data</script>
+<script>$js</script>
+</body>
+</html>
+"""
+)
+
+
+def render_page(page: PageData, *, now_s: float) -> str:
+    """The HTML text; `now_s` is when it was written, in seconds since the epoch."""
+    title = escape(" and ".join(run.name for run in page.runs))
+    longest = max(series.curve.steps_per_point for chart in page.charts for series in chart.series)
+    hint = "Point at a chart, or focus it and press the arrow keys, to read its values."
+    if longest > 1:
+        hint += f" Long curves show the mean of up to {longest:,} steps, and a band from the lowest to the highest."
+    return PAGE.substitute(
+        title=title,
+        css=(FOLDER / "page.css").read_text(),
+        js=(FOLDER / "page.js").read_text(),
+        status="".join(_status(number, run, len(page.runs)) for number, run in enumerate(page.runs)),
+        figures=_figure_table(page.runs),
+        hint=hint,
+        charts="".join(_figure(chart, is_alone=len(page.runs) == 1) for chart in page.charts),
+        details="".join(_details(run) for run in page.runs),
+        written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s)),
+        data=_embed({"frame": [LEFT, RIGHT, TOP, BOTTOM, WIDTH], "charts": [*map(_chart_data, page.charts)]}),
+    )
+
+
+def _chart_data(chart: Chart) -> dict[str, object]:
+    x, y = scales_of(chart)
+    return {**asdict(chart), "x": [x.low, x.high], "y": [y.low, y.high], "is_log": y.is_log}
+
+
+def _embed(value: object) -> str:
+    """JSON that ends no script element, whatever its strings hold."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _status(number: int, run: RunPage, num_runs: int) -> str:
+    swatch = f'<span class="swatch c{number % NUM_COLOURS}"></span>{escape(run.name)}: ' if num_runs > 1 else ""
+    return f'<p class="status">{swatch}{escape(run.status)}</p>'
+
+
+def _figure_table(runs: Sequence[RunPage]) -> str:
+    names = list(dict.fromkeys(name for run in runs for name in run.figures))
+    head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
+    return _table(head, ([name, *(run.figures.get(name, "") for run in runs)] for name in names), row_heads=True)
+
+
+def _figure(chart: Chart, *, is_alone: bool) -> str:
+    unit = f' <span class="unit">{escape(chart.unit)}</span>' if chart.unit else ""
+    legend = "".join(
+        f'<span><span class="swatch c{series.run % NUM_COLOURS}{" dot" if series.kind == "dots" else ""}"></span>'
+        f"{escape(series.label)}</span>"
+        for series in chart.series
+    )
+    has_legend = len(chart.series) > 1 or not is_alone
+    return (
+        f'<figure data-chart="{chart.name}"><figcaption>{escape(chart.title)}{unit}</figcaption>'
+        f"{draw_chart(chart)}"
+        + (f'<div class="legend">{legend}</div>' if has_legend else "")
+        + '<output aria-live="polite">&nbsp;</output></figure>'
+    )
+
+
+def _details(run: RunPage) -> str:
+    parts = [f"<section><h2>{escape(run.name)}</h2>"]
+    if run.changes:
+        rows = (
+            [f"{row.step:,}", row.what, row.widths, *(_or_nothing(each) for each in (row.seconds, row.loss_ratio))]
+            for row in run.changes
+        )
+        head = ["step", "what", "replicas of each stage", "seconds", "loss ratio"]
+        parts.append(f"<h3>Changes of membership</h3>{_table(head, rows)}")
+    if run.evaluations:
+        rows = ([f"{step:,}", f"{loss:.4f}"] for step, loss in run.evaluations)
+        parts.append(_folded("Evaluations", _table(["step", "loss"], rows)))
+    if run.command:
+        parts.append(f"<h3>Repeat it</h3><pre>{escape(run.command)}</pre>")
+    if run.notices:
+        left_out = run.num_notices - len(run.notices)
+        rows = ([time.strftime("%m-%d %H:%M:%S", time.gmtime(at)), text] for at, text in run.notices)
+        name = f"Messages (without the first {left_out:,})" if left_out else "Messages"
+        parts.append(_folded(name, _table(["time (UTC)", "text"], rows)))
+    if run.environment:
+        parts.append(_folded("Environment", _table([], ([*each] for each in run.environment.items()), row_heads=True)))
+    if run.config:
+        parts.append(_folded("Configuration", f"<pre>{escape(json.dumps(run.config, indent=2))}</pre>"))
+    return "".join([*parts, "</section>"])
+
+
+def _folded(name: str, content: str) -> str:
+    return f"<details><summary>{escape(name)}</summary>{content}</details>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, row_heads: bool = False) -> str:
+    return f'<div class="scroll"><table>{"".join(_table_parts(head, rows, row_heads))}</table></div>'
+
+
+def _table_parts(head: Sequence[str], rows: Iterable[Sequence[str]], row_heads: bool) -> Iterator[str]:
+    if head:
+        yield f"<thead><tr>{''.join(f'<th scope=col>{escape(each)}</th>' for each in head)}</tr></thead>"
+    yield "<tbody>"
+    for first, *rest in rows:
+        tag = "th scope=row" if row_heads else "td"
+        cells = "".join(f"<td>{escape(each)}</td>" for each in rest)
+        yield f"<tr><{tag}>{escape(first)}</{tag.split()[0]}>{cells}</tr>"
+    yield "</tbody>"
+
+
+def _or_nothing(value: float | None) -> str:
+    return "" if value is None else format_number(value)

@@ -1,0 +1,345 @@
+"""From the files of one run or several to what their page shows: charts, figures, events. Pure.
+
+Runs are compared by step. A chart that no run has values for is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from parallel3d.monitor.flops import describe_mfu
+from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
+from parallel3d.monitor.uptime import RunHistory
+from parallel3d.report_page.scales import Curve, Points, format_number
+
+Json = dict[str, Any]
+MAX_NOTICES = 200
+MESSAGES = ("notice", "drain", "balance", "preemption", "restart")
+"""Events with a text for people."""
+UNSTABLE_RATIO = 1.2
+HLAT_TOKENS = 4e6
+"""HLAT's unit of cost: dollars for 4 million tokens (CPT)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The files of a run, as far as they are there."""
+
+    name: str
+    lines: Sequence[Json]
+    """Of metrics.jsonl."""
+    config: Json = field(default_factory=dict)
+    environment: Json = field(default_factory=dict)
+    summary: Json = field(default_factory=dict)
+    read_at: float = 0.0
+    """Seconds since the epoch: a run that goes on has lasted until then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve of a chart: a line with its band, steps of a staircase, or dots."""
+
+    run: int
+    label: str
+    curve: Curve
+    kind: str = "line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart over training steps."""
+
+    name: str
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+    references: tuple[tuple[str, float], ...] = ()
+    """Horizontal lines: their labels and values."""
+    marks: tuple[tuple[int, str], ...] = ()
+    """Vertical lines: changes of membership, of a page with one run."""
+    from_zero: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipRow:
+    """A change of membership, and the seconds that it has cost."""
+
+    step: int
+    what: str
+    widths: str
+    seconds: float | None
+    """From the death, where it is known, to the end of the first step in the new generation."""
+    loss_ratio: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPage:
+    """One run's part of the page."""
+
+    name: str
+    status: str
+    command: str
+    figures: dict[str, str]
+    changes: tuple[MembershipRow, ...]
+    evaluations: tuple[tuple[int, float], ...]
+    notices: tuple[tuple[float, str], ...]
+    num_notices: int
+    environment: dict[str, str]
+    config: Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageData:
+    """All that the page shows."""
+
+    runs: tuple[RunPage, ...]
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    title: str
+    unit: str = ""
+    from_zero: bool = False
+    is_staircase: bool = False
+    only_if_it_changes: bool = False
+    factor: float = 1.0
+    """From a line's value to the chart's."""
+
+
+SOURCES: dict[str, _Source] = {
+    "grad_norm": _Source(title="Gradient norm", from_zero=True),
+    "lr": _Source(title="Learning rate", from_zero=True),
+    "sequence_length": _Source(
+        title="Sequence length", unit="tokens", from_zero=True, is_staircase=True, only_if_it_changes=True
+    ),
+    "num_sequences": _Source(
+        title="Batch", unit="sequences", from_zero=True, is_staircase=True, only_if_it_changes=True
+    ),
+    "tokens_per_s": _Source(title="Throughput", unit="tokens/s", from_zero=True),
+    "step_s": _Source(title="Time of a step", unit="s", from_zero=True),
+    "mfu": _Source(title="MFU", unit="share of peak FLOP/s", from_zero=True),
+    "bubble": _Source(title="Pipeline bubble", unit="share of a step", from_zero=True),
+    "data_wait_s": _Source(title="Wait for data", unit="s a step", from_zero=True),
+    "memory_bytes": _Source(title="Memory of the largest rank", unit="MB", from_zero=True, factor=1e-6),
+    "param_norm": _Source(title="l2 norm of the weights"),
+    "variance_norm": _Source(title="l1 norm of Adam's sqrt(v)"),
+    "variance_max": _Source(title="Largest element of Adam's sqrt(v)"),
+}
+
+
+def make_page(runs: Sequence[RunFiles], *, dollars_per_hour: float | None = None) -> PageData:
+    """The page of these runs; the price is that of all devices of a run together."""
+    histories = [MetricsLog.of(run.lines) for run in runs]
+    marks = tuple((row.step, row.what) for row in _changes(histories[0])) if len(runs) == 1 else ()
+    return PageData(
+        runs=tuple(_run_page(run, history, dollars_per_hour) for run, history in zip(runs, histories)),
+        charts=tuple(_charts(runs, histories, marks)),
+    )
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _charts(
+    runs: Sequence[RunFiles], histories: Sequence[MetricsLog], marks: tuple[tuple[int, str], ...]
+) -> Iterator[Chart]:
+    def series(points_of: Callable[[MetricsLog], Points], kind: str = "line", label: str = "") -> list[Series]:
+        found = ((number, Curve.of(points_of(history))) for number, history in enumerate(histories))
+        return [
+            Series(run=number, label=_label(runs, number, label), curve=curve, kind=kind)
+            for number, curve in found
+            if curve.x
+        ]
+
+    entropy = runs[0].summary.get("unigram_entropy")
+    evaluated = series(lambda history: [(each.step, each.loss) for each in history.evaluations], "dots", "evaluation")
+    losses = series(lambda history: history.points("loss"), label="training")
+    yield Chart(
+        name="loss",
+        title="Loss",
+        unit="nats per token",
+        series=(*losses, *evaluated),
+        references=(("unigram entropy", float(entropy)),) if entropy is not None else (),
+        marks=marks,
+    )
+    ratios = series(lambda history: sorted(ratios_of(history).items()))
+    if ratios:
+        limit = (("unstable above 1.2", UNSTABLE_RATIO),)
+        title = "Loss ratio: loss / lowest loss before"
+        yield Chart(name="loss_ratio", title=title, unit="", series=tuple(ratios), references=limit, marks=marks)
+    for name, source in SOURCES.items():
+        found = series(partial(_scaled, name=name, factor=source.factor), "stairs" if source.is_staircase else "line")
+        if not found or source.only_if_it_changes and all(len({*each.curve.mean}) < 2 for each in found):
+            continue
+        yield Chart(
+            name=name,
+            title=source.title,
+            unit=source.unit,
+            series=tuple(found),
+            references=tuple(_references(name, runs[0])),
+            marks=marks,
+            from_zero=source.from_zero,
+        )
+    for number, history in enumerate(histories):
+        if history.widths:
+            yield _width_chart(number, runs[number].name if len(runs) > 1 else "", history, marks)
+
+
+def _scaled(history: MetricsLog, *, name: str, factor: float) -> Points:
+    return [(step, factor * value) for step, value in history.points(name)]
+
+
+def _label(runs: Sequence[RunFiles], number: int, what: str) -> str:
+    return ", ".join(part for part in (runs[number].name if len(runs) > 1 or not what else "", what) if part)
+
+
+def _references(name: str, run: RunFiles) -> Iterator[tuple[str, float]]:
+    limit, planned = run.config.get("optimizer", {}).get("max_grad_norm"), run.summary.get("planned_bubble")
+    if name == "grad_norm" and limit is not None:
+        yield "clipped above", float(limit)
+    if name == "bubble" and planned is not None:
+        yield "planned", float(planned)
+
+
+def _width_chart(number: int, name: str, history: MetricsLog, marks: tuple[tuple[int, str], ...]) -> Chart:
+    last_step = history.steps[-1]["step"]
+    stages = []
+    for stage in range(len(history.widths[0][1])):
+        steps, widths = [step for step, _ in history.widths], [float(each[stage]) for _, each in history.widths]
+        values = [*widths, widths[-1]]
+        curve = Curve(x=[*steps, last_step], mean=values, low=values, high=values, steps_per_point=1)
+        stages.append(Series(run=stage, label=f"stage {stage}", curve=curve, kind="stairs"))
+    return Chart(
+        name=f"widths-{number}",
+        title=f"Replicas of each stage{f' of {name}' if name else ''}",
+        unit="replicas",
+        series=tuple(stages),
+        marks=marks,
+        from_zero=True,
+    )
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None) -> RunPage:
+    notices = [
+        (line["time"], line["text"]) for line in run.lines if line.get("event") in ("notice", "drain", "balance")
+    ]
+    return RunPage(
+        name=run.name,
+        status=_status(run, history),
+        command=shlex.join(run.environment.get("command_line", [])),
+        figures=dict(_figures(run, history, dollars_per_hour)),
+        changes=tuple(_changes(history)),
+        evaluations=tuple((each.step, each.loss) for each in history.evaluations),
+        notices=tuple(notices[-MAX_NOTICES:]),
+        num_notices=len(notices),
+        environment={name: _flat(value) for name, value in run.environment.items() if name != "command_line"},
+        config=run.config,
+    )
+
+
+def _status(run: RunFiles, history: MetricsLog) -> str:
+    total = run.config.get("run", {}).get("num_steps")
+    at = f"{history.steps[-1]['step']:,}{f' of {total:,}' if total else ''} steps"
+    if not run.summary:
+        return f"not finished, {at}"
+    code, message = run.summary.get("exit_code"), run.summary.get("message")
+    return f"finished, {at}" if code == 0 else f"ended with code {code}, {at}{f': {message}' if message else ''}"
+
+
+def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    """Names and values of the table in which runs stand side by side."""
+    last, stability, summary = history.steps[-1], analyse(history), run.summary
+    account = RunHistory(run.lines).figures(_end_s(run))
+    changes = list(_changes(history))
+    events = [event for event in history.events if event["event"] == "membership"]
+    yield "steps", f"{last['step']:,}"
+    yield "tokens", f"{last.get('tokens', 0):,}"
+    if (loss := summary.get("final_loss", last.get("loss"))) is not None:
+        yield "final loss", f"{float(loss):.4f}"
+    if best := history.best:
+        yield "best evaluation", f"{best.loss:.4f} (step {best.step:,})"
+    if (speed := summary.get("tokens_per_s", last.get("mean_tokens_per_s"))) is not None:
+        yield "tokens/s", f"{float(speed):,.0f}"
+    if (mfu := summary.get("mfu", last.get("mfu"))) is not None:
+        yield "MFU", describe_mfu(mfu, summary.get("peak_flops_per_s"), summary.get("peak_source"))
+    for key, label in (("bubble", "bubble, measured"), ("planned_bubble", "bubble, planned")):
+        if (value := summary.get(key, last.get(key))) is not None:
+            yield label, f"{float(value):.1%}"
+    yield "steps above 1.2 x lowest loss", f"{stability.loss_ratio.num_unstable:,}"
+    yield "gradient spikes", f"{sum(stability.spikes.histogram.values()):,}"
+    yield "workers lost", f"{sum(len(event['who']) for event in events):,}"
+    yield "workers joined", f"{sum(len(event['joined']) for event in events):,}"
+    yield "seconds that changes have cost", f"{sum(row.seconds or 0.0 for row in changes):.2f}"
+    for key, label in (("restarts", "restarts"), ("lost_steps", "steps lost by restarts")):
+        yield label, f"{account.get(key, 0):,}"
+    if account:
+        yield "wall-clock time", f"{account['wall_s']:,.1f} s"
+        yield "productive share of it", f"{account['uptime']:.1%}"
+        yield from _dollars(run, history, account, dollars_per_hour)
+    for key in ("layout", "parameters"):
+        if (value := summary.get(key)) is not None:
+            yield key, f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _dollars(
+    run: RunFiles, history: MetricsLog, account: Mapping[str, Any], dollars_per_hour: float | None
+) -> Iterator[tuple[str, str]]:
+    """The costs so far, of all of the time: evaluations and recovery included."""
+    tokens = history.steps[-1].get("tokens", 0)
+    if dollars_per_hour is None or not tokens:
+        return
+    dollars = dollars_per_hour * account["wall_s"] / 3600
+    yield "dollars so far", f"{dollars:,.2f}"
+    yield "dollars for a million tokens", format_number(dollars / tokens * 1e6)
+    yield "dollars for 4 million tokens (HLAT's CPT)", format_number(dollars / tokens * HLAT_TOKENS)
+    yield "dollars for a trillion tokens", format_number(dollars / tokens * 1e12)
+
+
+def _end_s(run: RunFiles) -> float:
+    """When the run ended; while it goes on, when it was read."""
+    ends = [line["time"] for line in run.lines if line.get("event") == "ended"]
+    return float(ends[-1]) if run.summary and ends else run.read_at
+
+
+def _changes(history: MetricsLog) -> Iterator[MembershipRow]:
+    ratios = ratios_of(history)
+    for event in history.events:
+        if event["event"] == "membership":
+            yield MembershipRow(
+                step=event["step"],
+                what=_what(event),
+                widths=f"{_widths(event.get('widths_before'))} to {_widths(event.get('widths'))}",
+                seconds=_seconds(event),
+                loss_ratio=ratios.get(event["step"]),
+            )
+
+
+def _what(event: Mapping[str, Any]) -> str:
+    joined = [f"worker {each['rank']} ({each['coordinates']}) joins" for each in event.get("joined", [])]
+    return "; ".join([*([str(event["why"])] if event.get("who") or not joined else []), *joined])
+
+
+def _seconds(event: Mapping[str, Any]) -> float | None:
+    """Detection to regrouping; the first step is training."""
+    parts = [event.get(name) for name in ("detect_s", "agree_s", "repair_s", "regroup_s")]
+    known = [float(part) for part in parts if part is not None and math.isfinite(float(part))]
+    return sum(known) if known else None
+
+
+def _widths(widths: Sequence[int] | None) -> str:
+    return "/".join(map(str, widths)) if widths else "?"
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_flat(each)}" for name, each in value.items())
+    return str(value)

@@ -1,0 +1,127 @@
+"""What the page of a run shows is what its files say."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.commands.report import main
+from parallel3d.report_page.html_page import render_page
+from parallel3d.report_page.page_data import RunFiles, make_page
+from parallel3d.report_page.scales import MAX_POINTS, Curve, linear_scale, log_scale
+
+MARKUP = "<script>alert(1)</script>"
+
+
+def run_files(num_steps=40, name="run", losses=None, **more):
+    losses = losses or [6.0 - 0.1 * step for step in range(num_steps)]
+    steps = [
+        {"step": step, "loss": loss, "tokens": 100 * step, "grad_norm": 1.0 + step, "step_s": 0.5}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    start = [{"event": "started", "step": 0, "time": 1000.0}]
+    return RunFiles(name=name, lines=[*start, *steps, *more.pop("events", [])], **more)
+
+
+CHANGE = {
+    "event": "membership",
+    "step": 7,
+    "who": [{"rank": 3, "coordinates": "pp1 dp1 tp0"}],
+    "joined": [],
+    "why": f"lost rank 3: {MARKUP}",
+    "detect_s": None,
+    "agree_s": 0.25,
+    "repair_s": 0.5,
+    "regroup_s": 0.125,
+    "widths_before": [2, 2],
+    "widths": [2, 1],
+}
+
+
+def test_the_figures_are_those_of_the_files():
+    events = [{"event": "evaluation", "step": 20, "loss": 4.5, "seconds": 1.0}, CHANGE]
+    ended = {"event": "ended", "exit_code": 0, "attempt_start_step": 0, "last_step": 40, "time": 1100.0}
+    summary = {"exit_code": 0, "final_loss": 2.25, "planned_bubble": 0.2, "unigram_entropy": 6.5}
+    page = make_page([run_files(events=[*events, ended], summary=summary, read_at=9e9)], dollars_per_hour=36.0)
+    figures = page.runs[0].figures
+    assert (figures["steps"], figures["tokens"], figures["final loss"]) == ("40", "4,000", "2.2500")
+    assert figures["best evaluation"] == "4.5000 (step 20)" and figures["bubble, planned"] == "20.0%"
+    assert figures["workers lost"] == "1" and figures["seconds that changes have cost"] == "0.88"
+    assert figures["wall-clock time"] == "100.0 s" and figures["productive share of it"] == "21.0%"
+    assert figures["dollars so far"] == "1.00" and figures["dollars for a million tokens"] == "250"
+    assert figures["dollars for 4 million tokens (HLAT's CPT)"] == "1,000"
+    assert figures["dollars for a trillion tokens"] == "2.5e+08"
+    assert page.runs[0].status == "finished, 40 steps" and page.runs[0].changes[0].widths == "2/2 to 2/1"
+    charts = {chart.name: chart for chart in page.charts}
+    assert [*charts] == ["loss", "loss_ratio", "grad_norm", "step_s", "widths-0"]
+    training, evaluation = charts["loss"].series
+    assert training.curve.mean == [6.0 - 0.1 * step for step in range(40)] and evaluation.curve.mean == [4.5]
+    assert [series.curve.mean for series in charts["widths-0"].series] == [[2, 2, 2], [2, 1, 1]]
+
+
+def test_a_run_that_goes_on_lasts_until_now():
+    page = make_page([run_files(read_at=1200.0, config={"run": {"num_steps": 90}})])
+    assert page.runs[0].figures["wall-clock time"] == "200.0 s"
+    assert page.runs[0].status == "not finished, 40 of 90 steps" and "dollars so far" not in page.runs[0].figures
+
+
+def test_strings_of_users_are_only_text():
+    files = run_files(name=MARKUP, events=[CHANGE], environment={"command_line": ["train", MARKUP]})
+    text = render_page(make_page([files, run_files(name="other")]), now_s=0.0)
+    assert MARKUP not in text and text.count("<script") == text.count("</script>") == 2
+    data = text.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["charts"][0]["series"][0]["label"] == f"{MARKUP}, training"
+
+
+def test_long_runs_fit_into_a_megabyte():
+    losses = [5.0 + math.sin(step) for step in range(50_000)]
+    losses[777] = 90.0
+    losses[778] = math.nan
+    page = make_page([run_files(name=str(number), losses=losses) for number in range(6)])
+    curve = page.charts[0].series[0].curve
+    assert len(curve.x) <= MAX_POINTS and max(curve.high) == 90.0 and curve.x[-1] == 50_000
+    assert len(render_page(page, now_s=0.0).encode()) < 2**20
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=900))
+def test_windows_keep_the_extremes_and_the_mean(values):
+    curve = Curve.of([*enumerate(values)])
+    assert min(curve.low) == min(values) and max(curve.high) == max(values)
+    assert len(curve.x) <= MAX_POINTS and curve.x[-1] == len(values) - 1
+    sizes = [min(curve.steps_per_point, len(values) - start) for start in range(0, len(values), curve.steps_per_point)]
+    total = math.fsum(mean * size for mean, size in zip(curve.mean, sizes))
+    assert total == pytest.approx(math.fsum(values), rel=1e-9, abs=1e-3)
+
+
+@given(st.floats(-1e12, 1e12), st.floats(0, 1e12))
+def test_a_scale_holds_its_values(low, size):
+    scale = linear_scale(low, low + size)
+    room = 1e-9 * (abs(low) + size)
+    assert scale.low <= low + room and low + size <= scale.high + room and 2 <= len(scale.ticks) <= 13
+    assert 0.0 <= scale.share(low) <= scale.share(low + size) <= 1.0
+
+
+def test_a_logarithmic_scale_ends_with_powers_of_ten():
+    scale = log_scale(0.02, 3000.0)
+    assert (scale.low, scale.high) == (0.01, 10_000.0) and scale.share(10.0) == pytest.approx(0.5)
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"event": "started", "step": 0, "time": 1}\n')
+    for arguments, said in (
+        (["--html"], "holds no step yet"),
+        (["--out", "x.html"], "--out has no effect without --html"),
+        (["--html", "--json"], "--json has no effect with --html"),
+        (["--html", "--dollars-per-hour", "0"], "must be more than 0"),
+        ([str(tmp_path / "nothing"), "--html"], "holds no step yet"),
+    ):
+        assert main([str(tmp_path), *arguments]) == 2
+        assert said in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert main([str(tmp_path), str(tmp_path / "nothing"), "--html"]) == 2
+    assert "nothing is not the folder of a run" in capsys.readouterr().err
+    assert main([str(tmp_path), "--html", "--out", str(tmp_path / "no" / "x.html")]) == 2
+    assert "give another place with --out" in capsys.readouterr().err
+    assert main([str(tmp_path), "--html"]) == 0 and (tmp_path / "report.html").exists()
