@@ -9,7 +9,6 @@ from parallel3d.costs.layout_estimate import LayoutEstimate
 from parallel3d.costs.layout_search import LayoutChoice, RankedLayouts
 from parallel3d.costs.stage_work import ALIGNMENT
 from parallel3d.rehearsal.device_rows import GIB
-from parallel3d.rehearsal.roofline import PRODUCT_SHARES
 
 EXPOSED, LARGE_BUBBLE, TIGHT = 0.05, 0.20, 0.95
 """Shares of a step, and of the memory, from which a warning is given."""
@@ -39,8 +38,9 @@ def find_cliffs(estimate: LayoutEstimate) -> Iterator[str]:
             f"({ALIGNMENT * parallel.tp_size}): misaligned products of the head, or rows of padding"
         )
     narrowest = min(model.hidden_size, model.intermediate_size // parallel.tp_size)
-    if narrowest < PRODUCT_SHARES[0][0] <= min(model.hidden_size, model.intermediate_size):
-        yield f"tp_size {parallel.tp_size} makes products {narrowest:,} wide, below {PRODUCT_SHARES[0][0]:,}: slower"
+    wide = machines.device.rates.wide_from
+    if narrowest < wide <= min(model.hidden_size, model.intermediate_size):
+        yield f"tp_size {parallel.tp_size} makes products {narrowest:,} wide, below {wide:,}: slower"
     if memory > 1:
         yield f"a rank needs {memory:.0%} of the device's memory: it does not fit"
     elif memory > TIGHT:

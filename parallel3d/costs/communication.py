@@ -22,10 +22,7 @@ from parallel3d.costs.machines import Machines
 from parallel3d.costs.rank_memory import MicroBatchSizes, StageMemory
 from parallel3d.costs.stage_work import PassSeconds
 from parallel3d.costs.state_bytes import EXACT_SUM_BYTES
-from parallel3d.rehearsal.roofline import SHARES
-
-COLLECTIVE_START_S = 20e-6
-"""Time of a collective without bytes, for each doubling of its ranks. A guess."""
+from parallel3d.rehearsal.device_rows import ReachedRates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +40,11 @@ class AxisTraffic:
 NO_TRAFFIC = AxisTraffic(num_bytes=0, total_s=0.0, exposed_s=0.0, bandwidth=0.0)
 
 
-def collective_s(num_bytes: float, size: int, bandwidth: float) -> float:
+def collective_s(num_bytes: float, size: int, bandwidth: float, rates: ReachedRates) -> float:
     """Seconds of a ring's one pass: a gather, or a sum that leaves each rank its part."""
     if size == 1:
         return 0.0
-    return num_bytes * (size - 1) / size / (SHARES["collective"] * bandwidth) + COLLECTIVE_START_S * log2(size)
+    return num_bytes * (size - 1) / size / (rates.collective * bandwidth) + rates.collective_start_s * log2(size)
 
 
 def strides_of(config: Config) -> Mapping[str, int]:
@@ -77,7 +74,7 @@ def layer_traffic(config: Config, sizes: MicroBatchSizes, machines: Machines, pa
     if tp == 1:
         return LayerTraffic(forward_s=0.0, backward_s=0.0, total_s=0.0, num_bytes=0, bandwidth=bandwidth)
     whole = sizes.num_tokens * config.model.hidden_size * sizes.itemsize
-    one = collective_s(whole, tp, bandwidth)
+    one = collective_s(whole, tp, bandwidth, machines.device.rates)
     # without sharded tokens a sum is an all-reduce, of two passes, and nothing is gathered: as many passes
     forward = 4 * one
     overlapped = 4 * one  # inputs' gathers and sums; those of a plain region are two all-reduces
@@ -108,11 +105,12 @@ def replica_traffic(
     is_exact = config.precision.sums == "exact"
     grads = memory.state.num_parameters * (EXACT_SUM_BYTES if is_exact else spec.grad.num_bytes)
     weights = memory.state.num_parameters * spec.compute.num_bytes
-    starts_s = COLLECTIVE_START_S * log2(replicas) * (memory.state.num_buckets - 1)
-    reduce_s = collective_s(grads, replicas, bandwidth) + starts_s
-    gather_s = collective_s(weights, replicas, bandwidth) + starts_s
+    rates = machines.device.rates
+    starts_s = rates.collective_start_s * log2(replicas) * (memory.state.num_buckets - 1)
+    reduce_s = collective_s(grads, replicas, bandwidth, rates) + starts_s
+    gather_s = collective_s(weights, replicas, bandwidth, rates) + starts_s
     backup = grads / replicas if memory.state.backup else 0.0
-    backup_s = backup / (SHARES["collective"] * bandwidth)
+    backup_s = backup / (rates.collective * bandwidth)
     if parallel.zero_stage == 0:
         reduce_s, gather_s, weights = 2 * reduce_s, 0.0, grads
     terms = is_exact or "accumulation" in config.precision.stochastic_rounding
@@ -131,4 +129,5 @@ def message_seconds(config: Config, sizes: MicroBatchSizes, machines: Machines) 
     stride = strides_of(config)["pp"]
     is_near = machines.is_within_host(size=config.parallel.pp_size, stride=stride)
     bandwidth = machines.device.link_bandwidth if is_near else machines.device.network_bandwidth
-    return COLLECTIVE_START_S + sizes.messages.activation_bytes / (SHARES["collective"] * bandwidth), bandwidth
+    rates = machines.device.rates
+    return rates.collective_start_s + sizes.messages.activation_bytes / (rates.collective * bandwidth), bandwidth

@@ -30,7 +30,6 @@ from parallel3d.costs.rank_memory import MicroBatchSizes, StageMemory, estimate_
 from parallel3d.costs.rental import Rental
 from parallel3d.costs.stage_work import pass_seconds, update_seconds
 from parallel3d.rehearsal.device_rows import GIB, peak_flops
-from parallel3d.rehearsal.roofline import STEP_IDLE_S
 from parallel3d.trainer.plans import chunk_layout_of, split_layers
 
 ENTRY_HOP_S = 50e-6
@@ -74,7 +73,7 @@ class LayoutEstimate:
 
     @cached_property
     def step_s(self) -> float:
-        entry_s = STEP_IDLE_S + ENTRY_HOP_S * log2(max(2, self.machines.num_devices))
+        entry_s = self.machines.device.rates.step_idle_s + ENTRY_HOP_S * log2(max(2, self.machines.num_devices))
         busy_s = self.num_micro_batches * max(self.stage_s)
         return busy_s + self.idle_s + self.traffic["dp"].exposed_s + self.update_s + entry_s
 
@@ -100,8 +99,9 @@ def estimate_layout(
     """The estimate for a resolved configuration whose ranks are the machines' devices; `stages` is its memory, if it is
     known."""
     parallel = config.parallel
-    stages = stages or estimate_memory(config, parts)
-    sizes = MicroBatchSizes.of(config, split_layers(config), on_device=True)
+    on_device = not machines.device.is_cpu
+    stages = stages or estimate_memory(config, parts, on_device=on_device)
+    sizes = MicroBatchSizes.of(config, split_layers(config), on_device=on_device)
     count = micro_batches_a_replica(config)
     works = {(w.num_layers, w.is_first, w.is_last): w for w in _stage_works(config, stages)}
     timed = {key: _time_stage(config, sizes, machines, work) for key, work in works.items()}

@@ -18,11 +18,10 @@ from parallel3d.costs.state_bytes import StateBytes, StateFormats
 from parallel3d.rehearsal.device_rows import DeviceRow
 from parallel3d.rehearsal.ideal_counts import CROSS_ENTROPY_BYTES, HEAD_BLOCK_BYTES, ideal_layer
 from parallel3d.rehearsal.kernel_counts import KernelCounts, KernelWork
-from parallel3d.rehearsal.roofline import estimate_phase
+from parallel3d.rehearsal.roofline import UPDATE_KERNEL, estimate_phase
 
 ALIGNMENT = 8
 """Elements of 16 bits to which the rows of a fast product's matrices are aligned."""
-UPDATE_KERNEL = "_update_range"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,38 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReachedRates:
+    """What kernels reach of a device's peaks, and times that do not depend on sizes. The defaults are an H200's: its
+    shares were measured with a sketch of this program; those of narrow products and of collectives are guesses."""
+
+    wide_product: float = 0.70
+    """Share of the peak that products reach whose smallest size is at least `wide_from`."""
+    narrow_product: float = 0.565
+    wide_from: int = 2048
+    misaligned_factor: float = 3.3
+    """How many times as long products take whose rows are misaligned."""
+    attention: float = 0.50
+    attention_backward: float = 0.43
+    elementwise: float = 0.79
+    """Share of the memory's bandwidth."""
+    update: float = 0.58
+    """The same for the update: random bits and roundings are some 120 instructions an element, 27 ms at 7B where the
+    bytes take 24, and the two overlap in part."""
+    collective: float = 0.75
+    """Share of the links' bandwidth."""
+    collective_start_s: float = 20e-6
+    """Time of a collective without bytes, for each doubling of its ranks. A guess."""
+    kernel_s: float = 4e-6
+    """What a kernel takes at least."""
+    launch_s: float = 8e-6
+    """Host time of a kernel's start, eager: a step that starts more than it can hide takes as long as its starts."""
+    wait_s: float = 50e-6
+    """Idle time of the device after the host has waited for it."""
+    step_idle_s: float = 4e-3
+    """Idle time of a step: its beginning and its end, with the host's part of the entry."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceRow:
     """One device, by its data sheet."""
 
@@ -39,6 +71,10 @@ class DeviceRow:
     price_source: str = ""
     """Where the price is from, and for which machine."""
     price_date: str = ""
+    rates: ReachedRates = ReachedRates()
+    """What kernels reach of the peaks above."""
+    is_cpu: bool = False
+    """Whether it is a share of a host's cores: no context, no fragments, blocks of logits in CPU sizes."""
 
 
 _H100: dict[str, Any] = dict(bf16_tflops=989.4, fp32_tflops=66.9, link_bandwidth=450e9)
@@ -119,6 +155,8 @@ def _merge(rows: Mapping[str, DeviceRow], raw: Any, path: Path | None) -> Device
     """The row of a file, on top of the known one of this name."""
     try:
         known = asdict(rows[raw["name"]]) if raw["name"] in rows else {}
-        return DeviceRow(**{**known, **raw})
+        merged = {**known, **raw}
+        rates = ReachedRates(**{**known.get("rates", {}), **raw.get("rates", {})})
+        return DeviceRow(**{**merged, "rates": rates})
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: no list of devices: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from parallel3d.rehearsal.ideal_counts import IdealWork
-from parallel3d.rehearsal.roofline import STEP_IDLE_S, StepEstimate
+from parallel3d.rehearsal.roofline import StepEstimate
 
 _NONE = IdealWork(num_kernels=0, num_bytes=0)
 
@@ -23,7 +23,7 @@ def describe_estimates(estimates: Sequence[StepEstimate], ideal: Mapping[str, Id
             f"{least.num_bytes / 1e9:>8.1f}{phase.num_waits:>7}"
             + "".join(f"{1e3 * estimate.phases[name].total_s:>15.1f}" for estimate in estimates)
         )
-    yield f"{'idle':<53}" + "".join(f"{1e3 * STEP_IDLE_S:>15.1f}" for _ in estimates)
+    yield f"{'idle':<53}" + "".join(f"{1e3 * each.device.rates.step_idle_s:>15.1f}" for each in estimates)
     for estimate in estimates:
         yield describe_step(estimate)
 

@@ -1,13 +1,14 @@
 """From counts to seconds: what limits each kernel. Pure.
 
-    product       FLOPs / (share x peak), the share by its smallest size; 3.3 times as long if its rows are misaligned
-    attention     FLOPs / (0.50 x peak) forward, / (0.43 x peak) backward
-    elementwise   bytes / (0.79 x bandwidth), the update / (0.58 x bandwidth)
-    collective    bytes / (0.75 x bandwidth of the links)
+    product       FLOPs / (share x peak), the share by its smallest size; longer if its rows are misaligned
+    attention     FLOPs / (share x peak), another share backward
+    elementwise   bytes / (share x bandwidth), the update's share is its own
+    collective    bytes / (share x bandwidth of the links)
 
-and none takes less than the 4 us that a GPU needs between two small kernels. The shares were measured on one H200 with
-a sketch of this program (products 693 of 989 TFLOP/s, elementwise kernels 3.8 of 4.8 TB/s, cuDNN's attention); those of
-narrow products, of misaligned ones and of collectives are guesses. No line of it was measured with this code.
+and none takes less than a device needs between two small kernels. The shares are a row's (`ReachedRates`). Those of
+GPUs were measured on one H200 with a sketch of this program (products 693 of 989 TFLOP/s, elementwise kernels 3.8 of
+4.8 TB/s, cuDNN's attention); those of narrow products, of misaligned ones and of collectives are guesses. No line of
+it was measured on a GPU with this code.
 """
 
 from __future__ import annotations
@@ -16,47 +17,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel3d.rehearsal.device_rows import DeviceRow, peak_flops
-from parallel3d.rehearsal.kernel_counts import KernelCounts, KernelWork, WorkKind
+from parallel3d.rehearsal.kernel_counts import KernelCounts, KernelWork
 
-SMALLEST_KERNEL_S = 4e-6
-LAUNCH_S = 8e-6
-"""Host time of a kernel's start, eager: a step that starts more than it can hide takes as long as its starts."""
-WAIT_S = 50e-6
-"""Idle time of the device after the host has waited for it."""
-STEP_IDLE_S = 4e-3
-"""Idle time of a step: its beginning and its end, with the host's part of the entry."""
-PRODUCT_SHARES = ((2048, 0.70), (0, 0.565))
-"""Share of the peak by a product's smallest size: the first row counts that it reaches."""
-MISALIGNED_FACTOR = 3.3
-SHARES: Mapping[WorkKind, float] = {
-    "attention": 0.50,
-    "attention_backward": 0.43,
-    "elementwise": 0.79,
-    "collective": 0.75,
-}
-SLOW_KERNELS: Mapping[str, float] = {"_update_range": 0.58}
-"""Share of the bandwidth for kernels that compute much: the update's random bits and roundings are some 120
-instructions an element, 27 ms at 7B where its bytes take 24, and the two overlap in part."""
+UPDATE_KERNEL = "_update_range"
 RESERVED_GIB = 2.5
 """Memory beyond the tensors: the CUDA context, workspaces of cuBLAS and cuDNN, what the allocator can't use."""
 
 
 def kernel_s(work: KernelWork, device: DeviceRow) -> float:
     """Seconds of one kernel on the device."""
-    peak = peak_flops(device, work.itemsize)
-    memory_s = work.num_bytes / (SHARES["elementwise"] * device.bandwidth)
+    peak, rates = peak_flops(device, work.itemsize), device.rates
+    memory_s = work.num_bytes / (rates.elementwise * device.bandwidth)
     if work.kind == "product":
-        share = next(share for size, share in PRODUCT_SHARES if work.narrowest >= size)
-        factor = 1.0 if work.is_aligned else MISALIGNED_FACTOR
+        share = rates.wide_product if work.narrowest >= rates.wide_from else rates.narrow_product
+        factor = 1.0 if work.is_aligned else rates.misaligned_factor
         limit_s = max(factor * work.flops / (share * peak), memory_s)
     elif work.kind == "collective":
-        limit_s = work.num_bytes / (SHARES["collective"] * device.link_bandwidth)
+        limit_s = work.num_bytes / (rates.collective * device.link_bandwidth)
     elif work.kind == "elementwise":
-        share = SLOW_KERNELS.get(work.name, SHARES["elementwise"])
+        share = rates.update if work.name == UPDATE_KERNEL else rates.elementwise
         limit_s = work.num_bytes / (share * device.bandwidth)
     else:
-        limit_s = work.flops / (SHARES[work.kind] * peak)
-    return max(SMALLEST_KERNEL_S, limit_s)
+        share = rates.attention if work.kind == "attention" else rates.attention_backward
+        limit_s = work.flops / (share * peak)
+    return max(rates.kernel_s, limit_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +65,7 @@ def estimate_phase(counts: KernelCounts, device: DeviceRow) -> PhaseEstimate:
     device_s = sum(count * kernel_s(work, device) for work, count in counts.works.items())
     return PhaseEstimate(
         device_s=device_s,
-        idle_s=max(0.0, counts.num_kernels * LAUNCH_S - device_s) + counts.num_waits * WAIT_S,
+        idle_s=max(0.0, counts.num_kernels * device.rates.launch_s - device_s) + counts.num_waits * device.rates.wait_s,
         num_kernels=counts.num_kernels,
         elementwise_bytes=counts.elementwise_bytes,
         num_waits=counts.num_waits,
@@ -101,7 +85,7 @@ class StepEstimate:
 
     @property
     def step_s(self) -> float:
-        return STEP_IDLE_S + sum(phase.total_s for phase in self.phases.values())
+        return self.device.rates.step_idle_s + sum(phase.total_s for phase in self.phases.values())
 
     @property
     def tokens_per_s(self) -> float:

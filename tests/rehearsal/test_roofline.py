@@ -28,7 +28,7 @@ def test_what_limits_a_kernel():
     assert kernel_s(product(num_bytes=48 * 10**9), H200) == pytest.approx(0.01 / 0.79)
     add = KernelWork(name="add", kind="elementwise", num_bytes=48 * 10**8)
     assert kernel_s(add, H200) == pytest.approx(1e-3 / 0.79)
-    assert kernel_s(KernelWork(name="add", kind="elementwise", num_bytes=6), H200) == roofline.SMALLEST_KERNEL_S
+    assert kernel_s(KernelWork(name="add", kind="elementwise", num_bytes=6), H200) == H200.rates.kernel_s
     gather = KernelWork(name="all_gather", kind="collective", num_bytes=45 * 10**7)
     assert kernel_s(gather, H200) == pytest.approx(1e-3 / 0.75)
 
@@ -36,7 +36,7 @@ def test_what_limits_a_kernel():
 def test_many_small_kernels_take_as_long_as_their_starts():
     small = KernelWork(name="add", kind="elementwise", num_bytes=6)
     phase = estimate_phase(KernelCounts(works=Counter({small: 1000}), num_waits=2), H200)
-    assert phase.total_s == pytest.approx(1000 * roofline.LAUNCH_S + 2 * roofline.WAIT_S)
+    assert phase.total_s == pytest.approx(1000 * H200.rates.launch_s + 2 * H200.rates.wait_s)
     large = KernelWork(name="add", kind="elementwise", num_bytes=48 * 10**8)
     assert estimate_phase(KernelCounts(works=Counter({large: 10})), H200).idle_s == 0
 
@@ -44,7 +44,7 @@ def test_many_small_kernels_take_as_long_as_their_starts():
 def test_a_step_has_a_speed_a_share_of_the_peak_and_a_size():
     counts = KernelCounts(works=Counter({product(): 10}))
     step = estimate_step({"layers": counts}, H200, num_tokens=1000, model_flops=5 * TERA, peak_bytes=100 * 2**30)
-    assert step.step_s == pytest.approx(roofline.STEP_IDLE_S + 10 / (0.70 * 989.4))
+    assert step.step_s == pytest.approx(H200.rates.step_idle_s + 10 / (0.70 * 989.4))
     assert step.tokens_per_s == pytest.approx(1000 / step.step_s)
     assert step.mfu == pytest.approx(5 / 989.4 / step.step_s)
     assert step.peak_gib == 100 + roofline.RESERVED_GIB and step.fits
