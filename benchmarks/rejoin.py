@@ -1,10 +1,15 @@
 """Measures how long a run pauses when a lost worker returns, and what workers that come and go cost it.
 
     python benchmarks/rejoin.py [--rounds 10] [--only quickstart] [--ranks 4 10] [--steps 300] [--cycles 5]
+    python benchmarks/rejoin.py --restarts 5 --only quickstart --ranks 4  # joins beside restarts from a checkpoint
 
 Pauses: in one run after the other a worker is killed `--rounds` times, each time after the one before has come back.
 The figures are those of the run's own records. Throughput (with `--steps`): the quickstart trains that many steps
 undisturbed, and again while a worker is killed and returns `--cycles` times; both from the first step to the last.
+
+Beside restarts (with `--restarts`, in place of both): the same workers are killed in the run that heals, and in one with
+`elastic.enabled` false, which every loss restarts from the newest checkpoint (`--every` steps). Seconds are those from the
+signal to the end of the first step that had not been done before, by the records of steps.
 Nothing else may run meanwhile.
 """
 
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,8 +38,19 @@ from benchmarks.recovery import MODELS
 
 PARTS = ("agree_s", "repair_s", "regroup_s")
 WAIT_S = 120.0
+EVERY_STEPS = 10
 CALM_STEPS = 3
 """Between a join and the next kill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a killed worker costs."""
+
+    back_s: float
+    """From the signal to the end of the first step that had not been done before."""
+    num_repeated: int
+    """Completed steps that are done again."""
 
 
 class Run:
@@ -68,11 +85,30 @@ class Run:
     def strike(self, rank: int) -> list[int]:
         """Kills a worker, waits until another one has its place, and for some steps; returns those that have joined."""
         num_changes = len(self.changes())
-        log = (self.folder / "logs" / f"rank-{rank}.log").read_text()
-        os.kill(int(re.findall(r"is process (\d+)", log)[0]), signal.SIGKILL)
-        self._wait(lambda: any(change["joined"] for change in self.changes()[num_changes:]), f"another for {rank}")
+        self.kill(rank)
+        self.await_join(num_changes)
         self.await_steps(self.num_steps() + CALM_STEPS)
         return [each["rank"] for change in self.changes()[num_changes:] for each in change["joined"]]
+
+    def kill(self, rank: int) -> float:
+        """Returns the time of the signal."""
+        log = (self.folder / "logs" / f"rank-{rank}.log").read_text()
+        killed_s = time.time()
+        os.kill(int(re.findall(r"is process (\d+)", log)[-1]), signal.SIGKILL)
+        return killed_s
+
+    def await_join(self, num_changes: int) -> None:
+        """Waits until a worker has joined in one of the changes after the first `num_changes`."""
+        self._wait(lambda: any(change["joined"] for change in self.changes()[num_changes:]), "a worker that returns")
+
+    def lose(self, rank: int) -> Loss:
+        """Kills a worker, and waits until the run has done a step that had not been done before."""
+        num_before = len(events_of_losses(self.lines()))
+        killed_s = self.kill(rank)
+        self._wait(lambda: len(events_of_losses(self.lines())) > num_before, f"the loss of {rank}")
+        num_done, num_repeated = account(self.lines(), num_before)
+        self._wait(lambda: newest_step(self.lines()) > num_done, f"a step after {num_done}")
+        return Loss(back_s=time.time() - killed_s, num_repeated=num_repeated)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -85,7 +121,7 @@ class Run:
             if self.process.poll() is not None or time.monotonic() > deadline_s:
                 self.process.kill()
                 raise SystemExit(f"waited in vain for {what}:\n{self._output.read_text()[-4000:]}")
-            time.sleep(0.05)
+            time.sleep(0.02)
 
 
 def main() -> None:
@@ -95,7 +131,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 10])
     parser.add_argument("--steps", type=int, help="measure throughput, too")
     parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--restarts", type=int, help="compare this many returns with as many restarts, and nothing else")
+    parser.add_argument("--every", type=int, default=EVERY_STEPS, help=f"steps between checkpoints ({EVERY_STEPS})")
     options = parser.parse_args()
+    if options.restarts:
+        compare_with_restarts(options)
+        return
     print("| model | agreed | repaired | regrouped | pause: median | worst | MiB moved |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for name in [options.only] if options.only else MODELS:
@@ -122,6 +163,72 @@ def measure_pauses(model: Sequence[str], num_ranks: int, num_rounds: int) -> lis
         finally:
             run.end()
         return [change for change in run.changes() if change["joined"]]
+
+
+def compare_with_restarts(options: argparse.Namespace) -> None:
+    print("| model | a loss is followed by | s to the next new step: median | worst | steps repeated | join's pause | worst |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for name in [options.only] if options.only else MODELS:
+        for num_ranks in options.ranks:
+            for heals in (True, False):
+                losses, joins = measure_losses(MODELS[name], num_ranks, options.restarts, options.every, heals=heals)
+                print(loss_row(f"{name}, {num_ranks} ranks", losses, joins), flush=True)
+
+
+def measure_losses(
+    model: Sequence[str], num_ranks: int, num_rounds: int, every: int, *, heals: bool
+) -> tuple[list[Loss], list[float]]:
+    """Returns what each loss of one run costs, and the pauses of the joins that follow them."""
+    flags = ("run.num_steps=1000000", "run.evaluate_every=null", "monitor.charts=false", f"checkpoint.every={every}")
+    restarting = () if heals else ("elastic.enabled=false", "restart.max_restarts=1000")
+    losses, ranks = [], list(range(num_ranks))
+    draw = random.Random(0)
+    with TemporaryDirectory() as folder:
+        run = Run(folder, (*model, f"parallel.dp_size={num_ranks // 2}", *flags, *restarting))
+        try:
+            for number in range(num_rounds):
+                run.await_steps(max(every + 5, newest_step(run.lines()) + every + 2 * number))  # anywhere between saves
+                victim = draw.choice(ranks)
+                num_changes = len(run.changes())
+                losses.append(run.lose(victim))
+                if heals:
+                    run.await_join(num_changes)
+                    new = [each["rank"] for change in run.changes()[num_changes:] for each in change["joined"]]
+                    ranks = [rank for rank in ranks if rank != victim] + new
+        finally:
+            run.end()
+        joins = [change for change in run.changes() if change["joined"]]
+        return losses, [sum(join[part] for part in PARTS) for join in joins]
+
+
+def events_of_losses(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the indices of the records of losses and restarts."""
+    return [
+        index
+        for index, line in enumerate(lines)
+        if line.get("event") == "restart" or (line.get("event") == "membership" and line["who"])
+    ]
+
+
+def account(lines: Sequence[dict[str, Any]], number: int) -> tuple[int, int]:
+    """Returns up to which step a run had come before its loss of this number, and how many steps it does again."""
+    index = events_of_losses(lines)[number]
+    if lines[index]["event"] == "membership":
+        return newest_step(lines[:index]), 0
+    lost = lines[index]["lost_steps"]
+    return lines[index]["step"] + lost, lost
+
+
+def newest_step(lines: Sequence[dict[str, Any]]) -> int:
+    return max((line["step"] for line in lines if "event" not in line), default=0)
+
+
+def loss_row(name: str, losses: Sequence[Loss], joins: Sequence[float]) -> str:
+    seconds = [loss.back_s for loss in losses]
+    repeated = statistics.median(loss.num_repeated for loss in losses)
+    pauses = f"{statistics.median(joins):.3f} | {max(joins):.3f}" if joins else "- | -"
+    way = "a join" if joins else "a restart"
+    return f"| {name} | {way} | {statistics.median(seconds):.3f} | {max(seconds):.3f} | {repeated:g} | {pauses} |"
 
 
 def pause_row(name: str, joins: Sequence[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubble, cpu, data_wait, restarts, step_parts
+from benchmarks import bubble, cpu, data_wait, rejoin, restarts, step_parts
 from benchmarks.peers.workload import Workload, add_workload, read_workload
 from parallel3d.config.derived import world_size
 from parallel3d.config.load import load_config, resolve
@@ -209,6 +209,19 @@ def test_the_account_of_restarts():
     steps = [[{"loss": loss} for loss in losses] for losses in ([3.0, 2.0, 1.0], [3.0, 2.0, 1.5])]
     assert restarts.first_difference(*steps) == 2
     assert [fault["step"] for fault in restarts.plan_faults(24)] == [11, 17, 23]
+
+
+def test_what_a_lost_worker_costs_by_a_join_and_by_a_restart():
+    """A restart goes back to its checkpoint, a join repeats no completed step; neither counts what had been done."""
+    steps = [{"step": step} for step in range(1, 8)]
+    loss, join = ({"event": "membership", "who": who, "joined": []} for who in ([{"rank": 1}], []))
+    assert rejoin.events_of_losses([*steps, loss, join]) == [7]
+    assert rejoin.account([*steps, loss, join, {"step": 8}], 0) == (7, 0)
+    restarted = [*steps[:4], {"event": "restart", "step": 4, "lost_steps": 3}, *steps[4:6]]
+    assert rejoin.account(restarted, 0) == (7, 3) and rejoin.newest_step(restarted) == 6
+    losses = [rejoin.Loss(back_s=seconds, num_repeated=3) for seconds in (2.0, 4.0, 3.0)]
+    assert rejoin.loss_row("tiny", losses, []) == "| tiny | a restart | 3.000 | 4.000 | 3 | - | - |"
+    assert rejoin.loss_row("tiny", losses[:1], [0.1, 0.3]) == "| tiny | a join | 2.000 | 2.000 | 3 | 0.200 | 0.300 |"
 
 
 def test_the_parts_of_a_step():
