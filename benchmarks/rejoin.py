@@ -7,9 +7,9 @@ Pauses: in one run after the other a worker is killed `--rounds` times, each tim
 The figures are those of the run's own records. Throughput (with `--steps`): the quickstart trains that many steps
 undisturbed, and again while a worker is killed and returns `--cycles` times; both from the first step to the last.
 
-Beside restarts (with `--restarts`, in place of both): the same workers are killed in the run that heals, and in one with
-`elastic.enabled` false, which every loss restarts from the newest checkpoint (`--every` steps). Seconds are those from the
-signal to the end of the first step that had not been done before, by the records of steps.
+Beside restarts (with `--restarts`, in place of both): the same workers are killed in the run that heals, and in one
+with `elastic.enabled` false, which every loss restarts from the newest checkpoint (`--every` steps). Seconds are those
+from the signal to the end of the first step that had not been done before, by the records of steps.
 Nothing else may run meanwhile.
 """
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 10])
     parser.add_argument("--steps", type=int, help="measure throughput, too")
     parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--restarts", type=int, help="compare this many returns with as many restarts, and nothing else")
+    parser.add_argument("--restarts", type=int, help="compare N returns with N restarts, nothing else")
     parser.add_argument("--every", type=int, default=EVERY_STEPS, help=f"steps between checkpoints ({EVERY_STEPS})")
     options = parser.parse_args()
     if options.restarts:
@@ -166,7 +166,8 @@ def measure_pauses(model: Sequence[str], num_ranks: int, num_rounds: int) -> lis
 
 
 def compare_with_restarts(options: argparse.Namespace) -> None:
-    print("| model | a loss is followed by | s to the next new step: median | worst | steps repeated | join's pause | worst |")
+    seconds = "s to the next new step: median | worst"
+    print(f"| model | a loss is followed by | {seconds} | steps repeated | join's pause: median | worst |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for name in [options.only] if options.only else MODELS:
         for num_ranks in options.ranks:

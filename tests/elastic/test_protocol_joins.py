@@ -26,11 +26,11 @@ TP2 = uniform(1, 2, tp=2)  # replica 0 = 0 1, replica 1 = 2 3
 @pytest.mark.parametrize(
     ("grid", "num_iterations", "faults", "zero_stage"),
     [
-        (uniform(1, 2), 2, {"deaths": 2, "joins": 2}, 1),
+        pytest.param(uniform(1, 2), 2, {"deaths": 2, "joins": 2}, 1, marks=pytest.mark.full),
         (uniform(1, 2), 2, {"deaths": 2, "joins": 1}, 0),
-        (uniform(1, 2), 2, {"deaths": 1, "joins": 1, "drains": 1}, 1),
-        (uniform(1, 2), 2, {"deaths": 1, "joins": 1, "false_deaths": 1}, 1),
-        (uniform(1, 3), 1, {"deaths": 2, "joins": 1}, 1),
+        pytest.param(uniform(1, 2), 2, {"deaths": 1, "joins": 1, "drains": 1}, 1, marks=pytest.mark.full),
+        pytest.param(uniform(1, 2), 2, {"deaths": 1, "joins": 1, "false_deaths": 1}, 1, marks=pytest.mark.full),
+        pytest.param(uniform(1, 3), 1, {"deaths": 2, "joins": 1}, 1, marks=pytest.mark.full),
         pytest.param(uniform(2, 2), 2, {"deaths": 1, "joins": 1}, 1, marks=pytest.mark.full),
         pytest.param(TP2, 2, {"deaths": 1, "joins": 1}, 1, marks=pytest.mark.full),
     ],
@@ -61,7 +61,8 @@ def test_the_reduction_leaves_no_join_out():
     for reduced in (True, False):
         model = Model(uniform(1, 2), num_iterations=2, reduced=reduced)
         explore(model, model.start(deaths=1, joins=1))
-        found[reduced] = {freeze((record.grid, record.previous, record.position)) for record in model.records}
+        records = {freeze((record.grid, record.previous, record.position)) for record in model.records}
+        found[reduced] = records, model.reports
     assert found[True] == found[False]
 
 

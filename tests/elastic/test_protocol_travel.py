@@ -21,9 +21,10 @@ HOSTS = {0: "a", 1: "b", 2: "a", 3: "b"}
 @pytest.mark.parametrize(
     ("grid", "hosts", "faults"),
     [
-        (uniform(1, 3), None, {"false_deaths": 1, "deaths": 1}),
+        pytest.param(uniform(1, 3), None, {"false_deaths": 1, "deaths": 1}, marks=pytest.mark.full),
         (uniform(1, 2), None, {"false_deaths": 1, "suspicions": 1}),
-        (uniform(2, 2), HOSTS, {"host_deaths": 1, "deaths": 1}),
+        (uniform(2, 2), HOSTS, {"host_deaths": 1}),
+        pytest.param(uniform(2, 2), HOSTS, {"host_deaths": 1, "deaths": 1}, marks=pytest.mark.full),
     ],
 )
 def test_false_deaths_and_hosts(grid: Grid, hosts: dict[int, str] | None, faults: dict[str, int]):
@@ -51,7 +52,10 @@ RELAYED = {0: "a", 1: "b", 2: "b"}
 """Two workers of one guardian, beside another."""
 
 
-@pytest.mark.parametrize("faults", [{"relay_stops": 1}, {"relay_stops": 1, "suspicions": 1}])
+@pytest.mark.parametrize(
+    "faults",
+    [{"relay_stops": 1}, pytest.param({"relay_stops": 1, "suspicions": 1}, marks=pytest.mark.full)],
+)
 def test_a_relay_stops_in_the_middle_of_a_batch(faults: dict[str, int]):
     """Its workers run on, and take part in what needs no coordinator."""
     model = Model(uniform(1, 3), num_iterations=1, hosts=RELAYED, reduced=False)

@@ -17,17 +17,7 @@ resolves), gets its new ranges and confirms; with the commit it frees the old on
 any two moves. A sum or a copy in flight when a worker dies may still arrive: collectives ask only how far a worker
 has come.
 
-Reduction. With `reduced`, moves that commute with all others and that no other process sees are made at once:
-
-- Frames to the coordinator are delivered at once, a death is noticed at once. A report or confirmation in flight when
-  its change is restarted is ignored, as if it had not been sent. A death noticed late equals one that came late.
-- Once a change has started no worker continues to run. A running worker depends only on how far the others have come,
-  never on the frames that they received, so it could have made any later move before the start.
-- Aborts are taken in the order of ranks (a report has the same content whenever it is sent), commit and gather at once.
-- An aborted worker only remembers whether it had all of its gradients.
-
-Deaths stay possible before, between and after all other moves. Larger worlds are walked at random without `reduced`;
-on small ones both ways are explored and compared.
+With `reduced`, not every order of moves that commute is tried: protocol_reduction.py.
 """
 
 from __future__ import annotations
@@ -53,7 +43,7 @@ from parallel3d.elastic.protocol.membership import (
 )
 from parallel3d.errors import ProtocolError
 from tests.support.protocol_events import feed
-from tests.support.protocol_workers import WorkerModel
+from tests.support.protocol_reduction import ReducedModel
 from tests.support.protocol_world import (
     DEAD,
     DONE,
@@ -69,7 +59,7 @@ from tests.support.protocol_world import (
 )
 
 
-class Model(WorkerModel):
+class Model(ReducedModel):
     """The rules of one world: what may happen next, the coordinator, and what must never be."""
 
     def start(self, *, deaths: int = 0, **faults: int) -> World:
@@ -90,6 +80,8 @@ class Model(WorkerModel):
         moves = [*self._frames(world), *self._steps(world)]
         if not moves:
             raise Violation(f"stuck: {self.describe(world)}")
+        if self.reduced and self._goes_straight_on(world):
+            moves = moves[:1]
         return [*moves, *self._faults(world)]
 
     def _eager_moves(self, world: World) -> Iterator[Step]:
@@ -103,6 +95,8 @@ class Model(WorkerModel):
                 yield f"rank {rank} gathers", lambda r=rank: self._put(world, r, self._gather(r, world.workers[r]))
             if worker.has_abort:
                 return
+            if worker.mode == RESOLVED and self._is_confirmed_unseen(world, rank):
+                yield f"rank {rank} confirms", lambda r=rank: self._confirm_now(world, r)
 
     def is_taken_at_once(self, world: World, frame: Frame) -> bool:
         """Whether nothing else depends on when a worker takes this frame."""
