@@ -45,7 +45,7 @@ CALM_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a killed worker costs."""
+    """The costs of one killed worker."""
 
     back_s: float
     """From the signal to the end of the first step that had not been done before."""
