@@ -28,6 +28,7 @@ COMMANDS = {
     "evaluate": "measure a trained model on held-out text, files or tasks",
     "average": "average the weights of checkpoints",
     "report": "report on a run, finished or not",
+    "watch": "show the figures of a run while it goes on",
     "track": "send a run's figures to Weights & Biases, MLflow, Trackio or TensorBoard",
     "upload": "copy a run's checkpoints to a remote store",
     "fetch": "fetch a checkpoint from a remote store",

@@ -20,3 +20,10 @@ def count(text: str) -> int:
 def source(text: str) -> Path | str:
     """A folder, or an address of a remote store."""
     return text if "://" in text else Path(text)
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parallel3d.commands.model_parsers import add_evaluate, add_generate
-from parallel3d.commands.option_types import add_json, count, source
+from parallel3d.commands.option_types import add_json, count, seconds, source
 from parallel3d.config.layout_parts import LAYOUT_PARTS
 from parallel3d.config.shipped import find_config
 
@@ -195,6 +195,14 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-charts", action="store_true", help="do not redraw the charts")
 
 
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show the figures of a run while it goes on; ends with its exit code."
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
+    parser.add_argument("--every", type=seconds, metavar="S", help="seconds between two looks (default 1; lines: 10)")
+    port: dict[str, Any] = {"type": int, "nargs": "?", "const": 0, "metavar": "PORT"}
+    parser.add_argument("--serve", **port, help="also serve its page to this machine (default: any free port)")
+
+
 def add_track(parser: argparse.ArgumentParser) -> None:
     parser.description = "Send the figures of a run to an experiment tracker."
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run's folder, such as runs/quickstart")
@@ -345,6 +353,7 @@ PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyT
         "evaluate": add_evaluate,
         "average": add_average,
         "report": add_report,
+        "watch": add_watch,
         "track": add_track,
         "upload": add_upload,
         "fetch": add_fetch,

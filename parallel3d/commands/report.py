@@ -4,7 +4,7 @@ Prints how stable the run was (loss ratio, spikes of the gradient norm, correlat
 sqrt(v)), its best evaluation, the effect of changes of membership, how often to evaluate, and which checkpoints are in
 its remote store; and redraws its charts.
 `--against` compares it with another run: tokens and time to the other's best loss, and both losses at equal tokens.
-`--html` writes a page instead (report_html.py).
+`--html` writes a page instead (report_page).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from statistics import median
 from typing import Any
 
 from parallel3d.commands.parsers import parse
-from parallel3d.commands.report_html import write_page, write_page_until_finished
 from parallel3d.errors import UserError
 from parallel3d.monitor.correlation import Correlation
 from parallel3d.monitor.evaluation_interval import plan_evaluations
 from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, read_metrics
 from parallel3d.monitor.upload_history import UPLOADS, UploadHistory
+from parallel3d.report_page.page_file import write_page, write_page_until_finished
 
 PLANNED_SHARE = 0.05
 """Share of the training time that the advised evaluations may take."""

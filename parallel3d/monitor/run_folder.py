@@ -233,3 +233,15 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list):
         return [_strict(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process holds the lock of a run folder: its run goes on."""
+    try:
+        with (path / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

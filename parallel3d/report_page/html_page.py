@@ -22,12 +22,12 @@ PAGE = Template(
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:$connect">
 <link rel="icon" href="data:,">
 <title>$title</title>
 <style>$css</style>
 </head>
-<body>
+<body$version>
 <header><h1>$title</h1>$status</header>
 <main>
 <section aria-labelledby="h-figures"><h2 id="h-figures">Figures</h2>$figures</section>
@@ -38,22 +38,45 @@ $details
 </main>
 <footer>Written $written by parallel3d. This file needs no network.</footer>
 <script type="application/json" id="data">$data</script>
-<script>$js</script>
+<script>$js</script>$live
 </body>
 </html>
 """
 )
 
 
-def render_page(page: PageData, *, now_s: float) -> str:
-    """The HTML text; `now_s` is when it was written, in seconds since the epoch."""
+WAITING = Template(
+    """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><title>parallel3d</title><style>$css</style></head>
+<body data-version="$version"><main><p>$text</p><p class="hint">This page goes on as soon as there is a step.</p></main>
+<script>$live</script></body></html>
+"""
+)
+
+
+def render_waiting_page(text: str, *, version: str) -> str:
+    """The page that a server shows before the first step."""
+    css, live = (FOLDER / "page.css").read_text(), (FOLDER / "live.js").read_text()
+    return WAITING.substitute(text=escape(text), css=css, live=live, version=escape(version))
+
+
+def render_page(page: PageData, *, now_s: float, version: str | None = None) -> str:
+    """The HTML text; `now_s` is when it was written, in seconds since the epoch.
+
+    `version` is that of a served page, which looks for newer ones; without it the page needs no network.
+    """
     title = escape(" and ".join(run.name for run in page.runs))
     longest = max(series.curve.steps_per_point for chart in page.charts for series in chart.series)
     hint = "Point at a chart, or focus it and press the arrow keys, to read its values."
     if longest > 1:
         hint += f" Long curves show the mean of up to {longest:,} steps, and a band from the lowest to the highest."
+    live = f"<script>{(FOLDER / 'live.js').read_text()}</script>" if version else ""
     return PAGE.substitute(
         title=title,
+        version=f' data-version="{escape(version)}"' if version else "",
+        connect="; connect-src 'self'" if version else "",
+        live=live,
         css=(FOLDER / "page.css").read_text(),
         js=(FOLDER / "page.js").read_text(),
         status="".join(_status(number, run, len(page.runs)) for number, run in enumerate(page.runs)),

@@ -1,5 +1,5 @@
 "use strict";
-(() => {
+window.startCharts = () => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const [left, right, , , width] = data.frame;
   const format = (value) => {
@@ -53,4 +53,5 @@
       show(longest.curve.x[place]);
     });
   }
-})();
+};
+window.startCharts();

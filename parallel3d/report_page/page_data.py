@@ -5,7 +5,6 @@ Runs are compared by step. A chart that no run has values for is left out.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
 from parallel3d.monitor.uptime import RunHistory
 from parallel3d.report_page.scales import Curve, Points, format_number
+from parallel3d.report_page.watched_run import describe_change, format_widths, seconds_of_change
 
 Json = dict[str, Any]
 MAX_NOTICES = 200
@@ -73,7 +73,7 @@ class MembershipRow:
     what: str
     widths: str
     seconds: float | None
-    """From the death, where it is known, to the end of the first step in the new generation."""
+    """From the death, where it is known, to regrouping; without the first step after it."""
     loss_ratio: float | None
 
 
@@ -316,27 +316,11 @@ def _changes(history: MetricsLog) -> Iterator[MembershipRow]:
         if event["event"] == "membership":
             yield MembershipRow(
                 step=event["step"],
-                what=_what(event),
-                widths=f"{_widths(event.get('widths_before'))} to {_widths(event.get('widths'))}",
-                seconds=_seconds(event),
+                what=describe_change(event),
+                widths=f"{format_widths(event.get('widths_before'))} to {format_widths(event.get('widths'))}",
+                seconds=seconds_of_change(event),
                 loss_ratio=ratios.get(event["step"]),
             )
-
-
-def _what(event: Mapping[str, Any]) -> str:
-    joined = [f"worker {each['rank']} ({each['coordinates']}) joins" for each in event.get("joined", [])]
-    return "; ".join([*([str(event["why"])] if event.get("who") or not joined else []), *joined])
-
-
-def _seconds(event: Mapping[str, Any]) -> float | None:
-    """Detection to regrouping; the first step is training."""
-    parts = [event.get(name) for name in ("detect_s", "agree_s", "repair_s", "regroup_s")]
-    known = [float(part) for part in parts if part is not None and math.isfinite(float(part))]
-    return sum(known) if known else None
-
-
-def _widths(widths: Sequence[int] | None) -> str:
-    return "/".join(map(str, widths)) if widths else "?"
 
 
 def _flat(value: Any) -> str:

@@ -61,11 +61,11 @@ FLOORS: dict[str, int] = {
     "parallel3d.checkpoint": 7,
     "parallel3d.debug": 7,
     "parallel3d.monitor": 7,
-    "parallel3d.report_page": 8,
     "parallel3d.elastic": 8,
     "parallel3d.trainer": 9,
     "parallel3d.comparison": 10,
     "parallel3d.rehearsal": 10,
+    "parallel3d.report_page": 10,  # plans the pipeline that it draws
     "parallel3d.worker": 10,
     "parallel3d.doctor": 10,
     "parallel3d.evaluation": 10,
@@ -112,8 +112,9 @@ PURE: tuple[str, ...] = (
         f"parallel3d.monitor.{name}"
         for name in ("loss_ratio", "spikes", "divergence", "training_monitor", "correlation", "history", "uptime")
     ),
-    *(f"parallel3d.monitor.{name}" for name in ("flops", "evaluation_interval", "tuning")),
-    *(f"parallel3d.report_page.{name}" for name in ("page_data", "scales")),
+    *(f"parallel3d.monitor.{name}" for name in ("flops", "evaluation_interval", "tuning", "upload_history")),
+    *(f"parallel3d.report_page.{name}" for name in ("page_data", "scales", "watched_run", "terminal_view")),
+    "parallel3d.report_page.timeline_chart",
     "parallel3d.debug.replica_check",
     *(
         f"parallel3d.elastic.protocol.{name}"

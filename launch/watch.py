@@ -1,0 +1,11 @@
+"""`parallel3d watch` as a script: see parallel3d/commands/watch.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel3d.commands.main import run
+
+if __name__ == "__main__":
+    sys.exit(run("watch", sys.argv[1:]))
