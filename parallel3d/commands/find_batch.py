@@ -230,7 +230,7 @@ class BatchSearch:
         fields = config.model_dump()
         fields["run"] |= {"num_steps": self._num_steps, "num_tokens": None, "directory": str(folder), "resume": "never"}
         fields["run"] |= {"evaluate_every": None, "evaluate_share": None, "evaluate_at_start": False}
-        fields["monitor"] |= {"trackers": [], "tensorboard": False, "charts": False}
+        fields["monitor"] |= {"trackers": [], "tensorboard": False, "charts": False, "page": False}
         fields["restart"] = RestartConfig().model_dump()
         fields["checkpoint"] = CheckpointConfig(save_at_end=False, directory=str(folder / "checkpoints")).model_dump()
         fields["elastic"] |= {"faults": [], "random_faults": RandomFaults().model_dump()}

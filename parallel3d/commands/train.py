@@ -46,6 +46,7 @@ from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.monitor.tracker_processes import TrackerProcesses
 from parallel3d.monitor.trackers import TRACKERS, find_tracker
 from parallel3d.remote_files import redacted
+from parallel3d.report_page.page_file import write_page_of
 from parallel3d.trainer.plans import build_grid, build_target
 
 WORKER_MODULES = ("parallel3d.models.initial_weights", "parallel3d.models.make", "parallel3d.worker.main")
@@ -159,7 +160,12 @@ def guard_workers(config: Config, env: LauncherEnv | None, *, title: str) -> int
         open_folder=open_folder,
         prepare=partial(prepare_initial, config),
         make_report=partial(
-            RunReporter, title=title, charts=config.monitor.charts, tensorboard=config.monitor.tensorboard
+            RunReporter,
+            title=title,
+            charts=config.monitor.charts,
+            tensorboard=config.monitor.tensorboard,
+            write_page=write_page_of if config.monitor.page else None,
+            page_every_s=config.monitor.page_every_s,
         ),
         checkpoint_dir=checkpoint_dir,
         resume=config.run.resume,

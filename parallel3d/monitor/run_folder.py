@@ -6,6 +6,7 @@ metrics.jsonl      a line per step, and a line with "event" for everything else;
 lost-steps.jsonl   lines of steps that were lost in a restart
 summary.json       how the run ended, with its figures
 loss.png, ...      charts (charts.py); launch/report.py redraws them
+report.html        the page of the run (report_page); `parallel3d report --html` writes it again
 tensorboard/       the same figures for TensorBoard, with monitor.tensorboard
 logs/rank-N.log    output of worker N
 uploads.jsonl      what happened at checkpoint.upload, of all starts (commands/upload_follower.py)
@@ -29,7 +30,7 @@ from parallel3d.errors import UserError
 
 CONFIG, ENVIRONMENT, METRICS, SUMMARY = "config.json", "environment.json", "metrics.jsonl", "summary.json"
 CHARTS, LOGS, LOCK, LOST_STEPS = ("loss.png", "course.png", "instability.png"), "logs", ".lock", "lost-steps.jsonl"
-DUMPS, TRACES, TENSORBOARD = "dumps", "profile", "tensorboard"
+DUMPS, TRACES, TENSORBOARD, PAGE = "dumps", "profile", "tensorboard", "report.html"
 LOCK_WAIT_S = 2.0
 LOCK_RETRY_S = 0.05
 TAIL_BYTES = 2**16
@@ -212,7 +213,7 @@ def _archive_previous_run(path: Path) -> Path | None:
     """Moves an earlier run's files to the next free previous-N and returns it; None if there are none."""
     old = [
         path / name
-        for name in (CONFIG, ENVIRONMENT, METRICS, LOST_STEPS, SUMMARY, *CHARTS, LOGS, DUMPS, TRACES, TENSORBOARD)
+        for name in (CONFIG, ENVIRONMENT, METRICS, LOST_STEPS, SUMMARY, *CHARTS, PAGE, LOGS, DUMPS, TRACES, TENSORBOARD)
         if (path / name).exists()
     ]
     if not old:

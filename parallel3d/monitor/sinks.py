@@ -31,12 +31,14 @@ from tqdm import tqdm
 
 from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog
+from parallel3d.monitor.page_writer import PageWriter
 from parallel3d.monitor.run_folder import (
     CHARTS,
     CONFIG,
     ENVIRONMENT,
     LOGS,
     METRICS,
+    PAGE,
     SUMMARY,
     TENSORBOARD,
     RunFolder,
@@ -150,6 +152,8 @@ class RunReporter:
         title: str,
         charts: bool = True,
         tensorboard: bool = False,
+        write_page: Callable[[Path], object] | None = None,
+        page_every_s: float | None = None,
         out: TextIO = sys.stdout,
         err: TextIO = sys.stderr,
     ):
@@ -157,6 +161,7 @@ class RunReporter:
         self._title = title
         self._charts = charts
         self._tensorboard = tensorboard
+        self._page = PageWriter(folder.path, write_page, every_s=page_every_s) if write_page else None
         self._tensorboard_file: TensorBoardFile | None = None
         self._out, self._err = out, err
         self._display: ProgressDisplay = BarDisplay(out) if out.isatty() else PlainDisplay(out)
@@ -220,6 +225,8 @@ class RunReporter:
         self._try_write(self._folder.write_summary, summary)
         if self._charts:
             self._try_write(self._draw_charts)
+        if self._page is not None and newest and (trouble := self._page.finish()):
+            print(trouble, file=self._err, flush=True)
         self._try_write(self._folder.close)
         if self._tensorboard_file is not None:
             self._try_write(self._tensorboard_file.close)
@@ -239,6 +246,8 @@ class RunReporter:
                 step_s = record.get("step_s", 0.0)
                 text = "  ".join(part for part in (_step_text(record), self._shape_text(record), self._workers) if part)
                 self._display.show(record["step"], self._total, text, step_s)
+                if self._page is not None:
+                    self._page.on_step()
             case "evaluation":
                 self._display.log(f"step {record['step']}: evaluation loss {record['loss']:.4f}")
                 self._append_event("evaluation", fields)
@@ -327,7 +336,7 @@ class RunReporter:
         known = [(label, form(figures[key])) for key, label, form in SUMMARY_LINES if figures.get(key) is not None]
         width = max((len(label) for label, _ in known), default=0)
         lines = [f"  {label:<{width}}  {value}" for label, value in known]
-        files = [name for name in (METRICS, SUMMARY, *CHARTS, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
+        files = [name for name in (METRICS, SUMMARY, *CHARTS, PAGE, CONFIG, ENVIRONMENT, LOGS) if self._exists(name)]
         return "\n".join([*lines, f"written to {self._folder.path}: {', '.join(files)}"])
 
     def _read_existing_lines(

@@ -10,9 +10,11 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.page_data import Chart, PageData, RunPage
 from parallel3d.report_page.scales import format_number
 from parallel3d.report_page.svg_chart import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, WIDTH, draw_chart, scales_of
+from parallel3d.report_page.timeline_chart import draw_timeline, kinds_of
 
 FOLDER = Path(__file__).parent
 PAGE = Template(
@@ -30,7 +32,7 @@ PAGE = Template(
 <body$version>
 <header><h1>$title</h1>$status</header>
 <main>
-<section aria-labelledby="h-figures"><h2 id="h-figures">Figures</h2>$figures</section>
+<section class="$alone" aria-labelledby="h-figures"><h2 id="h-figures">Figures</h2>$figures</section>
 <section aria-labelledby="h-charts"><h2 id="h-charts">Charts</h2>
 <p class="hint">$hint</p>
 <div class="charts">$charts</div></section>
@@ -68,12 +70,13 @@ def render_page(page: PageData, *, now_s: float, version: str | None = None) -> 
     """
     title = escape(" and ".join(run.name for run in page.runs))
     longest = max(series.curve.steps_per_point for chart in page.charts for series in chart.series)
-    hint = "Point at a chart, or focus it and press the arrow keys, to read its values."
+    hint = "Over training steps. Point at a chart, or focus it and press the arrow keys, to read its values."
     if longest > 1:
         hint += f" Long curves show the mean of up to {longest:,} steps, and a band from the lowest to the highest."
     live = f"<script>{(FOLDER / 'live.js').read_text()}</script>" if version else ""
     return PAGE.substitute(
         title=title,
+        alone="alone" if len(page.runs) == 1 else "several",
         version=f' data-version="{escape(version)}"' if version else "",
         connect="; connect-src 'self'" if version else "",
         live=live,
@@ -83,7 +86,7 @@ def render_page(page: PageData, *, now_s: float, version: str | None = None) -> 
         figures=_figure_table(page.runs),
         hint=hint,
         charts="".join(_figure(chart, is_alone=len(page.runs) == 1) for chart in page.charts),
-        details="".join(_details(run) for run in page.runs),
+        details="".join(_details(number, run) for number, run in enumerate(page.runs)),
         written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s)),
         data=_embed({"frame": [LEFT, RIGHT, TOP, BOTTOM, WIDTH], "charts": [*map(_chart_data, page.charts)]}),
     )
@@ -107,7 +110,9 @@ def _status(number: int, run: RunPage, num_runs: int) -> str:
 def _figure_table(runs: Sequence[RunPage]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.figures))
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
-    return _table(head, ([name, *(run.figures.get(name, "") for run in runs)] for name in names), row_heads=True)
+    return _table(
+        "Figures", head, ([name, *(run.figures.get(name, "") for run in runs)] for name in names), row_heads=True
+    )
 
 
 def _figure(chart: Chart, *, is_alone: bool) -> str:
@@ -126,27 +131,49 @@ def _figure(chart: Chart, *, is_alone: bool) -> str:
     )
 
 
-def _details(run: RunPage) -> str:
-    parts = [f"<section><h2>{escape(run.name)}</h2>"]
+def _timeline(number: int, plan: Plan, bubbles: Sequence[tuple[str, float]]) -> str:
+    """The planned pipeline, in a box that scrolls: with the keyboard, too."""
+    legend = "".join(
+        f'<span><span class="swatch box {letter}"></span>{escape(name)}</span>' for name, letter in kinds_of(plan)
+    )
+    shares = ", ".join(f"bubble {label} {share:.1%}" for label, share in bubbles)
+    caption = f"One step of one pipeline: {plan.request.name}, {len(plan.routes)} micro-batches"
+    return (
+        f'<h3>Planned pipeline</h3><figure class="timeline"><figcaption>{escape(caption)}'
+        f' <span class="unit">{escape(shares)}</span></figcaption>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Planned pipeline">'
+        f"{draw_timeline(plan, f'plan-{number}')}</div>"
+        f'<div class="legend">{legend}<span><span class="swatch box idle"></span>idle</span></div></figure>'
+    )
+
+
+def _details(number: int, run: RunPage) -> str:
+    parts = [f'<section aria-labelledby="run-{number}"><h2 id="run-{number}">{escape(run.name)}</h2>']
+    if run.plan is not None:
+        parts.append(_timeline(number, run.plan, run.bubbles))
     if run.changes:
         rows = (
             [f"{row.step:,}", row.what, row.widths, *(_or_nothing(each) for each in (row.seconds, row.loss_ratio))]
             for row in run.changes
         )
         head = ["step", "what", "replicas of each stage", "seconds", "loss ratio"]
-        parts.append(f"<h3>Changes of membership</h3>{_table(head, rows)}")
+        parts.append(f"<h3>Changes of membership</h3>{_table('Changes of membership', head, rows)}")
     if run.evaluations:
         rows = ([f"{step:,}", f"{loss:.4f}"] for step, loss in run.evaluations)
-        parts.append(_folded("Evaluations", _table(["step", "loss"], rows)))
+        parts.append(_folded("Evaluations", _table("Evaluations", ["step", "loss"], rows)))
     if run.command:
         parts.append(f"<h3>Repeat it</h3><pre>{escape(run.command)}</pre>")
     if run.notices:
         left_out = run.num_notices - len(run.notices)
         rows = ([time.strftime("%m-%d %H:%M:%S", time.gmtime(at)), text] for at, text in run.notices)
         name = f"Messages (without the first {left_out:,})" if left_out else "Messages"
-        parts.append(_folded(name, _table(["time (UTC)", "text"], rows)))
+        parts.append(_folded(name, _table("Messages", ["time (UTC)", "text"], rows)))
     if run.environment:
-        parts.append(_folded("Environment", _table([], ([*each] for each in run.environment.items()), row_heads=True)))
+        parts.append(
+            _folded(
+                "Environment", _table("Environment", [], ([*each] for each in run.environment.items()), row_heads=True)
+            )
+        )
     if run.config:
         parts.append(_folded("Configuration", f"<pre>{escape(json.dumps(run.config, indent=2))}</pre>"))
     return "".join([*parts, "</section>"])
@@ -156,18 +183,26 @@ def _folded(name: str, content: str) -> str:
     return f"<details><summary>{escape(name)}</summary>{content}</details>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, row_heads: bool = False) -> str:
-    return f'<div class="scroll"><table>{"".join(_table_parts(head, rows, row_heads))}</table></div>'
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, row_heads: bool = False) -> str:
+    """A table whose caption only screen readers show: a heading above it says the same.
+
+    The roles repeat what the elements are, which browsers forget where style lays a table out in columns.
+    """
+    parts, style = "".join(_table_parts(head, rows, row_heads)), " class=facts" if row_heads else ""
+    return f'<div class="scroll"><table role=table{style}><caption>{escape(caption)}</caption>{parts}</table></div>'
 
 
 def _table_parts(head: Sequence[str], rows: Iterable[Sequence[str]], row_heads: bool) -> Iterator[str]:
     if head:
-        yield f"<thead><tr>{''.join(f'<th scope=col>{escape(each)}</th>' for each in head)}</tr></thead>"
-    yield "<tbody>"
+        cells = "".join(
+            f"<th scope=col role=columnheader>{escape(each)}</th>" if each else "<td></td>" for each in head
+        )
+        yield f"<thead role=rowgroup><tr role=row>{cells}</tr></thead>"
+    yield "<tbody role=rowgroup>"
     for first, *rest in rows:
-        tag = "th scope=row" if row_heads else "td"
-        cells = "".join(f"<td>{escape(each)}</td>" for each in rest)
-        yield f"<tr><{tag}>{escape(first)}</{tag.split()[0]}>{cells}</tr>"
+        tag = "th scope=row role=rowheader" if row_heads else "td role=cell"
+        cells = "".join(f"<td role=cell>{escape(each)}</td>" for each in rest)
+        yield f"<tr role=row><{tag}>{escape(first)}</{tag.split()[0]}>{cells}</tr>"
     yield "</tbody>"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
 from parallel3d.monitor.uptime import RunHistory
+from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.scales import Curve, Points, format_number
 from parallel3d.report_page.watched_run import describe_change, format_widths, seconds_of_change
 
@@ -36,6 +37,8 @@ class RunFiles:
     config: Json = field(default_factory=dict)
     environment: Json = field(default_factory=dict)
     summary: Json = field(default_factory=dict)
+    plan: Plan | None = None
+    """The plan of its pipeline, if it is to be drawn."""
     read_at: float = 0.0
     """Seconds since the epoch: a run that goes on has lasted until then."""
 
@@ -63,6 +66,8 @@ class Chart:
     marks: tuple[tuple[int, str], ...] = ()
     """Vertical lines: changes of membership, of a page with one run."""
     from_zero: bool = False
+    is_count: bool = False
+    """Whether values are whole numbers, and ticks too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,9 @@ class RunPage:
     evaluations: tuple[tuple[int, float], ...]
     notices: tuple[tuple[float, str], ...]
     num_notices: int
+    plan: Plan | None
+    bubbles: tuple[tuple[str, float], ...]
+    """Shares of a step, planned and measured."""
     environment: dict[str, str]
     config: Json
 
@@ -188,7 +196,7 @@ def _charts(
         )
     for number, history in enumerate(histories):
         if history.widths:
-            yield _width_chart(number, runs[number].name if len(runs) > 1 else "", history, marks)
+            yield _width_chart(number, runs[number].name if len(runs) > 1 else "", history)
 
 
 def _scaled(history: MetricsLog, *, name: str, factor: float) -> Points:
@@ -207,7 +215,7 @@ def _references(name: str, run: RunFiles) -> Iterator[tuple[str, float]]:
         yield "planned", float(planned)
 
 
-def _width_chart(number: int, name: str, history: MetricsLog, marks: tuple[tuple[int, str], ...]) -> Chart:
+def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:
     last_step = history.steps[-1]["step"]
     stages = []
     for stage in range(len(history.widths[0][1])):
@@ -220,8 +228,8 @@ def _width_chart(number: int, name: str, history: MetricsLog, marks: tuple[tuple
         title=f"Replicas of each stage{f' of {name}' if name else ''}",
         unit="replicas",
         series=tuple(stages),
-        marks=marks,
         from_zero=True,
+        is_count=True,
     )
 
 
@@ -241,6 +249,8 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
         evaluations=tuple((each.step, each.loss) for each in history.evaluations),
         notices=tuple(notices[-MAX_NOTICES:]),
         num_notices=len(notices),
+        plan=run.plan,
+        bubbles=tuple(_bubbles(run, history)),
         environment={name: _flat(value) for name, value in run.environment.items() if name != "command_line"},
         config=run.config,
     )
@@ -271,9 +281,8 @@ def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None)
         yield "tokens/s", f"{float(speed):,.0f}"
     if (mfu := summary.get("mfu", last.get("mfu"))) is not None:
         yield "MFU", describe_mfu(mfu, summary.get("peak_flops_per_s"), summary.get("peak_source"))
-    for key, label in (("bubble", "bubble, measured"), ("planned_bubble", "bubble, planned")):
-        if (value := summary.get(key, last.get(key))) is not None:
-            yield label, f"{float(value):.1%}"
+    for label, share in _bubbles(run, history):
+        yield f"bubble, {label}", f"{share:.1%}"
     yield "steps above 1.2 x lowest loss", f"{stability.loss_ratio.num_unstable:,}"
     yield "gradient spikes", f"{sum(stability.spikes.histogram.values()):,}"
     yield "workers lost", f"{sum(len(event['who']) for event in events):,}"
@@ -288,6 +297,12 @@ def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None)
     for key in ("layout", "parameters"):
         if (value := summary.get(key)) is not None:
             yield key, f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _bubbles(run: RunFiles, history: MetricsLog) -> Iterator[tuple[str, float]]:
+    for key, label in (("bubble", "measured"), ("planned_bubble", "planned")):
+        if (value := run.summary.get(key, history.steps[-1].get(key))) is not None:
+            yield label, float(value)
 
 
 def _dollars(

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.load import load_config
 from parallel3d.errors import UserError
-from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, read_metrics
+from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, PAGE, SUMMARY, read_metrics
+from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import RunFiles, make_page
-
-PAGE = "report.html"
+from parallel3d.report_page.timeline_chart import plan_timeline
 
 
 def write_page(folders: Sequence[Path], *, out: Path | None, dollars_per_hour: float | None) -> Path:
@@ -29,6 +30,11 @@ def write_page(folders: Sequence[Path], *, out: Path | None, dollars_per_hour: f
     except OSError as error:
         raise UserError(f"can't write {path} ({error.strerror}): give another place with --out") from None
     return path
+
+
+def write_page_of(folder: Path) -> None:
+    """Writes the page of one run into its folder."""
+    write_page([folder], out=None, dollars_per_hour=None)
 
 
 def write_page_until_finished(
@@ -56,8 +62,18 @@ def read_run(folder: Path) -> RunFiles:
         config=_read(folder / CONFIG),
         environment=_read(folder / ENVIRONMENT),
         summary=_read(folder / SUMMARY),
+        plan=read_plan(folder / CONFIG),
         read_at=time.time(),
     )
+
+
+def read_plan(path: Path) -> Plan | None:
+    """The plan of the pipeline that a resolved configuration describes; None without a pipeline, and for a
+    configuration that this version can't read or plan: the page does without."""
+    try:
+        return plan_timeline(load_config(path))
+    except (UserError, OSError, ValueError, LookupError, AssertionError):
+        return None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -54,13 +54,15 @@ class Scale:
         return (at - low) / (high - low)
 
 
-def linear_scale(low: float, high: float, *, from_zero: bool = False, num_ticks: int = 5) -> Scale:
+def linear_scale(
+    low: float, high: float, *, from_zero: bool = False, num_ticks: int = 5, least_step: float = 0.0
+) -> Scale:
     """A scale that holds both values; its ends are ticks."""
     low = min(low, 0.0) if from_zero else low
     if high <= low:
         margin = abs(low) * 0.1 or 1.0
         low, high = (low if from_zero else low - margin), low + margin
-    step = round_step((high - low) / num_ticks)
+    step = max(least_step, round_step((high - low) / num_ticks))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(number * step for number in range(first, last + 1))
     return Scale(low=ticks[0], high=ticks[-1], ticks=ticks)

@@ -23,26 +23,30 @@ def scales_of(chart: Chart) -> tuple[Scale, Scale]:
     highs = [y for series in chart.series for y in series.curve.high]
     means = sorted(y for series in chart.series for y in series.curve.mean)
     shown = [value for _, value in chart.references if value <= 2 * max(highs)]
-    x = linear_scale(min(0.0, *xs), max(xs), num_ticks=4)
+    x = linear_scale(min(0.0, *xs), max(xs), num_ticks=4, least_step=1.0)
     x = Scale(low=x.low, high=max(xs), ticks=tuple(tick for tick in x.ticks if tick <= max(xs)))
     if min(lows) > 0 and max(highs) > LOG_RANGE * means[len(means) // 2]:
         return x, log_scale(min(lows), max(highs))
-    return x, linear_scale(min([*lows, *shown]), max([*highs, *shown]), from_zero=chart.from_zero)
+    least_step = 1.0 if chart.is_count else 0.0
+    return x, linear_scale(
+        min([*lows, *shown]), max([*highs, *shown]), from_zero=chart.from_zero, least_step=least_step
+    )
 
 
 def draw_chart(chart: Chart) -> str:
     """The SVG element."""
     x, y = scales_of(chart)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-labelledby="t-{chart.name} d-{chart.name}">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-labelledby="t-{chart.name}"'
+        f' aria-describedby="d-{chart.name}">',
         f'<title id="t-{chart.name}">{escape(chart.title)}</title>',
         f'<desc id="d-{chart.name}">{escape(describe(chart))}</desc>',
         *_axes(x, y),
         *_marks(chart, x),
-        *_references(chart, y),
     ]
     for series in chart.series:
         parts += _draw_series(series, x, y)
+    parts += _references(chart, y)  # over the curves, so that their labels can be read
     parts.append(f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{BOTTOM}" visibility="hidden"/></svg>')
     return "".join(parts)
 
