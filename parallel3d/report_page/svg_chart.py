@@ -74,7 +74,7 @@ def _axes(x: Scale, y: Scale) -> Iterator[str]:
 def _marks(chart: Chart, x: Scale) -> Iterator[str]:
     for step, what in chart.marks:
         at = _x(x, step)
-        yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{BOTTOM}">'
+        yield f'<line class="mark" aria-hidden="true" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{BOTTOM}">'
         yield f"<title>step {step:,}: {escape(what)}</title></line>"
 
 

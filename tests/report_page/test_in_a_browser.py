@@ -8,7 +8,9 @@ import pytest
 
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import make_page
+from parallel3d.report_page.timeline_chart import plan_timeline
 from tests.report_page.test_page_data import CHANGE, MARKUP, run_files
+from tests.report_page.test_timeline_chart import config
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +31,7 @@ FLAGS = (
 FIRST = "<script>window.errors = []; window.onerror = (text) => window.errors.push(text);</script>"
 LAST = """<script>
 const found = { errors: window.errors, charts: [], alerts: window.alerted || 0 };
-for (const figure of document.querySelectorAll("figure")) {
+for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const svg = figure.querySelector("svg"), output = figure.querySelector("output");
   svg.dispatchEvent(new Event("focus"));
   svg.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
@@ -41,6 +43,7 @@ for (const figure of document.querySelectorAll("figure")) {
   found.charts.push({ name: figure.dataset.chart, first, second, last: output.textContent });
 }
 Object.assign(document.body.style, { width: "360px", margin: "0" });
+found.widths = [...document.querySelectorAll("figure[data-chart] svg")].map((each) => each.clientWidth);
 found.wide = [...document.querySelectorAll("body *")]
   .filter((each) => !each.closest(".scroll, pre"))
   .filter((each) => each.getBoundingClientRect().right > 361)
@@ -50,6 +53,8 @@ told.id = "found";
 told.textContent = JSON.stringify(found);
 document.body.append(told);
 </script>"""
+
+LONG = {"command_line": ["x" * 300, "y"], "host": "z" * 300}
 
 
 def opened(tmp_path, page):
@@ -66,9 +71,11 @@ def opened(tmp_path, page):
 
 
 def test_one_run(tmp_path):
-    files = run_files(name=f"{MARKUP} {'long' * 30}", events=[CHANGE], environment={"command_line": ["x" * 300, "y"]})
+    plan = plan_timeline(config(pp_size=4, micro=64))
+    files = run_files(plan=plan, name=f"{MARKUP} {'long' * 30}", events=[CHANGE], environment=LONG)
     found = opened(tmp_path, render_page(make_page([files]), now_s=0.0))
     assert found["errors"] == [] and found["alerts"] == 0 and found["wide"] == []
+    assert all(0 < width <= 360 for width in found["widths"])
     charts = {chart["name"]: chart for chart in found["charts"]}
     assert [*charts] == ["loss", "loss_ratio", "grad_norm", "step_s", "widths-0"]
     assert (charts["loss"]["first"], charts["loss"]["second"]) == ("step 1: 6", "step 2: 5.9")
