@@ -55,7 +55,7 @@ def draw_timeline(plan: Plan, name: str) -> str:
     tops = {replica: TOP + ROW * row for row, replica in enumerate(replicas)}
     parts = [
         f'<svg width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}" role="img"'
-        f' aria-labelledby="t-{name} d-{name}"><title id="t-{name}">Planned pipeline</title>',
+        f' aria-labelledby="t-{name}" aria-describedby="d-{name}"><title id="t-{name}">Planned pipeline</title>',
         f'<desc id="d-{name}">{escape(describe_timeline(plan))}</desc>',
         *_row_names(plan, tops),
         f'<path class="idle" d="{"".join(_box(LEFT, top, plan.makespan * scale) for top in tops.values())}"/>',

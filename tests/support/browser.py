@@ -1,0 +1,81 @@
+"""A real Chromium without a display, driven by its DevTools protocol through pipes: each message ends with a zero."""
+
+import json
+import os
+import subprocess
+from itertools import count
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+class Browser:
+    """A browser with one page, from `with` on."""
+
+    def __init__(self, profile):
+        self._profile, self._numbers, self._rest, self._session = profile, count(1), b"", None
+
+    def __enter__(self):
+        read_end, self._commands = os.pipe()
+        self._answers, write_end = os.pipe()
+        words = ["chromium", *FLAGS, f"--user-data-dir={self._profile}", "--remote-debugging-pipe"]
+        script = f'exec "$@" 3<&{read_end} 4>&{write_end}'
+        null = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            ["bash", "-c", script, "bash", *words], pass_fds=(read_end, write_end), stdout=null, stderr=null
+        )
+        os.close(read_end)
+        os.close(write_end)
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Accessibility"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *error):
+        self._process.kill()
+        self._process.wait(timeout=60)
+        os.close(self._commands)
+        os.close(self._answers)
+
+    def call(self, method, **parameters):
+        """The answer to a command; events in between are dropped."""
+        message = {"id": next(self._numbers), "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self._rest:
+                data = os.read(self._answers, 2**16)
+                assert data, "the browser has ended"
+                self._rest += data
+            one, _, self._rest = self._rest.partition(b"\0")
+            if (answer := json.loads(one)).get("id") == message["id"]:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def evaluate(self, expression):
+        """The value of a JavaScript expression, awaited if it is a promise."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def names(self):
+        """The accessibility tree: the names of what it shows, by role."""
+        found = {}
+        for node in self.call("Accessibility.getFullAXTree")["nodes"]:
+            if not node.get("ignored"):
+                found.setdefault(node["role"]["value"], []).append(node.get("name", {}).get("value", ""))
+        return found
+
+    def press(self, key):
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode={"Tab": 9}[key])
