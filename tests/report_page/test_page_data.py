@@ -11,6 +11,7 @@ from parallel3d.commands.report import main
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import RunFiles, make_page
 from parallel3d.report_page.scales import MAX_POINTS, Curve, linear_scale, log_scale
+from parallel3d.report_page.svg_chart import scales_of
 
 MARKUP = "<script>alert(1)</script>"
 
@@ -59,6 +60,7 @@ def test_the_figures_are_those_of_the_files():
     training, evaluation = charts["loss"].series
     assert training.curve.mean == [6.0 - 0.1 * step for step in range(40)] and evaluation.curve.mean == [4.5]
     assert [series.curve.mean for series in charts["widths-0"].series] == [[2, 2, 2], [2, 1, 1]]
+    assert scales_of(charts["widths-0"])[1].ticks == (0, 1, 2)
 
 
 def test_a_run_that_goes_on_lasts_until_now():
