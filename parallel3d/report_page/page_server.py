@@ -23,6 +23,8 @@ from parallel3d.report_page.page_file import read_run
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")
 REQUEST_TIMEOUT_S = 10.0
+POLL_S = 0.1
+"""Between two looks whether to end."""
 
 
 class RenderedRun:
@@ -70,7 +72,9 @@ class PageServer:
             reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
             raise UserError(f"--serve {port}: can't listen there ({reason}); give another port, or none") from None
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="page-server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="page-server", daemon=True
+        )
 
     @property
     def address(self) -> str:
