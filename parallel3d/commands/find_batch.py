@@ -23,10 +23,10 @@ from pathlib import Path
 
 from parallel3d.child_process import command_line
 from parallel3d.commands.parsers import parse
+from parallel3d.commands.short_runs import short_run_fields
 from parallel3d.config.derived import batch_sizes, world_size
 from parallel3d.config.load import dump_config, load_config, resolve
-from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults
-from parallel3d.config.sections.restart import RestartConfig
+from parallel3d.config.schema import CheckpointConfig, Config
 from parallel3d.config.sections.warmup import WarmupConfig
 from parallel3d.costs.batch_search import largest_divisor, largest_that_fits
 from parallel3d.costs.fits import MemoryLine
@@ -36,11 +36,11 @@ from parallel3d.errors import EXIT_OUT_OF_MEMORY, ConfigError, UserError
 from parallel3d.models.make import shardings_of
 from parallel3d.monitor.child_memory import available_bytes, peaks_of_workers
 from parallel3d.monitor.run_folder import METRICS, read_metrics
+from parallel3d.rehearsal.device_rows import GIB
 from parallel3d.trainer.plans import build_grid
 from parallel3d.worker.device import choose_device
 
 POLL_S = 0.02
-GIB = 2**30
 SHARE = 0.9
 """Of the memory that is available on a machine whose ranks have no limit."""
 NUM_TAIL_LINES = 12
@@ -227,14 +227,8 @@ class BatchSearch:
         config = self._changed(micro_batch_size, micro_batch_size * count, count)
         if config is None:
             raise UserError(f"a micro-batch of {micro_batch_size} breaks a rule of the configuration")
-        fields = config.model_dump()
-        fields["run"] |= {"num_steps": self._num_steps, "num_tokens": None, "directory": str(folder), "resume": "never"}
-        fields["run"] |= {"evaluate_every": None, "evaluate_share": None, "evaluate_at_start": False}
-        fields["monitor"] |= {"trackers": [], "tensorboard": False, "charts": False, "page": False}
-        fields["restart"] = RestartConfig().model_dump()
-        fields["checkpoint"] = CheckpointConfig(save_at_end=False, directory=str(folder / "checkpoints")).model_dump()
-        fields["elastic"] |= {"faults": [], "random_faults": RandomFaults().model_dump()}
-        fields["debug"] = DebugConfig().model_dump()
+        checkpoint = CheckpointConfig(save_at_end=False, directory=str(folder / "checkpoints"))
+        fields = short_run_fields(config, folder, num_steps=self._num_steps, checkpoint=checkpoint)
         return resolve(Config.model_validate(fields), config_path="")
 
     def _changed(self, micro_batch_size: int, total: int, count: int | None = None) -> Config | None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "goodput": "estimate how much of the time training keeps under failures",
     "tune-warmup": "find a sequence-length warmup by short runs",
     "find-batch": "find the largest micro-batch that fits into memory, by short runs",
+    "study": "answer a question about a configuration by short runs: noise, precision, batch, layout, ...",
     "compare-dumps": "compare the dumps of two runs tensor by tensor",
     "configs": "list the configurations that come with the package, or print one",
     "doctor": "check this machine and environment, and say how to mend them",

@@ -15,6 +15,7 @@ from typing import Any
 
 from parallel3d.commands.model_parsers import add_evaluate, add_generate
 from parallel3d.commands.option_types import add_json, count, seconds, source
+from parallel3d.commands.study_parsers import add_study as add_kinds_of_studies
 from parallel3d.config.layout_parts import LAYOUT_PARTS
 from parallel3d.config.shipped import find_config
 
@@ -28,8 +29,12 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     Options and overrides (section.field=value) come in any order.
     """
     parser = make_parser(name)
-    has_commands = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
-    options = parser.parse_args(arguments) if has_commands else parser.parse_intermixed_args(arguments)
+    own = next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
+    if own and name == "study" and arguments and arguments[0] in own:  # what follows the kind is intermixed
+        parser = own[arguments[0]]
+        options = parser.parse_intermixed_args(arguments[1:], argparse.Namespace(kind=arguments[0]))
+    else:
+        options = parser.parse_args(arguments) if own else parser.parse_intermixed_args(arguments)
     if wrong := [override for override in getattr(options, "overrides", []) if "=" not in override]:
         parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
     return options
@@ -289,6 +294,10 @@ def add_tune_warmup(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_study(parser: argparse.ArgumentParser) -> None:
+    add_kinds_of_studies(parser, add_config)
+
+
 def add_find_batch(parser: argparse.ArgumentParser) -> None:
     parser.description = "Find the largest micro-batch of one JSON file by short runs, on this machine."
     add_config(parser)
@@ -360,6 +369,7 @@ PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = MappingProxyT
         "goodput": add_goodput,
         "tune-warmup": add_tune_warmup,
         "find-batch": add_find_batch,
+        "study": add_study,
         "compare-dumps": add_compare_dumps,
         "configs": add_configs,
         "demo": add_demo,

@@ -24,12 +24,12 @@ from parallel3d.checkpoint.compare_checkpoints import compare_checkpoints
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.child_process import run_command
 from parallel3d.commands.parsers import parse
+from parallel3d.commands.short_runs import short_run_fields
 from parallel3d.comparison.compare_runs import BITWISE, LargestDifference, tolerance_of
 from parallel3d.config.derived import world_size
 from parallel3d.config.layouts import Layout, alternative_layouts, current_layout
 from parallel3d.config.load import dump_config, load_config, resolve
-from parallel3d.config.schema import CheckpointConfig, Config, DebugConfig, RandomFaults
-from parallel3d.config.sections.restart import RestartConfig
+from parallel3d.config.schema import CheckpointConfig, Config
 from parallel3d.config.specs.policies import Tolerance
 from parallel3d.errors import CheckpointError, ConfigError, UserError
 from parallel3d.monitor.run_folder import METRICS, read_metrics
@@ -154,13 +154,8 @@ def trial_of(config: Config, folder: Path, *, resume: Path | None = None, layout
 
     Raises ConfigError if `layout` does not fit.
     """
-    fields = config.model_dump()
-    fields["run"] |= {"num_steps": NUM_STEPS, "num_tokens": None, "directory": str(folder), "resume": "never"}
-    fields["run"] |= {"evaluate_every": None, "evaluate_share": None, "evaluate_at_start": False}
-    fields["restart"] = RestartConfig().model_dump()
-    fields["checkpoint"] = CheckpointConfig(every=SAVED_STEP, directory=str(folder / CHECKPOINTS)).model_dump()
-    fields["elastic"] |= {"faults": [], "random_faults": RandomFaults().model_dump()}
-    fields["debug"] = DebugConfig().model_dump()
+    checkpoint = CheckpointConfig(every=SAVED_STEP, directory=str(folder / CHECKPOINTS))
+    fields = short_run_fields(config, folder, num_steps=NUM_STEPS, checkpoint=checkpoint)
     fields["parallel"] |= layout.fields if layout else {}
     trial = resolve(Config.model_validate(fields), config_path="")
     if resume is not None:  # not validated: the directory does not exist yet

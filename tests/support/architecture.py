@@ -61,6 +61,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.checkpoint": 7,
     "parallel3d.debug": 7,
     "parallel3d.monitor": 7,
+    "parallel3d.studies": 8,
     "parallel3d.elastic": 8,
     "parallel3d.trainer": 9,
     "parallel3d.comparison": 10,
@@ -155,6 +156,7 @@ PURE: tuple[str, ...] = (
         )
     ),
     "parallel3d.costs",
+    "parallel3d.studies",
     "parallel3d.evaluation.rows",
     "parallel3d.evaluation.results",
 )
