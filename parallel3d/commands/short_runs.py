@@ -10,7 +10,7 @@ from parallel3d.config.sections.restart import RestartConfig
 
 
 def short_run_fields(config: Config, folder: Path, *, num_steps: int, checkpoint: CheckpointConfig) -> dict[str, Any]:
-    """The fields of a run of `num_steps` in `folder`: without evaluations, trackers, charts, its page, restarts, faults and
+    """The fields of a run of `num_steps` in `folder`: without evaluations, trackers, charts, page, restarts, faults and
     debugging aids."""
     fields = config.model_dump()
     fields["run"] |= {"num_steps": num_steps, "num_tokens": None, "directory": str(folder), "resume": "never"}

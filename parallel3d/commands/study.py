@@ -8,7 +8,7 @@
     layout      the best layouts of `plan`, measured
 
 Runs are kept below --out, with result.json; a study that was stopped continues with the same command, and finished runs
-are not repeated. The decisions are in parallel3d/studies. Exit codes: 0 done, 1 the answer is no (golden: a loss
+are not repeated. The decisions are in parallel3d/studies. Exit codes: 0 done, 1 a negative answer (golden: a loss
 differs; precision: not even the reference reached its end), 2 invalid input, 130 stopped.
 """
 

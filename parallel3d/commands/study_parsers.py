@@ -116,6 +116,7 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
     config.complete = "configs"  # type: ignore[attr-defined]
     parser.add_argument("--devices", metavar="LIST", help="hosts of devices: 8xH100-80GB:2,8xH100-80GB:4")
     parser.add_argument("--device-table", type=Path, metavar="FILE", help="a JSON list of further devices")
+    parser.add_argument("--search", action="store_true", help="take the best layout on each number of hosts")
     parser.add_argument("--set", action="append", default=[], metavar="section.field=value", help="of --config")
     _add_out(parser)
 

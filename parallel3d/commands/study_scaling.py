@@ -14,7 +14,7 @@ from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
-from parallel3d.costs.layout_search import on_machines
+from parallel3d.costs.layout_search import on_machines, rank_layouts
 from parallel3d.costs.machines import Machines, parse_machines
 from parallel3d.costs.rental import FLAT, ScalingRow, scaling_report
 from parallel3d.errors import UserError
@@ -84,13 +84,25 @@ def _estimated(options: argparse.Namespace) -> Iterator[ScalingSeries]:
     for machines in parse_machines(options.devices, options.device_table):
         kinds.setdefault(f"{machines.devices_per_host}x{machines.device.name}", []).append(machines)
     for name, sizes in kinds.items():
-        estimates = {each.num_hosts: estimate_layout(on_machines(config, each), parts, each) for each in sizes}
+        speeds = {each.num_hosts: predict_speed(config, parts, each, is_searched=options.search) for each in sizes}
         price = sizes[0].device.price_per_hour
         yield ScalingSeries(
             title=f"{name} (predicted)",
             price_of_host=options.dollars_per_hour or (None if price is None else price * sizes[0].devices_per_host),
-            speeds={hosts: each.tokens_per_s if each.fits else None for hosts, each in estimates.items()},
+            speeds=speeds,
         )
+
+
+def predict_speed(config: Config, parts: LayeredParameters, machines: Machines, *, is_searched: bool) -> float | None:
+    """Tokens/s of the configuration's layout, or of the best one; None where it does not fit into memory.
+
+    Raises UserError where the layout does not divide the devices.
+    """
+    if is_searched:
+        ranked = rank_layouts(config, parts, machines)
+        return ranked.estimates[0].tokens_per_s if ranked.estimates else None
+    estimate = estimate_layout(on_machines(config, machines), parts, machines)
+    return estimate.tokens_per_s if estimate.fits else None
 
 
 def _describe(series: Sequence[ScalingSeries]) -> Iterator[str]:

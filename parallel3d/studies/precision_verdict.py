@@ -7,8 +7,9 @@ A policy's run is stopped at the first of these signs, where its reference (the 
     until then, while the loss is above the reference's
     its smoothed loss is above the reference's by more than the noise for 20 steps in a row
 
-Smoothed is a mean over 20 steps. The noise at a step is 3 standard deviations of the reference's smoothed losses over
-the seeds, at least 0.5 % of the loss. Runs also end by the trainer's rules (monitor/divergence.py, non-finite losses).
+Smoothed is a median over 20 steps, which a short spike does not move: a run may recover. The noise at a step is 3
+standard deviations of the reference's smoothed losses over the seeds, at least 0.5 % of the loss. Runs also end by the
+trainer's rules (monitor/divergence.py, non-finite losses).
 
 Of the policies that remain, one is worse beyond noise if its loss, seed by seed, is above the reference's by more than
 `margin` in the mean, and if either a paired t-test finds that at p < 0.05 or it is more than one standard deviation of
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from statistics import fmean, stdev
+from statistics import median, stdev
 
 from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO, LossRatio
 from parallel3d.monitor.spikes import Spikes
@@ -34,7 +35,7 @@ NOISE_SDS = 3.0
 LEAST_NOISE = 0.005
 """Share of the loss."""
 MARGIN_SDS = 0.25
-"""The default margin, in standard deviations of the reference's seeds: another seed moves a loss four times as far."""
+"""The default margin, in standard deviations of the reference's seeds: a seed moves a loss four times as far."""
 SAME_COST = 1.05
 """Step times of short runs within 5 % are equal: then the policy with fewer bytes a parameter is cheaper."""
 
@@ -42,10 +43,9 @@ Losses = Sequence[float | None]
 
 
 def smoothed(losses: Losses) -> list[float]:
-    """The mean of the last SMOOTHED_STEPS losses after each step, of fewer at the start; infinite where one is not
-    finite."""
+    """The median of the last SMOOTHED_STEPS losses after each step, of fewer at the start; None counts as infinite."""
     values = [inf if loss is None else loss for loss in losses]
-    return [fmean(values[max(0, end - SMOOTHED_STEPS) : end]) for end in range(1, len(values) + 1)]
+    return [median(values[max(0, end - SMOOTHED_STEPS) : end]) for end in range(1, len(values) + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class PolicyCourse:
         course = self.with_step(loss, grad_norm)
         if self.sign or step >= len(reference.losses):
             return course
-        distance = fmean(course.recent) - reference.losses[step]
+        distance = median(course.recent) - reference.losses[step]
         is_far = step >= SMOOTHED_STEPS - 1 and distance > reference.noise[step]
         course = replace(course, num_far=course.num_far + 1 if is_far else 0)
         return replace(course, sign=course._find_sign(step, distance, reference))
@@ -131,7 +131,7 @@ class PolicyCourse:
             return f"{at}: the gradient norm is in a spike of {self.spikes.length} steps"
         if self.num_far >= FAR_STEPS:
             return (
-                f"{at}: the mean loss is {distance:.4f} above the reference's, where noise explains "
+                f"{at}: the smoothed loss is {distance:.4f} above the reference's, where noise explains "
                 f"{reference.noise[step]:.4f}, for {self.num_far} steps"
             )
         return ""
@@ -139,7 +139,7 @@ class PolicyCourse:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """What the runs of a policy gave."""
+    """The losses and the costs of a policy's runs."""
 
     name: str
     losses: Mapping[int, float]
