@@ -8,6 +8,7 @@ value for each position, where the position is the number of the step, or of the
     Discrete    sizes[i] up to position until[i], then the last one: Shortformer has two
     Periodic    sizes[i] in a cycle: the paper's Figure 2
     Adaptive    one multiple more while the validation perplexity stays near its best
+    VarianceDriven  one multiple more after some steps in which Adam's largest sqrt(v) did not jump
     Custom      a function of the user's
 
 The paper's root takes the exponent itself, DeepSpeed's `root_degree` is its inverse. Polynomial and Discrete equal
@@ -184,6 +185,68 @@ class Adaptive:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VarianceDriven:
+    """One multiple longer after `interval` calm steps in a row; after one that is not calm one multiple shorter (or the
+    same), and the count begins again.
+
+    A step is calm if the largest element of Adam's sqrt(v), before its update, is at most `tolerance` x the mean of the
+    `interval` values before it, or of as many as there are. The rule is ours: the paper finds that this maximum goes
+    with spikes of the loss, and does not use it. Values are part of the entries that all ranks apply, so lengths are
+    the same on all ranks, and after a repeated step.
+    """
+
+    first: int
+    last: int
+    multiple: int
+    tolerance: float = 1.3
+    shrinks: bool = True
+    interval: int = 20
+    value: int
+    recent: tuple[float, ...] = ()
+    """The last values, at most `interval` of them."""
+    num_calm: int = 0
+    """Calm steps in a row at this length."""
+
+    def at(self, position: int) -> int:
+        return self.value
+
+    def constant_until(self, position: int) -> float:
+        return position
+
+    def values(self) -> tuple[int, ...]:
+        return tuple(range(self.first, self.last + 1, self.multiple))
+
+    def after_step(self, variance_max: float) -> VarianceDriven:
+        """Returns the schedule after a step; a value that is not finite is not calm, and not remembered."""
+        limit = self.tolerance * sum(self.recent) / len(self.recent) if self.recent else inf
+        recent = (*self.recent, variance_max)[-self.interval :] if isfinite(variance_max) else self.recent
+        if not (isfinite(variance_max) and variance_max <= limit):
+            change, num_calm = -self.multiple if self.shrinks else 0, 0
+        elif self.num_calm + 1 == self.interval:
+            change, num_calm = self.multiple, 0
+        else:
+            change, num_calm = 0, self.num_calm + 1
+        value = min(max(self.value + change, self.first), self.last)
+        return replace(self, value=value, recent=recent, num_calm=num_calm)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"length": self.value, "recent": list(self.recent), "num_calm": self.num_calm}
+
+    def resumed(self, saved: dict[str, Any]) -> VarianceDriven:
+        """Returns the schedule in a saved state, of this kind or of another one that follows the run."""
+        recent, num_calm = saved.get("recent", ()), saved.get("num_calm", 0)
+        value = _aligned(saved["length"], self.first, self.last, self.multiple)
+        kept = tuple(recent)[-self.interval :]
+        return replace(self, value=value, recent=kept, num_calm=min(num_calm, self.interval - 1))
+
+
+def _aligned(value: int, first: int, last: int, multiple: int) -> int:
+    """The nearest length that is not longer, of those from `first` to `last`."""
+    value = min(max(value, first), last)
+    return value - (value - first) % multiple
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """Shape of one step's batch."""
 
@@ -239,23 +302,34 @@ class BatchShapeSchedule:
             return self
         return replace(self, length=self.length.after_evaluation(loss))
 
+    def after_step(self, variance_max: float | None) -> BatchShapeSchedule:
+        """Returns the schedule after a step with this maximum of sqrt(v) before its update; None: not measured."""
+        if variance_max is None or not isinstance(self.length, VarianceDriven):
+            return self
+        return replace(self, length=self.length.after_step(variance_max))
+
     def to_json(self) -> dict[str, Any] | None:
-        """Returns the state that evaluations have changed; None for schedules that don't depend on them."""
+        """Returns the state that the run has changed; None for schedules that don't depend on it."""
+        if isinstance(self.length, VarianceDriven):
+            return self.length.to_json()
         if not isinstance(self.length, Adaptive):
             return None
         best_loss = self.length.best_loss if isfinite(self.length.best_loss) else None
         return {"length": self.length.value, "best_loss": best_loss}
 
     def resumed(self, saved: dict[str, Any] | None) -> BatchShapeSchedule:
-        """Returns this schedule in the state that `saved` describes; unchanged if either doesn't depend on
-        evaluations."""
+        """Returns this schedule in the state that `saved` describes; unchanged if either doesn't depend on the run."""
+        if saved is not None and isinstance(self.length, VarianceDriven):
+            return replace(self, length=self.length.resumed(saved))
         if saved is None or not isinstance(self.length, Adaptive):
             return self
-        value = min(max(saved["length"], self.length.first), self.length.last)
-        value -= (value - self.length.first) % self.length.multiple
-        best_loss = inf if saved["best_loss"] is None else saved["best_loss"]
+        value = _aligned(saved["length"], self.length.first, self.length.last, self.length.multiple)
+        best_loss = inf if saved.get("best_loss") is None else saved["best_loss"]
         return replace(self, length=replace(self.length, value=value, best_loss=best_loss))
 
+
+FOLLOWS_RUN = (Adaptive, VarianceDriven)
+"""Schedules of which only the run itself knows the lengths."""
 
 CONSTANT_SHAPE = BatchShapeSchedule()
 """For states from which no batch is made."""
@@ -277,7 +351,7 @@ def compute_run_length(
     shape_schedule: BatchShapeSchedule, *, num_steps: int | None, num_tokens: int | None
 ) -> RunLength:
     """Returns the length of the run that ends at `num_steps` or `num_tokens`, whichever comes first; not for
-    Adaptive."""
+    lengths that follow the run."""
     steps = tokens = dropped = 0
     first_full_step = None
     while True:

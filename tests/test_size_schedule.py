@@ -18,6 +18,7 @@ from parallel3d.size_schedule import (
     Discrete,
     Periodic,
     Polynomial,
+    VarianceDriven,
     compute_run_length,
 )
 
@@ -90,6 +91,52 @@ def test_what_a_function_gives_is_checked():
     for wrong in (0, -8, 12, 8.0, None, True):
         with pytest.raises(UserError, match="multiple of 8"):
             Custom(function=lambda t, value=wrong: value, name="mine:lengths", last=32, multiple=8).at(1)
+
+
+# --- by the variance --------------------------------------------------------------------------------------------------
+
+
+def by_variance(**changes):
+    return VarianceDriven(**(dict(first=8, last=24, multiple=8, interval=3, value=8) | changes))
+
+
+def lengths_after(schedule, values):
+    found = []
+    for value in values:
+        schedule = schedule.after_step(value)
+        found.append(schedule.value)
+    return found
+
+
+def test_a_length_grows_after_calm_steps_and_shrinks_after_a_jump_of_the_variance():
+    assert lengths_after(by_variance(), [1.0] * 10) == [8, 8, 16, 16, 16, 24, 24, 24, 24, 24]
+    assert lengths_after(by_variance(), [1.0] * 4 + [1.31] + [1.0] * 3) == [8, 8, 16, 16, 8, 8, 8, 16]
+    assert lengths_after(by_variance(), [1.0] * 4 + [1.3] + [1.0] * 3) == [8, 8, 16, 16, 16, 24, 24, 24]
+    assert lengths_after(by_variance(shrinks=False), [1.0] * 4 + [9.0] * 2 + [1.0]) == [8, 8, 16, 16, 16, 16, 16]
+    assert lengths_after(by_variance(), [1.0, 9.0, 9.0]) == [8, 8, 8]
+    assert lengths_after(by_variance(value=16), [1.0, nan, inf, 1.0, 1.0, 1.0]) == [16, 8, 8, 8, 8, 16]
+
+
+def test_values_before_the_interval_are_forgotten():
+    """1.6 is a jump after 1, 1, 1; not after 1.25, 1.25, 1.25."""
+    rising = [1.0, 1.0, 1.0, 1.25, 1.25, 1.25, 1.6]
+    assert by_variance(value=24).after_step(1.0).recent == (1.0,)
+    assert lengths_after(by_variance(value=24), rising)[-1] == 24
+    assert lengths_after(by_variance(value=24), [*rising[:3], 1.6])[-1] == 16
+
+
+def test_a_state_by_the_variance_is_resumed():
+    fresh = BatchShapeSchedule(length=by_variance())
+    values = [1.0, 1.1, 1.0, 1.05, 2.0, 1.0, 1.0]
+    whole = fresh
+    for cut in range(len(values)):
+        resumed = fresh.resumed(json.loads(json.dumps(whole.to_json())))
+        assert resumed == whole
+        whole = whole.after_step(values[cut])
+    assert fresh.after_step(None) == fresh
+    other = fresh.resumed(BatchShapeSchedule(length=adaptive(last=64, value=56)).to_json())
+    assert (other.length.value, other.length.recent) == (24, ())
+    assert BatchShapeSchedule(length=adaptive()).resumed(whole.to_json()).length.best_loss == inf
 
 
 # --- adaptive ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from parallel3d.config.sections.warmup import SequenceLengthWarmup
 from parallel3d.config.sections.warmup_rules import length_multiple
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.size_schedule import (
+    FOLLOWS_RUN,
     Adaptive,
     BatchShapeSchedule,
     Constant,
@@ -21,6 +22,7 @@ from parallel3d.size_schedule import (
     Polynomial,
     RunLength,
     SizeSchedule,
+    VarianceDriven,
     compute_run_length,
 )
 
@@ -56,11 +58,11 @@ def check_length_function(config: Config) -> None:
 def run_length(config: Config) -> RunLength:
     """Length of the run of a resolved configuration, by run.num_steps or run.num_tokens, whichever is reached first.
 
-    How evaluations will change an adaptive length isn't known in advance: this assumes the longest it can be.
+    How the run will change a length that follows it isn't known in advance: this assumes the longest it can be.
     """
     run, shape_schedule = config.run, build_shape_schedule(config)
-    if isinstance(shape_schedule.length, Adaptive):
-        assert run.num_steps is not None, "an adaptive warmup needs it"
+    if isinstance(shape_schedule.length, FOLLOWS_RUN):
+        assert run.num_steps is not None, "a warmup that follows the run needs it"
         shape_schedule = replace(shape_schedule, length=Constant(shape_schedule.length.last))
         whole = compute_run_length(shape_schedule, num_steps=run.num_steps, num_tokens=None)
         return replace(whole, num_tokens=min(whole.num_tokens, run.num_tokens or whole.num_tokens))
@@ -91,7 +93,7 @@ def describe_warmup(config: Config) -> Iterator[str]:
     if size.start is not None:
         count = f"{len(shape_schedule.size.values())} sizes, each with its own pipeline schedule"
         yield f"batch size: {_describe_size_schedule(shape_schedule.size, size.unit)}, {count}"
-    if (warmup.kind == "none" and size.start is None) or isinstance(shape_schedule.length, Adaptive):
+    if (warmup.kind == "none" and size.start is None) or isinstance(shape_schedule.length, FOLLOWS_RUN):
         return
     whole = run_length(config)
     full = f"full size from step {whole.first_full_step:,}; " if whole.first_full_step is not None else ""
@@ -126,6 +128,16 @@ def _build_length_schedule(config: Config, warmup: SequenceLengthWarmup) -> Size
                 multiple=multiple,
                 tolerance=warmup.tolerance,
                 shrinks=warmup.on_fluctuation == "shrink",
+                value=warmup.start,
+            )
+        case "variance":
+            return VarianceDriven(
+                first=warmup.start,
+                last=last,
+                multiple=multiple,
+                tolerance=warmup.tolerance,
+                shrinks=warmup.on_fluctuation == "shrink",
+                interval=warmup.interval,
                 value=warmup.start,
             )
         case "custom":
@@ -180,6 +192,10 @@ def _describe_size_schedule(size_schedule: SizeSchedule, unit: str) -> str:
         case Adaptive():
             limit = f"while the perplexity is at most {size_schedule.tolerance:g} x the best"
             growth = f"{size_schedule.multiple} longer after each evaluation"
+            return f"from {size_schedule.first:,} to {size_schedule.last:,}, {growth} {limit}"
+        case VarianceDriven():
+            limit = f"in which the largest sqrt(v) is at most {size_schedule.tolerance:g} x its recent mean"
+            growth = f"{size_schedule.multiple} longer after {size_schedule.interval} steps in a row"
             return f"from {size_schedule.first:,} to {size_schedule.last:,}, {growth} {limit}"
         case Custom():
             return size_schedule.name

@@ -85,5 +85,6 @@ class TrainState:
             entries=(*self.entries, entry)[-2:],
             loss_scale=self.loss_scale.after(finite=entry.finite),
             monitor=self.monitor.after(entry.metrics),
+            shape_schedule=self.shape_schedule.after_step(entry.variance_max),
             speeds=self.speeds.after({(stage, worker): time for stage, worker, time in entry.unit_times}),
         )

@@ -251,6 +251,21 @@ def test_an_adaptive_length_needs_evaluations_and_a_last_step():
     assert run_length(config).num_steps == 10 and "adaptive, from 8 to 1,024" in next(describe_warmup(config))
 
 
+def test_a_length_by_the_variance_needs_values_and_a_last_step():
+    needs = problems(
+        warmup={"sequence_length": {"kind": "variance", "tolerance": 0.9}},
+        run={"num_steps": None, "num_tokens": 10},
+        monitor={"norms_every": None},
+    )
+    assert set(needs) == {"run.num_steps", "monitor.norms_every", "warmup.sequence_length.tolerance"}
+    lion = problems(warmup={"sequence_length": {"kind": "variance"}}, run={"num_steps": 10}, optimizer={"kind": "lion"})
+    assert set(lion) == {"optimizer.kind"}
+    fine = {"num_steps": 10, "num_tokens": None}
+    config = resolved(warmup={"sequence_length": {"kind": "variance", "interval": 5}}, run=fine)
+    assert run_length(config).num_steps == 10 and "after 5 steps in a row" in next(describe_warmup(config))
+    assert build_shape_schedule(config).length.interval == 5
+
+
 def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_paces.py").write_text("def slowly(step):\n    return 16 if step < 5 else 1024\n")
     monkeypatch.syspath_prepend(tmp_path)

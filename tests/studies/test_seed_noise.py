@@ -67,3 +67,8 @@ def test_the_verdict_says_whether_it_is_noise(differences: list[float], said: st
     base = {1: 2.0, 2: 2.1, 3: 2.2}
     candidate = {seed: base[seed] + each for seed, each in zip(base, differences)}
     assert said in describe_comparison(compare_by_seed(base, candidate), "new", "old")
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    found = compare_by_seed({1: 2.0, 2: 9.0, 3: 2.2, 4: 2.4}, {1: 2.1, 3: 2.4, 5: 0.0})
+    assert found is not None and found.seeds == (1, 3) and found.differences == pytest.approx((0.1, 0.2))

@@ -161,6 +161,31 @@ def test_an_adaptive_length_is_the_same_on_every_layout_and_after_a_death():
     assert {abs(b - a) for a, b in zip(lengths, lengths[1:])} <= {0, 8}
 
 
+VARIANCE = dict(sequence_length=dict(kind="variance", interval=2, tolerance=1.3, start=16))
+
+
+def test_a_length_by_the_variance_is_the_same_on_every_layout_and_after_a_death():
+    """With exact sums: bitwise the run without losses, too."""
+    settings = dict(warmup=VARIANCE, num_steps=8)
+    one = run(config_of(**settings, parallel=dict(tp_size=2)))
+    ours = run(config_of(**settings), [kill_fault(3, "backward", 3), kill_fault(4, "update", 5)])
+    assert shapes_of(ours) == shapes_of(one)
+    lengths = [length for _, length in shapes_of(one)]
+    assert len(set(lengths)) > 1 and {abs(b - a) for a, b in zip(lengths, lengths[1:])} <= {0, 8}
+    assert_same_run(ours, run(config_of(**settings)))
+
+
+def test_a_run_by_the_variance_goes_on_bitwise(tmp_path):
+    config = config_of(warmup=VARIANCE)
+    whole, _, whole_ranks = run_layout(config, steps=5)
+    _, snapshots, ranks = run_layout(config, steps=2)
+    folder = save(tmp_path, snapshots, ranks[0])
+    again, _, again_ranks = run_layout(config, start=folder, steps=3)
+    assert [name for name in whole if not torch.equal(whole[name], again[name])] == []
+    assert again_ranks[0].state == whole_ranks[0].state
+    assert whole_ranks[0].state.shape_schedule.length.recent
+
+
 # --- going on from a checkpoint ---------------------------------------------------------------------------------------
 
 

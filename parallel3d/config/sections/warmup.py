@@ -13,18 +13,20 @@ from parallel3d.config.sections.section import Section
 class SequenceLengthWarmup(Section):
     """Shorter sequences first, always batch.global_batch_size of them. Evaluations use the full length."""
 
-    kind: Literal["none", "linear", "root", "discrete", "periodic", "adaptive", "custom"] = "none"
+    kind: Literal["none", "linear", "root", "discrete", "periodic", "adaptive", "variance", "custom"] = "none"
     """How the length changes during the run. none: batch.sequence_length throughout; all other fields are ignored.
     linear, root: from start to end over duration. discrete: lengths, one after the other (Shortformer uses two).
     periodic: lengths in a cycle. adaptive: one multiple longer after each evaluation whose perplexity is at most
-    tolerance x the best one so far, otherwise shorter. custom: by a function."""
+    tolerance x the best one so far, otherwise shorter. variance: one multiple longer after `interval` steps in a row
+    in which the largest element of Adam's sqrt(v) did not jump, shorter after a jump. custom: by a function."""
     unit: Literal["steps", "tokens"] = "steps"
     """Unit of duration and until. tokens are those trained on, which carry over to other batch sizes: a step has the
     length that belongs to its first token, counted from 1; with steps, to its number."""
     start: PositiveInt = 8
-    """First length of linear, root and adaptive. The paper uses 8, or 64 for models of a billion parameters."""
+    """First length of linear, root, adaptive and variance. The paper uses 8, or 64 for models of a billion
+    parameters."""
     end: PositiveInt | None = None
-    """Last length of linear, root and adaptive. Null: batch.sequence_length."""
+    """Last length of linear, root, adaptive and variance. Null: batch.sequence_length."""
     duration: PositiveInt | None = None
     """Steps or tokens until linear and root reach the end."""
     exponent: PositiveFloat = 0.5
@@ -40,10 +42,12 @@ class SequenceLengthWarmup(Section):
     length. Must depend on nothing else."""
     tolerance: PositiveFloat = 1.3
     """For adaptive: how many times the best perplexity an evaluation may have. The paper counts 1.3 as a
-    fluctuation."""
+    fluctuation. For variance: how many times the mean of the last `interval` values the largest sqrt(v) may be."""
     on_fluctuation: Literal["shrink", "hold"] = "shrink"
-    """For adaptive: what follows a perplexity above the tolerance. shrink: one multiple shorter. hold: the same
-    length."""
+    """For adaptive and variance: what follows a value above the tolerance. shrink: one multiple shorter. hold: the
+    same length."""
+    interval: PositiveInt = 20
+    """For variance: calm steps in a row after which the length grows, and values of which the mean is taken."""
     multiple: PositiveInt = 8
     """All lengths are multiples of it, which kernels prefer: 8, or 16 for 8-bit formats; with
     parallel.sequence_parallel also of parallel.tp_size. A larger one gives fewer lengths, each of which has its own
@@ -84,6 +88,7 @@ FIELDS_BY_KIND = {
     "discrete": ("lengths", "until", "unit"),
     "periodic": ("lengths", "until", "unit"),
     "adaptive": ("start", "end", "tolerance", "on_fluctuation"),
+    "variance": ("start", "end", "tolerance", "on_fluctuation", "interval"),
     "custom": ("function", "unit"),
     "none": (),
 }

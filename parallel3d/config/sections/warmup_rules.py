@@ -18,6 +18,7 @@ from parallel3d.config.sections.parallel import LAYOUT, ParallelConfig, most_rep
 from parallel3d.config.sections.run import RunConfig
 from parallel3d.config.sections.warmup import FIELDS_BY_KIND, BatchSizeWarmup, SequenceLengthWarmup
 from parallel3d.errors import Problem
+from parallel3d.optim.update_rules import has_exp_avg_sq
 
 SECTION = "warmup.sequence_length"
 DEEPSPEED_SECTION = "curriculum_learning"
@@ -150,6 +151,28 @@ def check_adaptive(warmup: SequenceLengthWarmup, run: RunConfig, validation_frac
     if warmup.tolerance < 1:
         rule_text = "must be at least 1: an evaluation as good as the best one is not a fluctuation"
         yield Problem(field=f"{SECTION}.tolerance", value=warmup.tolerance, rule=rule_text, fix="The paper uses 1.3")
+
+
+@rule(SECTION, "run.num_steps", "monitor.norms_every", "optimizer.kind")
+def check_variance(
+    warmup: SequenceLengthWarmup, num_steps: int | None, norms_every: int | None, optimizer: str
+) -> Iterator[Problem]:
+    """variance has values to follow, and a last step."""
+    if warmup.kind != "variance":
+        return
+    why = f"is required by {SECTION}.kind variance"
+    if num_steps is None:
+        fix = "Set a limit: the steps that run.num_tokens takes aren't known in advance"
+        yield Problem(field="run.num_steps", value=None, rule=why, fix=fix)
+    if norms_every is None:
+        text = f"{why}, which follows the largest sqrt(v)"
+        yield Problem(field="monitor.norms_every", value=None, rule=text, fix="Use 1, to measure it in every step")
+    if not has_exp_avg_sq(optimizer):
+        text = f"keeps no second moment, which {SECTION}.kind variance follows"
+        yield Problem(field="optimizer.kind", value=optimizer, rule=text, fix="Use adamw, or another warmup")
+    if warmup.tolerance < 1:
+        text = "must be at least 1: a value as large as those before is not a jump"
+        yield Problem(field=f"{SECTION}.tolerance", value=warmup.tolerance, rule=text, fix="Use 1.3")
 
 
 @rule(SECTION)
