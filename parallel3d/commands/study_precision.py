@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from parallel3d.commands.study_parsers import chosen_seeds
@@ -115,7 +114,7 @@ def _result_of(config: Config, name: str, runs: list[StudyRun]) -> PolicyResult:
         name=name,
         losses={run.seed: run.judged_loss for run in runs if run.judged_loss is not None},
         sign=f"{ended.ended} (seed {ended.seed})" if ended else "",
-        step_s=median(times) if times else None,
+        step_s=min(times, default=None),  # other load on the machine only slows
         bytes_per_parameter=bytes_per_parameter(POLICY_SPECS[name], config.optimizer.kind),
     )
 

@@ -147,7 +147,7 @@ class PolicyResult:
     sign: str = ""
     """Why a run was stopped; empty if all reached their end."""
     step_s: float | None
-    """Median over its runs."""
+    """Of its fastest run, whose own is a median."""
     bytes_per_parameter: float
     """Weights, gradients and optimizer state."""
 
@@ -229,7 +229,7 @@ def _cheapest(fit: Sequence[PolicyResult], by_memory: bool) -> PolicyResult:
 def _why(best: PolicyResult, own: PolicyJudgement, judgements: Sequence[PolicyJudgement], by_memory: bool) -> str:
     others = [each for each in judgements if each.result is not best]
     speed = f"{1e3 * best.step_s:.0f} ms a step, " if best.step_s is not None else ""
-    what, size = "bytes" if by_memory else "time", f"{best.bytes_per_parameter:g} bytes a parameter"
+    what, size = "bytes" if by_memory else "time, within 5 %,", f"{best.bytes_per_parameter:g} bytes a parameter"
     text = f"{best.name}: the least {what} of those not worse beyond noise ({speed}{size})"
     if own.comparison is not None:
         text += f"; its loss differs by {own.comparison.spread.mean:+.4f} nats a token from the reference's"
