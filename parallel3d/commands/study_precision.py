@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -91,7 +92,8 @@ def _run_policy(
         elif seed not in courses:
             runner.skip(run_name, "the reference did not reach its end with this seed")
         else:
-            found.append(runner.run(run_name, config, watch_policy(courses[seed])))
+            judged_by = hashlib.sha256(repr(courses[seed]).encode()).hexdigest()
+            found.append(runner.run(run_name, config, watch_policy(courses[seed]), judged_by=judged_by))
     return found
 
 

@@ -51,25 +51,29 @@ class StudyRunner:
         self._out = out
         self._num_runs = num_runs
         self._count = 0
+        self._was_stopped = False
+        """Whether the last run was, by a sign."""
         out.mkdir(parents=True, exist_ok=True)
 
-    def run(self, name: str, config: Config, find_sign: FindSign | None = None) -> StudyRun:
+    def run(self, name: str, config: Config, find_sign: FindSign | None = None, *, judged_by: str = "") -> StudyRun:
         """Trains `config`, the configuration of a short run, in the folder `name`; or reads what an earlier call found.
 
         A run that diverges, lacks memory, or is stopped by `find_sign` is a result, with `ended` saying so. Raises
-        UserError where it fails for another reason.
+        UserError where it fails for another reason. A run that was stopped is kept for the same `judged_by` only, which
+        says what `find_sign` compares with.
         """
         self._count += 1
         folder, done = self._out / name, self._out / f"{name}.json"
         request = _without_folders(config)
         saved = _read_json(done)
-        if saved.get("request") == request:
+        if saved.get("request") == request and saved.get("stopped_by") in (None, judged_by):
             run = StudyRun.from_json(saved["run"])
             self._report(run, "from an earlier call")
             return run
         started = time.monotonic()
         run = self._train(name, config, find_sign, folder)
-        _write_json(done, {"request": request, "run": run.to_json()})
+        stopped_by = judged_by if self._was_stopped else None
+        _write_json(done, {"request": request, "stopped_by": stopped_by, "run": run.to_json()})
         self._report(run, f"{time.monotonic() - started:.0f} s")
         return run
 
@@ -91,6 +95,7 @@ class StudyRunner:
         watcher = SignWatcher(find_sign) if find_sign else None
         result = train(config, callbacks=[watcher] if watcher else [], check=False, quiet=True)
         ended = watcher.sign if watcher else ""
+        self._was_stopped = bool(ended)
         if not ended and result.exit_code == EXIT_DIVERGED:
             ended = f"divergence: {result.summary.get('message', '')}"
         if not ended and result.exit_code == EXIT_OUT_OF_MEMORY:

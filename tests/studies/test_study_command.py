@@ -12,7 +12,7 @@ from parallel3d.commands.main import run
 from parallel3d.commands.parsers import parse
 from parallel3d.commands.study_batch import with_batch
 from parallel3d.commands.study_parsers import chosen_seeds
-from parallel3d.commands.study_runs import StudyRunner, study_config
+from parallel3d.commands.study_runs import FindSign, StudyRunner, study_config
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import ConfigError
 
@@ -169,9 +169,20 @@ def test_a_real_study_its_repetition_and_an_early_stop(tiny: Path, capsys: pytes
     assert run("study", ["golden", "study/base-seed1234", "--record"]) == 0
     assert run("study", ["golden", "study/base-seed1235", "--against", "study/base-seed1234/golden.json"]) == 1
 
-    runner, losses = StudyRunner(Path("stopped"), num_runs=1), []
     config = study_config(resolve(load_config(tiny), config_path=tiny), Path("stopped/run"), num_steps=2000)
-    stopped = runner.run(
-        "run", config, lambda loss, norm: losses.append(loss) or ("enough" if len(losses) == 3 else "")
-    )
-    assert stopped.ended == "enough" and 3 <= len(stopped.losses) < 2000 and stopped.judged_loss is None
+    for judged_by, num_calls in ("a", 3), ("a", 0), ("b", 3):  # next to another reference it is judged again
+        seen: list[float | None] = []
+        runner = StudyRunner(Path("stopped"), num_runs=1)
+        stopped = runner.run("run", config, stop_after(seen, 3), judged_by=judged_by)
+        assert stopped.ended == "enough" and 3 <= len(stopped.losses) < 2000 and stopped.judged_loss is None
+        assert len(seen) == num_calls
+
+
+def stop_after(seen: list[float | None], count: int) -> FindSign:
+    """Stops a run at the step `count`, and notes the losses until then."""
+
+    def find_sign(loss: float | None, grad_norm: float | None) -> str:
+        seen.append(loss)
+        return "enough" if len(seen) == count else ""
+
+    return find_sign
