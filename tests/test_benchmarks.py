@@ -193,6 +193,16 @@ def test_the_benchmark_of_sources(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
+def test_the_benchmark_of_generation():
+    """Both write the same text."""
+    small = "--width 128 --layers 1 --turns 2 --threads 1"
+    command = [sys.executable, str(ROOT / "benchmarks" / "generation.py"), *small.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 texts are equal" in done.stdout
+
+
 def test_a_slow_tokenizer_has_a_row_with_a_thread_and_with_a_process():
     kind, *figures = data_wait.compare(data_wait.Slow(1e-4, holds_lock=True), 0.5).rsplit(maxsplit=5)
     computing, tokenising, _, by_thread, by_process = map(float, figures)

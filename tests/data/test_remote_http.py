@@ -133,7 +133,7 @@ def test_an_unwilling_server_before_the_first_byte(store: Store, copy: Callable[
 
 @pytest.mark.parametrize("path", ["/pages/a/", "/pages/a", "/plain/"])
 def test_a_folder_is_refused(store: Store, copy: Callable[..., tuple[bytes, list[str]]], path: str) -> None:
-    """A server answers with a page that lists it, by its type or by the address; its page is no text to learn from."""
+    """The server answers with an HTML page that lists it, which is refused by its type or its address."""
     store.files = {path: b'<a href="text.txt">text.txt</a>', "/pages/a/text.txt": LINES}
     with pytest.raises(DataError, match=r"http://127.0.0.1:\d+/\w+/.*: a web page, such as the list of a folder.*each"):
         copy(path)

@@ -148,8 +148,8 @@ def test_a_text_ends_and_gives_its_place_to_another(folders):
     end_ids = frozenset(ids[3] for ids in whole)
     lengths = [next(i for i, token in enumerate(ids) if token in end_ids) + 1 for ids in whole]
     assert len(set(lengths)) > 1
-    for batch_size in (1, 2, 5):
-        ours = run(folders("llama")[0], "tp2.pp2", greedy(batch_size, end_ids=end_ids))
+    for batch_size, layout in ((1, "tp1"), (5, "tp1"), (2, "tp2.pp2"), (5, "tp2.pp2")):
+        ours = run(folders("llama")[0], layout, greedy(batch_size, end_ids=end_ids))
         assert [text.ids for text in ours] == [ids[:length] for ids, length in zip(whole, lengths)]
         assert {text.reason for text in ours} == {"eos"}
 

@@ -1,4 +1,4 @@
-"""Work of one worker for which all others wait, such as a long evaluation, is no failure; in a step it is one."""
+"""A long evaluation, for which all other workers wait, is not taken for a failure; the same wait in a step is."""
 
 import json
 
