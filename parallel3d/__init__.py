@@ -13,17 +13,28 @@ if TYPE_CHECKING:
     from parallel3d.door.callbacks import Callback, StopTraining
     from parallel3d.door.result import TrainResult
     from parallel3d.door.train_call import train
-    from parallel3d.models.user_parts import Column, ModelParts, Partial, Row
+    from parallel3d.models.user_parts import Column, Divided, ModelParts, Partial, Row, Whole
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Column", "ModelParts", "Partial", "Row", "StopTraining", "TrainResult", "train"]
+__all__ = [
+    "Callback",
+    "Column",
+    "Divided",
+    "ModelParts",
+    "Partial",
+    "Row",
+    "StopTraining",
+    "TrainResult",
+    "Whole",
+    "train",
+]
 
 _HOMES = {
     "Callback": "parallel3d.door.callbacks",
     "StopTraining": "parallel3d.door.callbacks",
     "TrainResult": "parallel3d.door.result",
     "train": "parallel3d.door.train_call",
-    **dict.fromkeys(("Column", "ModelParts", "Partial", "Row"), "parallel3d.models.user_parts"),
+    **dict.fromkeys(("Column", "Divided", "ModelParts", "Partial", "Row", "Whole"), "parallel3d.models.user_parts"),
 }
 
 

@@ -84,7 +84,8 @@ def is_raised_by_the_user(error: BaseException) -> bool:
     part of ours that the user's code has called, such as a lost connection."""
     places = traceback.extract_tb(error.__traceback__)
     users = [index for index, place in enumerate(places) if _is_the_users(place.filename)]
-    below_is_ours = any(place.filename.startswith(f"{_OWN}/") for place in places[users[-1] :]) if users else True
+    below = [place for place in places[users[-1] :] if place.name != "__torch_dispatch__"] if users else []
+    below_is_ours = any(place.filename.startswith(f"{_OWN}/") for place in below)
     return bool(users) and not (below_is_ours and isinstance(error, RuntimeError | OSError))
 
 

@@ -40,7 +40,10 @@ def make_stage(
     )
     num_positions, recompute = config.batch.sequence_length, config.parallel.recompute
     model, seed = config.model, config.run.seed
-    return make_decoder(model, layers, num_positions=num_positions, context=context, recompute=recompute, seed=seed)
+    stage = make_decoder(model, layers, num_positions=num_positions, context=context, recompute=recompute, seed=seed)
+    if config.data.document_mask and isinstance(stage, UserStage):
+        stage.check_documents()
+    return stage
 
 
 def make_decoder(

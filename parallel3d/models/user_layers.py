@@ -1,7 +1,7 @@
 """Makes a user's torch.nn.Module a part of a stage: its weights become sharded parameters with gradient sinks.
 
-A linear layer that is declared `Column` or `Row` is replaced by ours. Every other parameter keeps its place; autograd
-hands its gradient over once in each backward pass.
+A linear layer that is declared `Column` or `Row` is replaced by ours, and so is every Dropout. Every other parameter
+keeps its place; autograd hands its gradient over once in each backward pass.
 
 The initial values are the module's own: it is built under a seed that depends on run.seed and the part's name, whole,
 in fp32, and each rank keeps its share. So a part begins alike on every layout.
@@ -12,7 +12,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,7 +28,15 @@ from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
-from parallel3d.models.user_parts import Column, Partial, Row, Sharding, as_module, user_code
+from parallel3d.models.user_calls import (
+    KeyedDropout,
+    PartCall,
+    RandomNumbersRefused,
+    document_arguments,
+    recompute_module,
+    replace_dropouts,
+)
+from parallel3d.models.user_parts import Column, Divided, Partial, Row, Sharding, Whole, as_module, user_code
 from parallel3d.parallel.sharding import FusedBlock, ParamSharding
 from parallel3d.random_keys import key_of
 
@@ -37,17 +47,15 @@ _seeded = threading.Lock()
 class DividedLinear(nn.Module):
     """(..., in) -> (..., out) by a column- or row-parallel linear layer; either side is this rank's part."""
 
-    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear):
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear, call: PartCall):
         super().__init__()
-        self.linear = linear
-        self.micro_batch: MicroBatch | None = None
-        """Set by the part in front of each forward pass."""
+        self.linear, self.call = linear, call
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.micro_batch is not None
+        assert self.call.micro_batch is not None
         if x.shape[-1] != self.linear.weight.shape[1]:
             raise ValueError(f"an input of width {x.shape[-1]}, not {self.linear.weight.shape[1]}, on this rank")
-        return self.linear(x.flatten(0, -2), self.micro_batch).view(*x.shape[:-1], -1)
+        return self.linear(x.flatten(0, -2), self.call.micro_batch).view(*x.shape[:-1], -1)
 
 
 class UserPart(nn.Module):
@@ -72,23 +80,61 @@ class UserPart(nn.Module):
         with _seeded, torch.random.fork_rng(devices=[]), torch.device(_building_device(context)), user_code(function):
             torch.manual_seed(key_of("module", seed, name).first)
             made = make()
-        self.part = as_module(made, name)
+        self.call, self._shardings = PartCall(context), shardings
+        self.part = replace_dropouts(as_module(made, name), partial(self._keyed_dropout, name))
+        for path, sharding in shardings.items():
+            if isinstance(sharding, Divided | Whole):
+                self._check_dropout(name, path)
         self._values: dict[int, ShardedParameter] = {}
         for path, sharding in shardings.items():
-            if not isinstance(sharding, Partial):
+            if isinstance(sharding, Column | Row):
                 self._replace_linear(name, path, sharding)
         partial_paths = tuple(path for path, sharding in shardings.items() if isinstance(sharding, Partial))
         self._take_parameters(name, partial_paths)
         del self._values
         self.part.to(torch.device(context.device))  # its buffers; the parameters are there
-        self._divided = [module for module in self.part.modules() if isinstance(module, DividedLinear)]
+        self._asks_for = self.accepts & {"positions", "documents"}
+        self._is_known = False
+        """Whether a training pass has shown that its code draws no random numbers of torch's."""
 
     def run(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         """The part's result for x, which has the shape that the user's code expects."""
-        for module in self._divided:
-            module.micro_batch = micro_batch
-        with user_code(self.function):
-            return self.part(x)
+        self.call.begin(micro_batch)
+        asked = document_arguments(micro_batch, x.device) if self._asks_for else {}
+        arguments = {name: asked[name] for name in self._asks_for}
+        with user_code(self.function), nullcontext() if self._is_known else RandomNumbersRefused():
+            found = self.part(x, **arguments)
+        self._is_known = self._is_known or micro_batch.training
+        return found
+
+    @property
+    def accepts(self) -> set[str]:
+        """The names of the arguments of the user's forward."""
+        return set(signature(type(self.part).forward).parameters)
+
+    def recompute(self, paths: tuple[str, ...], name: str) -> None:
+        """Has the modules at these paths computed again in the backward pass."""
+        for path in paths:
+            module = self._find(name, path, "recomputed")
+            if not isinstance(module, nn.Module):
+                raise UserError(f"model.module: recomputed has {path}, which is not a module")
+            recompute_module(module, self.call)
+
+    def _keyed_dropout(self, name: str, path: str, probability: float) -> KeyedDropout:
+        declared = self._shardings.get(path)
+        if declared is None and self._shardings and self.context.tp.group.size > 1:
+            raise UserError(
+                f"model.module: {name}.{path} is a Dropout, and shardings must say of what: {path!r}: Whole() if every"
+                " rank has all of its input, Divided(dim) if tensor-parallel ranks have parts of dimension dim"
+            )
+        dim = declared.dim if isinstance(declared, Divided) else None
+        return KeyedDropout(probability, self.call, part=name, path=path, divided_dim=dim)
+
+    def _check_dropout(self, name: str, path: str) -> None:
+        found = self._find(name, path)
+        if not isinstance(found, KeyedDropout | nn.Dropout):
+            kind = type(found).__name__
+            raise UserError(f"model.module: shardings has {path}, which is {kind}, not torch.nn.Dropout")
 
     def _replace_linear(self, name: str, path: str, sharding: Column | Row) -> None:
         """Puts our linear layer in the place of the user's."""
@@ -116,7 +162,7 @@ class UserPart(nn.Module):
             assert isinstance(parameter, ShardedParameter)
             self._set_first_value(parameter, getattr(old, attribute))
         parent, _, child = path.rpartition(".")
-        setattr(self.part.get_submodule(parent), child, DividedLinear(new))
+        setattr(self.part.get_submodule(parent), child, DividedLinear(new, self.call))
 
     def _take_parameters(self, name: str, partial_paths: tuple[str, ...]) -> None:
         """Makes all other parameters sharded ones, of which each rank has all."""
@@ -161,14 +207,14 @@ class UserPart(nn.Module):
                 share.narrow(sharding.dim, run.local_start, run.length).copy_(part)
         parameter.first_value = share
 
-    def _find(self, name: str, path: str) -> Any:
-        """The module or parameter that `shardings` names."""
+    def _find(self, name: str, path: str, where: str = "shardings") -> Any:
+        """The module or parameter that `shardings` or `recomputed` names."""
         found: Any = self.part
         for attribute in path.split("."):
             found = getattr(found, attribute, None)
             if found is None:
                 known = ", ".join(known for known, _ in self.part.named_parameters())
-                raise UserError(f"model.module: shardings has {path}, which {name} has not; its weights are {known}")
+                raise UserError(f"model.module: {where} has {path}, which {name} has not; its weights are {known}")
         return found
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
@@ -43,7 +44,19 @@ class Partial:
     """Weights that every rank has, but applies to divided activations only: their gradients are summed."""
 
 
-Sharding = Column | Row | Partial
+@dataclass(frozen=True)
+class Divided:
+    """A torch.nn.Dropout that is applied to divided activations: of dimension `dim` each rank has an equal part."""
+
+    dim: int = -1
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A torch.nn.Dropout that is applied to activations that every rank has whole."""
+
+
+Sharding = Column | Row | Partial | Divided | Whole
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,16 @@ class ModelParts:
     """
 
     block: Callable[[int], nn.Module]
-    """Makes block `index`, of model.num_hidden_layers: x -> the shape of x."""
+    """Makes block `index`, of model.num_hidden_layers: x -> the shape of x. The forward of a part also gets `positions`
+    and `documents`, if it has arguments of these names."""
     embedding: Callable[[], nn.Module] | None = None
     """(sequences, length) int64 -> x. None: model.vocab_size rows, divided over the tensor-parallel ranks."""
     head: Callable[[], nn.Module] | None = None
     """x -> logits (sequences, length, vocab_size). None: a norm and a linear layer, divided in the same way."""
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     """By the name of a module in a block, such as "attention.qkv". All else is the same on every rank."""
+    recomputed: tuple[str, ...] = ()
+    """Names of modules in a block that parallel.recompute selective computes again in the backward pass."""
 
 
 def load_parts(model: ModelConfig) -> ModelParts:
@@ -90,8 +106,12 @@ def as_module(made: Any, what: str) -> nn.Module:
         raise UserError(f"model.module: {what} is {type(made).__name__}, not a torch.nn.Module")
     for path, module in made.named_modules():
         where = f"model.module: {what}{path and f'.{path}'}"
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise UserError(f"{where} drops by torch's random numbers, which differ between layouts: set its p to 0")
+        if isinstance(module, _DropoutNd) and type(module) is not nn.Dropout and module.p > 0:
+            kind = type(module).__name__
+            raise UserError(
+                f"{where} ({kind}) drops by torch's random numbers, which differ between layouts: use torch.nn.Dropout,"
+                " which is replaced, or set its p to 0"
+            )
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad:
                 raise UserError(f"{where}.{name} is a frozen parameter: make it a buffer (register_buffer)")

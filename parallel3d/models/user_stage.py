@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.errors import UserError
 from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.models.blocks import BlockBuilder
 from parallel3d.models.user_layers import UserBlock, UserEmbedding, UserHead
-from parallel3d.models.user_parts import load_parts
+from parallel3d.models.user_parts import ModelParts, load_parts
 from parallel3d.recompute import Recompute
 
 
@@ -43,6 +44,8 @@ class UserStage(nn.Module):
             UserBlock(f"layers.{index}", partial(parts.block, index), shardings=parts.shardings, **make)
             for index in layers
         )
+        if recompute == "selective":
+            self._recompute_modules(parts)
         if is_last and parts.head:
             self.head = UserHead("head", parts.head, shardings={}, **make)
         elif is_last:
@@ -51,6 +54,27 @@ class UserStage(nn.Module):
             self.head = LinearCrossEntropy("embedding.weight" if tied else "head.weight", *sizes, cap=cap, **ours)
         if tied and isinstance(self.embedding, VocabParallelEmbedding) and isinstance(self.head, LinearCrossEntropy):
             self.head.weight = self.embedding.weight
+
+    def check_documents(self) -> None:
+        """Raises UserError if a block can't keep documents apart (`data.document_mask`)."""
+        for layer in self.layers:
+            assert isinstance(layer, UserBlock)
+            if "documents" not in layer.accepts:
+                block = f"{type(layer.part).__name__}.forward of model.module {self.config.module}"
+                raise UserError(
+                    f"data.document_mask: {block} takes no `documents`, by whose numbers its attention would keep"
+                    " documents apart: add the argument (docs/python.md), or set data.document_mask to false"
+                )
+
+    def _recompute_modules(self, parts: ModelParts) -> None:
+        if not parts.recomputed:
+            raise UserError(
+                f"parallel.recompute selective: model.module {self.config.module} names no modules to recompute: return"
+                ' ModelParts(recomputed=("attention",)), or use parallel.recompute full'
+            )
+        for layer in self.layers:
+            assert isinstance(layer, UserBlock)
+            layer.recompute(parts.recomputed, type(layer.part).__name__)
 
     def forward(self, x: Tensor, micro_batch: MicroBatch, targets: Tensor | None = None) -> Tensor:
         x = self._run_layers(x, micro_batch)
@@ -82,7 +106,7 @@ class UserStage(nn.Module):
                 x = x * torch.tensor(self.embedding_factor, dtype=x.dtype).item()  # rounded to x's format
             x = x if self.positions is None else self.positions(x, micro_batch)
         for layer in self.layers:
-            if self.recompute == "none" or not torch.is_grad_enabled():
+            if self.recompute != "full" or not torch.is_grad_enabled():
                 x = layer(x, micro_batch)
             else:  # torch's own: anything may follow a product here, so its result is computed again
                 x = checkpoint(layer, x, micro_batch, use_reentrant=False, preserve_rng_state=False)

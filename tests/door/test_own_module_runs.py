@@ -31,8 +31,9 @@ def workers() -> dict[str, int]:
 
 
 def test_a_killed_worker_returns_and_changes_no_loss(tiny: Json) -> None:
-    """Two stages of two replicas: the others redo the step, a new worker takes over the weights of the lost one."""
-    tiny["model"] |= {"module": own_llama.build, "num_hidden_layers": 4}
+    """Two stages of two replicas: the others redo the step, a new worker takes over the weights of the lost one; the
+    same elements are dropped."""
+    tiny["model"] |= {"module": own_llama.build_with_dropout, "num_hidden_layers": 4}
     tiny["parallel"] = {"pp_size": 2, "dp_size": 2, "bucket_mib": 0.03}
     tiny |= {"precision": {"policy": "fp64"}, "elastic": {"max_rejoins": 3}, "lr_schedule": {"decay_steps": 3000}}
     tiny["checkpoint"] = {"save_at_end": False}

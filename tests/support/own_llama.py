@@ -1,23 +1,25 @@
 """Our Llama as a user's own module, in plain torch: the same names, sizes and initial weights, other code.
 
 `build` divides it over tensor-parallel ranks, `build_replicated` has all of it on each, `build_whole` also brings an
-embedding and a head. `build_with_normed_heads` is another model.
+embedding and a head. `build_with_normed_heads` and `build_with_dropout` are other models.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel3d import Column, ModelParts, Partial, Row
+from parallel3d import Column, Divided, ModelParts, Partial, Row, Whole
 from parallel3d.layers.init import initial_value
 from parallel3d.parallel.sharding import UNSHARDED, ParamSharding
 
 SEED = 1
 """run.seed of the runs that are compared."""
+RECOMPUTED = ("attention", "mlp")
 
 
 class Attention(nn.Module):
@@ -29,6 +31,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(model.hidden_size, model.hidden_size, bias=False)
         self.theta = model.rope_theta
         self.head_norm = nn.Identity()
+        self.drop = nn.Dropout(0.0)
 
     def rotate(self, x):
         length = x.shape[-2]
@@ -38,14 +41,26 @@ class Attention(nn.Module):
         a, b = x.chunk(2, -1)
         return x * cos + torch.cat([-b, a], -1) * sin
 
-    def forward(self, x):
+    def forward(self, x, documents=None):
         qkv = self.qkv(x)
         share = qkv.shape[-1] / sum(self.widths)  # of the heads, on this rank
         parts = qkv.split([int(width * share) for width in self.widths], -1)
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
         q, k = (self.rotate(self.head_norm(part)) for part in (q, k))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if documents is None and self.drop.p == 0:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            mixed = self.mix(q, k, v, documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def mix(self, q, k, v, documents):
+        """With weights that can be seen: of tokens of the same document, and dropped."""
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        sees = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
+        if documents is not None:
+            sees = sees & (documents[:, None, :, None] == documents[:, None, None, :])
+        scores = (q @ k.transpose(2, 3) / self.size**0.5).masked_fill(~sees, -torch.inf)
+        return self.drop(scores.softmax(-1)) @ v
 
 
 class Mlp(nn.Module):
@@ -53,10 +68,11 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(model.hidden_size, 2 * model.intermediate_size, bias=False)
         self.down = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.drop(F.silu(gate) * up))
 
 
 class Block(nn.Module):
@@ -66,11 +82,12 @@ class Block(nn.Module):
         self.attention = Attention(model)
         self.mlp_norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
         self.mlp = Mlp(model)
+        self.drop = nn.Dropout(0.0)
         draw_weights(self, f"layers.{index}", model)
 
-    def forward(self, x):
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x, documents=None):
+        x = x + self.drop(self.attention(self.attention_norm(x), documents))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
 class Head(nn.Module):
@@ -104,7 +121,7 @@ def draw_weights(module, name, model):
 
 
 def build_replicated(model):
-    return ModelParts(block=partial(Block, model))
+    return ModelParts(block=partial(Block, model), recomputed=RECOMPUTED)
 
 
 def build(model):
@@ -116,7 +133,20 @@ def build(model):
         "mlp.gate_up": Column((model.intermediate_size, model.intermediate_size)),
         "mlp.down": Row(),
     }
-    return ModelParts(block=partial(Block, model), shardings=shardings)
+    return ModelParts(block=partial(Block, model), shardings=shardings, recomputed=RECOMPUTED)
+
+
+def build_with_dropout(model):
+    """Drops attention weights and inner activations, which ranks divide, and one module's inputs at two places."""
+
+    def make(index):
+        block = Block(model, index)
+        for module in (block, block.attention, block.mlp):
+            module.drop.p = 0.2
+        return block
+
+    dropouts = {"drop": Whole(), "attention.drop": Divided(1), "mlp.drop": Divided()}
+    return replace(build(model), block=make, shardings={**build(model).shardings, **dropouts})
 
 
 def build_with_normed_heads(model):
@@ -127,8 +157,8 @@ def build_with_normed_heads(model):
         block.attention.head_norm = nn.RMSNorm(block.attention.size)
         return block
 
-    return ModelParts(block=make, shardings={**build(model).shardings, "attention.head_norm": Partial()})
+    return replace(build(model), block=make, shardings={**build(model).shardings, "attention.head_norm": Partial()})
 
 
 def build_whole(model):
-    return ModelParts(block=partial(Block, model), embedding=partial(Embedding, model), head=partial(Head, model))
+    return replace(build_replicated(model), embedding=partial(Embedding, model), head=partial(Head, model))

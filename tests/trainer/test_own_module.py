@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -15,6 +16,11 @@ from parallel3d.data.run_data import lanes_of
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import ConfigError, UserError
 from parallel3d.inprocess.harness import run_in_threads
+from parallel3d.layers.micro_batch import MicroBatch
+from parallel3d.layers.placement import LayerContext
+from parallel3d.models.user_calls import KeyedDropout, PartCall, document_arguments
+from parallel3d.parallel.tensor_parallel import solo_region
+from parallel3d.precision.policy import policy_of
 from parallel3d.trainer.plans import build_grid
 from tests.support import own_llama, plain_llama
 from tests.support.chats import EOS, ChatTexts
@@ -29,14 +35,16 @@ LAYOUTS = {
     "pp2.zb-h1": dict(pp_size=2, schedule="zb-h1"),
     "virtual-stages": dict(pp_size=2, virtual_stages=2, schedule="interleaved"),
     "recomputed": dict(pp_size=2, recompute="full"),
+    "partly-recomputed": dict(tp_size=2, pp_size=2, recompute="selective"),
     "zero-0": dict(dp_size=2, zero_stage=0),
 }
 
 
 @cache
-def run(function: str | None = None, policy: str = "fp64", layout: tuple = ()):
+def run(function: str | None = None, policy: str = "fp64", layout: tuple = (), length: int = 16, documents=False):
     model = dict(num_key_value_heads=2, module=function and f"{MODULE}:{function}")
     config = dict(model=model, parallel=dict(layout), precision=dict(policy=policy), run=dict(seed=own_llama.SEED))
+    config |= dict(batch=dict(sequence_length=length), data=dict(document_mask=documents))
     return train_in_threads(**config)
 
 
@@ -53,11 +61,59 @@ def test_it_is_the_llama_that_it_spells(function):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("function", ["build", "build_replicated", "build_whole", "build_with_normed_heads"])
+@pytest.mark.parametrize(
+    "function", ["build", "build_replicated", "build_whole", "build_with_normed_heads", "build_with_dropout"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_equals_one_process(layout, function):
     one, found = run(function), run(function, layout=tuple(LAYOUTS[layout].items()))
     assert compare_runs(found, one, tolerance_of(make_config())).findings == ()
+
+
+def test_documents_are_kept_apart_as_by_our_llama():
+    """By the numbers of documents that the block's forward asks for, which also reach the second stage."""
+    masked = dict(length=64, documents=True)
+    ours, own = run(**masked), run("build", **masked)
+    assert own.losses == pytest.approx(ours.losses, rel=1e-10)
+    assert own.losses[0] != pytest.approx(run("build", length=64).losses[0], rel=1e-4)
+
+
+@pytest.mark.full
+def test_documents_on_layouts():
+    masked = dict(length=64, documents=True)
+    one = run("build_with_dropout", **masked)
+    for layout in ("tp2-pp2-dp2", "partly-recomputed"):
+        found = run("build_with_dropout", layout=tuple(LAYOUTS[layout].items()), **masked)
+        assert compare_runs(found, one, tolerance_of(make_config())).findings == ()
+
+
+def test_positions_and_documents_are_those_in_the_sequence():
+    """Whatever else is in the micro-batch."""
+    both = MicroBatch(seed=1, iteration=1, slots=(3, 4), sequence_length=5, documents=(2, 3, 1, 1, 3))
+    found = document_arguments(both, torch.device("cpu"))
+    assert found["positions"].tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert found["documents"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]]
+    plain = document_arguments(replace(both, documents=None), torch.device("cpu"))
+    assert plain["positions"].tolist() == [[0, 1, 2, 3, 4]] * 2 and plain["documents"] is None
+
+
+def test_dropout_drops_as_it_should():
+    """About a fifth, other elements at each place and step, none in an evaluation, the same in another micro-batch."""
+    context = LayerContext(tp=solo_region(), policy=policy_of(make_config().precision))
+    call = PartCall(context)
+    drop, x = KeyedDropout(0.2, call, part="layers.2", path="drop", divided_dim=None), torch.ones(2, 16, 3, 50)
+
+    def masks(iteration: int, slots: tuple[int, ...], **changes) -> list[torch.Tensor]:
+        call.begin(MicroBatch(seed=1, iteration=iteration, slots=slots, sequence_length=16, **changes))
+        return [drop(x[: len(slots)]) for _ in range(2)]
+
+    (first, second), (later, _), (alone, _) = masks(1, (6, 7)), masks(2, (6, 7)), masks(1, (7,))
+    for found in (first, second, later):
+        assert float((found == 0).float().mean()) == pytest.approx(0.2, abs=0.02)
+        assert set(found.unique().tolist()) == {0.0, 1.25}
+    assert not torch.equal(first, second) and not torch.equal(first, later) and not torch.equal(first[0], first[1])
+    assert torch.equal(first[1], alone[0])
+    assert all(torch.equal(found, x) for found in masks(1, (6, 7), training=False))
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
@@ -145,11 +201,21 @@ PARTS = "ModelParts(block=lambda index: Block())"
         ),
         (
             "self.linear(x)",
-            "ModelParts(block=lambda index: torch.nn.Dropout(0.1))",
-            "drops by torch's random numbers",
+            "ModelParts(block=lambda index: torch.nn.Dropout2d(0.1))",
+            r"layers.0 \(Dropout2d\) drops by torch's random numbers",
+        ),
+        (
+            "torch.nn.functional.dropout(x, 0.1)",
+            PARTS,
+            r"wrong.py, line 9, in forward.*draws torch's random numbers",
+        ),
+        (
+            "torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)",
+            PARTS,
+            r"wrong.py, line 9, in forward.*draws torch's random numbers",
         ),
     ],
-    ids=["in-forward", "in-build", "no-parts", "wrong-shape", "wrong-name", "dropout"],
+    ids=["in-forward", "in-build", "no-parts", "wrong-shape", "wrong-name", "dropout", "function", "attention"],
 )
 def test_an_error_names_the_users_line(tmp_path, forward, parts, words):
     (tmp_path / "wrong.py").write_text(WRONG.format(forward=forward, parts=parts))
@@ -157,8 +223,27 @@ def test_an_error_names_the_users_line(tmp_path, forward, parts, words):
         train_in_threads(model=dict(module=f"{tmp_path / 'wrong.py'}:build"), steps=1)
 
 
-def test_what_cannot_apply_is_refused():
-    with pytest.raises(ConfigError, match="parallel.recompute(.|\n)*only whole layers"):
-        make_config(model=dict(module="a:b"), parallel=dict(recompute="selective"))
+def test_what_cannot_apply_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="names no function"):
         make_config(model=dict(module="a"))
+    with pytest.raises(ConfigError, match="model.hidden_dropout(.|\n)*where they have a torch.nn.Dropout"):
+        make_config(model=dict(module="a:b", hidden_dropout=0.1))
+    (tmp_path / "plain.py").write_text(WRONG.format(forward="self.linear(x)", parts=PARTS))
+    plain = dict(module=f"{tmp_path / 'plain.py'}:build")
+    with pytest.raises(UserError, match="names no modules to recompute: return ModelParts"):
+        train_in_threads(model=plain, parallel=dict(recompute="selective"), steps=1)
+    with pytest.raises(UserError, match=r"data.document_mask: Block.forward of model.module .* takes no `documents`"):
+        train_in_threads(model=plain, data=dict(document_mask=True), steps=1)
+
+
+def test_a_dropout_is_declared_where_activations_may_be_divided(tmp_path):
+    """With one rank it has all of them."""
+    code = WRONG.format(
+        forward="self.linear(x)", parts=PARTS.replace("Block()", "Block(), shardings=dict(linear=Row())")
+    )
+    code = code.replace("import Column", "import Row").replace("import Row, ", "import Row, Column, ")
+    (tmp_path / "drops.py").write_text(code.replace("(32, 32)", "(32, 32)\n        self.drop = torch.nn.Dropout(0.1)"))
+    start = partial(train_in_threads, model=dict(module=f"{tmp_path / 'drops.py'}:build"), steps=1)
+    start()
+    with pytest.raises(UserError, match=r"layers.\d.drop is a Dropout, and shardings must say(.|\n)*Divided\(dim\)"):
+        start(parallel=dict(tp_size=2))

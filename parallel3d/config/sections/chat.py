@@ -24,7 +24,7 @@ class ChatConfig(Section):
     completion are taken as they are."""
     pack: bool = True
     """Several conversations share a sequence, which needs data.document_mask. false: each has a sequence of its own, of
-    which the rest is filled; also for layers of your own (model.module), which have no document mask."""
+    which the rest is filled; also for layers of your own (model.module) that keep no documents apart."""
 
 
 @rule("data.chat", "data.document_mask", "data.slice")

@@ -154,23 +154,19 @@ def check_key_value_heads(heads: int | None, tp_size: int) -> Iterator[Problem]:
         )
 
 
-@rule("model.module", "model.hidden_dropout", "parallel.sequence_parallel", "parallel.recompute", "data.document_mask")
-def check_module(
-    module: str | None, hidden_dropout: float, sequence_parallel: bool, recompute: str, document_mask: bool
-) -> Iterator[Problem]:
-    """A user's own layers see whole sequences, and nothing of documents."""
+@rule("model.module", "model.hidden_dropout", "parallel.sequence_parallel")
+def check_module(module: str | None, hidden_dropout: float, sequence_parallel: bool) -> Iterator[Problem]:
+    """A user's own layers see whole sequences, and drop by modules of their own."""
     if module is None:
         return
     if ":" not in module:
         fix = "Name package:function, or path/to/file.py:function"
         yield Problem(field="model.module", value=module, rule="names no function", fix=fix)
     rules = [
-        ("model.hidden_dropout", hidden_dropout, 0.0, "your layers would have to drop"),
-        ("parallel.sequence_parallel", sequence_parallel, False, "your layers see whole sequences"),
-        ("parallel.recompute", recompute, "full", "only whole layers of yours can be recomputed"),
-        ("data.document_mask", document_mask, False, "your layers do not know where documents end"),
+        ("model.hidden_dropout", hidden_dropout, 0.0, "they drop where they have a torch.nn.Dropout"),
+        ("parallel.sequence_parallel", sequence_parallel, False, "they see whole sequences"),
     ]
     for field, value, allowed, why in rules:
-        if value not in (allowed, "none"):
+        if value != allowed:
             rule_text = f"does not apply to the layers of model.module: {why}"
             yield Problem(field=field, value=value, rule=rule_text, fix=f"Set it to {allowed!r}")
