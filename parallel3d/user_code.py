@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
+from inspect import getfile, unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,17 @@ def load_object(name: str, *, field: str, group: str | None = None) -> Any:
         return found
     except Exception as error:  # whatever the user's file raises
         raise ConfigError([Problem(field=field, value=name, rule=explain(error), fix=FIX)]) from error
+
+
+def names_object(name: str, group: str) -> bool:
+    """Whether a name that no file has can be that of an object of the user's, or is that of an entry point."""
+    return (":" in name and "://" not in name) or name in _entry_points().select(group=group).names
+
+
+def file_of_object(found: Any) -> Path:
+    """The file with the code of a function or a class, or of an object's class."""
+    code = unwrap(found)
+    return Path(getfile(code if isinstance(code, type) or hasattr(code, "__code__") else type(code)))
 
 
 def installed(group: str) -> list[Any]:

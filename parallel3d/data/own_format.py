@@ -1,20 +1,19 @@
-"""Formats of the user's own: a function of `data.formats` that reads a file, and yields its documents.
+"""Documents of the user's own: a function of `data.formats` that reads a file, or an object in `data.sources`.
 
-What it yields is written to a file of the cache, once, and read from there.
+What they give is written to a file of the cache, once, and read from there.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from inspect import getfile, unwrap
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from parallel3d.data.formats import ConversationLines
-from parallel3d.data.sources import OWN_FORMAT
+from parallel3d.data.sources import OWN_FORMAT, OWN_SOURCE, load_source
 from parallel3d.errors import DataError
-from parallel3d.user_code import errors_named, load_object
+from parallel3d.user_code import errors_named, file_of_object, load_object
 
 GROUP = "parallel3d.formats"
 """Entry points of installed packages."""
@@ -26,8 +25,9 @@ def load_reader(kind: str) -> Any:
 
 
 def file_of(kind: str) -> Path:
-    """The file with the function, after whose change a corpus is read again."""
-    return Path(getfile(unwrap(load_reader(kind))))
+    """The file with the function or object, after whose change a corpus is read again."""
+    found = load_source(kind.removeprefix(OWN_SOURCE)) if kind.startswith(OWN_SOURCE) else load_reader(kind)
+    return file_of_object(found)
 
 
 def extract_own(
@@ -35,13 +35,20 @@ def extract_own(
 ) -> Iterator[tuple[int, int]]:
     """Writes the documents of a file to `target`, with a `layout` as conversations, and yields (offset there, bytes) of
     each. Raises UserCodeError with the line of the user's function, DataError for what is neither."""
-    name, position = kind.removeprefix(OWN_FORMAT), 0
-    with errors_named(f"data.formats {name}, on {path}"):
-        documents = load_reader(kind)(path)
-        if not isinstance(documents, Iterable) or isinstance(documents, str | bytes):
-            raise DataError(f"data.formats {name}: returned {type(documents).__name__}: it must yield documents")
-        for number, document in enumerate(documents, start=1):
-            data = _encode(document, layout, f"{path}, document {number} of {name}")
+    is_source, position = kind.startswith(OWN_SOURCE), 0
+    name = kind.removeprefix(OWN_SOURCE if is_source else OWN_FORMAT)
+    field, where, place = ("data.sources", "", "") if is_source else ("data.formats", f", on {path}", f"{path}, ")
+    with errors_named(f"{field} {name}{where}"):
+        given = load_source(name) if is_source else load_reader(kind)(path)
+        documents = given() if is_source and callable(given) else given
+        is_list = hasattr(documents, "__len__") and hasattr(documents, "__getitem__")
+        if isinstance(documents, str | bytes) or not (isinstance(documents, Iterable) or is_list):
+            verb = "is" if documents is given and is_source else "returned"
+            raise DataError(f"{field} {name}: {verb} {type(documents).__name__}: it must yield documents")
+        is_indexed = is_list and not isinstance(documents, Iterable)
+        each = (documents[index] for index in range(len(documents))) if is_indexed else documents
+        for number, document in enumerate(each, start=1):
+            data = _encode(document, layout, f"{place}document {number} of {name}")
             target.write(data)
             if data:
                 yield position, len(data)

@@ -1,9 +1,9 @@
 """Sources: the files of a corpus, and their order.
 
-A *source* is a file, a folder, a glob, or nothing for the built-in corpus (the sources of Python's standard library and
-`pydoc`'s help topics, which every installation has). A source yields files in the order of their relative names, a
-saved dataset of Hugging Face in the order of its list. The suffix of a file determines its format; any other suffix is
-plain text.
+A *source* is a file, a folder, a glob, an object of the user's that gives documents, or nothing for the built-in
+corpus (the sources of Python's standard library and `pydoc`'s help topics, which every installation has). A source
+yields files in the order of their relative names, a saved dataset of Hugging Face in the order of its list. The suffix
+of a file determines its format; any other suffix is plain text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from parallel3d.config.sections.data import SOURCE_GROUP
 from parallel3d.data.dataset_folder import dataset_files, is_dataset, validation_files
 from parallel3d.data.token_formats import TOKEN_SUFFIXES, index_of
 from parallel3d.errors import DataError
+from parallel3d.user_code import file_of_object, load_object, names_object
 
 FORMAT_BY_SUFFIX = {
     ".txt": "text",
@@ -41,6 +44,8 @@ TRAIN_TOKENS, VALIDATION_TOKENS = "train.safetensors", "validation.safetensors"
 """The files of a prepared folder. All of a file of tokens with the second name is for evaluation."""
 OWN_FORMAT = "own:"
 """In front of the name of a function of the user's, in place of a format."""
+OWN_SOURCE = f"{OWN_FORMAT}source "
+"""In front of the name of an object of the user's that gives documents; its file is the one with its code."""
 NO_FORMATS: Mapping[str, str] = MappingProxyType({})
 OTHER_COMPRESSIONS = (".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
 # Parts of the standard library that are not read: installed packages, tests, character sets, two large programs,
@@ -64,16 +69,33 @@ def find_files(sources: Sequence[str], formats: Mapping[str, str] = NO_FORMATS) 
     `formats` are the user's own, by the ends of names.
     """
     files = [file for source in sources for file in _files_of(source, formats)] if sources else _built_in_files()
-    seen: set[Path] = set()
+    seen: set[tuple[Path, str]] = set()
     for file in files:
-        if file.path in seen:
-            raise DataError(f"{file.path}: named by two of data.sources. Remove one of them")
-        seen.add(file.path)
+        what = file.path, file.format if file.format.startswith(OWN_SOURCE) else ""
+        if what in seen:
+            name = file.format.removeprefix(OWN_SOURCE) if what[1] else file.path
+            raise DataError(f"{name}: named by two of data.sources. Remove one of them")
+        seen.add(what)
     tokens = [file for file in files if file.format.startswith("tokens")]
     if tokens and len(tokens) < len(files):
         text = next(file for file in files if file not in tokens)
         raise DataError(f"data.sources mixes tokens ({tokens[0].path}) with text ({text.path}): use one kind")
     return files
+
+
+def load_source(name: str) -> Any:
+    """The object of the user's that a source names. Raises ConfigError."""
+    return load_object(name, field="data.sources", group=SOURCE_GROUP)
+
+
+def _file_of_source(name: str) -> Path:
+    """The file with its code, after whose change its documents are read again."""
+    found = load_source(name)
+    try:
+        return file_of_object(found).resolve()
+    except (OSError, TypeError):
+        kind = type(found).__name__
+        raise DataError(f"data.sources {name} is of type {kind}: name a function or a class of yours") from None
 
 
 def _files_of(source: str, formats: Mapping[str, str]) -> list[SourceFile]:
@@ -91,6 +113,8 @@ def _files_of(source: str, formats: Mapping[str, str]) -> list[SourceFile]:
             raise DataError(f"data.sources: the folder {source} has no readable file ({', '.join(suffixes)})")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not found and names_object(source, SOURCE_GROUP):
+            return [SourceFile(path=_file_of_source(source), format=OWN_SOURCE + source)]
         if not found:
             exists = path.exists() or glob.glob(str(path), recursive=True)
             problem = "is neither a regular file nor a folder" if exists else "doesn't exist, and no file matches it"

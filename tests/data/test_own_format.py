@@ -139,17 +139,21 @@ def test_a_name_without_a_dot(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_entry_point_names_one(folder: Path) -> None:
-    """Of an installed package; no other process than that of the run needs it."""
+    """A format, and a source, of an installed package; no other process than that of the run needs it."""
     info = folder / "site" / "mine-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[parallel3d.formats]\nlogs = packaged_logs:read\n")
-    (folder / "site" / "packaged_logs.py").write_text((folder / "mine.py").read_text())
+    groups = {"formats": "logs = packaged_logs:read", "sources": "notes = packaged_logs:notes"}
+    lines = [f"[parallel3d.{group}]\n{entry}\n" for group, entry in groups.items()]
+    (info / "entry_points.txt").write_text("".join(lines))
+    notes = "def notes():\n    return ['one note', 'another note']\n"
+    (folder / "site" / "packaged_logs.py").write_text((folder / "mine.py").read_text() + notes)
     script = (
         "from pathlib import Path\n"
         "from tests.data.test_own_format import open_own, texts_of\n"
         "print(*texts_of(open_own(Path('.').resolve(), {'.log': 'logs'}, 'texts/a.log')), sep='\\n')\n"
+        "print(*texts_of(open_own(Path('.').resolve(), {}, 'notes')), sep='\\n')\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "site")])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines() == ENTRIES, done.stderr
+    assert done.stdout.splitlines() == [*ENTRIES, "one note", "another note"], done.stderr

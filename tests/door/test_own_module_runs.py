@@ -128,3 +128,28 @@ def test_a_checkpoint_resumes_on_another_layout(tiny: Json) -> None:
     second = parallel3d.train(tiny, {"run.resume": "auto"}, quiet=True)
     losses = [[line["loss"] for line in result.metrics] for result in (second, whole)]
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+class Notes:
+    """Documents by index."""
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> str:
+        return f"note {index}: {index * index} is the square of {index}"
+
+
+def test_a_source_of_ones_own_on_three_axes_and_resumed(tiny: Json) -> None:
+    """Eight ranks begin, one process goes on: the losses of a run that was one process all along."""
+    tiny["data"] = {**tiny.get("data", {}), "sources": [Notes]}
+    tiny |= {"precision": {"policy": "fp64"}, "lr_schedule": {"decay_steps": 6}}
+    whole = parallel3d.train(tiny, quiet=True)
+    tiny["run"]["directory"] = tiny["run"]["directory"].with_name("resumed")
+    tiny["parallel"] = {"tp_size": 2, "pp_size": 2, "dp_size": 2}
+    first = parallel3d.train(tiny, {"run.num_steps": 3}, quiet=True)
+    del tiny["parallel"]
+    second = parallel3d.train(tiny, {"run.resume": "auto"}, quiet=True)
+    assert first.config["data"]["sources"] == ["tests.door.test_own_module_runs:Notes"]
+    losses = [[line["loss"] for line in result.metrics] for result in (second, whole)]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-9)

@@ -59,6 +59,10 @@ class TokenizerConfig(Section):
     tokenizer whose folder doesn't name it, or names another."""
 
 
+SOURCE_GROUP = "parallel3d.sources"
+"""Entry points of installed packages that give documents."""
+
+
 class DataConfig(Section):
     """The text to train on."""
 
@@ -66,7 +70,8 @@ class DataConfig(Section):
     """Files, folders or globs of text (.txt, .jsonl, .json, .arrow, .parquet; the first three also as .gz, .bz2, .xz
     and .zst; other files are read as plain text) or of tokens (.safetensors, as launch/prepare.py writes them; .npy;
     .bin of Megatron-LM, nanoGPT and llm.c; .u16, .u32). Remote ones (s3://, gs://, hf://, https://, ... by fsspec) are
-    copied into data.cache_directory once. Empty: the built-in corpus, Python's own standard library."""
+    copied into data.cache_directory once. Or objects of your own that give documents, "package:object",
+    "path/to/file.py:object" or the name of an entry point of parallel3d.sources. Empty: the built-in corpus, Python's own standard library."""
     blend: BlendConfig | None = None
     """Several sources with weights, instead of `sources`. Null: all text of `sources`, shuffled."""
     slice: SliceConfig | None = None

@@ -9,9 +9,10 @@ from os.path import exists
 from pathlib import Path
 
 from parallel3d.config.rule import excludes, rule, too_large, without_credentials
-from parallel3d.config.sections.data import BlendConfig, BlendStageConfig, DataConfig, SliceConfig
+from parallel3d.config.sections.data import SOURCE_GROUP, BlendConfig, BlendStageConfig, DataConfig, SliceConfig
 from parallel3d.config.sections.section import expand_home
 from parallel3d.errors import Problem
+from parallel3d.user_code import names_object
 
 NUM_BYTE_TOKENS = 257
 SUM_TOLERANCE = 1e-6
@@ -38,7 +39,7 @@ def _missing_paths(field: str, sources: list[str], otherwise: str) -> Iterator[P
             yield from without_credentials(f"{field}.{index}", source)
             continue
         path = expand_home(source)
-        if not (exists(path) or glob.glob(path, recursive=True)):
+        if not (exists(path) or glob.glob(path, recursive=True) or names_object(source, SOURCE_GROUP)):
             rule_text = f"no such file or folder (relative to {Path.cwd()})"
             yield Problem(field=f"{field}.{index}", value=source, rule=rule_text, fix=f"Correct the path; {otherwise}")
 
