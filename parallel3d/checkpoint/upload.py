@@ -7,16 +7,14 @@ the run may remove the checkpoint; a pass that was killed is repeated, or finish
 from __future__ import annotations
 
 import fcntl
-import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from parallel3d.checkpoint.directory import CheckpointDirectory, best_of, plan_pruning, read_index
-from parallel3d.checkpoint.index import INDEX, Index, decode_index
+from parallel3d.checkpoint.hold import hold_checkpoint, release_checkpoints
+from parallel3d.checkpoint.index import INDEX, decode_index
 from parallel3d.checkpoint.remote_directory import PREVIOUS, RemoteCheckpoint, RemoteDirectory, remote_name
 from parallel3d.errors import CheckpointError
 
@@ -50,7 +48,7 @@ class UploadPass:
     def run(self, *, continued_from: int | None = None) -> None:
         """Sends what is missing. `continued_from`: the step from which the run goes on; later checkpoints that are at
         the target, and not here, are of a line that it has left. Raises CheckpointError and OSError."""
-        self._remove_held()
+        release_checkpoints(self._dir.directory, HELD)
         folders = self._remote.folders()
         if continued_from is not None:
             ours = {name for name, _ in self._local().values()}
@@ -115,7 +113,7 @@ class UploadPass:
 
     def _upload(self, step: int) -> bool:
         """Sends a checkpoint; False if it was removed here before it could be held."""
-        with self._held(step) as (folder, data):
+        with hold_checkpoint(self._dir.path_of(step), HELD) as (folder, data):
             if folder is None:
                 return False
             name = remote_name(step, data)
@@ -153,33 +151,6 @@ class UploadPass:
         self._remote.set_aside(folder)
         fields = {"step": folder.step, "name": folder.name, "bytes": folder.num_bytes}
         self._report({"event": "set_aside", **fields})
-
-    @contextmanager
-    def _held(self, step: int) -> Iterator[tuple[Path | None, bytes]]:
-        """A folder with the checkpoint's files, which the run does not remove, and its index; None if it is gone."""
-        path = self._dir.path_of(step)
-        held = path.with_name(path.name + HELD)
-        try:
-            data = (path / INDEX).read_bytes()
-            index: Index = decode_index(data, str(path / INDEX))
-            held.mkdir()
-            for file in index.files:
-                os.link(path / file.name, held / file.name)
-        except FileNotFoundError:
-            self._remove_held()
-            yield None, b""
-            return
-        except OSError:  # no hard links here: the folder itself, which may be removed meanwhile
-            self._remove_held()
-            held = path
-        try:
-            yield held, data
-        finally:
-            self._remove_held()
-
-    def _remove_held(self) -> None:
-        for path in self._dir.directory.glob(f"step-*{HELD}"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def take_lock(directory: Path) -> IO[bytes] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from parallel3d.commands.option_types import add_json, count, source
 
@@ -18,6 +20,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("auto", "fp32", "bf16", "fp16", "fp64"), default="auto", help="to compute in (the weights')"
     )
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of each rank (the cores)")
     parser.add_argument("--device", default="cpu", help="cpu, or a GPU such as cuda, for one rank (cpu)")
 
 
@@ -65,5 +68,15 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, metavar="N", help="examples of each task (all)")
     parser.add_argument("--fewshot", type=int, metavar="N", help="examples in front of each question (the task's own)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="sequences computed at once (8)")
+    parser.add_argument("--follow", action="store_true", help="a run's checkpoints as they come, until it has ended")
+    parser.add_argument("--every-tokens", type=count, metavar="N", help="... the first after each N tokens (all)")
+    parser.add_argument("--name", metavar="NAME", help="... into evaluations/NAME in the run (held-out, files, tasks)")
+    parser.add_argument("--history", action="store_true", help="show what evaluations of the run's checkpoints found")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file (evaluation-NAME.json)")
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS}  # set by a run, and by a process that follows one
+    parser.add_argument("--at", type=Path, **hidden)
+    parser.add_argument("--sets", type=json.loads, **hidden)
+    parser.add_argument("--checkpoints", type=Path, **hidden)
+    parser.add_argument("--since", type=float, default=0.0, **hidden)
+    parser.add_argument("--end-wait", type=float, default=0.0, **hidden)
     add_json(parser, "the table")

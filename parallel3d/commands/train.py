@@ -8,6 +8,7 @@ coordinator lost, 5 replicas that must be bitwise equal differ, 6 diverged, 7 pr
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from parallel3d.checkpoint.fetch import FetchingDirectory
 from parallel3d.checkpoint.store_process import check_target
 from parallel3d.checkpoint.upload_process import UploadProcess
 from parallel3d.child_process import run_command
+from parallel3d.commands.evaluate_options import parse_sets, settings_of
 from parallel3d.commands.parsers import parse
 from parallel3d.config.deepspeed_json import deepspeed_overrides
 from parallel3d.config.derived import world_size
@@ -38,6 +40,8 @@ from parallel3d.elastic.restart_manager import LauncherInfo, RestartManager
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import EXIT_PREEMPTED, CheckpointError, ConfigError, Problem, UserError
+from parallel3d.evaluation.evaluation_process import EvaluationProcess
+from parallel3d.evaluation.saved_results import ResultFolder
 from parallel3d.models.initial_weights import check_initial_weights, resolve_initial_weights
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, RunFolder
@@ -116,8 +120,22 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
     for tracker in TRACKERS.keys() & set(trackers):
         find_tracker(tracker)
     project, directory = config.monitor.tracker_project, Path(str(config.run.directory))
-    with TrackerProcesses(trackers, directory, project=project, name=title), uploads(config, env):
+    evaluated = evaluations(config) if is_first else nullcontext()
+    with TrackerProcesses(trackers, directory, project=project, name=title), uploads(config, env), evaluated:
         return guard_workers(config, env, title=title)
+
+
+def evaluations(config: Config) -> AbstractContextManager[object]:
+    """The process that evaluates checkpoints on `evaluation.sets`. Raises ConfigError for sets that can't be evaluated,
+    UserError if the run's folder has results of other ones with their names."""
+    folder, settings = Path(str(config.run.directory)), config.evaluation
+    if settings.every_tokens is None:
+        return nullcontext()
+    for name, options in parse_sets(folder, settings.sets).items():
+        ResultFolder(folder, name).check(settings_of(options))
+    arguments = ["--sets", json.dumps(settings.sets), "--checkpoints", str(config.checkpoint.directory)]
+    arguments += ["--every-tokens", str(settings.every_tokens), "--threads", str(settings.threads)]
+    return EvaluationProcess(folder, arguments, end_wait_s=settings.end_wait_s)
 
 
 def uploads(config: Config, env: LauncherEnv | None) -> AbstractContextManager[object]:

@@ -97,7 +97,9 @@ def compute_config(trained: TrainedModel, options: argparse.Namespace, length: i
     policy = stored_policy(trained) if options.dtype == "auto" else options.dtype
     if policy == "fp16" and options.dtype == "auto" and options.device == "cpu":
         policy = "fp32"
-    return inference_config(model, layout=options.layout, policy=policy, sequence_length=length)
+    return inference_config(
+        model, layout=options.layout, policy=policy, sequence_length=length, num_threads=options.threads
+    )
 
 
 def default_window(trained: TrainedModel) -> int:

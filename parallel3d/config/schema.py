@@ -27,6 +27,7 @@ from parallel3d.config.sections.elastic import (
     TimeoutConfig,
     WatchdogTimeoutConfig,
 )
+from parallel3d.config.sections.evaluation import EvaluationConfig
 from parallel3d.config.sections.lr_schedule import LrScheduleConfig
 from parallel3d.config.sections.model import ModelConfig
 from parallel3d.config.sections.monitor import MonitorConfig
@@ -47,6 +48,7 @@ __all__ = [
     "DebugConfig",
     "DumpConfig",
     "ElasticConfig",
+    "EvaluationConfig",
     "FaultConfig",
     "FaultPhase",
     "HeartbeatTimeoutConfig",
@@ -99,6 +101,8 @@ class Config(Section):
     """What happens when workers die."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What a run saves to disk."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """What checkpoints are evaluated on, beside training."""
     monitor: MonitorConfig = MonitorConfig()
     """What is recorded in addition to the loss, and what ends a run that has diverged."""
     restart: RestartConfig = RestartConfig()

@@ -14,14 +14,37 @@ from typing import Any
 Line = dict[str, Any]
 
 
+class GrowingFile:
+    """Reads what is added to a file of lines, which may be replaced."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file_id = (0, 0)
+        self._offset = 0
+
+    def read(self) -> tuple[bool, list[bytes]]:
+        """Whether it is another file than before, and its whole lines since; none before the file exists."""
+        is_other = False
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if (status.st_dev, status.st_ino) != self._file_id:
+                    self._file_id, self._offset, is_other = (status.st_dev, status.st_ino), 0, True
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return is_other, []
+        whole = data[: data.rfind(b"\n") + 1]  # a line that is being written comes next time
+        self._offset += len(whole)
+        return is_other, [line for line in whole.split(b"\n") if line]
+
+
 class MetricsTail:
     """The lines of the start of the run that begins at `since_s` (seconds since 1970) or later; not its history."""
 
     def __init__(self, path: Path, *, since_s: float):
-        self._path = path
+        self._file = GrowingFile(path)
         self._since_s = since_s
-        self._file_id = (0, 0)
-        self._offset = 0
         self._has_begun = False
         """The event `started` of this start has been read."""
         self._events_read = self._events_delivered = 0
@@ -30,19 +53,10 @@ class MetricsTail:
 
     def new_lines(self) -> list[Line]:
         """The lines that were not delivered yet; none before the file exists."""
-        try:
-            with self._path.open("rb") as file:
-                status = self._path.stat()
-                if (status.st_dev, status.st_ino) != self._file_id:
-                    self._file_id = (status.st_dev, status.st_ino)
-                    self._offset, self._events_read, self._has_begun = 0, 0, False
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]  # a line that is being written comes next time
-        self._offset += len(whole)
-        lines = (json.loads(line) for line in whole.split(b"\n") if line)
+        is_other, found = self._file.read()
+        if is_other:
+            self._events_read, self._has_begun = 0, False
+        lines = (json.loads(line) for line in found)
         return [line for line in lines if self._is_new(line)]
 
     def _is_new(self, line: Line) -> bool:

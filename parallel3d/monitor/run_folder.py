@@ -10,6 +10,7 @@ report.html        the page of the run (report_page); `parallel3d report --html`
 tensorboard/       the same figures for TensorBoard, with monitor.tensorboard
 logs/rank-N.log    output of worker N
 uploads.jsonl      what happened at checkpoint.upload, of all starts (commands/upload_follower.py)
+evaluations/       results of checkpoints on further texts and tasks (evaluation/saved_results.py)
 dumps/, profile/   files of debug.dump_tensors and debug.profile, written by the workers
 previous-N/        files of an earlier run: nothing is overwritten
 """

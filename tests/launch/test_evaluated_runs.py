@@ -1,0 +1,40 @@
+"""evaluation.every_tokens, and `parallel3d evaluate RUN --follow`: a real run whose checkpoints are evaluated."""
+
+import json
+
+import pytest
+
+from parallel3d.commands.evaluate import main as evaluate
+from tests.support.launch_runs import finish, metrics, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def test_checkpoints_are_evaluated_beside_the_run_and_by_hand(config_file, tmp_path, text, capsys):
+    """Its numbers are those of evaluations by hand; a set that fails is named once, and the run does not notice it."""
+    run, page = tmp_path / "run", tmp_path / "page.txt"
+    page.write_text(text.read_text()[:2000])
+    (tmp_path / "empty.txt").write_text("")
+    sets = {"seen": "", "page": str(page), "empty": str(tmp_path / "empty.txt")}
+    asked = (f"evaluation.sets={json.dumps(sets)}", "evaluation.every_tokens=2000", "checkpoint.every=2")
+    code, out, err = finish(start("--config", config_file, *asked, "parallel.dp_size=1"), timeout=200)
+    assert code == 0 and [line["step"] for line in metrics(run)] == [*range(1, 13)], out + err
+    assert err.count("evaluation: ") == 1 and "could not be evaluated" in err and "holds no text" in err, err
+    assert not list((run / "checkpoints").glob("*.evaluating-*"))
+
+    assert evaluate([str(run), "--history", "--json"]) == 0
+    history = json.loads(capsys.readouterr().out)
+    assert history["empty"] == [] and {history[name][-1]["step"] for name in ("seen", "page")} == {12}
+    assert all(row["tokens"] == 8 * 32 * row["step"] for row in history["seen"] + history["page"])
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = next(line for line in last if line.get("event") == "evaluation" and line["step"] == 12)
+    assert history["seen"][-1]["results"]["held-out text"]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+
+    command = [str(run), str(page), "--follow", "--every-tokens", "1"]
+    assert evaluate([*command, "--name", "again"]) == 0
+    assert "again, step 12" in capsys.readouterr().out
+    assert evaluate([str(run), "--history", "--json"]) == 0
+    history = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in history["again"]][-1] == 12
+    assert history["again"][-1]["results"] == history["page"][-1]["results"]
+    assert evaluate([*command, "--name", "seen"]) == 2 and "other settings" in capsys.readouterr().err
