@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.layer_kernels import IDENTITY, Activation, SumRowsFn
+from parallel3d.layers.apply_function import apply_function
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.output_rounding import MatmulFn, matmul_for
 from parallel3d.layers.parameter import ShardedParameter
@@ -136,7 +137,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
-        return _ColumnParallel.apply(x, self.weight, self.bias, self.tp, multiply, self.sum_rows)
+        return apply_function(_ColumnParallel, x, self.weight, self.bias, self.tp, multiply, self.sum_rows)
 
 
 class RowParallelLinear(nn.Module):
@@ -169,7 +170,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         multiply = matmul_for(self.weight, micro_batch, tp=self.tp, policy=self.policy)
-        return _RowParallel.apply(x, self.weight, self.bias, self.activation, self.tp, multiply, self.sum_rows)
+        return apply_function(
+            _RowParallel, x, self.weight, self.bias, self.activation, self.tp, multiply, self.sum_rows
+        )
 
 
 def bias_sharding(

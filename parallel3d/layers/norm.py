@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from parallel3d.kernels.layer_kernels import NormKernels
 from parallel3d.layers import apex_norm
+from parallel3d.layers.apply_function import apply_function
 from parallel3d.layers.parameter import ShardedParameter
 from parallel3d.layers.placement import LayerContext
 from parallel3d.parallel.sharding import ParamSharding
@@ -81,7 +82,9 @@ class RMSNorm(nn.Module):
         if self.backend == "apex":
             total = x if delta is None else x + delta
             return total, apex_norm.rms_norm(total, self.weight, self.eps)
-        return _Norm.apply(x, delta, self.weight, None, self.eps, self.offset, self.keep_fp32_dtype, self.kernels)
+        return apply_function(
+            _Norm, x, delta, self.weight, None, self.eps, self.offset, self.keep_fp32_dtype, self.kernels
+        )
 
 
 class LayerNorm(nn.Module):
@@ -103,7 +106,9 @@ class LayerNorm(nn.Module):
         if self.backend == "apex":
             total = x if delta is None else x + delta
             return total, apex_norm.layer_norm(total, self.weight, self.bias, self.eps)
-        return _Norm.apply(x, delta, self.weight, self.bias, self.eps, 0.0, self.keep_fp32_dtype, self.kernels)
+        return apply_function(
+            _Norm, x, delta, self.weight, self.bias, self.eps, 0.0, self.keep_fp32_dtype, self.kernels
+        )
 
 
 def _sharding(name: str, hidden_size: int, init_std: float | None, context: LayerContext) -> ParamSharding:

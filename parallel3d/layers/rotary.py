@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from parallel3d.kernels.layer_kernels import RotaryKernels
 from parallel3d.kernels.torch_rotary import HeadLayout
+from parallel3d.layers.apply_function import apply_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,4 +85,4 @@ def split_and_rotate(
 
     They may lie in qkv's memory, if that `may_overwrite`.
     """
-    return _SplitRotate.apply(qkv, table, heads, kernels, may_overwrite)
+    return apply_function(_SplitRotate, qkv, table, heads, kernels, may_overwrite)
