@@ -10,7 +10,8 @@ is measured first, once for one process with all cores and once for two with hal
     elementwise kernels    what is left of a layer, from runs of 1 and 3 layers on one rank
     update, idle time      from the same runs with 1 and 4 micro-batches
 
-No layout of the table is among those runs. Nothing else may run.
+No layout of the table is among those runs. The rows are left in build/plan_accuracy/device-rows-POLICY.json, for
+`parallel3d plan --devices 2xthis-machine-1-of-2 --device-table FILE`. Nothing else may run.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def main() -> int:
         rows = [Row(layout=name, policy=policy, planned_s=0.0) for name in LAYOUTS]
         for number in range(options.rounds):
             devices = {count: measure_device(policy, count, options) for count in (1, 2)}
+            rows_file = options.work / f"device-rows-{policy}.json"
+            rows_file.write_text(json.dumps([asdict(device) for device in devices.values()], indent=1) + "\n")
             for row in rows:
                 config = make_config(policy, LAYOUTS[row.layout], options)
                 if not number:
@@ -211,7 +214,7 @@ def measure_device(policy: str, num_processes: int, options: argparse.Namespace)
             alike = (small_config(policy, layers, count, threads, options) for _ in range(num_processes))
             steps[layers, count] = median(run(*alike))
     row = DeviceRow(
-        name="this machine",
+        name=f"this-machine-{threads}-of-{options.cores}",
         memory_gib=1e3,
         bandwidth=1e10,
         link_bandwidth=link_bandwidth(kernels),

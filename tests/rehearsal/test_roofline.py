@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -60,3 +61,15 @@ def test_own_rows(tmp_path):
     path.write_text(json.dumps([row]))
     with pytest.raises(UserError, match="no list of devices"):
         find_rows("MINE", path)
+
+
+def test_a_row_may_change_single_rates(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"name": "H200-141GB", "rates": {"attention": 0.25}}]))
+    (row,) = find_rows("H200", path)
+    assert row.rates == replace(H200.rates, attention=0.25) and row.bandwidth == H200.bandwidth
+    attend = KernelWork(name="attend", kind="attention", num_bytes=0, flops=TERA)
+    assert kernel_s(attend, row) == pytest.approx(2 * kernel_s(attend, H200))
+    path.write_text(json.dumps([{"name": "H200-141GB", "rates": {"attentoin": 0.25}}]))
+    with pytest.raises(UserError, match="attentoin"):
+        find_rows("H200", path)
