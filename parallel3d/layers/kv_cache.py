@@ -22,6 +22,21 @@ from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.rotary import RotaryTable
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSlots:
+    """Where the next token of each of the first rows goes, in all layers that keep as many tokens."""
+
+    rows: Tensor
+    slots: Tensor
+    """(rows,) int64, both."""
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], num_slots: int, device: torch.device | str) -> RowSlots:
+        """The slots of tokens at positions `lengths` in rings of `num_slots`."""
+        slots = torch.tensor([length % num_slots for length in lengths], dtype=torch.int64, device=device)
+        return RowSlots(rows=torch.arange(len(lengths), device=device), slots=slots)
+
+
 class KeyValueCache:
     """Keys and values of up to `num_rows` sequences of up to `capacity` tokens, layer by layer.
 
@@ -49,16 +64,14 @@ class KeyValueCache:
             part[row, :, slots] = new[first:].transpose(0, 1)
 
     def extend(
-        self, layer: str, k: Tensor, v: Tensor, positions: Tensor, num_visible: int, window: int | None
+        self, layer: str, k: Tensor, v: Tensor, slots: RowSlots, num_visible: int, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Adds k and v (rows, heads, size) at `positions` (rows,) of the first rows; returns views (rows, heads,
-        num_visible, size) of these rows' keys and values."""
-        num_slots, num_rows = self.num_slots(window), k.shape[0]
-        slots, rows = positions % num_slots, torch.arange(num_rows, device=k.device)
-        parts = self._parts(layer, k, num_slots)
+        """Adds k and v (rows, heads, size) at the slots of the first rows; returns views (rows, heads, num_visible,
+        size) of these rows' keys and values."""
+        parts = self._parts(layer, k, self.num_slots(window))
         for part, new in zip(parts, (k, v)):
-            part[rows, :, slots] = new
-        keys, values = (part[:num_rows, :, :num_visible] for part in parts)
+            part[slots.rows, :, slots.slots] = new
+        keys, values = (part[: k.shape[0], :, :num_visible] for part in parts)
         return keys, values
 
     def move_row(self, source: int, target: int) -> None:
@@ -106,10 +119,16 @@ class CachedTokens(MicroBatch):
     def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None) -> Tensor:
         """Attention of each row's next token to all its tokens: q (1, rows, query heads, size), k and v (1, rows,
         key-value heads, size) -> as q."""
-        num_visible = min(max(self.lengths) + 1, self.cache.num_slots(window))
-        keys, values = self.cache.extend(layer, k[0], v[0], self.positions, num_visible, window)
+        num_slots = self.cache.num_slots(window)
+        num_visible = min(max(self.lengths) + 1, num_slots)
+        keys, values = self.cache.extend(layer, k[0], v[0], self._slots(num_slots), num_visible, window)
         grouped = q[0].unflatten(1, (k.shape[2], -1))  # the heads that share keys are queries of one head
         return _attend(grouped, keys, values, self._mask(num_visible), cap).flatten(1, 2).unsqueeze(0)
+
+    def _slots(self, num_slots: int) -> RowSlots:
+        if num_slots not in self._row_slots:
+            self._row_slots[num_slots] = RowSlots.of(self.lengths, num_slots, self.device)
+        return self._row_slots[num_slots]
 
     def _mask(self, num_visible: int) -> Tensor | None:
         """(rows, 1, 1, slots): True where a row has a key; None where all have all."""
@@ -122,6 +141,10 @@ class CachedTokens(MicroBatch):
 
     @cached_property
     def _tables(self) -> dict[int, RotaryTable]:
+        return {}
+
+    @cached_property
+    def _row_slots(self) -> dict[int, RowSlots]:
         return {}
 
     @cached_property
