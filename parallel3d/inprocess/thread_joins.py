@@ -3,8 +3,8 @@ they begin a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from parallel3d.errors import RunEnded
 from parallel3d.inprocess.thread_coordinator import ThreadCoordinator
@@ -22,6 +22,8 @@ class Joins:
     steps: Sequence[int] = ()
     moves: bool = False
     """Spares may build other parts than theirs."""
+    surplus: Mapping[int, PartId] = field(default_factory=dict)
+    """What some new workers build by rank, although no replica lacks it: they are spares until one does."""
     prepare: Callable[[int, FaultInjector, PartId], RankContext] | None = None
 
 
@@ -92,13 +94,13 @@ class ThreadJoins:
         return self._coordinator.protocol.over
 
     def _can_build(self, rank: int) -> bool:
-        return rank in self._called and self._missing() is not None
+        return rank in self._called and (rank in self._joins.surplus or self._missing() is not None)
 
     def _missing(self) -> PartId | None:
         return self._coordinator.protocol.choose_part(self._coordinator.building)
 
     def _choose(self, rank: int) -> PartId:
-        part = self._missing()
+        part = self._joins.surplus.get(rank) or self._missing()
         assert part is not None
         self._coordinator.building[rank] = part
         return part

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from parallel3d.config.schema import TimeoutConfig
 from parallel3d.elastic.coordinator.failover_coordinator import ResumedProtocol
 from parallel3d.elastic.protocol.actions import Action, ChangeRequest
 from parallel3d.elastic.protocol.membership import GenerationRecord, StateReport
 from parallel3d.elastic.protocol.state_machine import MembershipProtocol
+from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.elastic.settings import ElasticSettings
 from parallel3d.errors import OutOfPlaceError, ProtocolError
 from parallel3d.parallel.grid import Grid, PartId
@@ -20,6 +23,7 @@ from tests.support.protocol_search import explore
 from tests.support.protocol_steps import agree, make, on_lost, uniform
 from tests.support.protocol_takeover import TakeoverModel
 from tests.support.protocol_world import Step, Violation, Worker, World
+from tests.support.tiers import examples
 
 CHAIN = uniform(2, 1)
 """Two stages of one replica; the second may get another one, and new workers come to either."""
@@ -131,6 +135,47 @@ def test_workers_that_leave_do_not_move():
     agree(protocol, host="one")
     protocol._draining = frozenset({4})
     assert protocol.choose_moves({}, {}) == {}
+
+
+@settings(max_examples=examples(200))
+@given(
+    widths=st.sampled_from([(2, 2), (1, 2), (2, 1, 2)]),
+    max_replicas=st.sampled_from([None, 3]),
+    events=st.lists(
+        st.tuples(st.sampled_from(["start", "ready", "fail", "die", "drain", "change"]), st.integers(0, 9))
+    ),
+)
+def test_without_tensor_parallelism_nothing_is_left_that_could_move(
+    widths: tuple[int, ...], max_replicas: int | None, events: list[tuple[str, int]]
+):
+    """No death leaves a part of a replica, and a new worker builds only what is missing and nobody else builds: each
+    that is ready has a place, whatever else dies, leaves or comes."""
+    grid = Grid.of_replicas(widths, tp_size=1)
+    protocol = make(grid, target=GridTarget.of(grid, max_replicas=max_replicas))
+    building: dict[int, PartId] = {}
+    agree(protocol)
+    for number, (event, chosen) in enumerate(events):
+        live = sorted(protocol.live)
+        rank = live[chosen % len(live)]
+        if event == "start" and protocol.pending is None and (part := protocol.choose_part(building)) is not None:
+            building[len(grid.ranks) + number] = part
+        elif event == "ready" and building:
+            joiner = min(building)
+            protocol.admit(joiner, building.pop(joiner), f"host{joiner}")
+        elif event == "fail" and building:
+            del building[max(building)]
+        elif event == "die" and protocol.can_spare([rank]):
+            on_lost(protocol, rank)
+        elif event == "drain":
+            protocol.announce_drain(rank)
+        elif event == "change":
+            leader = protocol.committed.leader
+            if protocol.pending is None:
+                protocol.suspect(leader, protocol.committed.generation, "a change")
+            agree(protocol, number)
+        if protocol.pending is None:
+            assert protocol.choose_moves(building, {}) == {}
+            assert all(protocol._next_grid(joining=protocol._ready).holds(each) for each in protocol._ready)
 
 
 class KeepsMovers(MembershipProtocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from parallel3d.config.schema import Config, FaultConfig
 from parallel3d.inprocess.harness import ElasticRunResult, run_elastic_in_threads
@@ -31,9 +32,10 @@ def run_with_joins(
     start: Path | None = None,
     save: Callable[[RankContext], CheckpointSaver] = lambda rank: NoSaver(),
     moves: bool = False,
+    surplus: Mapping[int, PartId] = MappingProxyType({}),
 ) -> ElasticRunResult:
     """Trains from the checkpoint `start`, or from the seed; a new worker joins in each of `steps`, and with `moves`
-    spares build other parts than theirs."""
+    spares build other parts than theirs. `surplus`: the parts that new workers build although none is missing."""
     grid = build_grid(config)
 
     def prepare(rank: int, injector: FaultInjector) -> RankContext:
@@ -45,7 +47,7 @@ def run_with_joins(
     def prepare_joiner(rank: int, injector: FaultInjector, part: PartId) -> RankContext:
         return tiny_runs.prepare(config, grid, rank, hooks=fault_hooks(injector, config), part=part)
 
-    joins = Joins(steps=steps, moves=moves, prepare=prepare_joiner)
+    joins = Joins(steps=steps, moves=moves, surplus=surplus, prepare=prepare_joiner)
     return run_elastic_in_threads(config, prepare, faults, save=save, joins=joins)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from parallel3d.elastic.protocol.actions import Action, FetchEntries, Propose
 from parallel3d.elastic.protocol.membership import (
@@ -20,7 +21,7 @@ GRID = Grid.uniform(tp_size=1, pp_size=2, dp_size=3)  # stage 0: ranks 0 1 2, st
 
 
 def make(
-    grid: Grid = GRID, *, zero_stage: int = 1, zero_backups: int = 1, enabled: bool = True, **settings: int
+    grid: Grid = GRID, *, zero_stage: int = 1, zero_backups: int = 1, enabled: bool = True, **settings: Any
 ) -> MembershipProtocol:
     return MembershipProtocol(grid, zero_stage=zero_stage, zero_backups=zero_backups, enabled=enabled, **settings)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from parallel3d.config.schema import Config, FaultConfig
+from parallel3d.parallel.grid import PartId
 from tests.support import tiny_runs
 from tests.support.join_runs import dies, run_with_joins
 from tests.support.thread_kills import assert_same_run, run
@@ -37,6 +38,7 @@ class Row:
     num_changes: int
     parallel: dict[str, Any] = field(default_factory=lambda: CUBE)
     joins: Sequence[int] = ()
+    surplus: Mapping[int, PartId] = field(default_factory=dict)
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -94,11 +96,68 @@ ROWS = {
     ),
 }
 
+CHAIN = dict(pp_size=3, dp_size=2)  # 0 1, 2 3, 4 5
+WIDE_CHAIN = dict(pp_size=3, dp_size=3)  # 0 1 2, 3 4 5, 6 7 8
+
+
+def mover_dies(rank: int, phase: str) -> list[FaultConfig]:
+    """A spare in the second change that it sees: the first is that which makes it a member. It has had no step."""
+    return [fault.model_copy(update=dict(step=1)) for fault in dies_in_second(rank, phase)]
+
+
+def move(parallel: dict[str, Any], spare: int, **given: Any) -> Row:
+    """A new worker joins the whole grid in step 2, built as the first stage; what dies later has it move.
+
+    The coordinator asks no worker to build what is not missing (tests/elastic/test_protocol_moves.py), so that without
+    tensor parallelism only this leaves a spare that could move.
+    """
+    return Row(parallel=parallel, joins=(2,), surplus={spare: (0, 0)}, **given)
+
+
+TP1_ROWS = {
+    **{
+        f"stage-{stage}-zero{zero}": move(
+            dict(**CHAIN, zero_stage=zero), 6, faults=[dies(rank, 3, phase)], widths=(2, 2, 2), num_changes=2
+        )
+        for zero in (0, 1)
+        for stage, rank, phase in [(1, 3, "update"), (2, 4, "forward")]
+    },
+    **{
+        f"{name}-zero{zero}": move(
+            dict(**parallel, zero_stage=zero), spare, faults=faults, widths=widths, num_changes=num_changes
+        )
+        for zero in (0, 1)
+        for name, parallel, spare, faults, widths, num_changes in [
+            ("mover-dies-as-it-builds", CHAIN, 6, [dies(4, 3), *mover_dies(6, "build")], (2, 2, 1), 1),
+            ("mover-dies-in-the-change", CHAIN, 6, [dies(4, 3), *mover_dies(6, "recovery_moves")], (2, 2, 1), 2),
+            ("mover-dies-later", CHAIN, 6, [dies(4, 3), dies(6, 5)], (2, 2, 1), 3),
+            (
+                "source-dies-in-the-change",
+                WIDE_CHAIN,
+                9,
+                [dies(6, 3), *dies_in_second(7, "recovery_moves")],
+                (3, 3, 2),
+                2,
+            ),
+            ("only-source-dies-after-it", CHAIN, 6, [dies(4, 3), *dies_in_second(5, "recovery_groups")], (2, 2, 1), 3),
+        ]
+    },
+}
+
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ROWS)
 def test_moves_and_drains_change_nothing(name: str):
     row = ROWS[name]
     done = run_with_joins(row.config, row.faults, row.joins, moves=True)
+    assert_same_run(done, run(row.config))
+    assert (done.widths, done.num_changes) == (row.widths, row.num_changes)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", TP1_ROWS)
+def test_a_move_without_tensor_parallelism_changes_nothing(name: str):
+    row = TP1_ROWS[name]
+    done = run_with_joins(row.config, row.faults, row.joins, moves=True, surplus=row.surplus)
     assert_same_run(done, run(row.config))
     assert (done.widths, done.num_changes) == (row.widths, row.num_changes)
