@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.dropout import dropout
 from parallel3d.layers.init import initial_value
 from parallel3d.layers.micro_batch import MicroBatch
@@ -12,9 +13,9 @@ from parallel3d.precision.exact_sums import add_and_clear, sum_of_squares, write
 from parallel3d.precision.fixed_point import plan_fixed_point
 from parallel3d.precision.stochastic_rounding import noise_of, round_to_bf16
 from parallel3d.random_keys import bits, key_of, normal
+from tests.support.kernel_forms import DEVICE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICE = torch.device("cuda:0")
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.full  # without one, the CPU stands in
 N = 1_000_003
 INDEX = torch.arange(N) * 7919 - 5
 
@@ -46,18 +47,28 @@ def test_stochastic_rounding():
     assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
-def test_dropout_masks():
-    x = torch.ones(4 * 300, 257)
-    micro_batch = MicroBatch(seed=1, iteration=2, slots=(3, 4, 5, 9), sequence_length=300)
-    settings = dict(micro_batch=micro_batch, layer=1, site="mlp", tp=solo_region())
-    assert torch.equal(dropout(x.to(DEVICE), 0.1, **settings).cpu(), dropout(x, 0.1, **settings))
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_dropout_masks(kernels):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    micro_batch = MicroBatch(seed=1, iteration=2, slots=(3, 4, 5, 9), sequence_length=50)
+    results = []
+    for device, name in ((DEVICE, kernels), ("cpu", "torch")):
+        x = torch.ones(4 * 50, 257, device=device, requires_grad=True)
+        form = layer_kernels(name).dropout
+        y = dropout(x, 0.1, micro_batch=micro_batch, layer=1, site="mlp", tp=solo_region(), kernels=form)
+        y.sum().backward()
+        results.append((y.detach().cpu(), x.grad.cpu()))
+    (ours, our_grad), (theirs, their_grad) = results
+    assert torch.equal(ours, theirs) and torch.equal(our_grad, their_grad)
+    assert 0 < theirs.count_nonzero() < theirs.numel()
 
 
 def test_exact_sums():
     fixed = plan_fixed_point(num_tokens=4096, num_terms=8)
     terms = torch.randn(N, generator=torch.Generator().manual_seed(2))
     results = []
-    for device in (DEVICE, torch.device("cpu")):
+    for device in (DEVICE, "cpu"):
         total, floats = torch.zeros(N, dtype=torch.int64, device=device), torch.empty(N, device=device)
         for factor in (1.0, -0.25, 1e-6):
             assert add_and_clear(total, terms.to(device) * factor, fixed)

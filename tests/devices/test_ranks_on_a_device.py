@@ -9,9 +9,10 @@ from parallel3d.config.schema import Config
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.optim.update_rules.update_rule import UpdateStep
 from parallel3d.trainer.step import train_step
+from tests.support.kernel_forms import DEVICE as DEVICE_TYPE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICE = torch.device("cuda:0")
+pytestmark = pytest.mark.gpu if DEVICE_TYPE == "cuda" else pytest.mark.full  # without one, the CPU stands in
+DEVICE = torch.device(DEVICE_TYPE, 0)
 CPU = torch.device("cpu")
 SEQ, VOCAB = 32, 57  # 57 is a multiple of nothing, so that rows of logits begin at unaligned addresses
 FAMILIES = {

@@ -5,9 +5,10 @@ import torch
 
 from parallel3d.layers.parameter import parameters_of
 from parallel3d.parallel.tensor_parallel import solo_region
+from tests.support.kernel_forms import DEVICE
 from tests.support.tiny_stages import SEQ, build, micro_batch, model_config, relative, tokens
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.full  # without one, the CPU stands in
 FAMILIES = {
     "llama": {},
     "gpt2": dict(architecture="gpt2", max_position_embeddings=SEQ),
@@ -37,7 +38,7 @@ def gradients(config, policy, recompute, device, documents=None):
 def test_loss_and_gradients(family, policy, recompute):
     config = model_config(hidden_dropout=0.2, num_key_value_heads=2, **FAMILIES[family])
     loss, expected = gradients(config, policy, "none", "cpu")
-    device_loss, grads = gradients(config, policy, recompute, "cuda")
+    device_loss, grads = gradients(config, policy, recompute, DEVICE)
     assert device_loss == pytest.approx(loss, rel=TOLERANCE[policy])
     assert {name: grad for name, grad in grads.items() if relative(grad, expected[name]) > TOLERANCE[policy]} == {}
 
@@ -50,7 +51,7 @@ def test_documents_apart(family, policy, recompute):
     """In bf16 by torch's kernel for sequences of many lengths, else one by one."""
     config, documents = model_config(num_key_value_heads=2, **FAMILIES[family]), (5, 7, 1, 3, 8)
     loss, expected = gradients(config, policy, "none", "cpu", documents)
-    device_loss, grads = gradients(config, policy, recompute, "cuda", documents)
+    device_loss, grads = gradients(config, policy, recompute, DEVICE, documents)
     assert device_loss == pytest.approx(loss, rel=TOLERANCE[policy])
     assert {name: grad for name, grad in grads.items() if relative(grad, expected[name]) > TOLERANCE[policy]} == {}
 
@@ -59,6 +60,6 @@ def test_documents_apart(family, policy, recompute):
 def test_recomputation_changes_no_bit(recompute):
     """But for the embedding, whose gradient is added up by atomic operations in any order."""
     config = model_config(hidden_dropout=0.2)
-    kept, grads = (gradients(config, "fp32", mode, "cuda")[1] for mode in ("none", recompute))
+    kept, grads = (gradients(config, "fp32", mode, DEVICE)[1] for mode in ("none", recompute))
     differ = [name for name in kept if not torch.equal(kept[name], grads[name])]
     assert set(differ) <= {"embedding.weight"}

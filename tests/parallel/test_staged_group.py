@@ -62,7 +62,7 @@ def test_ends_are_passed_on():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the copy of a host tensor is the tensor itself")
 def test_copies_of_a_device_are_what_it_had_then():
     tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float64)
     copy = HostCopy(tensor)
