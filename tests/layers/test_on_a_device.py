@@ -58,8 +58,8 @@ def test_documents_apart(family, policy, recompute):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_changes_no_bit(recompute):
-    """But for the embedding, whose gradient is added up by atomic operations in any order."""
-    config = model_config(hidden_dropout=0.2)
+    """Nor in the embedding, whose rows are added up without atomic operations: each of three tokens occurs often, since
+    two rows have one sum in either order."""
+    config = model_config(hidden_dropout=0.2, vocab_size=3)
     kept, grads = (gradients(config, "fp32", mode, DEVICE)[1] for mode in ("none", recompute))
-    differ = [name for name in kept if not torch.equal(kept[name], grads[name])]
-    assert set(differ) <= {"embedding.weight"}
+    assert [name for name in kept if not torch.equal(kept[name], grads[name])] == []
