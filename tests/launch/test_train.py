@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.launch_runs import TRAIN, finish, metrics, start, wait_for_change, wait_for_step, workers_of
 
@@ -52,43 +51,6 @@ def test_a_run_and_all_that_it_leaves(config_file, tmp_path):
     code, out, err = finish(start("--config", config_file, "parallel.pp_size=1", "parallel.dp_size=1"))
     assert code == 0 and "an earlier run's files are now in" in out
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in steps], rel=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    "device,sizes",
-    [
-        ("cuda", dict(tp=1, pp=1, dp=1)),
-        ("cuda_shared", dict(tp=2, pp=2, dp=1)),
-        ("cuda_shared", dict(tp=1, pp=2, dp=2)),
-    ],
-    ids=str,
-)
-def test_a_gpu_trains_like_a_cpu(config_file, tmp_path, device, sizes):
-    losses = {}
-    for name in ("cpu", device):
-        arguments = [f"run.device={name}", f"run.directory={tmp_path / name}"]
-        arguments += [f"parallel.{axis}_size={size}" for axis, size in sizes.items()]
-        code, out, err = finish(start("--config", config_file, *arguments), timeout=300)
-        assert code == 0, out + err
-        losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
-    assert losses[device] == pytest.approx(losses["cpu"], rel=1e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_ranks_that_share_a_gpu_survive_a_kill(config_file, tmp_path):
-    """Eight ranks: a tensor-parallel one dies, its replica goes, and the damaged pipeline continues."""
-    sizes = [f"parallel.{axis}_size=2" for axis in ("tp", "pp", "dp")]
-    process = start("--config", config_file, "run.device=cuda_shared", "run.num_steps=100000", *sizes)
-    wait_for_step(tmp_path / "run", 3, timeout=180)
-    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    wait_for_change(tmp_path / "run", 1)
-    wait_for_step(tmp_path / "run", metrics(tmp_path / "run")[-1]["step"] + 3)
-    process.send_signal(signal.SIGINT)
-    code, out, err = finish(process, timeout=60)
-    assert code == 130 and "Traceback" not in out + err
 
 
 @pytest.mark.full
