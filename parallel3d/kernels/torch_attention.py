@@ -96,9 +96,9 @@ def _probabilities(scores: Tensor, block: _Block, form: ScoreForm) -> Tensor:
     by_query = scores.unflatten(1, (-1, end - begin))
     by_query[..., begin - first :].add_(hidden.triu(1))
     if form.window is not None and end - first > form.window:
-        # query begin + i sees no key before begin + i - window + 1: those of the first columns
-        too_early = scores.new_full((end - begin, end - first), float("-inf")).tril_(begin - first - form.window)
-        by_query.add_(too_early)
+        # query begin + i sees no key before begin + i - window + 1, the first of the block at most i columns
+        too_early = torch.full_like(hidden, float("-inf")).tril_(begin - first - form.window)
+        by_query[..., : end - begin].add_(too_early)
     return torch.softmax(scores, -1)
 
 
@@ -106,7 +106,8 @@ def _blocks(q: Tensor, window: int | None) -> Iterator[_Block]:
     """All blocks of q (units, group, seq, size), those of the same units one after the other."""
     num_units, group, length, _ = q.shape
     num_rows = 128 if q.dtype.itemsize == 2 else 64  # tried: 64, 128 and 256
-    num_at_once = max(1, SCORES_AT_ONCE // (group * min(num_rows, length) * length))
+    num_keys = length if window is None else min(length, window + num_rows)
+    num_at_once = max(1, SCORES_AT_ONCE // (group * min(num_rows, length) * num_keys))
     for first in range(0, num_units, num_at_once):
         for begin in range(0, length, num_rows):
             first_key = 0 if window is None else max(0, begin - window + 1)

@@ -8,8 +8,9 @@ the one head that its query heads share (HLAT-70B: 8 key-value heads on 32 ranks
 A document mask hides the tokens of other documents, as if each document were a sequence. On CPUs there is one SDPA for
 each document; on CUDA in 16-bit formats torch's varlen_attn computes all of them at once.
 
-A sliding window of w keys (Jiang et al. 2023, section 2; Beltagy et al. 2020) divides the sequence into blocks of
-w queries. A block needs the keys of its own block and of the one before, so no mask is larger than (w, 2 w)::
+A sliding window of w keys (Jiang et al. 2023, section 2; Beltagy et al. 2020) takes products over blocks of queries on
+CPUs, whose masks have the size of a block, if w is at least `MIN_BLOCK_WINDOW`. Elsewhere it divides the sequence into
+blocks of w queries. A block needs the keys of its own block and of the one before, so a mask is (w, 2 w)::
 
     window 2, keys      0 1 2 3 4 5
     query block 0   0   x               is_causal, no mask
@@ -31,8 +32,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
+from parallel3d.kernels.torch_attention import ScoreForm
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
-from parallel3d.layers.block_attention import attend_in_blocks, attend_with_cap
+from parallel3d.layers.block_attention import attend_in_blocks, attend_with_form
 from parallel3d.layers.gemm import AttentionForm
 from parallel3d.layers.kv_cache import CachedTokens
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -41,6 +43,10 @@ from parallel3d.layers.placement import LayerContext
 from parallel3d.layers.rotary import RotaryTable, split_and_rotate
 from parallel3d.parallel.sharding import FusedBlock
 from parallel3d.parallel.staged_group import to_device
+
+MIN_BLOCK_WINDOW = 256
+"""Keys from which a window on a CPU takes blocks: a smaller one's mask takes no more than a block's scores, and in
+fp32 it may be faster (docs/experiments.md)."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -145,11 +151,13 @@ def attend(
 ) -> Tensor:
     """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q.
 
-    `form` and `kernels`, which blocks use, are for CPUs; a window that hides something always takes SDPA, a cap blocks.
+    `form` and `kernels`, which blocks use, are for CPUs and attention without a window that hides something. With one,
+    its size decides; with a cap it is always blocks.
     """
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    if cap is not None:
-        return attend_with_cap(q, k, v, window, cap).transpose(1, 2)
+    is_wide = window is not None and MIN_BLOCK_WINDOW <= window < q.shape[2]
+    if cap is not None or (is_wide and q.device.type == "cpu"):
+        return attend_with_form(q, k, v, ScoreForm(window=window, cap=cap)).transpose(1, 2)
     if window is None or window >= q.shape[2]:
         mixed = attend_in_blocks(q, k, v, kernels=kernels) if form == "blocks" else _attention(q, k, v)
         return mixed.transpose(1, 2)

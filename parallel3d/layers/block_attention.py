@@ -16,9 +16,8 @@ from parallel3d.kernels import torch_attention
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
 
 
-def attend_with_cap(q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float) -> Tensor:
-    """`attend_in_blocks` of scores c tanh(x / c), c being the cap, within a window; by torch's form on all devices."""
-    form = torch_attention.ScoreForm(window=window, cap=cap)
+def attend_with_form(q: Tensor, k: Tensor, v: Tensor, form: torch_attention.ScoreForm) -> Tensor:
+    """`attend_in_blocks` within a window, or of capped scores, or both; by torch's form on all devices."""
     forward = partial(torch_attention.attention, form=form)
     backward = partial(torch_attention.attention_grads, form=form)
     return attend_in_blocks(q, k, v, kernels=AttentionKernels(forward=forward, backward=backward))

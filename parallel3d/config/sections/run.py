@@ -86,8 +86,9 @@ class RunConfig(Section):
     ("tiles") for weight gradients; a host without AMX takes oneDNN in its place."""
     cpu_attention: Literal["auto", "sdpa", "blocks"] = "auto"
     """Attention of a run on CPUs. sdpa: torch's own kernel. blocks: matrix products over blocks of queries, as exact;
-    not for documents kept apart or for a sliding window, which take sdpa. auto: the faster one at the run's shape,
-    measured, recorded and kept as with cpu_gemm; with precision.sums exact, or in fp64, sdpa."""
+    not for documents kept apart, which take sdpa. auto: the faster one at the run's shape, measured, recorded and kept
+    as with cpu_gemm; with precision.sums exact, or in fp64, sdpa. A sliding window of 256 keys or more that hides
+    something takes blocks, a smaller one sdpa, whatever stands here."""
     deterministic: bool = False
     """Use kernels that give the same bits each time they run on the same GPU. With precision.sums exact, a run with
     losses, or a resumed one, is then bitwise the undisturbed one on a GPU too. Costs speed, mostly in attention's
