@@ -4,7 +4,8 @@
 
 The model, its first weights, its tokenizer and its chat template (ChatML if it has none) come from FOLDER. CHATS is a
 file of JSON lines, each {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]};
-only what the assistant says is learned. The result becomes a Hugging Face folder again, FOLDER-tuned.
+only what the assistant says is learned. One chat in twenty is for validation: training stops when the loss of those has
+not fallen for two evaluations, and the weights of the best evaluation become a Hugging Face folder again, FOLDER-tuned.
 """
 
 import json
@@ -37,12 +38,19 @@ if __name__ == "__main__":
         "data": {
             "sources": [chats],
             "chat": {"template": folder if has_template(folder) else "chatml"},
+            "validation_fraction": 0.05,
             "document_mask": True,  # chats share a sequence without seeing each other
             "tokenizer": {"path": folder if has_tokenizer else None},
         },
-        "run": {"num_steps": 100, "initialize_from": folder, "directory": f"runs/{folder.name}"},
+        "checkpoint": {"every": 10},  # where it is evaluated, so that the best weights are kept
+        "run": {
+            "num_steps": 100,
+            "evaluate_every": 10,
+            "initialize_from": folder,
+            "directory": f"runs/{folder.name}",
+        },
     }
-    result = parallel3d.train(config, overrides)
+    result = parallel3d.train(config, overrides, callbacks=[parallel3d.EarlyStopping(patience=2)])
     learned = sum(step["num_loss_tokens"] for step in result.metrics)
     print(f"loss {result.metrics[0]['loss']:.3f} -> {result.final_loss:.3f}, of {learned:,} tokens of replies")
-    print(convert("to-hf", result.checkpoints[-1], folder.with_name(f"{folder.name}-tuned")))
+    print(convert("to-hf", result.best_checkpoint, folder.with_name(f"{folder.name}-tuned")))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel3d.door.callbacks import Callback, StopTraining
+    from parallel3d.door.early_stopping import EarlyStopping
     from parallel3d.door.result import TrainResult
     from parallel3d.door.train_call import train
     from parallel3d.models.user_parts import Column, Divided, ModelParts, Partial, Row, Whole
@@ -20,6 +21,7 @@ __all__ = [
     "Callback",
     "Column",
     "Divided",
+    "EarlyStopping",
     "ModelParts",
     "Partial",
     "Row",
@@ -31,6 +33,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": "parallel3d.door.callbacks",
+    "EarlyStopping": "parallel3d.door.early_stopping",
     "StopTraining": "parallel3d.door.callbacks",
     "TrainResult": "parallel3d.door.result",
     "train": "parallel3d.door.train_call",

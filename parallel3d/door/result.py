@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.directory import CheckpointDirectory
+from parallel3d.checkpoint.directory import BEST, CheckpointDirectory
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, iterate_metrics
 
 
@@ -56,6 +56,13 @@ class TrainResult:
         """The folders of the complete checkpoints, oldest first."""
         directory = CheckpointDirectory(self.checkpoint_directory)
         return [directory.path_of(step) for step in directory.steps()]
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The folder of the checkpoint with the lowest evaluation loss (without evaluations, training loss) of all
+        that have been written; None if there is none."""
+        link = self.checkpoint_directory / BEST
+        return link.resolve() if link.exists() else None
 
     @cached_property
     def _lines(self) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.monitor.run_folder import METRICS, iterate_metrics
 from tests.data.test_conversations import LLAMA3
 from tests.support.hf_tokenizers import write_folder
@@ -95,6 +97,38 @@ def test_fine_tuning_a_folder_on_chats(tmp_path: Path) -> None:
     assert first["num_loss_tokens"] % num_targets == 0 and first["num_loss_tokens"] >= 8 * num_targets
     tuned, before = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "small-tuned", folder))
     assert not tuned.lm_head.weight.equal(before.lm_head.weight)
+
+
+def test_fine_tuning_stops_when_it_overfits(tmp_path: Path) -> None:
+    """Replies of random letters can be learned by heart only: the validation loss rises soon, and what is exported
+    are the weights of the lowest one, not the last."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    settings = {"chat_template": LLAMA3, "bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    folder = write_folder(tmp_path / "small", kind="llama3", settings=settings)
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=256, initializer_range=0.2)).save_pretrained(folder)
+    letters, chats = random.Random(5), tmp_path / "chats.jsonl"
+    replies = ["".join(letters.choices("abcdefgh ", k=60)) for _ in range(40)]
+    lines = [json.dumps({"messages": [CHAT[0], {"role": "assistant", "content": reply}]}) for reply in replies]
+    chats.write_text("\n".join(lines) + "\n")
+    small = ["run.num_steps=400", "optimizer.learning_rate=0.03", "run.evaluate_batches=1", "precision.policy=fp32"]
+    small += [f"data.cache_directory={tmp_path}", "batch.sequence_length=256", "monitor.charts=false"]
+    run("fine_tune_folder.py", folder, chats, *small, folder=tmp_path)
+
+    lines_of_run = list(iterate_metrics(tmp_path / "runs" / "small" / METRICS))
+    losses = {line["step"]: line["loss"] for line in lines_of_run if line.get("event") == "evaluation"}
+    best = min(losses, key=lambda step: losses[step])
+    assert list(losses)[-3:] == [best, best + 10, best + 20], losses
+    assert lines_of_run[-1].get("step", 0) < 400
+    checkpoints = CheckpointDirectory(tmp_path / "runs" / "small" / "checkpoints")
+    assert checkpoints.steps()[-1] >= best + 20
+    for step, is_equal in ((best, True), (checkpoints.steps()[-1], False)):
+        command = [sys.executable, "-m", "parallel3d", "convert", "to-hf", str(checkpoints.path_of(step))]
+        subprocess.run([*command, str(tmp_path / f"of-{step}")], cwd=EXAMPLES.parent, check=True, capture_output=True)
+        tuned, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("small-tuned", f"of-{step}"))
+        assert tuned.lm_head.weight.equal(other.lm_head.weight) == is_equal
 
 
 def test_in_a_notebook(tmp_path: Path) -> None:
