@@ -116,6 +116,20 @@ def test_recipes_are_well_formed():
     subprocess.run(["bash", "-n", str(RECIPES / "slurm.sbatch")], check=True)
 
 
+@pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (3, False), (7, True)])
+def test_slurm_queues_a_job_again_that_was_interrupted(tmp_path: Path, code: int, is_queued_again: bool):
+    """The batch script as bash runs it, srun and scontrol being scripts that write down what they are given."""
+    for name, status in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{tmp_path}/calls"\nexit {status}\n')
+        (tmp_path / name).chmod(0o755)
+    known = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CONFIG": "/shared/a run.json", "SLURM_JOB_ID": "42"}
+    done = subprocess.run(["bash", str(RECIPES / "slurm.sbatch")], env=known, capture_output=True, text=True)
+    assert done.returncode == code and done.stderr == ""
+    srun, *others = (tmp_path / "calls").read_text().splitlines()
+    assert "-m parallel3d train --config /shared/a run.json run.resume=auto" in srun
+    assert others == (["scontrol requeue 42"] if is_queued_again else [])
+
+
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("victim", "is_evicted"), [(3, False), (1, False), (2, True)])
