@@ -1,4 +1,4 @@
-"""Rules, schedules and families of installed packages: found by their entry points, named when they can't be used."""
+"""Rules, schedules, families, trackers and callbacks of installed packages, by their entry points."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from parallel3d.monitor.run_folder import METRICS, iterate_metrics
 from tests.extending.copies import ROOT
 
 EXTENDING = Path(__file__).parent
@@ -25,14 +28,21 @@ print(json.dumps([*found, "torch" in sys.modules, [str(each.message) for each in
 """
 
 
-def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None:
-    """Those of docs/extending.md, as the modules of another package; no torch is imported for them."""
-    site, info = tmp_path / "site", tmp_path / "site" / "mine-1.0.dist-info"
+def installed_package(site: Path, entry_points: str) -> dict[str, str]:
+    """Writes the metadata of a package in `site`; returns an environment that has it."""
+    info = site / "mine-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
+
+
+def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None:
+    """Those of docs/extending.md, as the modules of another package; no torch is imported for them."""
+    site = tmp_path / "site"
     groups = [f"[parallel3d.{group}]\nmine = mine_{file}:{NAMES[group]}\n" for group, file in FILES.items()]
     broken = "[parallel3d.schedules]\nmine = mine_eager_1f1b:SCHEDULE\nbroken = mine_broken:SCHEDULE\n"
-    (info / "entry_points.txt").write_text("\n".join([groups[0], broken, groups[2]]))
+    environment = installed_package(site, "\n".join([groups[0], broken, groups[2]]))
     for file in FILES.values():
         (site / f"mine_{file}.py").write_text((EXTENDING / f"{file}.py").read_text())
     (site / "mine_broken.py").write_text("\n1 / 0\n")
@@ -51,7 +61,6 @@ def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None
         "run": {"num_steps": 2},
     }
     (tmp_path / "a.json").write_text(json.dumps(config))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -60,3 +69,60 @@ def test_a_package_brings_a_rule_a_schedule_and_a_family(tmp_path: Path) -> None
     (warning,) = warnings
     assert "parallel3d.schedules: broken = mine_broken:SCHEDULE" in warning
     assert "mine_broken.py, line 2" in warning and "ZeroDivisionError" in warning
+
+
+OBSERVERS = """
+import json
+import parallel3d
+class Notes:
+    def __init__(self, run):
+        self.run_id, self.path = "one", run.folder / "notes.jsonl"
+        self.path.write_text("")
+    def log(self, step, values):
+        with open(self.path, "a") as file:
+            print(json.dumps([step, values["train/loss"]]), file=file)
+    def finish(self, exit_code, summary):
+        pass
+class Watch(parallel3d.Callback):
+    def __init__(self):
+        self.seen = []
+    def on_step(self, line):
+        self.seen.append(line["step"])
+    def on_end(self, result):
+        print("watched", self.seen)
+"""
+
+
+def run_in(environment: dict[str, str], *command: object) -> str:
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_package_brings_a_tracker_and_a_callback(tmp_path: Path) -> None:
+    """Both follow a run of three steps by the names of their entry points; `track` sends its figures again."""
+    names = "[parallel3d.trackers]\nnotes = observers:Notes\n[parallel3d.callbacks]\nwatch = observers:Watch\n"
+    environment, run = installed_package(tmp_path / "site", names), tmp_path / "run"
+    (tmp_path / "site" / "observers.py").write_text(OBSERVERS)
+    (tmp_path / "text.txt").write_text("a text of some words\n" * 400)
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    tokenizer = {"kind": "bytes"}
+    config = {
+        "model": {"vocab_size": 257, **sizes},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 1, "sequence_length": 16},
+        "optimizer": {"learning_rate": 0.01},
+        "data": {"sources": [str(tmp_path / "text.txt")], "cache_directory": str(tmp_path), "tokenizer": tokenizer},
+        "monitor": {"charts": False, "trackers": ["notes"]},
+        "run": {"num_steps": 3, "threads_per_rank": 1, "evaluate_at_end": False, "directory": str(run)},
+    }
+    code = f"import parallel3d; parallel3d.train({config!r}, callbacks=['watch'])"
+    assert "watched [1, 2, 3]" in run_in(environment, "-c", code).splitlines()
+    losses = [[line["step"], line["loss"]] for line in iterate_metrics(run / METRICS) if "event" not in line]
+    noted = [json.loads(line) for line in (run / "notes.jsonl").read_text().splitlines()]
+    assert len(losses) == 3 and noted == losses
+    (run / "notes.jsonl").unlink()
+    run_in(environment, "-m", "parallel3d", "track", run, "--to", "notes")
+    assert [json.loads(line) for line in (run / "notes.jsonl").read_text().splitlines()] == losses
