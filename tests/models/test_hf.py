@@ -74,6 +74,17 @@ def gradient_of(tensor, grads):
 @pytest.mark.parametrize("tp_size, sequence_parallel", [(1, False), (2, True), (4, False)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_all_gradients_are_hugging_faces(name, tp_size, sequence_parallel):
+    assert_equal_to_hugging_faces(name, tp_size, sequence_parallel)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
+def test_windows_in_blocks_of_queries_are_hugging_faces(name, monkeypatch):
+    """The form of large windows, here with 5 keys; the form of small ones is above."""
+    monkeypatch.setattr("parallel3d.layers.attention.MIN_BLOCK_WINDOW", 1)
+    assert_equal_to_hugging_faces(name, 2, True)
+
+
+def assert_equal_to_hugging_faces(name, tp_size, sequence_parallel):
     """fp32, 1e-5 of the largest element: its rounding is 6e-8, and sums are taken in other orders. Biases of keys move
     all scores of a query alike and have no gradient but rounding: theirs are held to the model's largest."""
     expected_logits, expected = theirs(name)
