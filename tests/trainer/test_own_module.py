@@ -127,7 +127,7 @@ CHAT = dict(global_batch_size=8, micro_batch_size=2, sequence_length=150)
 
 @cache
 def run_on_replies(function: str | None, layout: tuple = ()):
-    """Two steps on conversations of which only replies are targets; own layers can't pack them."""
+    """Two steps on conversations of which only replies are targets, one in each sequence."""
     model = dict(num_key_value_heads=2, module=function and f"{MODULE}:{function}")
     others = dict(parallel=dict(layout), precision=dict(policy="fp64"), run=dict(seed=own_llama.SEED))
     config = make_config(model=model, data=dict(chat=dict(pack=False)), batch=CHAT, **others)

@@ -23,9 +23,10 @@ class RunConfig(Section):
     the path of a checkpoint, or an address: of one, or of a target of uploads for its newest. The layout may differ
     from the saved one; model, seed, data and batch.global_batch_size may not."""
     initialize_from: str | None = None
-    """Folder with the initial weights: a Hugging Face folder (Llama, Qwen2, GPT-2), or a checkpoint, of which only the
-    weights are read; or the address of a checkpoint, or of a target of uploads for its newest. The section model must
-    match it. A checkpoint to resume from takes precedence. Null: random weights, derived from seed."""
+    """Folder with the initial weights: a Hugging Face folder of a family that `convert` reads (docs/checkpoints.md), or
+    a checkpoint, of which only the weights are read; or the address of a checkpoint, or of a target of uploads for its
+    newest. The section model must match it. A checkpoint to resume from takes precedence. Null: random weights, derived
+    from seed."""
     directory: str | None = None
     """Folder for logs, metrics and checkpoints. Null: runs/<name of the configuration file>."""
     num_steps: PositiveInt | None = None
