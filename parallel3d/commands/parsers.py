@@ -143,7 +143,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = "Convert between checkpoints and Hugging Face folders."
-    commands = parser.add_subparsers(required=True, dest="command", metavar="to-hf | from-hf | model")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="to-hf | from-hf | model | config")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -175,6 +175,12 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         )
     model = command("model", "Print the section model of a configuration for these weights.")
     model.add_argument("source", type=source, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
+    config = command("config", "Print a configuration to begin with, of published sizes and rates.")
+    config.add_argument("source", type=source, metavar="FOLDER", help="a Hugging Face folder, or a checkpoint")
+    config.add_argument("texts", nargs="*", metavar="TEXT", help="what it trains on: files, folders, globs")
+    config.add_argument(
+        "--tokens", type=float, metavar="N", help="to train on (default: those of the texts, or 20 a parameter)"
+    )
 
 
 def add_average(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from parallel3d.config.derived import batch_sizes, tokens_per_step
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import Config
 from parallel3d.config.specs.policies import POLICY_SPECS
-from parallel3d.config.warmup_builder import describe_warmup
+from parallel3d.config.warmup_builder import describe_warmup, length_warmup, run_length
 from parallel3d.costs.cost_report import describe_costs, describe_search
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.machines import parse_machines
@@ -107,7 +107,7 @@ def describe_speed(config: Config, names: str, rows: Path | None) -> Iterator[st
 def describe_devices(config: Config, options: argparse.Namespace) -> Iterator[str]:
     """Yields what training costs on the devices that are named, or the ranking of all layouts there."""
     machines = parse_machines(options.devices, options.rows, options.price)
-    num_tokens = options.tokens or tokens_per_step(config) * (config.run.num_steps or 1)
+    num_tokens = tokens_of_run(config) if options.tokens is None else options.tokens
     if num_tokens <= 0:
         raise UserError(f"--tokens {options.tokens:g}: must be above 0")
     if config.parallel.stage_replicas is not None and not options.search:
@@ -119,6 +119,13 @@ def describe_devices(config: Config, options: argparse.Namespace) -> Iterator[st
     if options.search:
         return describe_search(config, parts, machines, num_tokens, policies)
     return describe_costs(config, parts, machines, num_tokens)
+
+
+def tokens_of_run(config: Config) -> int:
+    """Tokens that the run trains on, its warmups' shorter steps included; no function of the user's is called."""
+    if length_warmup(config).kind == "custom":
+        return config.run.num_tokens or tokens_per_step(config) * (config.run.num_steps or 1)
+    return run_length(config).num_tokens
 
 
 def describe_control(config: Config, num_workers: int) -> Iterator[str]:

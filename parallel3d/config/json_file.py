@@ -20,14 +20,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_repeats)
     except OSError as error:
-        known = sorted(Path("configs").glob("*.json"))
-        names = [str(other) for other in known if other.name != SCHEMA] or list(shipped_configs())
-        near = difflib.get_close_matches(path.stem, {Path(name).stem: name for name in names}, n=3)
-        meant = [name for name in names if Path(name).stem in near]
-        fix = f"Did you mean {' or '.join(meant)}?" if meant else "Give the path of a JSON file"
-        fix += f", such as {names[0]}" if names and not meant else ""
+        fix = (path.is_dir() and _file_of_folder(path)) or _similar_name(path)
         raise _file_error(path, f"cannot be read ({error.strerror})", fix) from error
     except json.JSONDecodeError as error:
+        if error.pos == len(error.doc) == 0:
+            raise _file_error(path, "is empty", "Look for the error of the command that wrote it") from error
         where = f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         raise _file_error(path, where, "Fix the syntax at or just before this position") from error
     except RecursionError as error:
@@ -37,6 +34,29 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise _file_error(path, "must be a JSON object", "Put the sections in { and }")
     return raw
+
+
+def _similar_name(path: Path) -> str:
+    """What to give in place of a file that does not exist."""
+    known = sorted(Path("configs").glob("*.json"))
+    names = [str(other) for other in known if other.name != SCHEMA] or list(shipped_configs())
+    near = difflib.get_close_matches(path.stem, {Path(name).stem: name for name in names}, n=3)
+    if meant := [name for name in names if Path(name).stem in near]:
+        return f"Did you mean {' or '.join(meant)}?"
+    return "Give the path of a JSON file" + (f", such as {names[0]}" if names else "")
+
+
+def _file_of_folder(folder: Path) -> str:
+    """What to give in place of a run's folder or Hugging Face's; empty for other folders."""
+    file = folder / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if isinstance(fields, dict) and "model_type" in fields:
+        made = f"{folder.name or 'my_run'}.json"
+        return f"It is a Hugging Face folder: parallel3d convert config {folder} > {made} makes a configuration for it"
+    return f"Did you mean {file}?"
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(name: str) -> Path:
     """The configuration's path: `name` itself if there is such a file, otherwise the one shipped under this name.
 
-    `quickstart`, `quickstart.json` and `configs/quickstart.json` name the same shipped configuration. A name without a
-    file comes back as it is: reading it reports what is missing.
+    `quickstart`, `quickstart.json` and `configs/quickstart.json` name the same shipped configuration, also where a
+    folder has that name. A name without a file comes back as it is: reading it reports what is missing.
     """
     path = Path(name)
+    is_file = path.exists() and not path.is_dir()
     known = PurePath(name).parent.as_posix() in (".", "configs")
-    return path if path.exists() or not known else shipped_configs().get(path.name.removesuffix(".json"), path)
+    return path if is_file or not known else shipped_configs().get(path.name.removesuffix(".json"), path)

@@ -14,12 +14,19 @@ EXPOSED, LARGE_BUBBLE, TIGHT = 0.05, 0.20, 0.95
 """Shares of a step, and of the memory, from which a warning is given."""
 
 
+LARGEST_HOST = 32
+"""Devices of the largest host that a row stands for (Trn1's NeuronCores)."""
+
+
 def find_cliffs(estimate: LayoutEstimate) -> Iterator[str]:
     """Yields a line for each."""
     config, machines = estimate.config, estimate.machines
     parallel, model, step_s = config.parallel, config.model, estimate.step_s
     tp, dp = estimate.traffic["tp"], estimate.traffic["dp"]
     memory = estimate.worst.total / (machines.device.memory_gib * GIB)
+    if machines.devices_per_host > LARGEST_HOST:
+        several = f"8x{machines.device.name}:{-(-machines.num_devices // 8)}"
+        yield f"{machines.devices_per_host} devices on one host, with its links between all: hosts of 8 are {several}"
     if not machines.is_within_host(size=parallel.tp_size):
         yield (
             f"tensor parallelism crosses hosts: groups of {parallel.tp_size} on hosts of {machines.devices_per_host}; "
@@ -92,4 +99,5 @@ def parts_of_step(estimate: LayoutEstimate) -> dict[str, float]:
         "idle in the pipeline": estimate.idle_s,
         "gradients and weights": estimate.traffic["dp"].exposed_s,
         "update": estimate.update_s,
+        "the entry": estimate.entry_s,
     }

@@ -92,18 +92,18 @@ def describe_time(estimate: LayoutEstimate) -> Iterator[str]:
 
 def describe_money(estimate: LayoutEstimate, num_tokens: float) -> Iterator[str]:
     rental, device = estimate.rental(num_tokens), estimate.machines.device
-    line = f"{num_tokens:.3g} tokens: {rental.days:,.3g} days"
+    line = f"{num_tokens:.3g} tokens: {duration(rental.days)}"
     if rental.dollars is None or rental.dollars_per_mtoken is None:
         yield f"{line}; no price of {device.name} is known: give --price, or a row in --device-table"
         return
-    yield f"{line}, ${rental.dollars:,.0f}, ${rental.dollars_per_mtoken:.4f} a million tokens"
+    yield f"{line}, {amount(rental.dollars)}, ${rental.dollars_per_mtoken:.4f} a million tokens"
     dated = f", {device.price_date}" if device.price_date else ", not dated"
     yield f"  at ${device.price_per_hour:.2f} a device and hour ({device.price_source}{dated}): replace it by yours"
 
 
 def describe_failures(estimate: LayoutEstimate, num_tokens: float) -> Iterator[str]:
     costs, dollars = failure_costs(estimate), estimate.rental(num_tokens).dollars
-    lost = ("", "") if dollars is None else tuple(f" (+${each:,.0f})" for each in costs.dollars_lost(dollars))
+    lost = ("", "") if dollars is None else tuple(f" (+{amount(each)})" for each in costs.dollars_lost(dollars))
     yield (
         f"failures: {costs.failures_per_day:.3g} a day at FlexiTrain's rate; restarts from checkpoints keep "
         f"{costs.restart:.1%}{lost[0]}, rerouting with returns after {costs.rejoin_s / 60:.0f} min "
@@ -122,10 +122,10 @@ def describe_width(estimate: LayoutEstimate, parts: LayeredParameters, num_token
     cells = []
     for each in found:
         rental = each.rental(num_tokens)
-        money = "" if rental.dollars is None else f", ${rental.dollars:,.0f}"
+        money = "" if rental.dollars is None else f", {amount(rental.dollars)}"
         room = "" if each.fits else ", does not fit"
         cells.append(
-            f"{each.machines.num_hosts} hosts (dp{each.config.parallel.dp_size}) {rental.days:,.3g} days{money}{room}"
+            f"{each.machines.num_hosts} hosts (dp{each.config.parallel.dp_size}) {duration(rental.days)}{money}{room}"
         )
     yield f"width: {'; '.join(cells)}"
 
@@ -136,8 +136,8 @@ def verdict(estimate: LayoutEstimate, num_tokens: float) -> str:
     if not estimate.fits:
         return f"does not fit: stage {estimate.worst.stage} needs {need:.1f} of {have:g} GiB; try --search"
     rental = estimate.rental(num_tokens)
-    money = "" if rental.dollars is None else f" and ${rental.dollars:,.0f}"
-    return f"fits ({need:.1f} of {have:g} GiB on stage {estimate.worst.stage}); {rental.days:,.3g} days{money}"
+    money = "" if rental.dollars is None else f" and {amount(rental.dollars)}"
+    return f"fits ({need:.1f} of {have:g} GiB on stage {estimate.worst.stage}); {duration(rental.days)}{money}"
 
 
 def describe_search(
@@ -164,10 +164,10 @@ def describe_ranking(ranked: RankedLayouts, num_tokens: float) -> Iterator[str]:
     yield f"{'':>5}{'step s':>9}{'of best':>9}{'MFU':>7}{'bubble':>8}{'GiB':>7}{'days':>9}{'$':>13}"
     for place, (estimate, layout) in enumerate(zip(ranked.estimates[:MOST_RANKED], ranked.layouts), start=1):
         rental = estimate.rental(num_tokens)
-        dollars = "" if rental.dollars is None else f"{rental.dollars:,.0f}"
+        dollars = "" if rental.dollars is None else amount(rental.dollars).removeprefix("$")
         yield (
             f"{place:>4} {estimate.step_s:>9.3f}{estimate.step_s / best:>9.3f}{estimate.mfu:>7.1%}"
-            f"{estimate.bubble:>8.1%}{estimate.worst.total / GIB:>7.1f}{rental.days:>9.2f}{dollars:>13}  {layout}"
+            f"{estimate.bubble:>8.1%}{estimate.worst.total / GIB:>7.1f}{rental.days:>9.3g}{dollars:>13}  {layout}"
         )
 
 
@@ -184,6 +184,19 @@ def describe_nothing(ranked: RankedLayouts) -> Iterator[str]:
         return
     layout = min(ranked.too_large, key=lambda each: ranked.too_large[each])
     yield f"the smallest needs {ranked.too_large[layout]:.1f} GiB a rank: {layout}"
+
+
+def duration(days: float) -> str:
+    """Days, or hours, minutes or seconds if it is less than one."""
+    for unit, size in (("days", 1), ("hours", 24), ("minutes", 1440)):
+        if days * size >= 1:
+            return f"{days * size:,.3g} {unit}"
+    return f"{days * 86400:,.2g} seconds"
+
+
+def amount(dollars: float) -> str:
+    """Dollars; small amounts with cents."""
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"
 
 
 def _recompute(estimate: LayoutEstimate) -> str:

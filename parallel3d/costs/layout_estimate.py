@@ -71,11 +71,15 @@ class LayoutEstimate:
     def bubble(self) -> float:
         return self.idle_s / (self.idle_s + self.num_micro_batches * max(self.stage_s))
 
+    @property
+    def entry_s(self) -> float:
+        """Time between steps: the entry, agreed by all ranks, and what the host does."""
+        return self.machines.device.rates.step_idle_s + ENTRY_HOP_S * log2(max(2, self.machines.num_devices))
+
     @cached_property
     def step_s(self) -> float:
-        entry_s = self.machines.device.rates.step_idle_s + ENTRY_HOP_S * log2(max(2, self.machines.num_devices))
         busy_s = self.num_micro_batches * max(self.stage_s)
-        return busy_s + self.idle_s + self.traffic["dp"].exposed_s + self.update_s + entry_s
+        return busy_s + self.idle_s + self.traffic["dp"].exposed_s + self.update_s + self.entry_s
 
     @property
     def tokens_per_s(self) -> float:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from parallel3d.config import derived
 from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import Config
+from parallel3d.config.shipped import find_config, shipped_configs
 from parallel3d.errors import ConfigError
 from tests.support.config_files import TINY, problems, write
 from tests.support.tiers import examples
@@ -178,6 +179,39 @@ def test_a_shipped_name_that_is_misspelt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"quikstart.*Did you mean quickstart"):
         load_config("quikstart")
+
+
+def test_a_folder_does_not_hide_the_configuration_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    shipped = shipped_configs()["quickstart"]
+    assert find_config("quickstart") == find_config("quickstart.json") == shipped
+    (tmp_path / "quickstart.json").write_text("{}")
+    assert find_config("quickstart.json") == Path("quickstart.json")
+    assert find_config("quickstart") == shipped
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "llama"}, "It is a Hugging Face folder: parallel3d convert config mine > mine.json"),
+        ({"model": {}}, r"Did you mean mine/config.json\?"),
+        (None, "Give the path of a JSON file"),
+    ],
+)
+def test_a_folder_in_place_of_a_file(tmp_path, monkeypatch, config, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    if config is not None:
+        write(tmp_path / "mine", config, "config.json")
+    with pytest.raises(ConfigError, match=rf"file = 'mine': cannot be read \(Is a directory\)\. {said}"):
+        load_config(find_config("mine"))
+
+
+def test_an_empty_file(tmp_path):
+    """What a shell leaves of `command > file` if the command fails."""
+    with pytest.raises(ConfigError, match="is empty. Look for the error of the command that wrote it"):
+        load_config(write(tmp_path, "", "mine.json"))
 
 
 def test_sources_may_be_files_folders_or_globs(tiny: Path):

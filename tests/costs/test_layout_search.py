@@ -12,6 +12,7 @@ from benchmarks.device_plan import settings_of
 from parallel3d.commands import plan
 from parallel3d.config.load import check_config, load_config, resolve
 from parallel3d.costs.cliffs import explain_best, find_cliffs, parts_of_step
+from parallel3d.costs.cost_report import amount, duration
 from parallel3d.costs.failure_costs import failure_costs, width_estimates
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.layout_estimate import estimate_layout
@@ -58,7 +59,7 @@ def test_a_step_takes_as_long_as_the_rehearsed_one(name, recompute):
     ours = estimate_layout(config, parts, device)
     assert ours.step_s == pytest.approx(rehearsed.step_s, rel=0.05)
     assert ours.mfu == pytest.approx(rehearsed.mfu, rel=0.05)
-    assert sum(parts_of_step(ours).values()) == pytest.approx(ours.step_s, abs=0.01)
+    assert sum(parts_of_step(ours).values()) == pytest.approx(ours.step_s)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -99,6 +100,17 @@ def test_tensor_parallelism_across_hosts_is_a_cliff():
     assert far.step_s > 2 * near.step_s
     assert any("crosses hosts" in line for line in find_cliffs(far))
     assert not any("crosses hosts" in line for line in find_cliffs(near))
+
+
+def test_a_cluster_given_as_one_host_is_a_cliff():
+    """64xH100 is one host of 64."""
+    config, parts = load("hlat_7b")
+    layout = replace(LayoutChoice.of(config), dp=8)
+    one, eight = (
+        estimate_layout(with_layout(config, layout), parts, machines(text)) for text in ("64xH100", "8xH100:8")
+    )
+    assert any("64 devices on one host" in line and "8xH100-80GB:8" in line for line in find_cliffs(one))
+    assert not any("on one host" in line for line in find_cliffs(eight))
 
 
 def test_exposed_reductions_and_odd_vocabularies_are_cliffs():
@@ -197,6 +209,25 @@ def test_the_command_prints_a_table_and_a_verdict(capsys):
     assert "no price of H200-141GB is known" in out and "failures: " in out and "width: " in out
     code, out, _ = run_plan(capsys, "--devices", "8xH100:1", "--search", "--tokens", "1e9", "--price", "2")
     assert code == 0 and "why the best wins" in out and "$2.00 a device" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens"), [("gpt3_125m", 300e9), ("slw_gpt2_117m_b512", 300_000 * 2**19), ("hlat_7b", 1.8e12)]
+)
+def test_without_tokens_the_estimate_is_of_the_configurations_run(name, num_tokens):
+    """By run.num_tokens or run.num_steps, whichever ends it."""
+    assert plan.tokens_of_run(load(name)[0]) == pytest.approx(num_tokens, rel=0.01)
+
+
+def test_times_and_amounts_have_a_fitting_unit():
+    assert [duration(days) for days in (366.2, 1, 0.5, 0.01, 1e-4)] == [
+        "366 days",
+        "1 days",
+        "12 hours",
+        "14.4 minutes",
+        "8.6 seconds",
+    ]
+    assert [amount(dollars) for dollars in (12_345.6, 99.5, 0.061)] == ["$12,346", "$99.50", "$0.06"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_every_command_has_a_parser_and_a_module():
         (["train", "precision.pol"], ["precision.policy="]),
         (["train", "--config", "quickstart", "precision.sums="], ["precision.sums=float", "precision.sums=exact"]),
         (["train", "data.tokenizer.ki"], ["data.tokenizer.kind="]),
-        (["convert", ""], ["to-hf", "from-hf", "model"]),
+        (["convert", ""], ["to-hf", "from-hf", "model", "config"]),
         (["convert", "to-hf", "a", "b", "--dtype", "b"], ["bf16"]),
         (["configs", "sch"], ["schema"]),
         (["report", "ru"], []),
@@ -82,7 +82,7 @@ def in_bash(line: str, folder: Path) -> list[str]:
     [
         ("parallel3d tune", ["tune-warmup"]),
         ("parallel3d train --config quickstart_m", ["quickstart_muon"]),
-        ("parallel3d convert ", ["to-hf", "from-hf", "model"]),
+        ("parallel3d convert ", ["to-hf", "from-hf", "model", "config"]),
         ("parallel3d train precision.policy=bf16_", ["bf16_sr", "bf16_pure"]),  # bash replaces what follows the =
         ("parallel3d report no-such", []),
     ],
