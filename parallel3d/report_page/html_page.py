@@ -12,10 +12,13 @@ from string import Template
 
 from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.page_data import Chart, PageData, RunPage
+from parallel3d.report_page.page_events import CheckpointRow
 from parallel3d.report_page.scales import format_number
 from parallel3d.report_page.svg_chart import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, WIDTH, draw_chart, scales_of
 from parallel3d.report_page.timeline_chart import draw_timeline, kinds_of
 
+SWATCHES = {"dots": " dot", "spikes": " spike"}
+"""Kinds of series whose sign in the legend is not a line, and its style."""
 FOLDER = Path(__file__).parent
 PAGE = Template(
     """<!DOCTYPE html>
@@ -118,7 +121,7 @@ def _figure_table(runs: Sequence[RunPage]) -> str:
 def _figure(chart: Chart, *, is_alone: bool) -> str:
     unit = f' <span class="unit">{escape(chart.unit)}</span>' if chart.unit else ""
     legend = "".join(
-        f'<span><span class="swatch c{series.run % NUM_COLOURS}{" dot" if series.kind == "dots" else ""}"></span>'
+        f'<span><span class="swatch c{series.run % NUM_COLOURS}{SWATCHES.get(series.kind, "")}"></span>'
         f"{escape(series.label)}</span>"
         for series in chart.series
     )
@@ -161,11 +164,16 @@ def _details(number: int, run: RunPage) -> str:
     if run.evaluations:
         rows = ([f"{step:,}", f"{loss:.4f}"] for step, loss in run.evaluations)
         parts.append(_folded("Evaluations", _table("Evaluations", ["step", "loss"], rows)))
+    if run.checkpoints:
+        left_out = run.num_checkpoints - len(run.checkpoints)
+        name = f"Checkpoints (without the first {left_out:,})" if left_out else "Checkpoints"
+        head = ["step", "MB", "saved (UTC)", "uploaded (UTC)"]
+        parts.append(_folded(name, _table("Checkpoints", head, map(_checkpoint_cells, run.checkpoints))))
     if run.command:
         parts.append(f"<h3>Repeat it</h3><pre>{escape(run.command)}</pre>")
     if run.notices:
         left_out = run.num_notices - len(run.notices)
-        rows = ([time.strftime("%m-%d %H:%M:%S", time.gmtime(at)), text] for at, text in run.notices)
+        rows = ([_time_text(at), text] for at, text in run.notices)
         name = f"Messages (without the first {left_out:,})" if left_out else "Messages"
         parts.append(_folded(name, _table("Messages", ["time (UTC)", "text"], rows)))
     if run.environment:
@@ -177,6 +185,15 @@ def _details(number: int, run: RunPage) -> str:
     if run.config:
         parts.append(_folded("Configuration", f"<pre>{escape(json.dumps(run.config, indent=2))}</pre>"))
     return "".join([*parts, "</section>"])
+
+
+def _checkpoint_cells(row: CheckpointRow) -> list[str]:
+    sent = "" if row.uploaded_at is None else _time_text(row.uploaded_at)
+    return [f"{row.step:,}", f"{row.megabytes:,.1f}", _time_text(row.saved_at), sent]
+
+
+def _time_text(seconds: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.gmtime(seconds))
 
 
 def _folded(name: str, content: str) -> str:

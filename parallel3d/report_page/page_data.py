@@ -15,14 +15,21 @@ from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
 from parallel3d.monitor.uptime import RunHistory
 from parallel3d.pipeline.planner import Plan
+from parallel3d.report_page.page_events import (
+    UNSTABLE_RATIO,
+    CheckpointRow,
+    checkpoint_figures,
+    checkpoints_of,
+    finished_run,
+    gradient_spikes,
+    loss_spikes,
+    messages_of,
+)
 from parallel3d.report_page.scales import Curve, Points, format_number
 from parallel3d.report_page.watched_run import describe_change, format_widths, seconds_of_change
 
 Json = dict[str, Any]
 MAX_NOTICES = 200
-MESSAGES = ("notice", "drain", "balance", "preemption", "restart")
-"""Events with a text for people."""
-UNSTABLE_RATIO = 1.2
 HLAT_TOKENS = 4e6
 """HLAT's unit of cost: dollars for 4 million tokens (CPT)."""
 
@@ -37,6 +44,8 @@ class RunFiles:
     config: Json = field(default_factory=dict)
     environment: Json = field(default_factory=dict)
     summary: Json = field(default_factory=dict)
+    uploads: Sequence[Json] = ()
+    """Of uploads.jsonl."""
     plan: Plan | None = None
     """The plan of its pipeline, if it is to be drawn."""
     read_at: float = 0.0
@@ -45,7 +54,7 @@ class RunFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A curve of a chart: a line with its band, steps of a staircase, or dots."""
+    """A curve of a chart: a line with its band, steps of a staircase, dots, or rings round spikes."""
 
     run: int
     label: str
@@ -92,6 +101,8 @@ class RunPage:
     figures: dict[str, str]
     changes: tuple[MembershipRow, ...]
     evaluations: tuple[tuple[int, float], ...]
+    checkpoints: tuple[CheckpointRow, ...]
+    num_checkpoints: int
     notices: tuple[tuple[float, str], ...]
     num_notices: int
     plan: Plan | None
@@ -172,7 +183,7 @@ def _charts(
         name="loss",
         title="Loss",
         unit="nats per token",
-        series=(*losses, *evaluated),
+        series=(*losses, *evaluated, *series(loss_spikes, "spikes", "spikes")),
         references=(("unigram entropy", float(entropy)),) if entropy is not None else (),
         marks=marks,
     )
@@ -183,6 +194,8 @@ def _charts(
         yield Chart(name="loss_ratio", title=title, unit="", series=tuple(ratios), references=limit, marks=marks)
     for name, source in SOURCES.items():
         found = series(partial(_scaled, name=name, factor=source.factor), "stairs" if source.is_staircase else "line")
+        if found and name == "grad_norm":
+            found += series(gradient_spikes, "spikes", "spikes")
         if not found or source.only_if_it_changes and all(len({*each.curve.mean}) < 2 for each in found):
             continue
         yield Chart(
@@ -237,9 +250,7 @@ def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:
 
 
 def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None) -> RunPage:
-    notices = [
-        (line["time"], line["text"]) for line in run.lines if line.get("event") in ("notice", "drain", "balance")
-    ]
+    notices, checkpoints = messages_of(run.lines), checkpoints_of(run.lines, run.uploads)
     return RunPage(
         name=run.name,
         status=_status(run, history),
@@ -247,6 +258,8 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
         figures=dict(_figures(run, history, dollars_per_hour)),
         changes=tuple(_changes(history)),
         evaluations=tuple((each.step, each.loss) for each in history.evaluations),
+        checkpoints=tuple(checkpoints[-MAX_NOTICES:]),
+        num_checkpoints=len(checkpoints),
         notices=tuple(notices[-MAX_NOTICES:]),
         num_notices=len(notices),
         plan=run.plan,
@@ -290,6 +303,7 @@ def _figures(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None)
     yield "seconds that changes have cost", f"{sum(row.seconds or 0.0 for row in changes):.2f}"
     for key, label in (("restarts", "restarts"), ("lost_steps", "steps lost by restarts")):
         yield label, f"{account.get(key, 0):,}"
+    yield from checkpoint_figures(checkpoints_of(run.lines, run.uploads))
     if account:
         yield "wall-clock time", f"{account['wall_s']:,.1f} s"
         yield "productive share of it", f"{account['uptime']:.1%}"
@@ -308,12 +322,15 @@ def _bubbles(run: RunFiles, history: MetricsLog) -> Iterator[tuple[str, float]]:
 def _dollars(
     run: RunFiles, history: MetricsLog, account: Mapping[str, Any], dollars_per_hour: float | None
 ) -> Iterator[tuple[str, str]]:
-    """The costs so far, of all of the time: evaluations and recovery included."""
+    """The costs so far, of all of the time, recovery included; and what of them evaluations took."""
     tokens = history.steps[-1].get("tokens", 0)
     if dollars_per_hour is None or not tokens:
         return
-    dollars = dollars_per_hour * account["wall_s"] / 3600
+    rented = finished_run(history, wall_s=account["wall_s"], dollars_per_hour=dollars_per_hour)
+    dollars = rented.gross_dollars
     yield "dollars so far", f"{dollars:,.2f}"
+    yield "dollars of evaluations", f"{rented.evaluation_dollars:,.2f}"
+    yield "dollars without evaluations", f"{rented.net_dollars:,.2f}"
     yield "dollars for a million tokens", format_number(dollars / tokens * 1e6)
     yield "dollars for 4 million tokens (HLAT's CPT)", format_number(dollars / tokens * HLAT_TOKENS)
     yield "dollars for a trillion tokens", format_number(dollars / tokens * 1e12)

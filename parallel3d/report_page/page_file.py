@@ -12,6 +12,7 @@ from typing import Any
 from parallel3d.config.load import load_config
 from parallel3d.errors import UserError
 from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, PAGE, SUMMARY, read_metrics
+from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import RunFiles, make_page
@@ -56,12 +57,17 @@ def read_run(folder: Path) -> RunFiles:
         raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({reason})") from None
     if not any("event" not in line and "step" in line for line in lines):
         raise UserError(f"{folder}: {METRICS} holds no step yet")
+    try:
+        uploads = read_metrics(folder / UPLOADS)
+    except (OSError, ValueError):
+        uploads = []
     return RunFiles(
         name=folder.resolve().name,
         lines=lines,
         config=_read(folder / CONFIG),
         environment=_read(folder / ENVIRONMENT),
         summary=_read(folder / SUMMARY),
+        uploads=uploads,
         plan=read_plan(folder / CONFIG),
         read_at=time.time(),
     )

@@ -16,6 +16,7 @@ from typing import Self
 
 from parallel3d.errors import UserError
 from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY
+from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.report_page.html_page import render_page, render_waiting_page
 from parallel3d.report_page.page_data import make_page
 from parallel3d.report_page.page_file import read_run
@@ -38,7 +39,7 @@ class RenderedRun:
     def version(self) -> str:
         """Sizes and times of the files."""
         found = []
-        for name in (METRICS, SUMMARY, CONFIG, ENVIRONMENT):
+        for name in (METRICS, SUMMARY, CONFIG, ENVIRONMENT, UPLOADS):
             try:
                 status = (self._folder / name).stat()
                 found.append(f"{status.st_ino:x}.{status.st_size:x}.{status.st_mtime_ns:x}")

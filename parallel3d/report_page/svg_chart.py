@@ -91,6 +91,9 @@ def _draw_series(series: Series, x: Scale, y: Scale) -> Iterator[str]:
     colour, curve = f"c{series.run % NUM_COLOURS}", series.curve
     xs = [_x(x, value) for value in curve.x]
     means = [_y(y, value) for value in curve.mean]
+    if series.kind == "spikes":
+        yield from (f'<circle class="spike" cx="{a:.1f}" cy="{b:.1f}" r="4.5"/>' for a, b in zip(xs, means))
+        return
     if series.kind == "dots" or len(xs) == 1:
         yield from (f'<circle class="{colour}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in zip(xs, means))
         return

@@ -32,6 +32,7 @@ from parallel3d.checkpoint.write import SaveCancelled, publish, write_rank_files
 from parallel3d.checkpoint.write_throttle import WriteThrottle
 from parallel3d.config.derived import save_intervals
 from parallel3d.errors import CheckpointError
+from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.parallel.abort import POLL_S
 from parallel3d.parallel.background import BackgroundExecutor
 from parallel3d.trainer.context import RankContext
@@ -258,7 +259,8 @@ class AsyncSaver(CheckpointSaver):
         """Publishes a save, prunes old checkpoints, and returns the notice about both."""
         checkpoint_dir, settings = self._checkpoint_dir, self._settings
         index = publish(checkpoint_dir, save.partial, save.step, save.ranks, save.facts, self._files)
-        text = f"saved step {save.step}: {checkpoint_dir.path_of(save.step)}, {index.num_bytes / 1e6:,.1f} MB"
+        path, megabytes = checkpoint_dir.path_of(save.step), index.num_bytes / 1e6
+        text = str(SavedNotice(step=save.step, path=str(path), megabytes=megabytes))
         try:
             checkpoint_dir.prune(
                 keep_last=settings.keep_last,

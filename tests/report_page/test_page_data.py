@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.commands.report import main
+from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.report_page.html_page import render_page
 from parallel3d.report_page.page_data import RunFiles, make_page
 from parallel3d.report_page.scales import MAX_POINTS, Curve, linear_scale, log_scale
-from parallel3d.report_page.svg_chart import scales_of
+from parallel3d.report_page.svg_chart import draw_chart, scales_of
 
 MARKUP = "<script>alert(1)</script>"
 
@@ -52,6 +53,7 @@ def test_the_figures_are_those_of_the_files():
     assert figures["workers lost"] == "1" and figures["seconds that changes have cost"] == "0.88"
     assert figures["wall-clock time"] == "100.0 s" and figures["productive share of it"] == "21.0%"
     assert figures["dollars so far"] == "1.00" and figures["dollars for a million tokens"] == "250"
+    assert (figures["dollars of evaluations"], figures["dollars without evaluations"]) == ("0.01", "0.99")
     assert figures["dollars for 4 million tokens (HLAT's CPT)"] == "1,000"
     assert figures["dollars for a trillion tokens"] == "2.5e+08"
     assert page.runs[0].status == "finished, 40 steps" and page.runs[0].changes[0].widths == "2/2 to 2/1"
@@ -61,6 +63,64 @@ def test_the_figures_are_those_of_the_files():
     assert training.curve.mean == [6.0 - 0.1 * step for step in range(40)] and evaluation.curve.mean == [4.5]
     assert [series.curve.mean for series in charts["widths-0"].series] == [[2, 2, 2], [2, 1, 1]]
     assert scales_of(charts["widths-0"])[1].ticks == (0, 1, 2)
+
+
+def test_messages_hold_restarts_and_preemptions():
+    told = [{"event": kind, "text": f"a {kind}", "time": 7.0} for kind in ("notice", "drain", "balance", "preemption")]
+    restart = {"event": "restart", "step": 9, "lost_steps": 3, "skips_data": False, "text": "a restart", "time": 8.0}
+    page = make_page([run_files(events=[*told, CHANGE, restart])])
+    assert page.runs[0].notices == (*((7.0, line["text"]) for line in told), (8.0, "a restart"))
+    text = render_page(page, now_s=0.0)
+    assert "a restart" in text and "a preemption" in text
+
+
+def test_checkpoints():
+    def saved(step, at):
+        text = str(SavedNotice(step=step, path="runs/a, b: c/step", megabytes=1234.56))
+        return {"event": "notice", "text": f"{text}; could not remove older ones (no)", "time": at}
+
+    restart = {"event": "restart", "step": 10, "lost_steps": 12, "skips_data": False, "time": 3.5}
+    events = [
+        saved(10, 1.0),
+        saved(20, 2.0),
+        restart,
+        saved(30, 4.0),
+        {"event": "notice", "text": "saved it", "time": 5},
+    ]
+    uploads = [
+        {"event": "uploading", "step": 30, "time": 5.0},
+        {"event": "uploaded", "step": 10, "time": 6.0},
+        {"event": "uploaded", "step": 20, "time": 7.0},
+    ]
+    run = make_page([run_files(events=events, uploads=uploads)]).runs[0]
+    rows = [(row.step, row.megabytes, row.saved_at, row.uploaded_at) for row in run.checkpoints]
+    assert rows == [(10, 1234.6, 1.0, 6.0), (30, 1234.6, 4.0, None)]
+    assert run.figures["checkpoints saved"] == "2 (newest: step 30)"
+    assert run.figures["checkpoints uploaded"] == "1 (newest: step 10)"
+    table = render_page(make_page([run_files(events=events, uploads=uploads)]), now_s=0.0).split("<caption>Checkpoints")
+    assert "<td role=cell>1,234.6</td><td role=cell>01-01 00:00:01</td><td role=cell>01-01 00:00:06" in table[1]
+    aside = [*uploads, {"event": "set_aside", "step": 10, "time": 8.0}]
+    assert "checkpoints uploaded" not in make_page([run_files(events=events, uploads=aside)]).runs[0].figures
+
+
+def test_a_spike_is_marked_at_its_highest_value():
+    losses = [4.0] * 30 + [5.0, 6.0, 4.9] + [4.0] * 5 + [math.nan, 7.0]
+    files = run_files(losses=losses)
+    norms = {line["step"]: 1.0 for line in files.lines if "step_s" in line} | {25: 1.2, 26: 3.0, 27: 1.5, 40: math.inf}
+    lines = [line | {"grad_norm": norms[line["step"]]} if "step_s" in line else line for line in files.lines]
+    charts = {chart.name: chart for chart in make_page([RunFiles(name="run", lines=lines)]).charts}
+    for name, peaks in (("loss", [(32, 6.0), (40, 7.0)]), ("grad_norm", [(26, 3.0)])):
+        spikes = charts[name].series[-1]
+        assert spikes.kind == "spikes" and [*zip(spikes.curve.x, spikes.curve.mean)] == peaks
+        assert draw_chart(charts[name]).count('<circle class="spike"') == len(peaks)
+
+
+def test_many_spikes_leave_the_highest():
+    norms = [1.0] * 20 + [9.0 + number if number % 25 == 24 else 1.0 for number in range(25 * 400)]
+    steps = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in enumerate(norms, start=1)]
+    [chart] = [chart for chart in make_page([RunFiles(name="run", lines=steps)]).charts if chart.name == "grad_norm"]
+    rings = chart.series[-1].curve
+    assert len(rings.x) == MAX_POINTS and min(rings.mean) == norms[int(rings.x[0]) - 1] == sorted(norms)[-MAX_POINTS]
 
 
 def test_a_run_that_goes_on_lasts_until_now():

@@ -71,6 +71,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.doctor": 10,
     "parallel3d.evaluation": 10,
     "parallel3d.door": 11,
+    "parallel3d.costs.rental": 1,  # arithmetic alone; pages of runs show what they have cost
     "parallel3d.costs": 11,
     "parallel3d.inprocess": 11,
     "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
@@ -113,8 +114,14 @@ PURE: tuple[str, ...] = (
         f"parallel3d.monitor.{name}"
         for name in ("loss_ratio", "spikes", "divergence", "training_monitor", "correlation", "history", "uptime")
     ),
-    *(f"parallel3d.monitor.{name}" for name in ("flops", "evaluation_interval", "tuning", "upload_history")),
-    *(f"parallel3d.report_page.{name}" for name in ("page_data", "scales", "watched_run", "terminal_view")),
+    *(
+        f"parallel3d.monitor.{name}"
+        for name in ("flops", "evaluation_interval", "tuning", "upload_history", "saved_notice")
+    ),
+    *(
+        f"parallel3d.report_page.{name}"
+        for name in ("page_data", "page_events", "scales", "watched_run", "terminal_view")
+    ),
     "parallel3d.report_page.timeline_chart",
     "parallel3d.debug.replica_check",
     *(
