@@ -63,8 +63,11 @@ def test_every_part_names_a_function_that_exists():
 
 
 def test_the_tests_of_a_device_are_found():
-    names = [path.name for path in device_checks.gpu_test_files()]
-    assert "test_on_a_device.py" in names and names[-1] == "test_train.py"
+    paths = device_checks.gpu_test_files()
+    names = [path.name for path in paths]
+    assert {"test_on_a_device.py", "test_runs_on_a_device.py"} <= {*names}
+    starts_runs = ["launch" in path.parts for path in paths]
+    assert starts_runs == sorted(starts_runs)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ POLICY = "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedSize:
-    """What a run of GPT-3's table had."""
+    """Size, batch and learning rate of a run in GPT-3's table."""
 
     num_parameters: float
     step_tokens: float

@@ -57,17 +57,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.store.has_ranges and "Range" in self.headers:
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             part, status = self.content[first : last + 1], 206
-        self.answer(status, part, share=0.5 if how == "cut" else 1)
-        if how == "change":
-            self.store.files = {path: content[1:] for path, content in self.store.files.items()}
+        self.answer(status, part, share=0.5 if how == "cut" else 1, changes=how == "change")
 
-    def answer(self, status: int, body: bytes, *, share: float = 1) -> None:
+    def answer(self, status: int, body: bytes, *, share: float = 1, changes: bool = False) -> None:
+        """`changes`: the files are others before the client has all bytes, so that it can't ask again too early."""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Type", "text/html; charset=utf-8" if "pages" in self.path else "text/plain")
         self.send_header("ETag", hashlib.sha256(self.content or b"").hexdigest())
         self.send_header("Accept-Ranges", "bytes" if self.store.has_ranges else "none")
         self.end_headers()
+        if changes:
+            self.store.files = {path: content[1:] for path, content in self.store.files.items()}
         self.wfile.write(body[: int(len(body) * share)])
 
     def log_message(self, *arguments: object) -> None:
