@@ -27,7 +27,7 @@ POLICY = "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedSize:
-    """Size, batch and learning rate of a run in GPT-3's table."""
+    """A row of GPT-3's table."""
 
     num_parameters: float
     step_tokens: float

@@ -148,7 +148,7 @@ def describe_search(
         ranked = rank_layouts(config, parts, each, policies)
         yield f"{each}: {ranked.num_tried:,} layouts, {len(ranked.estimates):,} fit"
         if not ranked.estimates:
-            yield from describe_nothing(ranked)
+            yield from describe_nothing(ranked, config)
             continue
         yield from describe_ranking(ranked, num_tokens)
         yield from describe_place(ranked, config)
@@ -178,9 +178,12 @@ def describe_place(ranked: RankedLayouts, config: Config) -> Iterator[str]:
         yield f"the configuration's own layout has place {place:,} ({slower:.2f} times the best step)"
 
 
-def describe_nothing(ranked: RankedLayouts) -> Iterator[str]:
+def describe_nothing(ranked: RankedLayouts, config: Config) -> Iterator[str]:
     if not ranked.too_large:
-        yield "no layout uses all devices: the batch has too few sequences, or the sizes do not divide"
+        yield (
+            f"no layout uses all devices: a batch of {config.batch.global_batch_size} sequences "
+            "(batch.global_batch_size) is too small for the replicas, or sizes do not divide"
+        )
         return
     layout = min(ranked.too_large, key=lambda each: ranked.too_large[each])
     yield f"the smallest needs {ranked.too_large[layout]:.1f} GiB a rank: {layout}"
