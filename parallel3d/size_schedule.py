@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import floor, inf, isfinite, log
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from parallel3d.errors import UserError
 
@@ -150,12 +150,11 @@ class Custom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive:
-    """One multiple longer after each evaluation whose perplexity is at most `tolerance` x the previous best, otherwise
-    one multiple shorter (or the same).
+class FollowsRun:
+    """A length that only the run itself knows: one multiple longer or shorter, from `first` to `last`.
 
-    The rule is ours: the paper tried pacing by losses, gives no formula, and calls 1.3 x the best perplexity a
-    significant fluctuation. Evaluations are the same on all ranks, so lengths are.
+    It changes with values of the entries and evaluations that all ranks apply, so it is the same on all of them, and
+    after a repeated step.
     """
 
     first: int
@@ -164,8 +163,6 @@ class Adaptive:
     tolerance: float = 1.3
     shrinks: bool = True
     value: int
-    best_loss: float = inf
-    """Lowest evaluation loss so far, in nats a token."""
 
     def at(self, position: int) -> int:
         return self.value
@@ -176,74 +173,91 @@ class Adaptive:
     def values(self) -> tuple[int, ...]:
         return tuple(range(self.first, self.last + 1, self.multiple))
 
-    def after_evaluation(self, loss: float) -> Adaptive:
+    def longer(self) -> int:
+        return min(self.value + self.multiple, self.last)
+
+    def after_fluctuation(self) -> int:
+        """The length after a value above the tolerance."""
+        return max(self.value - self.multiple, self.first) if self.shrinks else self.value
+
+    def after_evaluation(self, loss: float) -> Self:
         """Returns the schedule after an evaluation with the loss `loss`."""
-        is_near = isfinite(loss) and (self.best_loss == inf or loss - self.best_loss <= log(self.tolerance))
-        change = self.multiple if is_near else -self.multiple if self.shrinks else 0
-        value = min(max(self.value + change, self.first), self.last)
-        return replace(self, value=value, best_loss=min(self.best_loss, loss) if isfinite(loss) else self.best_loss)
+        return self
+
+    def after_step(self, variance_max: float) -> Self:
+        """Returns the schedule after a step with this maximum of sqrt(v) before its update."""
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The state that the run has changed."""
+        return {"length": self.value}
+
+    def resumed(self, saved: dict[str, Any]) -> Self:
+        """Returns the schedule in a saved state, of this kind or of another one that follows the run: its length is the
+        nearest of ours that is not longer."""
+        value = min(max(saved["length"], self.first), self.last)
+        return replace(self, value=value - (value - self.first) % self.multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VarianceDriven:
+class Adaptive(FollowsRun):
+    """One multiple longer after each evaluation whose perplexity is at most `tolerance` x the previous best, otherwise
+    one multiple shorter (or the same).
+
+    The rule is ours: the paper tried pacing by losses, gives no formula, and calls 1.3 x the best perplexity a
+    significant fluctuation.
+    """
+
+    best_loss: float = inf
+    """Lowest evaluation loss so far, in nats a token."""
+
+    def after_evaluation(self, loss: float) -> Self:
+        is_near = isfinite(loss) and (self.best_loss == inf or loss - self.best_loss <= log(self.tolerance))
+        value = self.longer() if is_near else self.after_fluctuation()
+        return replace(self, value=value, best_loss=min(self.best_loss, loss) if isfinite(loss) else self.best_loss)
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"best_loss": self.best_loss if isfinite(self.best_loss) else None}
+
+    def resumed(self, saved: dict[str, Any]) -> Self:
+        best_loss = saved.get("best_loss")
+        return replace(super().resumed(saved), best_loss=inf if best_loss is None else best_loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarianceDriven(FollowsRun):
     """One multiple longer after `interval` calm steps in a row; after one that is not calm one multiple shorter (or the
     same), and the count begins again.
 
     A step is calm if the largest element of Adam's sqrt(v), before its update, is at most `tolerance` x the mean of the
     `interval` values before it, or of as many as there are. The rule is ours: the paper finds that this maximum goes
-    with spikes of the loss, and does not use it. Values are part of the entries that all ranks apply, so lengths are
-    the same on all ranks, and after a repeated step.
+    with spikes of the loss, and does not use it.
     """
 
-    first: int
-    last: int
-    multiple: int
-    tolerance: float = 1.3
-    shrinks: bool = True
     interval: int = 20
-    value: int
     recent: tuple[float, ...] = ()
     """The last values, at most `interval` of them."""
     num_calm: int = 0
     """Calm steps in a row at this length."""
 
-    def at(self, position: int) -> int:
-        return self.value
-
-    def constant_until(self, position: int) -> float:
-        return position
-
-    def values(self) -> tuple[int, ...]:
-        return tuple(range(self.first, self.last + 1, self.multiple))
-
-    def after_step(self, variance_max: float) -> VarianceDriven:
-        """Returns the schedule after a step; a value that is not finite is not calm, and not remembered."""
+    def after_step(self, variance_max: float) -> Self:
+        """A value that is not finite is not calm, and not remembered."""
         limit = self.tolerance * sum(self.recent) / len(self.recent) if self.recent else inf
-        recent = (*self.recent, variance_max)[-self.interval :] if isfinite(variance_max) else self.recent
-        if not (isfinite(variance_max) and variance_max <= limit):
-            change, num_calm = -self.multiple if self.shrinks else 0, 0
-        elif self.num_calm + 1 == self.interval:
-            change, num_calm = self.multiple, 0
-        else:
-            change, num_calm = 0, self.num_calm + 1
-        value = min(max(self.value + change, self.first), self.last)
-        return replace(self, value=value, recent=recent, num_calm=num_calm)
+        is_known = isfinite(variance_max)
+        recent = (*self.recent, variance_max)[-self.interval :] if is_known else self.recent
+        if not (is_known and variance_max <= limit):
+            return replace(self, value=self.after_fluctuation(), recent=recent, num_calm=0)
+        if self.num_calm + 1 == self.interval:
+            return replace(self, value=self.longer(), recent=recent, num_calm=0)
+        return replace(self, recent=recent, num_calm=self.num_calm + 1)
 
     def to_json(self) -> dict[str, Any]:
-        return {"length": self.value, "recent": list(self.recent), "num_calm": self.num_calm}
+        return super().to_json() | {"recent": list(self.recent), "num_calm": self.num_calm}
 
-    def resumed(self, saved: dict[str, Any]) -> VarianceDriven:
-        """Returns the schedule in a saved state, of this kind or of another one that follows the run."""
-        recent, num_calm = saved.get("recent", ()), saved.get("num_calm", 0)
-        value = _aligned(saved["length"], self.first, self.last, self.multiple)
-        kept = tuple(recent)[-self.interval :]
-        return replace(self, value=value, recent=kept, num_calm=min(num_calm, self.interval - 1))
-
-
-def _aligned(value: int, first: int, last: int, multiple: int) -> int:
-    """The nearest length that is not longer, of those from `first` to `last`."""
-    value = min(max(value, first), last)
-    return value - (value - first) % multiple
+    def resumed(self, saved: dict[str, Any]) -> Self:
+        recent, num_calm = tuple(saved.get("recent", ())), saved.get("num_calm", 0)
+        kept = recent[-self.interval :]
+        return replace(super().resumed(saved), recent=kept, num_calm=min(num_calm, self.interval - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,38 +312,26 @@ class BatchShapeSchedule:
 
     def after_evaluation(self, loss: float | None) -> BatchShapeSchedule:
         """Returns the schedule after an evaluation with the loss `loss`; None: without a validation text."""
-        if loss is None or not isinstance(self.length, Adaptive):
+        if loss is None or not isinstance(self.length, FollowsRun):
             return self
         return replace(self, length=self.length.after_evaluation(loss))
 
     def after_step(self, variance_max: float | None) -> BatchShapeSchedule:
         """Returns the schedule after a step with this maximum of sqrt(v) before its update; None: not measured."""
-        if variance_max is None or not isinstance(self.length, VarianceDriven):
+        if variance_max is None or not isinstance(self.length, FollowsRun):
             return self
         return replace(self, length=self.length.after_step(variance_max))
 
     def to_json(self) -> dict[str, Any] | None:
         """Returns the state that the run has changed; None for schedules that don't depend on it."""
-        if isinstance(self.length, VarianceDriven):
-            return self.length.to_json()
-        if not isinstance(self.length, Adaptive):
-            return None
-        best_loss = self.length.best_loss if isfinite(self.length.best_loss) else None
-        return {"length": self.length.value, "best_loss": best_loss}
+        return self.length.to_json() if isinstance(self.length, FollowsRun) else None
 
     def resumed(self, saved: dict[str, Any] | None) -> BatchShapeSchedule:
         """Returns this schedule in the state that `saved` describes; unchanged if either doesn't depend on the run."""
-        if saved is not None and isinstance(self.length, VarianceDriven):
-            return replace(self, length=self.length.resumed(saved))
-        if saved is None or not isinstance(self.length, Adaptive):
+        if saved is None or not isinstance(self.length, FollowsRun):
             return self
-        value = _aligned(saved["length"], self.length.first, self.length.last, self.length.multiple)
-        best_loss = inf if saved.get("best_loss") is None else saved["best_loss"]
-        return replace(self, length=replace(self.length, value=value, best_loss=best_loss))
+        return replace(self, length=self.length.resumed(saved))
 
-
-FOLLOWS_RUN = (Adaptive, VarianceDriven)
-"""Schedules of which only the run itself knows the lengths."""
 
 CONSTANT_SHAPE = BatchShapeSchedule()
 """For states from which no batch is made."""

@@ -21,9 +21,9 @@ from typing import Any, TextIO
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.commands.parsers import parse
 from parallel3d.errors import UserError
+from parallel3d.monitor.metrics_tail import GrowingFile
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, is_being_written, read_metrics
 from parallel3d.monitor.upload_history import UPLOADS, UploadHistory
-from parallel3d.report_page.followed_file import FollowedFile
 from parallel3d.report_page.page_server import PageServer
 from parallel3d.report_page.terminal_view import MIN_WIDTH, FolderFacts, Screen, describe_in_a_line, draw_lines
 from parallel3d.report_page.watched_run import WatchedRun, WidthChange
@@ -72,7 +72,7 @@ class Watcher:
     ):
         self._folder, self._display, self._every_s = folder, display, every_s
         self._clock, self._sleep = clock, sleep
-        self._file, self._run = FollowedFile(folder / METRICS), WatchedRun()
+        self._file, self._run = GrowingFile(folder / METRICS), WatchedRun()
         self._is_waiting = False
 
     def run(self) -> int:
@@ -106,11 +106,11 @@ class Watcher:
 
     def _read(self) -> bool:
         """Takes the new lines; returns whether there were any."""
-        lines, is_new_file = self._file.read()
+        is_new_file, lines = self._file.read()
         if is_new_file:
             self._run = WatchedRun()
         for line in lines:
-            self._run.add(line)
+            self._run.add(json.loads(line))
         return bool(lines)
 
 

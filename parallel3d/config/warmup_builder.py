@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 from parallel3d.config.schema import Config
 from parallel3d.config.sections.curriculum import from_deepspeed
@@ -12,12 +13,12 @@ from parallel3d.config.sections.warmup import SequenceLengthWarmup
 from parallel3d.config.sections.warmup_rules import length_multiple
 from parallel3d.errors import ConfigError, Problem
 from parallel3d.size_schedule import (
-    FOLLOWS_RUN,
     Adaptive,
     BatchShapeSchedule,
     Constant,
     Custom,
     Discrete,
+    FollowsRun,
     Periodic,
     Polynomial,
     RunLength,
@@ -61,7 +62,7 @@ def run_length(config: Config) -> RunLength:
     How the run will change a length that follows it isn't known in advance: this assumes the longest it can be.
     """
     run, shape_schedule = config.run, build_shape_schedule(config)
-    if isinstance(shape_schedule.length, FOLLOWS_RUN):
+    if isinstance(shape_schedule.length, FollowsRun):
         assert run.num_steps is not None, "a warmup that follows the run needs it"
         shape_schedule = replace(shape_schedule, length=Constant(shape_schedule.length.last))
         whole = compute_run_length(shape_schedule, num_steps=run.num_steps, num_tokens=None)
@@ -93,7 +94,7 @@ def describe_warmup(config: Config) -> Iterator[str]:
     if size.start is not None:
         count = f"{len(shape_schedule.size.values())} sizes, each with its own pipeline schedule"
         yield f"batch size: {_describe_size_schedule(shape_schedule.size, size.unit)}, {count}"
-    if (warmup.kind == "none" and size.start is None) or isinstance(shape_schedule.length, FOLLOWS_RUN):
+    if (warmup.kind == "none" and size.start is None) or isinstance(shape_schedule.length, FollowsRun):
         return
     whole = run_length(config)
     full = f"full size from step {whole.first_full_step:,}; " if whole.first_full_step is not None else ""
@@ -121,8 +122,8 @@ def _build_length_schedule(config: Config, warmup: SequenceLengthWarmup) -> Size
             return Discrete(sizes=tuple(warmup.lengths), until=tuple(warmup.until))
         case "periodic":
             return Periodic(sizes=tuple(warmup.lengths), until=tuple(warmup.until))
-        case "adaptive":
-            return Adaptive(
+        case "adaptive" | "variance":
+            common: dict[str, Any] = dict(
                 first=warmup.start,
                 last=last,
                 multiple=multiple,
@@ -130,16 +131,8 @@ def _build_length_schedule(config: Config, warmup: SequenceLengthWarmup) -> Size
                 shrinks=warmup.on_fluctuation == "shrink",
                 value=warmup.start,
             )
-        case "variance":
-            return VarianceDriven(
-                first=warmup.start,
-                last=last,
-                multiple=multiple,
-                tolerance=warmup.tolerance,
-                shrinks=warmup.on_fluctuation == "shrink",
-                interval=warmup.interval,
-                value=warmup.start,
-            )
+            is_adaptive = warmup.kind == "adaptive"
+            return Adaptive(**common) if is_adaptive else VarianceDriven(**common, interval=warmup.interval)
         case "custom":
             name = str(warmup.function)
             return Custom(function=_load_function(name), name=name, last=full, multiple=multiple)

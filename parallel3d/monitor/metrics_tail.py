@@ -28,8 +28,9 @@ class GrowingFile:
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
-                if (status.st_dev, status.st_ino) != self._file_id:
-                    self._file_id, self._offset, is_other = (status.st_dev, status.st_ino), 0, True
+                file_id = (status.st_dev, status.st_ino)
+                if file_id != self._file_id or status.st_size < self._offset:
+                    self._file_id, self._offset, is_other = file_id, 0, True
                 file.seek(self._offset)
                 data = file.read()
         except OSError:

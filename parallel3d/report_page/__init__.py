@@ -7,7 +7,6 @@ timeline_chart.py  the planned pipeline as inline SVG. Pure
 html_page.py       the page, with its data as JSON, page.css and page.js
 page_file.py       reads the files of runs and writes the page
 page_server.py     serves the page of a run to this machine, with live.js
-followed_file.py   the new lines of a file that another process writes
 watched_run.py     the newest figures from the lines so far. Pure
 terminal_view.py   these figures as lines of a terminal. Pure
 """

@@ -11,23 +11,13 @@ from parallel3d.report_page.page_data import make_page
 from parallel3d.report_page.timeline_chart import plan_timeline
 from tests.report_page.test_page_data import CHANGE, MARKUP, run_files
 from tests.report_page.test_timeline_chart import config
+from tests.support.browser import FLAGS
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium"),
 ]
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=5000",
-    "--dump-dom",
-)
+ONCE = ("--virtual-time-budget=5000", "--dump-dom")
 FIRST = "<script>window.errors = []; window.onerror = (text) => window.errors.push(text);</script>"
 LAST = """<script>
 const found = { errors: window.errors, charts: [], alerts: window.alerted || 0 };
@@ -61,7 +51,7 @@ def opened(tmp_path, page):
     text = page.replace("<body>", f"<body>{FIRST}").replace("</body>", f"{LAST}</body>")
     (tmp_path / "page.html").write_text(text)
     done = subprocess.run(
-        ["chromium", *FLAGS, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html"],
+        ["chromium", *FLAGS, *ONCE, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html"],
         capture_output=True,
         text=True,
         timeout=120,
