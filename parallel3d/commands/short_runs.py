@@ -10,11 +10,12 @@ from parallel3d.config.sections.restart import RestartConfig
 
 
 def short_run_fields(config: Config, folder: Path, *, num_steps: int, checkpoint: CheckpointConfig) -> dict[str, Any]:
-    """The fields of a run of `num_steps` in `folder`: without evaluations, trackers, charts, page, restarts, faults and
-    debugging aids."""
+    """The fields of a run of `num_steps` in `folder`: without evaluations (those beside training included), trackers,
+    charts, page, restarts, faults and debugging aids."""
     fields = config.model_dump()
     fields["run"] |= {"num_steps": num_steps, "num_tokens": None, "directory": str(folder), "resume": "never"}
     fields["run"] |= {"evaluate_every": None, "evaluate_share": None, "evaluate_at_start": False}
+    fields["evaluation"] |= {"every_tokens": None}
     fields["monitor"] |= {"trackers": [], "tensorboard": False, "charts": False, "page": False}
     fields["restart"] = RestartConfig().model_dump()
     fields["checkpoint"] = checkpoint.model_dump()

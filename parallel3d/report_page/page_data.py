@@ -13,10 +13,10 @@ from typing import Any
 
 from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
+from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO
 from parallel3d.monitor.uptime import RunHistory
 from parallel3d.pipeline.planner import Plan
 from parallel3d.report_page.page_events import (
-    UNSTABLE_RATIO,
     CheckpointRow,
     checkpoint_figures,
     checkpoints_of,
@@ -189,7 +189,7 @@ def _charts(
     )
     ratios = series(lambda history: sorted(ratios_of(history).items()))
     if ratios:
-        limit = (("unstable above 1.2", UNSTABLE_RATIO),)
+        limit = ((f"unstable above {UNSTABLE_RATIO:g}", UNSTABLE_RATIO),)
         title = "Loss ratio: loss / lowest loss before"
         yield Chart(name="loss_ratio", title=title, unit="", series=tuple(ratios), references=limit, marks=marks)
     for name, source in SOURCES.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.costs.rental import FinishedRun
 from parallel3d.monitor.history import MetricsLog, ratios_of
+from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO
 from parallel3d.monitor.saved_notice import SavedNotice
 from parallel3d.monitor.spikes import Spikes
 from parallel3d.report_page.scales import MAX_POINTS
@@ -16,8 +17,6 @@ from parallel3d.report_page.scales import MAX_POINTS
 Json = Mapping[str, Any]
 MESSAGES = ("notice", "drain", "balance", "preemption", "restart")
 """Events with a text for people."""
-UNSTABLE_RATIO = 1.2
-"""A loss above this many times the lowest before is a spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def gradient_spikes(history: MetricsLog) -> list[tuple[float, float]]:
 
 
 def loss_spikes(history: MetricsLog) -> list[tuple[float, float]]:
-    """Step and loss of the highest loss of each row of steps above 1.2 times the lowest loss before."""
+    """Step and loss of the highest loss of each row of steps above UNSTABLE_RATIO times the lowest loss before."""
     ratios = ratios_of(history)
     points = history.points("loss")
     return _highest_of_each((int(step), loss, ratios.get(int(step), 0.0) > UNSTABLE_RATIO) for step, loss in points)

@@ -56,6 +56,15 @@ def write_run(folder: Path, seed: int, loss: float, exit_code: int = 0, num_step
     return str(folder)
 
 
+def test_a_short_run_has_nothing_beside_it(tiny: Path, tmp_path: Path) -> None:
+    """It has no checkpoints, so a configured evaluation of checkpoints would break a rule."""
+    overrides = ["evaluation.every_tokens=1000", "checkpoint.every=5", "checkpoint.upload=memory://there"]
+    config = resolve(load_config("tiny.json", overrides), config_path="tiny.json")
+    short = study_config(config, tmp_path / "short", num_steps=2)
+    assert (short.evaluation.every_tokens, short.checkpoint.every, short.checkpoint.upload) == (None, None, None)
+    assert short.run.num_steps == 2 and not short.monitor.page
+
+
 def test_options_come_in_any_order() -> None:
     options = parse("study", ["noise", "run.seed=3", "--seeds", "2", "--config", "quickstart", "run.num_steps=5"])
     assert (options.kind, options.overrides) == ("noise", ["run.seed=3", "run.num_steps=5"])
