@@ -72,6 +72,17 @@ class CheckpointDirectory:
                 damaged.append(str(error))
         return NewestCheckpoint(path=None, index=None, damaged=tuple(damaged))
 
+    def owner(self) -> Path | None:
+        """The folder of the run whose checkpoints these are, as its configuration has it; None if there are none, or
+        the newest does not say."""
+        for step in reversed(self.steps()):
+            try:
+                run = read_index(self.path_of(step)).facts.config.get("run", {})
+            except CheckpointError:
+                continue
+            return Path(run["directory"]) if run.get("directory") else None
+        return None
+
     def find_named(self, source: str) -> Path:
         """The checkpoint that `run.resume` names; links are followed."""
         return Path(source).resolve()

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.checkpoint.fetch import FetchingDirectory
 from parallel3d.checkpoint.store_process import check_target
 from parallel3d.checkpoint.upload_process import UploadProcess
@@ -176,7 +177,7 @@ def guard_workers(config: Config, env: LauncherEnv | None, *, title: str) -> int
     restart_manager = RestartManager(
         directory=directory,
         open_folder=open_folder,
-        prepare=partial(prepare_initial, config),
+        prepare=partial(prepare_start, config),
         make_report=partial(
             RunReporter,
             title=title,
@@ -211,14 +212,34 @@ def guard_workers(config: Config, env: LauncherEnv | None, *, title: str) -> int
     return code
 
 
-def prepare_initial(config: Config, is_resuming: bool) -> list[str]:
-    """Checks `run.initialize_from` if the run begins with it; returns notices. Raises UserError."""
+def prepare_start(config: Config, is_resuming: bool) -> list[str]:
+    """Checks whose checkpoints `checkpoint.directory` holds, and `run.initialize_from` if the run begins with it;
+    returns notices. Raises UserError."""
+    check_owner(config, is_resuming)
     if config.run.initialize_from is None:
         return []
     if not is_resuming:
         check_initial_weights(config)
     text = "is not read: the run resumes from its checkpoint" if is_resuming else "provides the initial weights"
     return [f"run.initialize_from {config.run.initialize_from} {text}"]
+
+
+def check_owner(config: Config, is_resuming: bool) -> None:
+    """Raises ConfigError if `checkpoint.directory` holds another run's checkpoints, from which this one does not
+    resume: it would move them aside."""
+    run, directory = Path(str(config.run.directory)).resolve(), Path(str(config.checkpoint.directory)).resolve()
+    resumes_there = is_resuming and (config.run.resume == "auto" or Path(config.run.resume).resolve().parent == directory)
+    if directory.is_relative_to(run) or resumes_there:
+        return
+    owner = CheckpointDirectory(directory).owner()
+    if owner is not None and owner.resolve() != run and str(owner) != config.run.directory:
+        fix = (
+            "Give this run a folder of its own; null: checkpoints in run.directory; or run.resume=auto to continue"
+            " from them"
+        )
+        rule = f"it holds the checkpoints of the run in {owner}"
+        problem = Problem(field="checkpoint.directory", value=config.checkpoint.directory, rule=rule, fix=fix)
+        raise ConfigError([problem])
 
 
 def run_worker_process(config: Config, context: WorkerContext) -> int:

@@ -35,16 +35,36 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, world_size: 
     """Returns the configuration in `path`, changed by `overrides`; raises one ConfigError with all its problems.
 
     An override is `section.field=value`; a value that isn't JSON is a plain string. A `$schema` entry in the file is
-    for editors and is ignored.
+    for editors and is ignored. `checkpoint.directory` follows an override of `run.directory` where the file has it at
+    its default place.
     """
     raw = read_json(Path(path))
     raw.pop("$schema", None)
+    default = _default_checkpoints(raw)
+    if default is not None:
+        del raw["checkpoint"]["directory"]
     problems = [problem for override in overrides for problem in apply_override(raw, override)]
+    if default is not None and default == _default_checkpoints(raw, default):
+        raw["checkpoint"]["directory"] = default
     config, mistakes, broken = _parse(raw)
     problems += [*mistakes, *broken_rules(config, world_size, broken)]
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _default_checkpoints(raw: dict[str, Any], otherwise: str | None = None) -> str | None:
+    """The `checkpoint.directory` of a file (`otherwise` if it has none) where it is the default of the file's own
+    `run.directory`; else None. Kept beside another run.directory it would be the folder of another run."""
+    run, checkpoint = raw.get("run"), raw.get("checkpoint")
+    if not isinstance(run, dict) or not isinstance(checkpoint, dict) or not run.get("directory"):
+        return None
+    directory = checkpoint.get("directory", otherwise)
+    return directory if directory == default_checkpoint_directory(run["directory"]) else None
+
+
+def default_checkpoint_directory(run_directory: object) -> str:
+    return f"{run_directory}/checkpoints"
 
 
 def check_config(config: Config, world_size: int | None = None) -> None:
@@ -89,7 +109,7 @@ def _resolve_paths(raw: dict[str, Any], name: str) -> None:
     run["directory"] = expand_home(run["directory"] or f"runs/{name}")
     run["resume"] = expand_home(run["resume"])
     run["initialize_from"] = run["initialize_from"] and expand_home(run["initialize_from"])
-    checkpoint["directory"] = expand_home(checkpoint["directory"] or f"{run['directory']}/checkpoints")
+    checkpoint["directory"] = expand_home(checkpoint["directory"] or default_checkpoint_directory(run["directory"]))
     data["cache_directory"] = expand_home(data["cache_directory"] or CACHE_DIRECTORY)
     data["sources"] = [expand_home(source) for source in data["sources"]]
     if data["blend"]:

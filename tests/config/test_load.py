@@ -52,6 +52,20 @@ def test_schema_entry_is_for_editors(tmp_path: Path):
     assert load_config(write(tmp_path, {"$schema": "./schema.json"} | TINY)) == Config.model_validate(TINY)
 
 
+def test_checkpoints_follow_an_override_of_the_run(tmp_path: Path):
+    """As when a resolved configuration is trained again in another folder."""
+    written: dict[str, Any] = {"run": {"num_steps": 1, "directory": "a"}, "checkpoint": {"directory": "a/checkpoints"}}
+    file = write(tmp_path, TINY | written)
+    assert load_config(file).checkpoint.directory == "a/checkpoints"
+    assert load_config(file, ["run.directory=b"]).checkpoint.directory is None
+    assert load_config(file, ["run.directory=a"]).checkpoint.directory == "a/checkpoints"
+    assert load_config(file, ["run.directory=b", "checkpoint.directory=c"]).checkpoint.directory == "c"
+    both = ["run.directory=b", "checkpoint.directory=a/checkpoints"]
+    assert load_config(file, both).checkpoint.directory == "a/checkpoints"
+    elsewhere = write(tmp_path, TINY | written | {"checkpoint": {"directory": "a/other"}})
+    assert load_config(elsewhere, ["run.directory=b"]).checkpoint.directory == "a/other"
+
+
 @pytest.mark.parametrize(
     ("override", "meant"),
     [

@@ -70,10 +70,18 @@ def test_it_is_the_commands_run_and_tells_callbacks(tiny: Json, tmp_path: Path, 
     assert {event["event"] for event in result.events} >= {"started", "evaluation", "ended"}
     assert "final loss" in capsys.readouterr().out
 
+    again = parallel3d.train(result.config, {"run.directory": str(tmp_path / "two")}, quiet=True)
+    assert losses_of(again) == losses_of(result)
+    assert again.checkpoint_directory == tmp_path / "two" / "checkpoints"
+    assert [path.exists() for path in result.checkpoints] == [True, True]
+
     file = tmp_path / "same.json"
-    file.write_text(json.dumps(result.config | {"run": result.config["run"] | {"directory": str(tmp_path / "two")}}))
-    assert finish(start("--config", file))[0] == 0
-    assert [line["loss"] for line in metrics(tmp_path / "two")] == losses_of(result)
+    file.write_text(json.dumps(result.config | {"run": result.config["run"] | {"directory": str(tmp_path / "three")}}))
+    code, _, error = finish(start("--config", file))
+    assert code == 2 and "checkpoint.directory" in error and f"the run in {result.run_folder}" in error
+    assert [path.exists() for path in result.checkpoints] == [True, True] and not (tmp_path / "three").exists()
+    assert finish(start("--config", file, "run.resume=auto", "run.num_steps=7"))[0] == 0
+    assert [line["step"] for line in metrics(tmp_path / "three")] == [7]
 
 
 def test_importing_the_package_loads_nothing_else() -> None:
