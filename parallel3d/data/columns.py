@@ -26,6 +26,13 @@ ROWS_AT_ONCE = 256
 ARROW_FILE_MAGIC = b"ARROW1"
 
 
+class _Place:
+    """Where a file is being read."""
+
+    row = -1
+    """Rows before this one have been read; -1: the layout has not."""
+
+
 def is_readable_in_place(path: Path, column: str) -> bool:
     """Whether the text of an Arrow file can be read in place: plain strings, not compressed."""
     spans = ((chunk.buffers()[2], span) for chunk, span in _arrow_spans(path, column))
@@ -57,17 +64,19 @@ def iterate_rows(path: Path, kind: str, choose: Callable[[list[str]], Sequence[s
     """Yields the rows of a Parquet file (`kind` parquet) or an Arrow file as Python's values, those of the columns that
     `choose` picks from all names."""
     arrow = _pyarrow(path)
-    with _readable(path, "Parquet" if kind == "parquet" else "Arrow"):
+    with _readable(path, "Parquet" if kind == "parquet" else "Arrow") as place:
         if kind == "parquet":
             file = arrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
             columns = [*choose(file.schema_arrow.names)]
+            place.row = 0
             batches = file.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False)
         else:
-            batches = _whole_batches(arrow, arrow.memory_map(str(path)).read_buffer())
+            batches = _whole_batches(arrow, arrow.memory_map(str(path)).read_buffer(), place)
         for batch in batches:
             chosen = batch.select([*choose(batch.schema.names)])
             for start in range(0, chosen.num_rows, ROWS_AT_ONCE):
                 yield from chosen.slice(start, ROWS_AT_ONCE).to_pylist()
+            place.row += batch.num_rows
 
 
 Span = tuple[int, np.ndarray, np.ndarray]
@@ -83,15 +92,15 @@ def _ranges(begin: int, offsets: np.ndarray, valid: np.ndarray) -> Iterator[tupl
 def _arrow_spans(path: Path, column: str) -> Iterator[tuple[Any, Span | None]]:
     """Yields the column of each batch, checked, and its position in the file; None if it is compressed."""
     arrow = _pyarrow(path)
-    with _readable(path, "Arrow"), path.open("rb") as file:
+    with _readable(path, "Arrow") as place, path.open("rb") as file:
         if not path.stat().st_size:
             raise DataError(f"{path}: empty, not an Arrow file")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         whole = arrow.py_buffer(mapped)
-        row = seen = 0
-        for batch in _batches(arrow, whole):
-            chunk = _text_of(path, batch, column, row)
-            row += batch.num_rows
+        seen = 0
+        for batch in _batches(arrow, whole, place):
+            chunk = _text_of(path, batch, column, place.row)
+            place.row += batch.num_rows
             buffer = chunk.buffers()[2]
             begin = buffer.address - whole.address if buffer else 0
             in_place = 0 <= begin < whole.size and chunk.type == batch.schema.field(column).type
@@ -103,9 +112,9 @@ def _arrow_spans(path: Path, column: str) -> Iterator[tuple[Any, Span | None]]:
                 seen = 0
 
 
-def _batches(arrow: Any, whole: Any) -> Iterator[Any]:
-    """Yields the record batches of an IPC file or stream, large ones in parts."""
-    for batch in _whole_batches(arrow, whole):
+def _batches(arrow: Any, whole: Any, place: _Place) -> Iterator[Any]:
+    """Yields the record batches of an IPC file or stream, large ones in parts; sets `place` to the first row."""
+    for batch in _whole_batches(arrow, whole, place):
         rows = _rows_at_once(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, rows):
             yield batch.slice(start, rows)
@@ -116,27 +125,29 @@ def _rows_at_once(num_rows: int, num_bytes: int) -> int:
     return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), MAX_BATCH_ROWS)
 
 
-def _whole_batches(arrow: Any, whole: Any) -> Iterator[Any]:
-    if whole.slice(0, len(ARROW_FILE_MAGIC)).to_pybytes() != ARROW_FILE_MAGIC:
-        yield from arrow.ipc.open_stream(whole)
-        return
-    reader = arrow.ipc.open_file(whole)
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
+def _whole_batches(arrow: Any, whole: Any, place: _Place) -> Iterator[Any]:
+    is_file = whole.slice(0, len(ARROW_FILE_MAGIC)).to_pybytes() == ARROW_FILE_MAGIC
+    reader = arrow.ipc.open_file(whole) if is_file else arrow.ipc.open_stream(whole)
+    place.row = 0
+    if is_file:
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        yield from reader
 
 
 def _parquet_chunks(path: Path, column: str) -> Iterator[Any]:
     """Yields the column of a Parquet file, some rows at a time, checked."""
     arrow = _pyarrow(path)
-    with _readable(path, "Parquet"):
+    with _readable(path, "Parquet") as place:
         file = arrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
         _check_column(path, file.schema_arrow, column)
-        row = 0
-        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        rows = min((_rows_at_once(group.num_rows, group.total_byte_size) for group in groups), default=1)
-        for batch in file.iter_batches(rows, columns=[column], use_threads=False):
-            yield _text_of(path, batch, column, row)
-            row += batch.num_rows
+        place.row = 0
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            rows = _rows_at_once(group.num_rows, group.total_byte_size)
+            for batch in file.iter_batches(rows, row_groups=[number], columns=[column], use_threads=False):
+                yield _text_of(path, batch, column, place.row)
+                place.row += batch.num_rows
 
 
 def _text_of(path: Path, batch: Any, column: str, row: int) -> Any:
@@ -189,13 +200,14 @@ def _layout(chunk: Any) -> tuple[memoryview, np.ndarray, np.ndarray]:
 
 
 @contextmanager
-def _readable(path: Path, kind: str) -> Iterator[None]:
-    """Turns errors of reading into a DataError that names the file."""
-    arrow = _pyarrow(path)
+def _readable(path: Path, kind: str) -> Iterator[_Place]:
+    """Turns errors of reading into a DataError that names the file and the place."""
+    arrow, place = _pyarrow(path), _Place()
     try:
-        yield
+        yield place
     except (arrow.ArrowException, OSError, UnicodeError) as error:  # UnicodeError: names of columns
-        raise DataError(f"{path}: not an intact {kind} file ({' '.join(str(error).split())})") from error
+        where = "its layout can't be read" if place.row < 0 else f"only the rows before row {place.row:,} can be read"
+        raise DataError(f"{path}: not an intact {kind} file, {where} ({' '.join(str(error).split())})") from error
 
 
 def _pyarrow(path: Path) -> Any:

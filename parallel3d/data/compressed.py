@@ -31,10 +31,10 @@ class _Zstandard(io.RawIOBase):
     """The text of a .zst file, which may have several frames. Unlike the library's own reader it notices a missing
     end."""
 
-    def __init__(self, path: Path):
+    def __init__(self, file: BinaryIO):
         import zstandard  # only these files need it
 
-        self._file, self._new_frame = path.open("rb"), zstandard.ZstdDecompressor().decompressobj
+        self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
         self._error, self._frame = zstandard.ZstdError, cast(Any, None)
         self._ahead, self._text = b"", b""
 
@@ -60,30 +60,27 @@ class _Zstandard(io.RawIOBase):
         buffer[:size], self._text = self._text[:size], self._text[size:]
         return size
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
-
-_OPENERS: Mapping[str, Callable[[Path], BinaryIO]] = {
-    "": lambda path: path.open("rb"),
-    ".gz": lambda path: cast(BinaryIO, gzip.GzipFile(path)),
-    ".bz2": lambda path: cast(BinaryIO, bz2.BZ2File(path)),
-    ".xz": lambda path: cast(BinaryIO, lzma.LZMAFile(path)),  # noqa: SIM115
-    ".zst": lambda path: cast(BinaryIO, io.BufferedReader(_Zstandard(path), CHUNK_BYTES)),
+_READERS: Mapping[str, Callable[[BinaryIO], BinaryIO]] = {
+    "": lambda file: file,
+    ".gz": lambda file: cast(BinaryIO, gzip.GzipFile(fileobj=file)),
+    ".bz2": lambda file: cast(BinaryIO, bz2.BZ2File(file)),
+    ".xz": lambda file: cast(BinaryIO, lzma.LZMAFile(file)),  # noqa: SIM115
+    ".zst": lambda file: cast(BinaryIO, io.BufferedReader(_Zstandard(file), CHUNK_BYTES)),
 }
-assert set(COMPRESSIONS) | {""} == set(_OPENERS)
+assert set(COMPRESSIONS) | {""} == set(_READERS)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed; raises DataError with its name and place for a damaged or truncated one."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    with _OPENERS[compression](path) as file:
+    with path.open("rb") as file, _READERS[compression](file) as text:
         try:
-            yield file
+            yield text
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            raise DataError(f"{path}: damaged or truncated ({error})") from error
+            place = f"before byte {file.tell():,} of {path.stat().st_size:,}"
+            raise DataError(f"{path}: damaged or truncated {place} ({error})") from error
 
 
 def extract_documents(
@@ -131,6 +128,7 @@ class JsonValues:
         self._file, self._path = file, path
         self._decoder, self._utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
         self._text, self._at, self._is_whole = "", 0, False
+        self._num_dropped = self._num_values = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._next() != "[":
@@ -170,9 +168,12 @@ class JsonValues:
                 raise self._error("JSON that is nested too deeply") from error
             except ValueError as error:
                 if len(self._text) - self._at > MAX_RECORD_BYTES or not self._read():
-                    raise self._error(f"not valid JSON, or truncated ({error})") from error
+                    self._at = getattr(error, "pos", self._at)
+                    reason = getattr(error, "msg", error)  # its text counts lines in the piece that is held
+                    raise self._error(f"not valid JSON, or truncated ({reason})") from error
             else:
                 self._at = end
+                self._num_values += 1
                 return value
 
     def _read(self) -> bool:
@@ -185,11 +186,17 @@ class JsonValues:
             self._is_whole = not chunk
             try:
                 pieces.append(self._utf8.decode(chunk, final=self._is_whole))
-            except UnicodeError as error:
-                raise self._error(f"not valid UTF-8 ({error})") from error
+            except UnicodeDecodeError as error:
+                good = error.object[: error.start].decode()
+                self._at += len(held) + sum(map(len, [*pieces, good]))
+                raise DataError(f"{self._path}: not valid UTF-8 ({error.reason}), {self._place()}") from error
             wanted = len(held) - sum(map(len, pieces))
+        self._num_dropped += self._at
         self._text, self._at = held + "".join(pieces), 0
         return True
 
     def _error(self, problem: str) -> DataError:
-        return DataError(f"{self._path}: {problem}")
+        return DataError(f"{self._path}: {problem}, {self._place()}, behind {self._num_values:,} whole values")
+
+    def _place(self) -> str:
+        return f"at character {self._num_dropped + self._at:,}"

@@ -90,7 +90,27 @@ def test_a_missing_or_wrong_column_is_reported_with_the_existing_ones(tmp_path, 
 def test_a_truncated_file_is_refused(tmp_path, kind, share):
     path = write_table(path_of(tmp_path, kind), ["some text"] * 1000, kind)
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(DataError, match=rf"{path.name}: .*(Arrow|Parquet) file"):
+    with pytest.raises(DataError, match=rf"{path.name}: .*(Arrow|Parquet) file, (its layout|only the rows)|empty, not"):
+        documents(path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream"])
+def test_damage_is_found_by_its_row(tmp_path, kind):
+    """In the second of three parts: a changed page, a stream that ends."""
+    rows = random.Random(5)
+    table = pa.table({"text": [rows.randbytes(100).hex() for _ in range(3000)]})
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(table, path, row_group_size=1000, compression="snappy", use_dictionary=False)
+        data, begin = bytearray(path.read_bytes()), pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+        data[begin + 3000 : begin + 3400] = bytes(400)
+    else:
+        path = tmp_path / "a.arrow"
+        with pa.ipc.new_stream(path, table.schema) as out:
+            out.write_table(table, max_chunksize=1000)
+        data = bytearray(path.read_bytes()[: path.stat().st_size // 2])
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"{path.name}: not an intact \w+ file, only the rows before row 1,000 can"):
         documents(path, tmp_path)
 
 

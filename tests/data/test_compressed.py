@@ -3,6 +3,8 @@
 import bz2
 import gzip
 import json
+import random
+import re
 import lzma
 import tracemalloc
 
@@ -19,7 +21,8 @@ from parallel3d.data.sources import COMPRESSIONS, find_files
 from parallel3d.errors import DataError
 from tests.support.word_corpus import lines, open_words
 
-COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress, "": bytes}
+ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress  # as the command does
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": ZSTD, "": bytes}
 TEXTS = ["one\n", "zwei 😀 é", "", "three " * 50, "[4, {]"]
 
 
@@ -97,18 +100,24 @@ def test_text_is_cut_as_a_plain_file_is(tmp_path, compression):
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("damage", ["cut", "changed", "not compressed"])
 def test_a_damaged_file_is_named(tmp_path, compression, damage):
-    lines = "".join(json.dumps({"text": f"{number * 7919 % 1000} words"}) + "\n" for number in range(2000))
+    words = random.Random(7)
+    lines = "".join(json.dumps({"text": words.randbytes(200).hex()}) + "\n" for _ in range(8000))
     data = bytearray(COMPRESS[compression](lines.encode()))
+    begin = len(data) // 2
     if damage == "cut":
-        del data[-len(data) // 3 :]
+        del data[begin:]
     elif damage == "changed":
-        data[len(data) // 2 : len(data) // 2 + 40] = bytes(40)
+        data[begin : begin + 40] = bytes(40)
     else:
-        data = lines.encode()
+        data, begin = lines.encode(), 0
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=rf"a\.jsonl{compression}(: damaged or truncated|:\d+: not valid)"):
+    place = r": damaged or truncated before byte ([\d,]+) of ([\d,]+) "
+    with pytest.raises(DataError, match=rf"a\.jsonl{compression}({place}|:\d+: not valid)") as refused:
         extract(path, "jsonl")
+    if found := re.search(place, str(refused.value)):
+        at, size = (int(number.replace(",", "")) for number in found.groups())
+        assert begin <= at <= size == len(data)
 
 
 def test_several_frames_follow_each_other(tmp_path):
@@ -136,8 +145,24 @@ def test_bad_json_is_named(tmp_path, text, problem):
     path.write_text(text)
     with pytest.raises(DataError, match=rf"a\.json: ({problem})"):
         extract(path, "json")
-    path.write_bytes(b'[{"text": "\xff"}]')
-    with pytest.raises(DataError, match=r"a\.json: not valid UTF-8"):
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (b"\xff", r"not valid UTF-8 \(invalid start byte\), at character 2,400,010"),
+        (b"'", r"not valid JSON, or truncated \(Expecting value\), at character 2,400,010, behind 1,191 whole values"),
+        (b'"y"', r"not valid JSON, or truncated \(Expecting ',' delimiter\), at character 2,400,013, behind 1,191 "),
+    ],
+    ids=["utf8", "json", "quote"],
+)
+def test_bad_json_is_found_in_a_long_file(tmp_path, damage, problem):
+    """Beyond what is held at once."""
+    path, value = tmp_path / "a.json", b'{"text": "' + b"a" * 2000 + b'"},\n'
+    head = b"[" + value * (2_400_000 // len(value))
+    filler = b" " * (2_400_001 - len(head))
+    path.write_bytes(head + filler + b'{"text": ' + damage + b'x"}]')
+    with pytest.raises(DataError, match=rf"a\.json: {problem}"):
         extract(path, "json")
 
 
