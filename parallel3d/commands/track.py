@@ -67,7 +67,13 @@ class Follower:
         known = read_run_id(self._folder, self._tracker) if is_resumed or not self._is_live else None
         config = json.loads((self._folder / CONFIG).read_text())
         run = TrackedRun(
-            folder=self._folder, project=project, name=name, config=config, run_id=known, environment=os.environ
+            folder=self._folder,
+            project=project,
+            name=name,
+            config=config,
+            run_id=known,
+            environment=os.environ,
+            history=tail.history() if self._is_live else (),
         )
         tracker: Tracker = make(run)
         write_run_id(self._folder, self._tracker, tracker.run_id)

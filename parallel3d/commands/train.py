@@ -228,8 +228,8 @@ def check_owner(config: Config, is_resuming: bool) -> None:
     """Raises ConfigError if `checkpoint.directory` holds another run's checkpoints, from which this one does not
     resume: it would move them aside."""
     run, directory = Path(str(config.run.directory)).resolve(), Path(str(config.checkpoint.directory)).resolve()
-    resumes_there = is_resuming and (config.run.resume == "auto" or Path(config.run.resume).resolve().parent == directory)
-    if directory.is_relative_to(run) or resumes_there:
+    resumes_there = config.run.resume == "auto" or Path(config.run.resume).resolve().parent == directory
+    if directory.is_relative_to(run) or (is_resuming and resumes_there):
         return
     owner = CheckpointDirectory(directory).owner()
     if owner is not None and owner.resolve() != run and str(owner) != config.run.directory:

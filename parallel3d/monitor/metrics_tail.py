@@ -7,6 +7,7 @@ A coordinator that takes over drops half a line, which was not delivered yet.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class MetricsTail:
     """The lines of the start of the run that begins at `since_s` (seconds since 1970) or later; not its history."""
 
     def __init__(self, path: Path, *, since_s: float):
-        self._file = GrowingFile(path)
+        self._path, self._file = path, GrowingFile(path)
         self._since_s = since_s
         self._has_begun = False
         """The event `started` of this start has been read."""
@@ -60,9 +61,17 @@ class MetricsTail:
         lines = (json.loads(line) for line in found)
         return [line for line in lines if self._is_new(line)]
 
+    def history(self) -> list[Line]:
+        """The lines before this start, which a resumed run has kept."""
+        _, found = GrowingFile(self._path).read()
+        return list(itertools.takewhile(lambda line: not self._begins(line), map(json.loads, found)))
+
+    def _begins(self, line: Line) -> bool:
+        return bool(line.get("event") == "started" and line["time"] >= self._since_s)
+
     def _is_new(self, line: Line) -> bool:
         event, step = line.get("event"), line.get("step", -1)
-        self._has_begun = self._has_begun or (event == "started" and line["time"] >= self._since_s)
+        self._has_begun = self._has_begun or self._begins(line)
         if not self._has_begun:
             return False
         if event in (None, "evaluation"):

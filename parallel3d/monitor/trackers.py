@@ -7,7 +7,7 @@ So a client may block, start threads or crash without the run noticing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,8 @@ class TrackedRun:
     """The tracker's own name of the run, if an earlier start of it has one: it goes on there."""
     environment: Mapping[str, str]
     """The process's."""
+    history: Sequence[Mapping[str, Any]] = ()
+    """The lines of metrics.jsonl before this start of a resumed run, for a tracker that keeps them nowhere else."""
 
 
 class Tracker(Protocol):
@@ -135,7 +137,9 @@ class TensorBoardTracker:
     run_id = "tensorboard"
 
     def __init__(self, run: TrackedRun):
-        self._file = TensorBoardFile(run.folder / TENSORBOARD, started_at=time.time())
+        folder = run.folder / TENSORBOARD
+        history = () if folder.exists() else run.history  # a resumed run has moved the old files away
+        self._file = TensorBoardFile(folder, started_at=time.time(), history=history)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._file.add_values(step, values, time.time())

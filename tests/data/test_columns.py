@@ -102,7 +102,8 @@ def test_damage_is_found_by_its_row(tmp_path, kind):
     if kind == "parquet":
         path = tmp_path / "a.parquet"
         pq.write_table(table, path, row_group_size=1000, compression="snappy", use_dictionary=False)
-        data, begin = bytearray(path.read_bytes()), pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+        begin = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+        data = bytearray(path.read_bytes())
         data[begin + 3000 : begin + 3400] = bytes(400)
     else:
         path = tmp_path / "a.arrow"

@@ -3,9 +3,9 @@
 import bz2
 import gzip
 import json
+import lzma
 import random
 import re
-import lzma
 import tracemalloc
 
 import pytest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from parallel3d.monitor.run_folder import SUMMARY, RunFolder
 from parallel3d.monitor.tracker_ids import read_run_id, write_run_id
 from parallel3d.monitor.tracker_processes import TrackerProcesses
 from parallel3d.monitor.trackers import find_tracker
+from tests.monitor.test_tensorboard import read as read_events
 
 ROOT = Path(__file__).parents[2]
 NOTES = """
@@ -98,6 +100,23 @@ def test_a_run_is_followed_and_resumed(tmp_path: Path, mine: str) -> None:
     with follow(path, tracker):  # another run in the same folder
         write_run(path)
     assert notes(path)[9] == started
+
+
+@pytest.mark.slow
+def test_tensorboard_has_whole_curves_after_a_resume(tmp_path: Path) -> None:
+    """The files of the start before are moved away. Of a finished run each line is written once, too."""
+    pytest.importorskip("tensorboardX")
+    path, steps = tmp_path / "run", [0, 1, 2, 2, 3, 2]  # 0: the file's version; an evaluation follows 2 and 3
+    with follow(path, "tensorboard"):
+        write_run(path)
+    with follow(path, "tensorboard"):
+        write_run(path, first=2, last=3)
+    (file,) = (path / "tensorboard").iterdir()
+    assert [step for step, _ in read_events(file)] == steps
+    shutil.rmtree(path / "tensorboard")
+    assert track.main([str(path), "--to", "tensorboard"]) == 0
+    (file,) = (path / "tensorboard").iterdir()
+    assert [step for step, _ in read_events(file)] == steps[:-1]  # the same evaluation
 
 
 @pytest.mark.slow
