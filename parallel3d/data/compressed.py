@@ -79,7 +79,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         try:
             yield text
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            place = f"before byte {file.tell():,} of {path.stat().st_size:,}"
+            place = f"before byte {file.seek(0, io.SEEK_CUR):,} of {path.stat().st_size:,}"
             raise DataError(f"{path}: damaged or truncated {place} ({error})") from error
 
 
