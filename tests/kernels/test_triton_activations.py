@@ -16,7 +16,7 @@ EDGES = [0.0, -0.0, 1e-30, 30.0, -30.0, 200.0, -200.0]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_silu_times(dtype, num_rows, width):
     gate_up, grad = draw(num_rows, 2 * width, dtype=dtype, scale=3.0), draw(num_rows, width, dtype=dtype, seed=2)
-    gate_up[0, : len(EDGES)] = torch.tensor(EDGES)
+    gate_up[0, : len(EDGES)] = torch.tensor(EDGES, device=DEVICE)
     ours, exact = layer_kernels("triton").silu_times, TORCH_KERNELS.silu_times
     assert not ours.keeps_result
     assert_near(ours.forward(gate_up), exact.forward(gate_up.double()), terms=0)
@@ -32,7 +32,7 @@ def test_silu_times(dtype, num_rows, width):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gelu(dtype, size, form):
     x, grad = draw(*size, dtype=dtype, scale=3.0), draw(*size, dtype=dtype, seed=2)
-    x[0, : len(EDGES)] = torch.tensor(EDGES)
+    x[0, : len(EDGES)] = torch.tensor(EDGES, device=DEVICE)
     ours, exact = layer_kernels("triton").gelu[form], TORCH_KERNELS.gelu[form]
     assert_near(ours.forward(x), exact.forward(x.double()), terms=8)  # torch subtracts from 1 far from 0
     found, again = ours.backward(grad, x, None)

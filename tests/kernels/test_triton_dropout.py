@@ -25,14 +25,22 @@ def bits_of(tensor):
 @pytest.mark.parametrize("width", [24, 1030])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_passes(dtype, width, first, num_local, probability):
-    keys = tuple(key_of("a test", slot) for slot in range(BATCH))
-    mask = DropoutMask(keys=keys, sequence_length=SEQ, first_token=first, probability=probability)
-    x = draw(num_local, width, dtype=dtype)
+    assert_same_bits(draw(num_local, width, dtype=dtype), SEQ, BATCH, first, probability)
+
+
+@pytest.mark.full
+def test_both_passes_of_a_million():
+    assert_same_bits(draw(140, 7167, dtype=torch.bfloat16), seq=50, batch=3, first=7, probability=0.1)
+
+
+def assert_same_bits(x, seq, batch, first, probability):
+    keys = tuple(key_of("a test", slot) for slot in range(batch))
+    mask = DropoutMask(keys=keys, sequence_length=seq, first_token=first, probability=probability)
     x[:, : len(EDGES)] = torch.tensor(EDGES, device=DEVICE)
     ours, theirs = layer_kernels("triton").dropout, TORCH_KERNELS.dropout
     y, kept = ours.forward(x, mask)
     expected, their_kept = theirs.forward(x, mask)
     assert 0 < (~their_kept).float().mean() < 1
-    assert kept.nbytes == BATCH * 16  # nothing of the size of x
+    assert kept.nbytes == batch * 16  # nothing of the size of x
     assert torch.equal(bits_of(y), bits_of(expected))
     assert torch.equal(bits_of(ours.backward(x, mask, kept)), bits_of(theirs.backward(x, mask, their_kept)))
