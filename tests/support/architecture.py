@@ -1,4 +1,4 @@
-"""The rules of the tree as data, and their checkers: floors, kinds, globals, the environment, waits, length.
+"""The rules of the tree as data, and their checkers: floors, kinds, globals, the environment, waits, grids, length.
 
 Every checker takes the path of a file in the repository and its source, and yields what is wrong with it, so that the
 checkers can be tested on bad snippets (test_architecture_checkers.py).
@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tests.support.grid_reads import check_grid_reads
 from tests.support.host_reads import check_host_reads
 from tests.support.imports import folder_of, imports, is_in, module_of, project_imports, type_checking_lines
 from tests.support.waits import check_waits
@@ -273,6 +274,7 @@ CHECKERS: tuple[Checker, ...] = (
     check_environment,
     check_waits,
     check_host_reads,
+    check_grid_reads,
     check_docstring,
     check_length,
 )

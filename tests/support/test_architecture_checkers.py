@@ -18,12 +18,14 @@ from tests.support.architecture import (
     check_kinds,
     check_length,
 )
+from tests.support.grid_reads import GRID_READS, check_grid_reads, names_of_the_launch
 from tests.support.host_reads import HOST_READS, check_host_reads, reads_device
 from tests.support.waits import calls_with_function, check_waits
 
 COMMAND = "parallel3d/commands/train.py"
 GRID = "parallel3d/parallel/grid.py"
 LION = "parallel3d/optim/update_rules/lion.py"
+SUMS = "parallel3d/kernels/triton_sums.py"
 GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
 
 
@@ -60,6 +62,10 @@ GUARDIAN = "parallel3d/elastic/guardian/guardian.py"
         (check_environment, GRID, "import os\nx = os.getenv('RANK')"),
         (check_environment, "parallel3d/models/llama.py", "from os import environ"),
         (check_environment, GUARDIAN, "import os\nx = dict(os.environ)"),
+        (check_grid_reads, SUMS, "def _reduce_blocks(x):\n    tl.atomic_add(x, 1)"),
+        (check_grid_reads, SUMS, "from triton.language import atomic_max"),
+        (check_grid_reads, SUMS, "def _add_blocks(x):\n    return tl.program_id(0) % tl.num_programs(0)"),
+        (check_grid_reads, SUMS, "def f(device):\n    return properties(device).multi_processor_count"),
         (check_waits, GUARDIAN, "import threading\ndef f(event):\n    event.wait()"),
         (check_waits, GUARDIAN, "import threading\ndef f(event):\n    event.wait(timeout=None)"),
         (check_waits, GUARDIAN, "import threading\ndef f(self):\n    return self.queue.get()"),
@@ -109,6 +115,9 @@ def test_a_checker_flags(checker: Checker, path: str, source: str):
         (check_environment, "parallel3d/elastic/guardian/launcher_env.py", "import os\nx = os.environ"),
         (check_host_reads, LION, "def f(copy):\n    return HostCopy(copy).read().tolist(), bool(copy.names)"),
         (check_host_reads, "parallel3d/monitor/memory.py", "def f(x):\n    return x.item()"),
+        (check_grid_reads, SUMS, "def _reduce_blocks(x):\n    tl.store(x + tl.num_programs(0), 0)"),
+        (check_grid_reads, "parallel3d/kernels/update_table.py", "def f(table):\n    return table.num_programs"),
+        (check_grid_reads, "parallel3d/monitor/environment.py", "def f(x):\n    return x.multi_processor_count"),
         (check_waits, "parallel3d/optim/distributed_optimizer.py", "import torch\ndef f(work):\n    work.wait()"),
         (check_waits, GUARDIAN, "import fcntl\ndef f(file):\n    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
         (check_waits, GUARDIAN, "import threading\ndef f(event, token):\n    event.wait()"),
@@ -149,6 +158,12 @@ def test_a_checker_lets_pass(checker: Checker, path: str, source: str):
 def test_each_read_that_is_allowed_exists(path: str, function: str):
     calls = calls_with_function(ast.parse((ROOT / path).read_text()))
     assert any(reads_device(call) for call, around in calls if getattr(around, "name", "") == function)
+
+
+@pytest.mark.parametrize(("path", "function"), GRID_READS)
+def test_each_grid_size_that_is_allowed_is_used(path: str, function: str):
+    found = names_of_the_launch((ROOT / path).read_text())
+    assert ("num_programs", function) in [(name, around) for _, name, around in found]
 
 
 def test_wording():
