@@ -5,8 +5,9 @@
 
 trains a model of the quickstart's size in every layout, in fp32 and bf16, in turn with a plain torch loop and with the
 machine's products and attention alone (benchmarks/cpu.py), and compares the ratios with those of the last record on the
-same processor model, number of cores and version of torch. Times differ from day to day, ratios hardly: a layout counts
-as slower where both of its ratios fell by more than 5 %, which a noisy turn of the plain loop alone does not cause.
+same processor (name, family and model), number of cores and version of torch. Times differ from day to day, ratios
+hardly: a layout counts as slower where both of its ratios fell by more than 5 %, which a noisy turn of the plain loop
+alone does not cause.
 """
 
 from __future__ import annotations

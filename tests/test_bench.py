@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.bench import RED, SIZES, Comparison, Ratios, compare, machine_key, ratios_of, report
 from benchmarks.peers.workload import Workload
+from parallel3d.monitor.environment import cpu_name, describe_cpu
 
 WORKLOAD = Workload(**SIZES, policy="bf16")
 SPEEDS = {"plain": 100.0, "machine single": 200.0, "machine dp2": 220.0, "ours single": 150.0, "ours pp2": 110.0}
@@ -57,6 +60,24 @@ def test_a_cpu_without_a_record_is_told_so():
 def test_what_makes_machines_alike():
     environment = {"cpu_model": "A CPU", "num_cores": 2, "packages": {"torch": "2.13.0+cpu"}, "host": "here"}
     assert machine_key(environment) == "A CPU, 2 cores, torch 2.13.0+cpu"
+
+
+def test_generations_of_one_name_are_different_machines():
+    def key(family):
+        cpu = cpu_name("AMD EPYC", family, "17")
+        return machine_key({"cpu_model": cpu, "num_cores": 2, "packages": {"torch": "2.13.0+cpu"}})
+
+    assert key("25") == "AMD EPYC (family 25, model 17), 2 cores, torch 2.13.0+cpu"
+    assert len({key("25"), key("26"), key(None)}) == 3
+    described, family, model = describe_cpu(), *(read_cpu_fact(field) for field in ("cpu family", "model"))
+    assert family is None or described.endswith(f" (family {family}, model {model})")
+
+
+def read_cpu_fact(field):
+    """The value of `field` in /proc/cpuinfo; None where it has none."""
+    info = Path("/proc/cpuinfo")
+    lines = [line.partition(":") for line in info.read_text().splitlines()] if info.exists() else []
+    return next((value.strip() for name, _, value in lines if name.strip() == field), None)
 
 
 def test_a_change_is_the_better_one_of_both():

@@ -34,8 +34,14 @@ def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
 
 
 def describe_cpu() -> str | None:
-    """The processor's name; None if unknown."""
-    return _proc_value("/proc/cpuinfo", "model name")
+    """The processor's name with its family and model numbers, which tell generations of one name apart; None if
+    unknown."""
+    return cpu_name(*(_proc_value("/proc/cpuinfo", field) for field in ("model name", "cpu family", "model")))
+
+
+def cpu_name(name: str | None, family: str | None, model: str | None) -> str | None:
+    """One text of what /proc/cpuinfo has; other vendors than Intel and AMD have no such numbers there."""
+    return f"{name} (family {family}, model {model})" if name and family and model else name
 
 
 def _version(package: str) -> str | None:
