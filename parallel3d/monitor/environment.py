@@ -34,7 +34,7 @@ def describe_environment(command_line: Sequence[str]) -> dict[str, Any]:
 
 
 def describe_cpu() -> str | None:
-    """The processor's name with its family and model numbers, which tell generations of one name apart; None if
+    """The processor's name with its family and model numbers, by which generations of one name differ; None if
     unknown."""
     return cpu_name(*(_proc_value("/proc/cpuinfo", field) for field in ("model name", "cpu family", "model")))
 

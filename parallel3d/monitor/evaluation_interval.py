@@ -35,6 +35,11 @@ class MovingThroughput:
         return self._rate(0)
 
     @property
+    def full_tokens_per_s(self) -> float:
+        """0 before WINDOW steps, which are too few to compare."""
+        return self._rate(0) if len(self._steps) == WINDOW else 0.0
+
+    @property
     def sequences_per_s(self) -> float:
         return self._rate(1)
 

@@ -66,6 +66,7 @@ SUMMARY_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens", "tokens", "{:,}".format),
     ("seconds", "seconds", "{:,.1f}".format),
     ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("peak_tokens_per_s", "tokens/s of the fastest 10 steps", "{:,.0f}".format),
     ("evaluation_seconds", "seconds of evaluations", "{:,.1f}".format),
     ("mfu", "MFU", str),
     ("unstable_steps", "steps above 1.2 x lowest loss", "{:,}".format),

@@ -32,6 +32,7 @@ class ThroughputMeter:
         )
         self._flops = 0.0
         self._device_s = 0.0
+        self._peak_tokens_per_s = 0.0
         self.evaluation_s = 0.0
         """Seconds of all evaluations."""
 
@@ -45,6 +46,7 @@ class ThroughputMeter:
         num_tokens, step_s = report.entry.num_target_tokens, report.step_s
         self._evaluation_interval.record_step(step_s)
         self._throughput.record(num_tokens=num_tokens, num_sequences=report.batch.num_slots, step_s=step_s)
+        self._peak_tokens_per_s = max(self._peak_tokens_per_s, self._throughput.full_tokens_per_s)
         self._flops += num_tokens * self._flops_per_token(report)
         self._device_s += num_ranks * step_s
 
@@ -71,6 +73,7 @@ class ThroughputMeter:
     def summary(self, peak: Peak | None) -> dict[str, Any]:
         """The figures of all steps that this rank has timed."""
         return {
+            "peak_tokens_per_s": self._peak_tokens_per_s or None,
             "evaluation_seconds": self.evaluation_s or None,
             "mfu": self._flops / (self._device_s * peak.flops_per_s) if peak and self._device_s else None,
             "peak_flops_per_s": peak.flops_per_s if peak else None,

@@ -27,7 +27,8 @@ def test_the_loss_is_lowest_at_a_batch_of_97():
 
 # --- rented machines (blog) -------------------------------------------------------------------------------------------
 
-TOKENS = 234_484 * 13_904
+TOKENS = 30_614 * 104 * 1_024
+"""Of each of the trainings: updates x sequences x length of the one on A100-40GB."""
 
 
 def run(price, seconds, evaluations, evaluation_s):
@@ -63,6 +64,37 @@ def test_gross_and_net():
     assert fast.evaluation_dollars == pytest.approx(7.32, abs=0.005) and fast.net_s == 3_530
     assert slow.dollars_per_mtoken == pytest.approx(39.86 / TOKENS * 1e6, rel=1e-3)
     assert run(14.32, 11_532, 26, 66).net_dollars < 39.14 < run(14.32, 11_532, 25, 66).net_dollars
+
+
+@pytest.mark.parametrize(
+    ("finished", "gross", "shown"),
+    [
+        (run(10.32, 13_904, 50, 30), 234_484, 254_000),
+        (run(39.92, 4_190, 11, 60), 778_107, 801_221),
+        (run(23.92, 6_650, 24, 38), 490_265, 493_000),
+        (run(14.32, 11_532, 25, 66), 282_714, 286_188),
+    ],
+    ids=["A100-40GB", "B200", "H100", "A100-80GB"],
+)
+def test_speeds_that_were_shown_are_below_the_net_and_above_the_gross_ones(finished, gross, shown):
+    """The blog's are those of its progress bar, without evaluations in part: they don't follow from tokens and time."""
+    over_all, without_evaluations = finished.tokens_per_s
+    assert over_all == pytest.approx(gross, abs=1)
+    assert over_all < shown < without_evaluations
+
+
+def test_two_h100_beside_an_rtx_3090():
+    """142,000 tokens/s are 7.1 times 20,000."""
+    pair = Rental(price_per_hour=6.38, tokens_per_s=7.1 * 20_000, num_tokens=TOKENS)
+    assert pair.dollars == pytest.approx(40.69, abs=0.01)
+
+
+def test_what_was_billed_is_more_than_the_training():
+    """Set-up, downloads and searches by hand: 47.35 + 60.25 + 51.47 + 48.76 of the 215.16 dollars spent in all."""
+    billed = {39.86: 47.35, 46.46: 60.25, 44.19: 51.47, 45.87: 48.76}
+    runs = ((10.32, 13_904, 50, 30), (39.92, 4_190, 11, 60), (23.92, 6_650, 24, 38), (14.32, 11_532, 25, 66))
+    assert [run(*each).gross_dollars for each in runs] == pytest.approx([*billed], abs=0.005)
+    assert 215.16 - sum(billed.values()) == pytest.approx(7.33, abs=0.005)
 
 
 def test_a_rental():

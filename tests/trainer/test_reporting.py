@@ -42,6 +42,13 @@ def test_a_run_reports_its_steps_and_its_speed():
     assert reporter.mean_loss_since(1) == losses[1] and reporter.mean_loss_since(2) is None
 
 
+def test_the_peak_is_that_of_ten_steps_in_a_row():
+    records, reporter = reporter_of(13, resumed=False)
+    steps = [record for record in records if record["kind"] == "step"]
+    assert records[-1]["peak_tokens_per_s"] == max(step["mean_tokens_per_s"] for step in steps[9:])
+    assert reporter_of(9, resumed=False)[0][-1]["peak_tokens_per_s"] is None
+
+
 def test_a_finished_run_that_is_resumed_reports_no_speed():
     """There is none: "seconds 0.0, tokens/s 0" would be false. A notice says why."""
     records, _ = reporter_of(2, resumed=True)
@@ -49,7 +56,7 @@ def test_a_finished_run_that_is_resumed_reports_no_speed():
     assert notices == ["nothing left to train: the checkpoint of step 2 is the end of the run"]
     summary = records[-1]
     assert summary["steps"] == 2 and summary["final_loss"] is not None
-    figures = ("seconds", "tokens_per_s", "flops_per_s", "evaluation_seconds", "mfu")
+    figures = ("seconds", "tokens_per_s", "peak_tokens_per_s", "flops_per_s", "evaluation_seconds", "mfu")
     assert {summary[name] for name in figures} == {None}
 
 
