@@ -33,7 +33,7 @@ SMOKE_PART_S = 120.0
 PARTS: Mapping[str, tuple[str, float]] = MappingProxyType(
     {
         "limits": ("machine_limits:measure_limits", 25),
-        "checks": ("device_checks:run_tests", 110),
+        "checks": ("device_checks:run_tests", 150),
         "kernels": ("device_checks:run_kernel_tests", 60),
         "gpt2_124m": ("speed_parts:ours", 40),
         "gpt2_124m_peers": ("speed_parts:peers", 60),
