@@ -83,9 +83,9 @@ def test_the_wheel_holds_what_the_tree_has(installation: Installation):
     expected = {
         path.relative_to(ROOT).as_posix()
         for path in package.rglob("*")
-        if path.suffix in (".py", ".c", ".h") or path.name == "py.typed"
+        if path.is_file() and path.parent.name != "__pycache__"
     }
-    assert {"parallel3d/py.typed", "parallel3d/kernels/layer_loops.c", "parallel3d/kernels/tiles.h"} <= expected
+    assert {Path(name).suffix for name in expected} == {".py", ".c", ".h", ".css", ".js", ".typed"}
     configs = {
         f"parallel3d/configs/{path.relative_to(ROOT / 'configs').as_posix()}"
         for path in (ROOT / "configs").rglob("*.json")
@@ -147,3 +147,4 @@ def test_an_installed_package_trains_and_a_killed_worker_comes_back(installation
     assert "lost rank 3" in out and "joins" in out, out
     steps = [line["step"] for line in metrics(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
+    assert f"{len(steps):,}" in installation.run("report", "run", cwd=tmp_path)
