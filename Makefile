@@ -14,7 +14,7 @@ train: $(VENV)/.ok
 demo: $(VENV)/.ok
 	$(VENV)/bin/python launch/demo.py
 
-test: lint  # every axis once, in five to eight minutes on two cores
+test: lint  # every axis once, in five to ten minutes on two cores
 	$(PYTEST) -n $(QUICK_WORKERS) --tier quick
 
 test-rest: lint  # what `test` leaves out
