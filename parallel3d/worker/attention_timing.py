@@ -24,11 +24,11 @@ from parallel3d.precision.policy import policy_of
 
 MIN_GAIN = 1.05
 """SDPA stays unless the other form is this many times as fast: timings scatter."""
-TIMED_SCORES = 1 << 22
-"""Of one run, at most, unless a single sequence has more; about 40 ms."""
+TIMED_SCORES = 1 << 21
+"""Of one run, at most, unless a single sequence has more; about 20 ms."""
 ROUNDS = 4
 """Of each form; the first one, in which kernels are prepared, does not count."""
-BUDGET_S = 0.15
+BUDGET_S = 0.06
 """After that no round begins."""
 
 AttentionTimings = Mapping[AttentionForm, float]

@@ -48,13 +48,16 @@ from parallel3d.worker.attention_timing import (
 MIN_GAIN = 1.1
 """The default stays unless the other library is this many times as fast: timings scatter."""
 TIMED_MULTIPLICATIONS = 1 << 26
-"""Of one product, at least: some ms. Products of more tokens are timed on fewer."""
-MIN_TOKENS = 64
+"""Of one product, at most, if its timed part has more than OUTPUTS_UNIT outputs: about a ms."""
+TIMED_TOKENS = 256
+"""At most. With 64 a weight gradient waits for memory, which says nothing of one of more tokens; with these the share
+of a weight's outputs that is timed has the whole's ratios (docs/experiments.md)."""
+OUTPUTS_UNIT = 64
 MAX_ROUNDS = 4
 """Of each shape; the first one, in which libraries prepare themselves, does not count."""
-BUDGET_S = 0.2
+BUDGET_S = 0.12
 """After that each shape is timed once."""
-CACHE_FORMAT = 7
+CACHE_FORMAT = 8
 """Grows when the way of measuring or a form changes: earlier choices are measured again."""
 
 CANDIDATES: Mapping[torch.dtype, Mapping[Role, tuple[Library, ...]]] = {
@@ -123,10 +126,9 @@ def time_products(
     timings: dict[ProductKey, dict[Library, float]] = {}
     begun = clock()
     for shape in sorted(shapes):
-        num_tokens = max(MIN_TOKENS, TIMED_MULTIPLICATIONS // (shape.out_features * shape.in_features))
-        num_tokens = min(shape.num_tokens, num_tokens)
-        x, grad = (torch.ones(num_tokens, size, dtype=dtype) for size in (shape.in_features, shape.out_features))
-        size = (shape.out_features, shape.in_features)
+        timed = timed_part(shape)
+        x, grad = (torch.ones(timed.num_tokens, size, dtype=dtype) for size in (timed.in_features, timed.out_features))
+        size = (timed.out_features, timed.in_features)
         weight, total = torch.ones(size, dtype=dtype), torch.ones(size)
         for number in range(MAX_ROUNDS):
             if number > 1 and clock() - begun > BUDGET_S:
@@ -141,6 +143,13 @@ def time_products(
                     known = timings.setdefault(ProductKey(role, shape.out_features, shape.in_features), {})
                     known[library] = min(known.get(library, float("inf")), seconds)
     return timings
+
+
+def timed_part(shape: LinearShape) -> LinearShape:
+    """The part of a product that is timed in its place: fewer tokens and outputs, all inputs."""
+    num_tokens = min(shape.num_tokens, TIMED_TOKENS)
+    out_features = TIMED_MULTIPLICATIONS // (num_tokens * shape.in_features) // OUTPUTS_UNIT * OUTPUTS_UNIT
+    return LinearShape(min(shape.out_features, max(OUTPUTS_UNIT, out_features)), shape.in_features, num_tokens)
 
 
 def _products(gemm: Gemm, x: Tensor, grad: Tensor, weight: Tensor, total: Tensor) -> dict[Role, Callable[[], object]]:

@@ -16,7 +16,7 @@ from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.choice import choose_kernels
 from parallel3d.layers.gemm import Gemm, ProductKey
 from parallel3d.models.make import make_stage
-from parallel3d.worker import gemm_timing
+from parallel3d.worker import attention_timing, gemm_timing
 from parallel3d.worker.gemm_timing import (
     LinearShape,
     agree_on_gemm,
@@ -108,6 +108,23 @@ def test_where_there_is_amx_weight_gradients_in_bf16_may_take_tiles(tmp_path, mo
     chosen = [agree_on_gemm(config, store, CPU, begin, make_stage, is_leader=leader) for leader in (True, False)]
     assert chosen[0] == chosen[1] and chosen[0].choices == ({WEIGHT: "tiles"} if tiles_s == 1.0 else {})
     assert any(f"bf16 weight gradients: {text}" in record.get("text", "") for record in store.control.records)
+
+
+@pytest.mark.parametrize(
+    "whole, timed",
+    [
+        (LinearShape(192, 576, 100), LinearShape(192, 576, 100)),  # small: all of it
+        (LinearShape(8192, 512, 2048), LinearShape(512, 512, 256)),
+        (LinearShape(4096, 14336, 4096), LinearShape(64, 14336, 256)),
+        (LinearShape(100, 1000, 4096), LinearShape(100, 1000, 256)),
+    ],
+)
+def test_a_part_of_a_large_product_is_timed_with_all_tokens_that_weight_gradients_need(whole, timed):
+    assert gemm_timing.timed_part(whole) == timed
+
+
+def test_both_measurements_at_the_start_may_take_less_than_300_ms():
+    assert gemm_timing.BUDGET_S + attention_timing.BUDGET_S < 0.3
 
 
 def test_candidates_in_bf16_are_two_ways_to_a_weights_gradient():
