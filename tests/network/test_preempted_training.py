@@ -24,8 +24,10 @@ def live(run: NetworkRun) -> int:
 
 
 def is_back(run: NetworkRun, number: int) -> bool:
-    """Whether all hosts train. One that was not admitted, since this machine was too busy, tries again."""
-    if run.processes[number].poll() == 2:
+    """Whether all hosts train. One that could not join since this machine was too busy tries again: it was not admitted
+    (exit code 2), its worker was taken for dead (3), or the coordinator for lost (4)."""
+    if (code := run.processes[number].poll()) is not None:
+        assert code in (2, 3, 4), code
         run.join(number)
     return live(run) == NUM_HOSTS
 

@@ -131,8 +131,19 @@ class NetworkRun:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert any(process.poll() is None for process in self.processes), f"ended before {what}: {self._outputs()}"
-            assert time.monotonic() < deadline, f"waited in vain for {what}"
+            assert time.monotonic() < deadline, f"waited in vain for {what}\n{self._state()}"
             time.sleep(0.02)
+
+    def _state(self) -> str:
+        """What a person would look at: how processes have ended, and what the run has recorded last."""
+        codes = [process.poll() for process in self.processes]
+        outs = [
+            f"host {number} ended with {process.returncode}: {process.communicate(timeout=10)[0]}"
+            for number, process in enumerate(self.processes)
+            if process.poll() is not None
+        ]
+        events = [line for line in self._metrics().splitlines() if '"event"' in line][-20:]
+        return "\n".join([f"exit codes: {codes}", *outs, *events, *self._metrics().splitlines()[-1:]])
 
     def _outputs(self) -> Sequence[str]:
         return [process.communicate(timeout=10)[0] for process in self.processes]
