@@ -174,6 +174,14 @@ def test_what_a_worker_asks_a_lost_coordinator_it_asks_the_next_one():
     assert values == [b"value"]
 
 
+def test_the_first_hello_of_a_worker_that_was_asked_for_a_part_names_it():
+    guardian = FakeGuardian(joins=True, part=(1, 0))
+    guardian.send({"op": "connected", "secret": "00"})
+    guardian.control.connect()
+    state = {"newest_generation": -1, "committed_generation": -1, "part": [1, 0], "is_ready": False}
+    assert guardian.next() == {"op": "hello", "membership_state": state}
+
+
 def test_a_worker_goes_on_with_the_coordinators_successor():
     guardian = FakeGuardian()
     control = guardian.control

@@ -264,6 +264,26 @@ def test_who_connects_after_the_quorum_check_has_been_evicted(world):
     assert late.recv(1) == b""  # disconnected
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_joiner_that_is_too_late_for_the_quorum_check_goes_on_with_its_part(elastic_settings, is_ready):
+    """The old coordinator had it started, and its guardian is in time. As a spare it might get another part to build
+    than the one that it builds."""
+    world = World(elastic_settings, failover_s=0.3)
+    for rank, joined in ((1, []), (2, []), (3, [9])):
+        world.guardian(rank, joined=joined)
+    members = [world.worker(rank, record(4), 4) for rank in (1, 2, 3)]
+    world.receive(members[0], "abort_generation")
+    state = {"newest_generation": -1, "committed_generation": -1, "part": [0, 0], "is_ready": is_ready}
+    late = world.connect(role="worker", ranks=[9], host="d", log="", membership_state=state)
+    for frame in ({"op": "ready"}, {"op": "check", "id": 1, "keys": []}):
+        late.sendall(encode_frame(frame))
+    world.receive(late, "response")  # "ready" has not cost it its connection
+    assert not any("is a spare" in each.get("text", "") for each in world.report.records)
+    for connection in world.readers:
+        connection.close()
+    world.serving.join(5)
+
+
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_guardian_whose_joiners_nobody_knows_comes_too_late_and_is_heard(world, rank):
     """Its own first worker is of the first grid, or came by a command; a frame that is out of place would cost it the

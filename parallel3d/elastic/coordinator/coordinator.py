@@ -221,7 +221,7 @@ class Coordinator:
             self._server.add_worker(connection, ranks[0])
             self._status.record_hello(ranks[0], host=header["host"], log=header["log"])
             if self._membership:
-                self._membership.greet(ranks[0])
+                self._membership.greet(ranks[0], header.get("membership_state"))
         connection.hello = header
         if not is_worker:
             connection.guarded_ranks = ranks

@@ -6,7 +6,7 @@ The protocol (protocol/state_machine.py) is pure; here are its effects.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,12 +170,17 @@ class MembershipManager:
     def is_joining(self, rank: int) -> bool:
         return self.joins.is_joining(rank, self.protocol)
 
-    def greet(self, rank: int) -> None:
-        """Handles a worker's hello: one that the run has not asked for is a spare."""
+    def greet(self, rank: int, state: Mapping[str, Any] | None) -> None:
+        """Handles a worker's hello, with what it knows of the run: one that was not asked for a part is a spare. One
+        that an earlier coordinator has asked, and that comes too late for the quorum check, builds its part."""
         if rank in self._dismissed:
             self._dismiss([rank])
+        elif not self.is_joining(rank):
             return
-        if self.is_joining(rank) and self.joins.add_spare(rank):
+        elif state is not None and state["part"] is not None:
+            if self.joins.resume(rank, (state["part"][0], state["part"][1]), time.monotonic()) and state["is_ready"]:
+                self.execute(self.joins.admit(rank, self.protocol))
+        elif self.joins.add_spare(rank):
             self._emit({"kind": "notice", "text": f"rank {rank} on {self._status.workers[rank].host} is a spare"})
 
     def announce_drain(self, rank: int) -> None:

@@ -87,6 +87,13 @@ class WorkerJoins:
         """Adds a worker that builds `part`."""
         self._parts[rank], self._building[rank] = part, now_s + self._build_s
 
+    def resume(self, rank: int, part: PartId, now_s: float) -> bool:
+        """Adds a worker that another coordinator has asked for `part`; False if this one has."""
+        if rank in self._parts:
+            return False
+        self.add(rank, part, now_s)
+        return True
+
     def admit(self, rank: int, protocol: MembershipProtocol) -> list[Action]:
         """Handles a worker that has built its part."""
         if rank not in self._parts:

@@ -101,7 +101,9 @@ class ControlChannel:
         `location`: the coordinator's address and the secret, if this worker has found them. Raises GenerationEnded
         without a coordinator.
         """
-        self._send(self._hello)
+        is_building = self.membership.is_building  # the coordinator that has asked it to may be gone
+        state = {"membership_state": self.membership.membership_state()} if is_building else {}
+        self._send({**self._hello, **state})
         if location is not None:
             address, secret = location
             self._send({"op": "located", "address": list(address), "secret": secret.hex()})
