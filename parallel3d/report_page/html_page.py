@@ -139,7 +139,9 @@ def _results(page: PageData) -> str:
     if folded := drawn[OPEN_RESULT_CHARTS:]:
         parts.append(_folded(f"{len(folded):,} more charts", _charts(folded)))
     table = _table("Newest results", head, page.newest_results, row_heads=True)
-    parts.append(f'<h3>Newest results</h3><div class="{"alone" if is_alone else "several"}">{table}</div></section>')
+    parts.append(
+        f'<h3>Newest results</h3><div class="{"alone wide" if is_alone else "several"}">{table}</div></section>'
+    )
     return "".join(parts)
 
 

@@ -33,6 +33,8 @@ from parallel3d.report_page.watched_run import describe_change, format_widths, s
 
 Json = dict[str, Any]
 MAX_NOTICES = 200
+MAX_RESULTS = 1000
+"""Newest figures of checkpoints that are listed."""
 HLAT_TOKENS = 4e6
 """HLAT's unit of cost: dollars for 4 million tokens (CPT)."""
 
@@ -253,7 +255,7 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
         num_notices=len(notices),
         plan=run.plan,
         bubbles=tuple(_bubbles(run, history)),
-        results=tuple(results[-MAX_NOTICES:]),
+        results=tuple(results[-MAX_RESULTS:]),
         num_results=len(results),
         environment={name: _flat(value) for name, value in run.environment.items() if name != "command_line"},
         config=run.config,

@@ -12,7 +12,7 @@ from parallel3d.evaluation.results import GroupResult
 from parallel3d.evaluation.rows import RowScore
 from parallel3d.evaluation.saved_results import ResultFolder
 from parallel3d.report_page.html_page import OPEN_RESULT_CHARTS, render_page
-from parallel3d.report_page.page_data import make_page
+from parallel3d.report_page.page_data import MAX_RESULTS, make_page
 from parallel3d.report_page.page_file import read_run
 from parallel3d.report_page.page_server import RenderedRun
 from parallel3d.report_page.scales import MAX_POINTS
@@ -179,16 +179,21 @@ def test_many_checkpoints_and_tasks_fit_into_the_page(tmp_path):
     """Of many checkpoints some are drawn, none is averaged; of many tasks the later charts are folded."""
     run = write_run(tmp_path / "run")
     files = read_run(run)
-    rows = [{"step": step, "tokens": step, "results": {"task": {"acc": 1 / step}}} for step in range(1, 2 * MAX_POINTS)]
+    rows = [{"step": step, "tokens": step, "results": {"task": {"acc": 1 / step}}} for step in range(1, 2000)]
     tasks = {f"task {number}": TASK for number in range(OPEN_RESULT_CHARTS)}
     history = {"long": rows, "wide": [{"step": 1, "tokens": 1, "results": tasks}]}
     page = make_page([type(files)(name="run", lines=files.lines, results=history)])
     curve = page.result_charts[0].series[0].curve
-    assert len(curve.x) == MAX_POINTS and curve.x[-1] == 2 * MAX_POINTS - 1
+    assert (len(page.runs[0].results), page.runs[0].num_results) == (MAX_RESULTS, 1999 + 2 * OPEN_RESULT_CHARTS)
+    assert MAX_POINTS / 2 < len(curve.x) <= MAX_POINTS and curve.x[-1] == 1999
     assert curve.mean == [1 / step for step in curve.x]
     text = render_page(page, now_s=0.0)
     assert text.count('data-chart="result-') == 1 + 2 * OPEN_RESULT_CHARTS
-    assert f"<summary>{1 + OPEN_RESULT_CHARTS} more charts</summary>" in text and len(text.encode()) < 2**20
+    assert (
+        f"<summary>{1 + OPEN_RESULT_CHARTS} more charts</summary>" in text
+        and "(without the first 1,023)" in text
+        and len(text.encode()) < 2**20
+    )
 
 
 @pytest.mark.parametrize("step", [20, 10], ids=["another", "the same again"])
