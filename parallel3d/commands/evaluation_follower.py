@@ -24,7 +24,7 @@ from parallel3d.commands.evaluate_options import default_name, parse_sets, setti
 from parallel3d.commands.followed_run import FollowedRun, RunByHand, RunOfParent
 from parallel3d.config.sections.evaluation import SET_NAME
 from parallel3d.errors import CheckpointError, UserError
-from parallel3d.evaluation.result_history import main_figures
+from parallel3d.evaluation.result_figures import main_figures
 from parallel3d.evaluation.results import format_table
 from parallel3d.evaluation.saved_results import (
     KnownSteps,

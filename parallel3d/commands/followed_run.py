@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from parallel3d.checkpoint.store_process import say
-from parallel3d.evaluation.saved_results import RunStart
+from parallel3d.evaluation.saved_results import RunStart, starts_of
 from parallel3d.monitor.metrics_tail import GrowingFile
 from parallel3d.monitor.run_folder import METRICS, SUMMARY
 
@@ -31,12 +31,7 @@ class FollowedRun(ABC):
         is_other, lines = self._lines.read()
         if is_other:
             self._starts = []
-        events = (json.loads(line) for line in lines if b'"event"' in line)
-        self._starts += [
-            RunStart(time_s=float(event["time"]), step=int(event["step"]))
-            for event in events
-            if event.get("event") in ("started", "restart")
-        ]
+        self._starts += starts_of(json.loads(line) for line in lines if b'"event"' in line)
         return self._starts
 
     @property

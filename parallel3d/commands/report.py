@@ -1,8 +1,8 @@
 """Reports on a run, finished or not: `python launch/report.py RUN_FOLDER [--against OTHER] [--every S]`.
 
 Prints how stable the run was (loss ratio, spikes of the gradient norm, correlation of the loss ratio with Adam's
-sqrt(v)), its best evaluation, the effect of changes of membership, how often to evaluate, and which checkpoints are in
-its remote store; and redraws its charts.
+sqrt(v)), its best evaluation, the effect of changes of membership, how often to evaluate, what evaluations of its
+checkpoints have found, and which checkpoints are in its remote store; and redraws its charts.
 `--against` compares it with another run: tokens and time to the other's best loss, and both losses at equal tokens.
 `--html` writes a page instead (report_page).
 """
@@ -21,6 +21,8 @@ from typing import Any
 
 from parallel3d.commands.parsers import parse
 from parallel3d.errors import UserError
+from parallel3d.evaluation.result_figures import ResultHistory, describe_figures
+from parallel3d.evaluation.result_history import read_result_history
 from parallel3d.monitor.correlation import Correlation
 from parallel3d.monitor.evaluation_interval import plan_evaluations
 from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
@@ -50,13 +52,15 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     win = compare_to_reference(history, other) if other else None
-    uploads = read_uploads(options.folder)
+    uploads, results = read_uploads(options.folder), read_result_history(options.folder, history.events)
     if options.json:
-        found = report_as_dict(history, win) | {"uploads": asdict(uploads) if uploads else None}
+        newest = {name: rows[-1] for name, rows in results.items() if rows}
+        found = report_as_dict(history, win) | {"evaluations": newest, "uploads": asdict(uploads) if uploads else None}
         print(json.dumps(found, indent=2))
         return 0
     config = read_json(options.folder / CONFIG)
-    lines = [*describe(history, config), *describe_uploads(uploads), *describe_win(win, options.against)]
+    lines = [*describe(history, config), *describe_results(results), *describe_uploads(uploads)]
+    lines += describe_win(win, options.against)
     print("\n".join([*lines, *([f"drawn: {', '.join(charts)}"] if charts else [])]))
     return 0
 
@@ -196,6 +200,15 @@ def _describe_plan(history: MetricsLog, config: dict[str, Any]) -> Iterator[str]
             f" run.evaluate_every={plan.every} run.evaluate_batches={plan.num_batches}"
             f" ({plan.evaluation_s:.2g} s each; a batch takes {batch_s:.2g} s)"
         )
+
+
+def describe_results(results: ResultHistory) -> Iterator[str]:
+    """The lines about evaluations of checkpoints: the newest of each set, a line for each text or task."""
+    for name, rows in results.items():
+        label = f"evaluated on {name}"
+        for group, figures in rows[-1]["results"].items() if rows else ():
+            yield f"{label:<28} step {rows[-1]['step']:,}, {group}: {describe_figures(figures)}"
+            label = ""
 
 
 def describe_uploads(uploads: UploadHistory | None) -> Iterator[str]:

@@ -11,7 +11,8 @@ import argparse
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,8 @@ from parallel3d.evaluation.evaluation_process import EvaluationProcess
 from parallel3d.evaluation.saved_results import ResultFolder
 from parallel3d.models.initial_weights import check_initial_weights, resolve_initial_weights
 from parallel3d.monitor.environment import describe_environment
-from parallel3d.monitor.run_folder import LOGS, RunFolder
+from parallel3d.monitor.page_writer import PageWriter
+from parallel3d.monitor.run_folder import LOGS, PAGE, RunFolder
 from parallel3d.monitor.sinks import RunReporter
 from parallel3d.monitor.tensorboard import check_tensorboard
 from parallel3d.monitor.tracker_processes import TrackerProcesses
@@ -122,7 +124,8 @@ def train(config: Config, env: LauncherEnv | None, *, title: str) -> int:
         find_tracker(tracker)
     project, directory = config.monitor.tracker_project, Path(str(config.run.directory))
     evaluated = evaluations(config) if is_first else nullcontext()
-    with TrackerProcesses(trackers, directory, project=project, name=title), uploads(config, env), evaluated:
+    page = updated_page(config) if is_first else nullcontext()
+    with TrackerProcesses(trackers, directory, project=project, name=title), uploads(config, env), page, evaluated:
         return guard_workers(config, env, title=title)
 
 
@@ -137,6 +140,17 @@ def evaluations(config: Config) -> AbstractContextManager[object]:
     arguments = ["--sets", json.dumps(settings.sets), "--checkpoints", str(config.checkpoint.directory)]
     arguments += ["--every-tokens", str(settings.every_tokens), "--threads", str(settings.threads)]
     return EvaluationProcess(folder, arguments, end_wait_s=settings.end_wait_s)
+
+
+@contextmanager
+def updated_page(config: Config) -> Iterator[None]:
+    """Writes the run's page again at the end: checkpoints are still evaluated after training has written it."""
+    yield
+    folder = Path(str(config.run.directory))
+    if config.evaluation.every_tokens is None or not (config.monitor.page and (folder / PAGE).exists()):
+        return
+    if trouble := PageWriter(folder, write_page_of, every_s=None).finish():
+        print(trouble, file=sys.stderr)
 
 
 def uploads(config: Config, env: LauncherEnv | None) -> AbstractContextManager[object]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from parallel3d.evaluation.result_figures import ResultHistory, main_figures
 from parallel3d.evaluation.results import format_table
-from parallel3d.evaluation.saved_results import ResultFolder, RunStart
+from parallel3d.evaluation.saved_results import ResultFolder, RunStart, result_folders, starts_of
 
 
 def history_of(folders: Iterable[ResultFolder], starts: Iterable[RunStart]) -> dict[str, list[dict[str, Any]]]:
@@ -21,7 +24,17 @@ def history_of(folders: Iterable[ResultFolder], starts: Iterable[RunStart]) -> d
     }
 
 
-def format_history(history: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def read_result_history(run_folder: Path, lines: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """`history_of` all sets in a run's folder but those that can't be read; `lines` are of its metrics.jsonl."""
+    starts = starts_of(lines)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for folder in result_folders(run_folder):
+        with suppress(OSError, ValueError, LookupError):
+            found |= history_of([folder], starts)
+    return found
+
+
+def format_history(history: ResultHistory) -> str:
     """A table for each set: a line for each checkpoint, with the main figures of each text or task."""
     tables = []
     for name, rows in history.items():
@@ -30,13 +43,3 @@ def format_history(history: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         }
         tables.append(f"{name}\n{format_table(lines)}" if lines else f"{name}: nothing yet")
     return "\n\n".join(tables)
-
-
-def main_figures(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The loss of each text, the accuracy of last words, and of tasks all but standard errors."""
-    found = {}
-    for group, figures in results.items():
-        main = [name for name in ("loss", "accuracy") if name in figures][:1]
-        for name in main or [name for name in figures if "stderr" not in name]:
-            found[f"{group}: {name}"] = figures[name]
-    return found

@@ -127,7 +127,7 @@ def format_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """A line for each group, with the columns that any has."""
     columns = list(dict.fromkeys(column for row in figures.values() for column in row))
     cells = [["", *(column.replace("_", " ") for column in columns)]]
-    cells += [[name, *(_cell(row.get(column)) for column in columns)] for name, row in figures.items()]
+    cells += [[name, *(format_cell(row.get(column)) for column in columns)] for name, row in figures.items()]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
@@ -135,7 +135,8 @@ def format_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _cell(value: object) -> str:
+def format_cell(value: object) -> str:
+    """A figure as tables show it."""
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.4g}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -79,6 +79,15 @@ def is_left_behind(saved: SavedStep, starts: Iterable[RunStart]) -> bool:
     return any(start.step < saved.step and start.time_s >= saved_s + CLOCK_S for start in starts)
 
 
+def starts_of(lines: Iterable[Mapping[str, Any]]) -> list[RunStart]:
+    """The starts and restarts among lines of metrics.jsonl."""
+    return [
+        RunStart(time_s=float(line["time"]), step=int(line["step"]))
+        for line in lines
+        if line.get("event") in ("started", "restart")
+    ]
+
+
 def find_saved(directory: CheckpointDirectory, known: KnownSteps) -> KnownSteps:
     """The checkpoints in a directory by step, each with the time of its index, by which `known` ones are not read
     again."""

@@ -11,14 +11,18 @@ from pathlib import Path
 from string import Template
 
 from parallel3d.pipeline.planner import Plan
-from parallel3d.report_page.page_data import Chart, PageData, RunPage
+from parallel3d.report_page.page_chart import Chart
+from parallel3d.report_page.page_data import PageData, RunPage
 from parallel3d.report_page.page_events import CheckpointRow
+from parallel3d.report_page.page_results import RESULT_COLUMNS
 from parallel3d.report_page.scales import format_number
 from parallel3d.report_page.svg_chart import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, WIDTH, draw_chart, scales_of
 from parallel3d.report_page.timeline_chart import draw_timeline, kinds_of
 
 SWATCHES = {"dots": " dot", "spikes": " spike"}
 """Kinds of series whose sign in the legend is not a line, and its style."""
+OPEN_RESULT_CHARTS = 12
+"""Charts of results that are not folded."""
 FOLDER = Path(__file__).parent
 PAGE = Template(
     """<!DOCTYPE html>
@@ -38,8 +42,8 @@ PAGE = Template(
 <section class="$alone" aria-labelledby="h-figures"><h2 id="h-figures">Figures</h2>$figures</section>
 <section aria-labelledby="h-charts"><h2 id="h-charts">Charts</h2>
 <p class="hint">$hint</p>
-<div class="charts">$charts</div></section>
-$details
+$charts</section>
+$results$details
 </main>
 <footer>Written $written by parallel3d. This file needs no network.</footer>
 <script type="application/json" id="data">$data</script>
@@ -71,6 +75,7 @@ def render_page(page: PageData, *, now_s: float, version: str | None = None) -> 
 
     `version` is that of a served page, which looks for newer ones; without it the page needs no network.
     """
+    charts = [*page.charts, *page.result_charts]
     title = escape(" and ".join(run.name for run in page.runs))
     longest = max(series.curve.steps_per_point for chart in page.charts for series in chart.series)
     hint = "Over training steps. Point at a chart, or focus it and press the arrow keys, to read its values."
@@ -88,10 +93,11 @@ def render_page(page: PageData, *, now_s: float, version: str | None = None) -> 
         status="".join(_status(number, run, len(page.runs)) for number, run in enumerate(page.runs)),
         figures=_figure_table(page.runs),
         hint=hint,
-        charts="".join(_figure(chart, is_alone=len(page.runs) == 1) for chart in page.charts),
+        charts=_charts([_figure(chart, is_alone=len(page.runs) == 1) for chart in page.charts]),
+        results=_results(page),
         details="".join(_details(number, run) for number, run in enumerate(page.runs)),
         written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s)),
-        data=_embed({"frame": [LEFT, RIGHT, TOP, BOTTOM, WIDTH], "charts": [*map(_chart_data, page.charts)]}),
+        data=_embed({"frame": [LEFT, RIGHT, TOP, BOTTOM, WIDTH], "charts": [*map(_chart_data, charts)]}),
     )
 
 
@@ -116,6 +122,31 @@ def _figure_table(runs: Sequence[RunPage]) -> str:
     return _table(
         "Figures", head, ([name, *(run.figures.get(name, "") for run in runs)] for name in names), row_heads=True
     )
+
+
+def _results(page: PageData) -> str:
+    """What evaluations of checkpoints have found; nothing without any."""
+    if not page.newest_results:
+        return ""
+    is_alone = len(page.runs) == 1
+    head = [] if is_alone else ["", *(run.name for run in page.runs)]
+    drawn = [_figure(chart, is_alone=is_alone) for chart in page.result_charts]
+    has_errors = any(error is not None for c in page.result_charts for each in c.series for error in each.errors)
+    parts = ['<section aria-labelledby="h-results"><h2 id="h-results">Evaluations of checkpoints</h2>']
+    if has_errors:
+        parts.append('<p class="hint">Vertical bars are standard errors.</p>')
+    parts.append(_charts(drawn[:OPEN_RESULT_CHARTS]))
+    if folded := drawn[OPEN_RESULT_CHARTS:]:
+        parts.append(_folded(f"{len(folded):,} more charts", _charts(folded)))
+    table = _table("Newest results", head, page.newest_results, row_heads=True)
+    parts.append(
+        f'<h3>Newest results</h3><div class="{"alone wide" if is_alone else "several"}">{table}</div></section>'
+    )
+    return "".join(parts)
+
+
+def _charts(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def _figure(chart: Chart, *, is_alone: bool) -> str:
@@ -164,6 +195,10 @@ def _details(number: int, run: RunPage) -> str:
     if run.evaluations:
         rows = ([f"{step:,}", f"{loss:.4f}"] for step, loss in run.evaluations)
         parts.append(_folded("Evaluations", _table("Evaluations", ["step", "loss"], rows)))
+    if run.results:
+        left_out = run.num_results - len(run.results)
+        name = f"Results of checkpoints{f' (without the first {left_out:,})' if left_out else ''}"
+        parts.append(_folded(name, _table("Results of checkpoints", RESULT_COLUMNS, run.results)))
     if run.checkpoints:
         left_out = run.num_checkpoints - len(run.checkpoints)
         name = f"Checkpoints (without the first {left_out:,})" if left_out else "Checkpoints"

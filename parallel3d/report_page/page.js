@@ -24,7 +24,9 @@ window.startCharts = () => {
         let number = nearest(curve.x, x);
         if (stairs && curve.x[number] > x && number > 0) number -= 1;
         const low = curve.low[number], high = curve.high[number];
-        const band = low === high ? "" : ` (${format(low)} to ${format(high)})`;
+        const error = series.errors[number] ?? null;
+        let band = low === high ? "" : ` (${format(low)} to ${format(high)})`;
+        if (series.kind === "errors") band = error === null ? "" : ` \u00b1 ${format(error)}`;
         const elsewhere = stairs || curve.x[number] === x ? "" : ` at step ${format(curve.x[number])}`;
         const label = chart.series.length > 1 ? `${series.label} ` : "";
         return `${label}${format(curve.mean[number])}${band}${elsewhere}`;

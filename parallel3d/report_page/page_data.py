@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from parallel3d.evaluation.result_figures import ResultHistory, figures_by_name
 from parallel3d.monitor.flops import describe_mfu
 from parallel3d.monitor.history import MetricsLog, analyse, ratios_of
 from parallel3d.monitor.loss_ratio import UNSTABLE_RATIO
 from parallel3d.monitor.uptime import RunHistory
 from parallel3d.pipeline.planner import Plan
+from parallel3d.report_page.page_chart import Chart, Series
 from parallel3d.report_page.page_events import (
     CheckpointRow,
     checkpoint_figures,
@@ -25,11 +27,14 @@ from parallel3d.report_page.page_events import (
     loss_spikes,
     messages_of,
 )
+from parallel3d.report_page.page_results import newest_results, plan_result_charts, result_rows
 from parallel3d.report_page.scales import Curve, Points, format_number
 from parallel3d.report_page.watched_run import describe_change, format_widths, seconds_of_change
 
 Json = dict[str, Any]
 MAX_NOTICES = 200
+MAX_RESULTS = 1000
+"""Newest figures of checkpoints that are listed."""
 HLAT_TOKENS = 4e6
 """HLAT's unit of cost: dollars for 4 million tokens (CPT)."""
 
@@ -46,37 +51,12 @@ class RunFiles:
     summary: Json = field(default_factory=dict)
     uploads: Sequence[Json] = ()
     """Of uploads.jsonl."""
+    results: ResultHistory = field(default_factory=dict)
+    """What evaluations of its checkpoints have found (evaluation/result_history.py)."""
     plan: Plan | None = None
     """The plan of its pipeline, if it is to be drawn."""
     read_at: float = 0.0
     """Seconds since the epoch: a run that goes on has lasted until then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A curve of a chart: a line with its band, steps of a staircase, dots, or rings round spikes."""
-
-    run: int
-    label: str
-    curve: Curve
-    kind: str = "line"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A chart over training steps."""
-
-    name: str
-    title: str
-    unit: str
-    series: tuple[Series, ...]
-    references: tuple[tuple[str, float], ...] = ()
-    """Horizontal lines: their labels and values."""
-    marks: tuple[tuple[int, str], ...] = ()
-    """Vertical lines: changes of membership, of a page with one run."""
-    from_zero: bool = False
-    is_count: bool = False
-    """Whether values are whole numbers, and ticks too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +88,9 @@ class RunPage:
     plan: Plan | None
     bubbles: tuple[tuple[str, float], ...]
     """Shares of a step, planned and measured."""
+    results: tuple[tuple[str, ...], ...]
+    """Rows with the cells of RESULT_COLUMNS."""
+    num_results: int
     environment: dict[str, str]
     config: Json
 
@@ -118,6 +101,10 @@ class PageData:
 
     runs: tuple[RunPage, ...]
     charts: tuple[Chart, ...]
+    result_charts: tuple[Chart, ...] = ()
+    """What evaluations of checkpoints have found, a chart for each figure."""
+    newest_results: tuple[tuple[str, ...], ...] = ()
+    """A figure's name, and its newest value of each run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +143,12 @@ def make_page(runs: Sequence[RunFiles], *, dollars_per_hour: float | None = None
     """The page of these runs; the price is that of all devices of a run together."""
     histories = [MetricsLog.of(run.lines) for run in runs]
     marks = tuple((row.step, row.what) for row in _changes(histories[0])) if len(runs) == 1 else ()
+    names, results = [run.name for run in runs], [figures_by_name(run.results) for run in runs]
     return PageData(
         runs=tuple(_run_page(run, history, dollars_per_hour) for run, history in zip(runs, histories)),
         charts=tuple(_charts(runs, histories, marks)),
+        result_charts=tuple(plan_result_charts(names, results, marks)),
+        newest_results=tuple(newest_results(results)),
     )
 
 
@@ -251,6 +241,7 @@ def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:
 
 def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None) -> RunPage:
     notices, checkpoints = messages_of(run.lines), checkpoints_of(run.lines, run.uploads)
+    results = result_rows(figures_by_name(run.results))
     return RunPage(
         name=run.name,
         status=_status(run, history),
@@ -264,6 +255,8 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
         num_notices=len(notices),
         plan=run.plan,
         bubbles=tuple(_bubbles(run, history)),
+        results=tuple(results[-MAX_RESULTS:]),
+        num_results=len(results),
         environment={name: _flat(value) for name, value in run.environment.items() if name != "command_line"},
         config=run.config,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel3d.config.load import load_config
 from parallel3d.errors import UserError
+from parallel3d.evaluation.result_history import read_result_history
 from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, PAGE, SUMMARY, read_metrics
 from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.pipeline.planner import Plan
@@ -68,6 +69,7 @@ def read_run(folder: Path) -> RunFiles:
         environment=_read(folder / ENVIRONMENT),
         summary=_read(folder / SUMMARY),
         uploads=uploads,
+        results=read_result_history(folder, lines),
         plan=read_plan(folder / CONFIG),
         read_at=time.time(),
     )

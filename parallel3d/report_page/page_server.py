@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from parallel3d.errors import UserError
+from parallel3d.evaluation.saved_results import EVALUATIONS
 from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY
 from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.report_page.html_page import render_page, render_waiting_page
@@ -39,9 +40,11 @@ class RenderedRun:
     def version(self) -> str:
         """Sizes and times of the files."""
         found = []
-        for name in (METRICS, SUMMARY, CONFIG, ENVIRONMENT, UPLOADS):
+        results = self._folder / EVALUATIONS
+        files = (self._folder / name for name in (METRICS, SUMMARY, CONFIG, ENVIRONMENT, UPLOADS))
+        for path in (*files, results, *sorted(results.glob("*"))):  # a new result changes its folder
             try:
-                status = (self._folder / name).stat()
+                status = path.stat()
                 found.append(f"{status.st_ino:x}.{status.st_size:x}.{status.st_mtime_ns:x}")
             except OSError:
                 found.append("none")

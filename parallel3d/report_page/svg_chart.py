@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from parallel3d.report_page.page_data import Chart, Series
+from parallel3d.report_page.page_chart import Chart, Series
 from parallel3d.report_page.scales import Scale, format_number, linear_scale, log_scale
 
 WIDTH, HEIGHT = 400, 220
@@ -53,12 +53,16 @@ def draw_chart(chart: Chart) -> str:
 
 def describe(chart: Chart) -> str:
     """The contents of the chart in words."""
-    said = [
-        f"{series.label}: {format_number(series.curve.mean[0])} at step {series.curve.x[0]:,.0f}, "
-        f"{format_number(series.curve.mean[-1])} at step {series.curve.x[-1]:,.0f}, "
-        f"from {format_number(min(series.curve.low))} to {format_number(max(series.curve.high))}"
-        for series in chart.series
-    ]
+    said = []
+    for series in chart.series:
+        curve, error = series.curve, series.errors[-1] if series.errors else None
+        lows, highs = (curve.mean, curve.mean) if series.kind == "errors" else (curve.low, curve.high)
+        said.append(
+            f"{series.label}: {format_number(curve.mean[0])} at step {curve.x[0]:,.0f}, "
+            f"{format_number(curve.mean[-1])} at step {curve.x[-1]:,.0f}"
+            f"{'' if error is None else f' with a standard error of {format_number(error)}'}, "
+            f"from {format_number(min(lows))} to {format_number(max(highs))}"
+        )
     return ". ".join([*said, *(f"{label}: {format_number(value)}" for label, value in chart.references)])
 
 
@@ -94,8 +98,14 @@ def _draw_series(series: Series, x: Scale, y: Scale) -> Iterator[str]:
     if series.kind == "spikes":
         yield from (f'<circle class="spike" cx="{a:.1f}" cy="{b:.1f}" r="4.5"/>' for a, b in zip(xs, means))
         return
-    if series.kind == "dots" or len(xs) == 1:
-        yield from (f'<circle class="{colour}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in zip(xs, means))
+    if series.kind == "errors":
+        ends = [(_y(y, low), _y(y, high)) for low, high in zip(curve.low, curve.high)]
+        whiskers = "".join(f"M{at:.1f} {a:.1f}V{b:.1f}" for at, (a, b) in zip(xs, ends) if a != b)
+        lines = [f"M{_path(xs, means)}"] if len(xs) > 1 else []
+        yield f'<path class="{colour}" d="{"".join([whiskers, *lines])}"/>'
+    if series.kind in ("dots", "errors") or len(xs) == 1:
+        radius = 3 if series.kind == "errors" else 3.5
+        yield from (f'<circle class="{colour}" cx="{a:.1f}" cy="{b:.1f}" r="{radius}"/>' for a, b in zip(xs, means))
         return
     if curve.steps_per_point > 1:
         upper = _path(xs, [_y(y, value) for value in curve.high])

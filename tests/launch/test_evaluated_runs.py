@@ -29,6 +29,12 @@ def test_checkpoints_are_evaluated_beside_the_run_and_by_hand(config_file, tmp_p
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = next(line for line in last if line.get("event") == "evaluation" and line["step"] == 12)
     assert history["seen"][-1]["results"]["held-out text"]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    data = json.loads((run / "report.html").read_text().split('id="data">')[1].split("</script>")[0])
+    charts = {chart["title"]: chart["series"][0]["curve"] for chart in data["charts"]}
+    for name, group in (("seen", "held-out text"), ("page", str(page))):
+        curve = charts[f"{name}: {group}"]
+        rows = [(row["step"], row["results"][group]["loss"]) for row in history[name]]
+        assert [*zip(curve["x"], curve["mean"])] == rows, "what was evaluated after the last step is on the page too"
 
     command = [str(run), str(page), "--follow", "--every-tokens", "1"]
     assert evaluate([*command, "--name", "again"]) == 0

@@ -79,3 +79,22 @@ def test_several_long_runs(tmp_path):
     found = opened(tmp_path, render_page(make_page(runs), now_s=0.0))
     assert found["errors"] == [] and found["wide"] == []
     assert found["charts"][0]["first"].startswith("step 7: a, training 4 (1 to 7); b, training 4 (1 to 7); c, ")
+
+
+def test_results_are_read_with_their_standard_errors(tmp_path):
+    def rows(shift):
+        losses = [(10, 5.25 + shift, 0.125), (20, 4.5 + shift, None)]
+        return [
+            {"step": step, "tokens": 9, "results": {f"{'long' * 30}.txt": {"loss": loss, "loss_stderr": error}}}
+            for step, loss, error in losses
+        ]
+
+    files = run_files(name="a", results={"prose": rows(0.0)})
+    found = opened(tmp_path, render_page(make_page([files]), now_s=0.0))
+    assert found["errors"] == [] and found["wide"] == []
+    chart = found["charts"][-1]
+    assert (chart["name"], chart["first"], chart["last"]) == ("result-0", "step 10: 5.25 ± 0.125", "step 20: 4.5")
+    both = [files, run_files(name="b", results={"prose": rows(1.0)[:1]})]
+    chart = opened(tmp_path, render_page(make_page(both), now_s=0.0))["charts"][-1]
+    assert chart["first"] == "step 10: a 5.25 ± 0.125; b 6.25 ± 0.125"
+    assert chart["last"] == "step 20: a 4.5; b 6.25 ± 0.125 at step 10"

@@ -47,20 +47,20 @@ def test_a_served_page_follows_its_run(tmp_path):
 
 def test_a_screen_reader_and_a_keyboard_find_everything(tmp_path):
     plan = plan_timeline(config(pp_size=2))
-    files = run_files(plan=plan, events=[CHANGE, EVALUATION], config={"run": {"num_steps": 80}})
+    results = {"prose": [{"step": 20, "tokens": 9, "results": {"a.txt": {"loss": 4.5, "loss_stderr": 0.125}}}]}
+    more = {"config": {"run": {"num_steps": 80}}, "results": results}
+    files = run_files(plan=plan, events=[CHANGE, EVALUATION], **more)
     (tmp_path / "page.html").write_text(render_page(make_page([files]), now_s=0.0))
     with Browser(tmp_path / "profile") as browser:
         browser.call("Page.navigate", url=f"file://{tmp_path}/page.html")
         wait_for(lambda: browser.evaluate("!!window.startCharts && document.readyState == 'complete'"), "the page")
         names = browser.names()
-        assert names["image"] == [*CHARTS, "Planned pipeline"] and names["table"] == [
-            "Figures",
-            "Changes of membership",
-        ]
+        assert names["image"] == [*CHARTS, "prose: a.txt", "Planned pipeline"]
+        assert names["table"] == ["Figures", "Newest results", "Changes of membership"]
         assert names["columnheader"] == ["step", "what", "replicas of each stage", "seconds", "loss ratio"]
-        assert "tokens" in names["rowheader"] and "Planned pipeline" in names["region"]
+        assert {"tokens", "prose: a.txt, loss"} <= {*names["rowheader"]} and "Planned pipeline" in names["region"]
         stops = []
-        for _ in range(len(CHARTS) + 3):
+        for _ in range(len(CHARTS) + 5):
             browser.press("Tab")
             stops.append(browser.evaluate(FOCUSED))
-        assert stops == ["svg"] * len(CHARTS) + ["DIV", "SUMMARY", "SUMMARY"]
+        assert stops == ["svg"] * (len(CHARTS) + 1) + ["DIV"] + ["SUMMARY"] * 3

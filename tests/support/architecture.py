@@ -67,7 +67,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.trainer": 9,
     "parallel3d.comparison": 10,
     "parallel3d.rehearsal": 10,
-    "parallel3d.report_page": 10,  # plans the pipeline that it draws
+    "parallel3d.report_page": 11,  # plans the pipeline that it draws, and shows what evaluations have found
     "parallel3d.worker": 10,
     "parallel3d.doctor": 10,
     "parallel3d.evaluation": 10,
@@ -122,7 +122,7 @@ PURE: tuple[str, ...] = (
     ),
     *(
         f"parallel3d.report_page.{name}"
-        for name in ("page_data", "page_events", "scales", "watched_run", "terminal_view")
+        for name in ("page_data", "page_chart", "page_events", "page_results", "scales", "watched_run", "terminal_view")
     ),
     "parallel3d.report_page.timeline_chart",
     "parallel3d.debug.replica_check",
@@ -168,6 +168,7 @@ PURE: tuple[str, ...] = (
     "parallel3d.studies",
     "parallel3d.evaluation.rows",
     "parallel3d.evaluation.results",
+    "parallel3d.evaluation.result_figures",
 )
 NAMES_TENSORS: tuple[str, ...] = ("parallel3d.optim.update_rules",)
 """Pure files whose functions take tensors: they name torch's types under TYPE_CHECKING, and import nothing of it."""
