@@ -10,7 +10,8 @@ each document; on CUDA in 16-bit formats torch's varlen_attn computes all of the
 
 A sliding window of w keys (Jiang et al. 2023, section 2; Beltagy et al. 2020) takes products over blocks of queries on
 CPUs, whose masks have the size of a block, if w is at least `MIN_BLOCK_WINDOW`. Elsewhere it divides the sequence into
-blocks of w queries. A block needs the keys of its own block and of the one before, so a mask is (w, 2 w)::
+blocks of w queries. A block needs the keys of its own block and of the one before. All blocks, heads, sequences and
+layers share one mask of 2 w^2 numbers in the queries' format, whatever the sequence's length::
 
     window 2, keys      0 1 2 3 4 5
     query block 0   0   x               is_causal, no mask
@@ -164,12 +165,22 @@ def attend(
     # splits once and concatenates once: the gradient of each slice would have the size of the whole tensor
     blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
     parts = [_attention(*blocks[0])]
+    mask = _band_mask(window, q.dtype, q.device)
     for (_, k_before, v_before), (q_block, k_block, v_block) in zip(blocks, blocks[1:]):
         keys, values = torch.cat([k_before, k_block], dim=2), torch.cat([v_before, v_block], dim=2)
-        # query i of the block is at key i + window: it sees keys i + 1 to i + window
-        mask = torch.ones(q_block.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
-        parts.append(_attention(q_block, keys, values, mask=mask.triu_(1).tril_(window)))
+        parts.append(_attention(q_block, keys, values, mask=mask[: q_block.shape[2], : keys.shape[2]]))
     return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+@lru_cache(maxsize=2)
+def _band_mask(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(window, 2 window) of 0 and -inf, which is added to scores: query i sees keys i + 1 to i + window.
+
+    Not of booleans, of which SDPA would make, and keep for the backward pass, such numbers in every call.
+    """
+    with torch.inference_mode(False):  # else a backward pass could not use what an evaluation has made
+        hidden = torch.full((window, 2 * window), float("-inf"), dtype=dtype, device=device)
+        return hidden.tril(0) + hidden.triu(window + 1)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

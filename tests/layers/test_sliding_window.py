@@ -92,6 +92,28 @@ def test_no_mask_of_the_window_exists(dtype):
         assert memory.peak < window * 2 * window
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [64, 128, MIN_BLOCK_WINDOW - 1])
+def test_all_blocks_share_one_mask(window, dtype):
+    """A forward pass of 64 windows keeps less than 12 times what q has and three masks, of 63 blocks that have one."""
+    attention._band_mask.cache_clear()
+    q, k, v = (torch.ones(1, 64 * window, 1, SIZE, dtype=dtype, requires_grad=True) for _ in range(3))
+    with LiveBytes() as memory:
+        mixed = attend(q, k, v, window)
+        assert memory.live < 12 * q.nbytes + 3 * 2 * window**2 * dtype.itemsize
+        mixed.backward(torch.ones_like(mixed))
+
+
+def test_a_mask_of_an_evaluation_serves_training():
+    attention._band_mask.cache_clear()
+    q, k, v = draw()
+    with torch.inference_mode():
+        evaluated = attend(q, k, v, 5)
+    mixed = attend(q, k, v, 5)
+    mixed.sum().backward()
+    assert torch.equal(mixed, evaluated) and q.grad is not None
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_windows_are_the_same_bits(recompute, monkeypatch):
     """In blocks, which selective recomputation computes again; masks add up in another order."""
