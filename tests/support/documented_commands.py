@@ -68,6 +68,7 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
             not_run("python benchmarks/plan_accuracy.py --rounds 1 --out build/plan_accuracy.json", QUIET),
             not_run("python benchmarks/under_load.py --minutes 10 --factor 3", QUIET),
             not_run("python benchmarks/start_timing.py --turns 5", QUIET),
+            not_run("python benchmarks/door.py --text FILE --turns 5", QUIET),
             not_run("python benchmarks/drop_in.py --pairs 8 --block 3", QUIET),
             not_run("python benchmarks/checkpoint.py --out build/checkpoint.json", QUIET),
             not_run(
