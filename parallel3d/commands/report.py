@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,7 +53,8 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     win = compare_to_reference(history, other) if other else None
-    uploads, results = read_uploads(options.folder), read_result_history(options.folder, history.events)
+    uploads = read_uploads(options.folder)
+    results = read_result_history(options.folder, history.events, on_damage=partial(print, file=sys.stderr))
     if options.json:
         newest = {name: rows[-1] for name, rows in results.items() if rows}
         found = report_as_dict(history, win) | {"evaluations": newest, "uploads": asdict(uploads) if uploads else None}

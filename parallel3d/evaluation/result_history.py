@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel3d.errors import UserError
 from parallel3d.evaluation.result_figures import ResultHistory, main_figures
 from parallel3d.evaluation.results import format_table
 from parallel3d.evaluation.saved_results import ResultFolder, RunStart, result_folders, starts_of
@@ -24,13 +24,18 @@ def history_of(folders: Iterable[ResultFolder], starts: Iterable[RunStart]) -> d
     }
 
 
-def read_result_history(run_folder: Path, lines: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """`history_of` all sets in a run's folder but those that can't be read; `lines` are of its metrics.jsonl."""
+def read_result_history(
+    run_folder: Path, lines: Iterable[Mapping[str, Any]], on_damage: Callable[[str], None] = lambda text: None
+) -> dict[str, list[dict[str, Any]]]:
+    """`history_of` all sets in a run's folder; `lines` are of its metrics.jsonl. A set with a damaged file is left out,
+    and `on_damage` gets the reason."""
     starts = starts_of(lines)
     found: dict[str, list[dict[str, Any]]] = {}
     for folder in result_folders(run_folder):
-        with suppress(OSError, ValueError, LookupError):
+        try:
             found |= history_of([folder], starts)
+        except UserError as error:
+            on_damage(str(error))
     return found
 
 

@@ -133,12 +133,19 @@ class ResultFolder:
         return report
 
     def reports(self, starts: Iterable[RunStart] = ()) -> dict[SavedStep, Report]:
-        """The results by checkpoint, ascending, without those that the run has left behind."""
+        """The results by checkpoint, ascending, without those that the run has left behind.
+
+        Raises UserError naming a file that is damaged.
+        """
         starts, found = [*starts], {}
         for path in sorted(self.path.glob("step-*.json")):
-            report = json.loads(path.read_text(encoding="utf-8"))
-            model = report["model"]
-            saved = SavedStep(step=model["step"], tokens=model["tokens"], saved_at=model["saved_at"])
+            try:
+                report = json.loads(path.read_text(encoding="utf-8"))
+                model, _ = report["model"], report["results"]
+                saved = SavedStep(step=model["step"], tokens=model["tokens"], saved_at=model["saved_at"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                fix = "remove it, and its checkpoint can be evaluated again"
+                raise UserError(f"{path} is no result of an evaluation ({error!r}): {fix}") from None
             if not is_left_behind(saved, starts):
                 found[saved] = report
         return dict(sorted(found.items(), key=lambda pair: pair[0].step))

@@ -10,6 +10,7 @@ import pytest
 from parallel3d.checkpoint.hold import hold_checkpoint
 from parallel3d.commands.evaluate_options import parse_sets
 from parallel3d.errors import ConfigError, UserError
+from parallel3d.evaluation.result_history import read_result_history
 from parallel3d.evaluation.saved_results import (
     ResultFolder,
     RunStart,
@@ -67,11 +68,28 @@ def test_results_of_other_settings_and_of_other_lines_never_mix(tmp_path):
         folder.prepare({"files": ["b"]})
     for step in (12, 4):
         written = tmp_path / "written"
-        written.write_text(json.dumps({"model": {"step": step, "tokens": 10 * step, "saved_at": NOON.isoformat()}}))
+        model = {"step": step, "tokens": 10 * step, "saved_at": NOON.isoformat()}
+        written.write_text(json.dumps({"model": model, "results": {}}))
         folder.publish(written, step)
     assert [each.step for each in folder.reports()] == [4, 12]
     restart = RunStart(time_s=NOON.timestamp() + 50, step=8)
     assert [each.step for each in folder.reports([restart])] == [4]
+
+
+@pytest.mark.parametrize("damaged", ['{"model": {"st', "[]", '{"model": {"step": 3}, "results": {}}'])
+def test_a_damaged_result_is_named_and_hides_no_other_set(tmp_path, damaged):
+    for name in ("bad", "good"):
+        folder = ResultFolder(tmp_path, name)
+        folder.prepare({})
+        model = {"step": 4, "tokens": 40, "saved_at": NOON.isoformat()}
+        folder.path_of(4).write_text(json.dumps({"model": model, "results": {"all": {"loss": 2.0}}}))
+    path = ResultFolder(tmp_path, "bad").path_of(8)
+    path.write_text(damaged)
+    with pytest.raises(UserError, match=f"{path.name} is no result of an evaluation"):
+        ResultFolder(tmp_path, "bad").reports()
+    complaints: list[str] = []
+    history = read_result_history(tmp_path, [], on_damage=complaints.append)
+    assert [*history] == ["good"] and str(path) in complaints[0]
 
 
 def test_a_held_checkpoint_outlives_its_removal(tmp_path):
