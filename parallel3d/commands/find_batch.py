@@ -3,8 +3,10 @@
 Each size is tried by a short run of the configured layout in processes of its own, without evaluations and checkpoints:
 three steps, because the first may pass and a later one fail. A run fails where an allocator has no memory on any rank
 (exit code 8, parallel3d/errors.py), or where a rank grows above the limit; any other error ends the search. Sizes are
-doubled until one fails, then bisected (parallel3d/costs/batch_search.py). The peaks are fitted by a line and compared
-with `plan`'s estimate. Exit codes: 0 found, 1 not even a micro-batch of 1 fits, 2 invalid input, 130 stopped.
+doubled until one fails, then bisected (parallel3d/costs/batch_search.py). All stages run together, so the answer is the
+least of the stages'. The peaks of each are fitted by a line and compared with `plan`'s estimate
+(parallel3d/commands/batch_memory.py). Exit codes: 0 found, 1 not even a micro-batch of 1 fits, 2 invalid input, 130
+stopped.
 
 Source: the blog on GPT-2 163M, `--find-max-microbatch-size`.
 """
@@ -16,12 +18,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 
 from parallel3d.child_process import command_line
+from parallel3d.commands.batch_memory import TriedBatch, describe_refusal, describe_stages
 from parallel3d.commands.parsers import parse
 from parallel3d.commands.short_runs import short_run_fields
 from parallel3d.config.derived import batch_sizes, world_size
@@ -29,13 +33,13 @@ from parallel3d.config.load import dump_config, load_config, resolve
 from parallel3d.config.schema import CheckpointConfig, Config
 from parallel3d.config.sections.warmup import WarmupConfig
 from parallel3d.costs.batch_search import largest_divisor, largest_that_fits
-from parallel3d.costs.fits import MemoryLine
 from parallel3d.costs.layered_parameters import LayeredParameters
 from parallel3d.costs.rank_memory import estimate_memory
 from parallel3d.errors import EXIT_OUT_OF_MEMORY, ConfigError, UserError
 from parallel3d.models.make import shardings_of
 from parallel3d.monitor.child_memory import available_bytes, peaks_of_workers
 from parallel3d.monitor.run_folder import METRICS, read_metrics
+from parallel3d.parallel.grid import Grid
 from parallel3d.rehearsal.device_rows import GIB
 from parallel3d.trainer.plans import build_grid
 from parallel3d.worker.device import choose_device
@@ -45,20 +49,6 @@ SHARE = 0.9
 """Of the memory that is available on a machine whose ranks have no limit."""
 NUM_TAIL_LINES = 12
 ANSWER = "answer.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TriedBatch:
-    """Result of a short run with this micro-batch."""
-
-    micro_batch_size: int
-    fits: bool
-    peak_bytes: int
-    """Of the rank with the most; what it had reached, if it does not fit."""
-    rank: int | None
-    """That rank, if it is known."""
-    tokens_per_s: float | None
-    """In the last step."""
 
 
 def main(arguments: list[str]) -> int:
@@ -79,10 +69,7 @@ def main(arguments: list[str]) -> int:
     for line in search.describe_memory():
         print_line(line)
     if not largest:
-        print_line(
-            "not even a micro-batch of 1 fits: recompute activations (parallel.recompute), shorten"
-            " batch.sequence_length, or spread the model over more ranks (`parallel3d plan --devices ... --search`)"
-        )
+        print(search.describe_refusal(), file=sys.stderr)
         return 1
     for line in search.answer(largest):
         print_line(line)
@@ -98,7 +85,7 @@ class BatchSearch:
         self._config = config
         self._out = out
         self._num_steps = num_steps
-        self._on_gpu = choose_device(config, 0, len(build_grid(config).ranks)).type == "cuda"
+        self._on_gpu = choose_device(config, 0, len(self._grid.ranks)).type == "cuda"
         self._limit = limit or (None if self._on_gpu else self._share_of_machine())
         out.mkdir(parents=True, exist_ok=True)
 
@@ -131,23 +118,14 @@ class BatchSearch:
         return run.fits
 
     def describe_memory(self) -> Iterator[str]:
-        """Yields the fitted line, and `plan`'s estimate beside it."""
-        points = [(run.micro_batch_size, run.peak_bytes / GIB) for run in self.runs if run.fits]
-        if len(points) < 2:
-            return
-        line = MemoryLine.fit(points)
-        yield (
-            f"peak of the fullest rank: {line.overhead:.2f} GiB + {line.per_item:.4f} GiB a sequence"
-            f" (R^2 {line.r_squared:.4f})"
-        )
-        sizes = [size for size, _ in points]
-        planned = MemoryLine.fit([(size, self._planned_bytes(size) / GIB) for size in sizes])
-        yield (
-            f"planned:                  {planned.overhead:.2f} GiB + {planned.per_item:.4f} GiB a sequence"
-            + ("" if self._on_gpu else ", without what Python and its libraries take")
-        )
-        if self._limit and line.per_item > 0:
-            yield f"the line fills the limit at a micro-batch of {line.largest(self._limit / GIB)}"
+        """Yields the fitted line of each stage, and `plan`'s estimate beside it."""
+        planned = {run.micro_batch_size: self._planned_bytes(run.micro_batch_size) for run in self.runs if run.fits}
+        yield from describe_stages(self.runs, planned, self._limit, on_device=self._on_gpu)
+
+    def describe_refusal(self) -> str:
+        run = self.runs[-1]
+        stage = None if run.rank is None else self._grid.coordinates(run.rank).pp
+        return describe_refusal(run, stage, self._limit, f"{self._folder_of(run.micro_batch_size)}.log")
 
     def answer(self, largest: int) -> Iterator[str]:
         """Yields what to do with the answer, and writes it to a file."""
@@ -177,7 +155,7 @@ class BatchSearch:
     # --- a short run --------------------------------------------------------------------------------------------------
 
     def _try(self, micro_batch_size: int) -> TriedBatch:
-        folder = self._out / f"micro-batch-{micro_batch_size}"
+        folder = self._folder_of(micro_batch_size)
         shutil.rmtree(folder, ignore_errors=True)
         file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
         file.write_text(dump_config(self._short_config(micro_batch_size, folder)))
@@ -199,12 +177,14 @@ class BatchSearch:
         peak = 0 if rank is None else peaks[rank]
         if self._on_gpu or rank is None:
             rank, peak = None, max((int(step["memory_bytes"]) for step in steps), default=0)
+        stages = (peak,) if rank is None else tuple(self._peak_of(stage, peaks) for stage in range(self._grid.pp_size))
         shutil.rmtree(folder, ignore_errors=True)
         return TriedBatch(
             micro_batch_size=micro_batch_size,
             fits=code == 0 and (self._limit is None or peak <= self._limit),
             peak_bytes=peak,
             rank=rank,
+            stage_peaks=stages,
             tokens_per_s=float(steps[-1]["tokens_per_s"]) if steps else None,
         )
 
@@ -222,8 +202,15 @@ class BatchSearch:
             time.sleep(POLL_S)
         return code, peaks
 
+    def _peak_of(self, stage: int, peaks: Mapping[int, int]) -> int:
+        """The largest of the peaks of a stage's ranks."""
+        return max((peaks.get(rank, 0) for ranks in self._grid.stages[stage].values() for rank in ranks), default=0)
+
+    def _folder_of(self, micro_batch_size: int) -> Path:
+        return self._out / f"micro-batch-{micro_batch_size}"
+
     def _short_config(self, micro_batch_size: int, folder: Path) -> Config:
-        count = self._num_micro_batches
+        count = self._num_micro_batches(micro_batch_size)
         config = self._changed(micro_batch_size, micro_batch_size * count, count)
         if config is None:
             raise UserError(f"a micro-batch of {micro_batch_size} breaks a rule of the configuration")
@@ -256,13 +243,12 @@ class BatchSearch:
         parallel = self._config.parallel
         return max(parallel.stage_replicas or [parallel.dp_size or 1])
 
-    @property
-    def _num_micro_batches(self) -> int:
-        """Enough that every stage holds as many as it ever does; the second of a replica differs from its first."""
-        parallel = self._config.parallel
-        assert self._config.batch.num_micro_batches is not None
-        filled = 2 * parallel.pp_size * parallel.virtual_stages * self._num_replicas
-        return min(self._config.batch.num_micro_batches, filled)
+    def _num_micro_batches(self, micro_batch_size: int) -> int:
+        """Enough that every stage holds as many sequences as with any smaller micro-batch that makes the configured
+        global batch; the second of a replica differs from its first."""
+        parallel, (total, _, _) = self._config.parallel, batch_sizes(self._config.batch)
+        filled = 2 * parallel.pp_size * parallel.virtual_stages
+        return self._num_replicas * min(filled, ceil(total / (micro_batch_size * self._num_replicas)))
 
     def _share_of_machine(self) -> int:
         available = available_bytes()
@@ -274,11 +260,16 @@ class BatchSearch:
     def _parts(self) -> LayeredParameters:
         return LayeredParameters.of(shardings_of(self._config.model), self._config.model.num_hidden_layers)
 
-    def _planned_bytes(self, micro_batch_size: int) -> int:
-        count = self._num_micro_batches
+    @cached_property
+    def _grid(self) -> Grid:
+        return build_grid(self._config)
+
+    def _planned_bytes(self, micro_batch_size: int) -> tuple[int, ...]:
+        """Bytes of a rank of each stage, by the plan."""
+        count = self._num_micro_batches(micro_batch_size)
         config = self._changed(micro_batch_size, micro_batch_size * count, count)
         assert config is not None
-        return max(each.total for each in estimate_memory(config, self._parts, on_device=self._on_gpu))
+        return tuple(each.total for each in estimate_memory(config, self._parts, on_device=self._on_gpu))
 
 
 def print_line(text: str) -> None:

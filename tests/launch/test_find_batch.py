@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.commands.batch_memory import TriedBatch, describe_stages
 from parallel3d.commands.find_batch import BatchSearch
 from parallel3d.config.load import load_config, resolve
 from parallel3d.errors import EXIT_OUT_OF_MEMORY, exit_code_of, is_out_of_memory
@@ -80,15 +81,73 @@ def test_torchs_own_error_counts():
 
 
 def test_sizes_of_short_runs(tmp_path):
-    """The layout stays, the number of micro-batches is what fills the pipeline, warmups of sizes are left out."""
+    """The layout stays, warmups of sizes are left out."""
     overrides = ["warmup.batch_size.start=8", "warmup.batch_size.duration=100"]
     config = resolve(load_config(QUICKSTART, overrides), config_path=QUICKSTART)
     search = BatchSearch(config, tmp_path, limit=2**30, num_steps=3)
     short = search._short_config(3, tmp_path / "run")
     assert short.parallel == config.parallel
-    assert (short.batch.micro_batch_size, short.batch.global_batch_size) == (3, 3 * 8)
+    assert (short.batch.micro_batch_size, short.batch.global_batch_size) == (3, 3 * 6)
     assert short.warmup.batch_size.start is None
     assert short.run.num_steps == 3 and not short.checkpoint.save_at_end
+
+
+@pytest.mark.parametrize("configured", [1, 2, 8])
+@pytest.mark.parametrize("tried, per_replica", [(1, 4), (2, 4), (3, 3), (4, 2), (7, 2), (8, 1)])
+def test_short_runs_fill_the_pipeline_as_the_answer_will(tmp_path, configured, tried, per_replica):
+    """Two stages, two replicas with 8 sequences each: at most 4 micro-batches, whatever the configured size."""
+    config = resolve(load_config(QUICKSTART, [f"batch.micro_batch_size={configured}"]), config_path=QUICKSTART)
+    short = BatchSearch(config, tmp_path, limit=2**30, num_steps=3)._short_config(tried, tmp_path / "run")
+    assert short.batch.num_micro_batches == 2 * per_replica
+
+
+def test_the_stage_that_fills_the_limit_first():
+    """Stage 0 takes 1 + b GiB, stage 1 3 + b / 2: at 5.2 GiB 4 sequences fit; what did not fit is not in a line."""
+    sizes = [1, 2, 4]
+    runs = [tried(size, fits=True, stage_peaks=(1 + size, 3 + size / 2)) for size in sizes]
+    runs.append(tried(8, fits=False, stage_peaks=(6, 0)))
+    planned = {size: (size << 30, size << 29) for size in sizes}
+    first, second, _, bound = describe_stages(runs, planned, int(5.2 * 2**30), on_device=False)
+    assert first.startswith("peak of stage 0: 1.00 GiB + 1.0000 GiB") and first.endswith(
+        "0.00 GiB + 1.0000 GiB a sequence"
+    )
+    assert second.startswith("peak of stage 1: 3.00 GiB + 0.5000 GiB") and second.endswith("0.5000 GiB a sequence")
+    assert bound == "the line of stage 0 fills the limit first, at a micro-batch of 4"
+    [*_, bound] = describe_stages(runs, planned, 3 << 30, on_device=False)
+    assert bound == "the line of stage 1 fills the limit first, at a micro-batch of 0"
+
+
+def tried(size, *, fits, stage_peaks):
+    peaks = tuple(int(peak * 2**30) for peak in stage_peaks)
+    return TriedBatch(
+        micro_batch_size=size, fits=fits, peak_bytes=max(peaks), rank=0, stage_peaks=peaks, tokens_per_s=None
+    )
+
+
+@pytest.mark.full
+def test_stages_of_unequal_memory(tmp_path):
+    """Layers are shared unevenly: the stage with five of the six limits the search, and the answer trains."""
+    settings = [*TINY, "parallel.pp_size=2", "model.num_hidden_layers=6", "parallel.layers_per_stage=[1,5]"]
+    settings += ["batch.global_batch_size=8"]
+    out = tmp_path / "search"
+    first = find_batch("--limit", "100", "--most", "1", "--out", str(out), *settings)
+    assert first.returncode == 0, first.stdout + first.stderr
+    [run] = json.loads((out / "answer.json").read_text())["runs"]
+    limit = run["peak_bytes"] + (300 << 20)
+    found = find_batch("--limit", str(limit / 2**30), "--out", str(out), *settings)
+    assert found.returncode == 0, found.stdout + found.stderr
+    answer = json.loads((out / "answer.json").read_text())
+    largest, runs = answer["largest_micro_batch_size"], {each["micro_batch_size"]: each for each in answer["runs"]}
+    assert 2 <= largest < 8 and not runs[largest + 1]["fits"]
+    assert runs[largest + 1]["rank"] == 1 and runs[largest + 1]["stage_peaks"][0] < limit
+    assert all(
+        max(each["stage_peaks"]) == each["peak_bytes"] and min(each["stage_peaks"]) > 0 for each in runs.values()
+    )
+    assert "the line of stage 1 fills the limit first" in found.stdout
+    overrides = [*settings, *answer["overrides"], "run.num_steps=1", f"run.directory={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "parallel3d", "train", "--config", str(QUICKSTART), *overrides]
+    trained = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
 
 
 @pytest.mark.full
@@ -108,7 +167,7 @@ def test_a_limit_of_the_machine(tmp_path):
     assert runs[largest]["fits"] and not runs[largest + 1]["fits"]
     assert all(each["fits"] == (each["peak_bytes"] <= limit) for each in runs.values())
     assert 48 % answer["batch"]["micro_batch_size"] == 0
-    assert "planned:" in found.stdout
+    assert "; planned 0." in found.stdout
     load_config(QUICKSTART, [*TINY, *answer["overrides"]])
 
 
@@ -116,14 +175,17 @@ def test_a_limit_of_the_machine(tmp_path):
 def test_nothing_fits(tmp_path):
     found = find_batch("--limit", "0.05", "--out", str(tmp_path / "search"), *TINY)
     assert found.returncode == 1
-    assert "not even a micro-batch of 1 fits" in found.stdout
+    [error] = found.stderr.splitlines()
+    assert error.startswith("not even a micro-batch of 1 fits: rank 0 (stage 0) took")
+    assert "the limit is 0.05 GiB a rank" in error and "parallel.recompute" in error
 
 
 @pytest.mark.full
-def test_one_rank_of_two_without_memory(tmp_path):
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_one_rank_of_two_without_memory(tmp_path, axis):
     """Its error ends the run of both with a code of its own, and the search takes it for a size that does not fit."""
     (tmp_path / "starved.py").write_text(STARVED)
-    settings = ["parallel.pp_size=1", "parallel.dp_size=2", "model.module=starved.py:build"]
+    settings = ["parallel.pp_size=1", "parallel.dp_size=1", f"parallel.{axis}_size=2", "model.module=starved.py:build"]
     found = find_batch("--limit", "100", "--out", str(tmp_path / "search"), *settings, cwd=tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     answer = json.loads((tmp_path / "search/answer.json").read_text())

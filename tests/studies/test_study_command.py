@@ -159,6 +159,27 @@ def test_a_real_study_its_repetition_and_an_early_stop(tiny: Path, capsys: pytes
         assert len(seen) == num_calls
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_policy_that_diverges_is_stopped(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At a learning rate of 1e-3 weights in bf16 miss updates that are rounded to nearest; nothing here is provoked."""
+    command = ["precision", "--config", "tiny.json", "--policies", "fp32,bf16_pure", "--seeds", "2", "--out", "study"]
+    assert run("study", [*command, "run.num_steps=400", "optimizer.learning_rate=1e-3"]) == 0
+    output = capsys.readouterr()
+    assert "bf16_pure-seed1234: ended early, step " in output.err and "the smoothed loss is " in output.err
+    assert "bf16_pure-seed1235: not run, bf16_pure has ended early with seed 1234" in output.err
+    result = json.loads(Path("study/result.json").read_text())
+    assert result["recommended"] == "fp32" and "left out: bf16_pure" in output.out
+    assert not result["policies"]["bf16_pure"]["is_fit"] and len(result["runs"]["bf16_pure"]) == 1
+    steps = {name: _num_steps(Path(f"study/{name}-seed1234")) for name in ("fp32", "bf16_pure")}
+    assert 20 + 19 <= steps["bf16_pure"] < steps["fp32"] == 400, "20 steps above noise, of medians of 20"
+
+
+def _num_steps(folder: Path) -> int:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return max(int(line["step"]) for line in lines if "loss" in line and "event" not in line)
+
+
 def stop_after(seen: list[float | None], count: int) -> FindSign:
     """Stops a run at the step `count`, and notes the losses until then."""
 
