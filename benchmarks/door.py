@@ -1,4 +1,4 @@
-"""What the Python door costs: the same run by launch/train.py and by `parallel3d.train`, in turn.
+"""Measures the cost of the Python door: the same run by launch/train.py and by `parallel3d.train`, in turn.
 
     python benchmarks/door.py --text FILE [--turns 5] [--steps 300]
 

@@ -145,7 +145,7 @@ class ResultFolder:
                 saved = SavedStep(step=model["step"], tokens=model["tokens"], saved_at=model["saved_at"])
             except (OSError, ValueError, LookupError, TypeError) as error:
                 fix = "remove it, and its checkpoint can be evaluated again"
-                raise UserError(f"{path} is no result of an evaluation ({error!r}): {fix}") from None
+                raise UserError(f"{path} is not the result of an evaluation ({error!r}): {fix}") from None
             if not is_left_behind(saved, starts):
                 found[saved] = report
         return dict(sorted(found.items(), key=lambda pair: pair[0].step))

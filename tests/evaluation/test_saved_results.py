@@ -85,7 +85,7 @@ def test_a_damaged_result_is_named_and_hides_no_other_set(tmp_path, damaged):
         folder.path_of(4).write_text(json.dumps({"model": model, "results": {"all": {"loss": 2.0}}}))
     path = ResultFolder(tmp_path, "bad").path_of(8)
     path.write_text(damaged)
-    with pytest.raises(UserError, match=f"{path.name} is no result of an evaluation"):
+    with pytest.raises(UserError, match=f"{path.name} is not the result of an evaluation"):
         ResultFolder(tmp_path, "bad").reports()
     complaints: list[str] = []
     history = read_result_history(tmp_path, [], on_damage=complaints.append)
