@@ -1,18 +1,16 @@
 """Converts between checkpoints and Hugging Face folders, which plain `transformers` opens and writes.
 
     python launch/convert.py to-hf CHECKPOINT FOLDER [--dtype bf16] [--tokenizer PATH] [--max-file-gb 5]
-    python launch/convert.py to-safetensors CHECKPOINT FOLDER [the same flags]
     python launch/convert.py from-hf FOLDER CHECKPOINT [--dtype fp32]
     python launch/convert.py model FOLDER
     python launch/convert.py config FOLDER [TEXT ...] [--tokens N]
 
 `to-hf` takes a checkpoint, or the folder of a run for its newest one, or the address of a remote store for either.
-`to-safetensors` takes the same and keeps the model's own names: for layers of one's own (model.module), which
-transformers does not know. `from-hf` makes a weights-only checkpoint. `model` prints the section "model" for a
-configuration that starts from the folder (run.initialize_from). `config` prints a whole configuration to begin with:
-the folder's model, weights and tokenizer, the texts, whose tokens are counted, and sizes and rates of published runs
-(parallel3d/config/starter.py). Weights are converted one tensor at a time, bit for bit unless --dtype changes their
-format; a folder is complete or does not exist.
+`from-hf` makes a weights-only checkpoint. `model` prints the section "model" for a configuration that starts from the
+folder (run.initialize_from). `config` prints a whole configuration to begin with: the folder's model, weights and
+tokenizer, the texts, whose tokens are counted, and sizes and rates of published runs (parallel3d/config/starter.py).
+Weights are converted one tensor at a time, bit for bit unless --dtype changes their format; a folder is complete or
+does not exist.
 Exit codes: 0 done, 2 invalid input, 130 Ctrl-C.
 """
 
@@ -38,7 +36,6 @@ from parallel3d.errors import CheckpointError, UserError
 from parallel3d.models.hf_export import export
 from parallel3d.models.hf_import import import_folder
 from parallel3d.models.initial_weights import find_checkpoint, read_model_config
-from parallel3d.models.plain_export import export_plain
 from parallel3d.parallel.abort import AbortToken
 
 FORMATS: Mapping[str, Format | None] = dict(zip(WEIGHT_FORMATS, (None, "F32", "BF16")))
@@ -63,12 +60,10 @@ def main(arguments: list[str]) -> int:
 
 
 def run_export(options: argparse.Namespace) -> Iterator[str]:
-    """Both kinds of folder are written alike."""
     source = find_checkpoint(local_checkpoint(options.source, CACHE_DIRECTORY))
     if source is None:
         raise CheckpointError(f"{options.source} is neither a checkpoint nor the folder of a run that has one")
-    write = export if options.command == "to-hf" else export_plain
-    yield from write(
+    yield from export(
         source,
         options.target,
         weight_format=FORMATS[options.dtype],
@@ -133,7 +128,6 @@ def describe_starter(raw: dict[str, Any], num_read: int) -> Iterator[str]:
 
 RUN: Mapping[str, Callable[[argparse.Namespace], Iterator[str]]] = {
     "to-hf": run_export,
-    "to-safetensors": run_export,
     "from-hf": run_import,
     "model": show_model,
     "config": show_config,

@@ -7,7 +7,7 @@ overlapping rows of the latter, and transposed if Hugging Face stores it so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,12 @@ def export(
     yield f"step {index.step} of {source}, every byte verified: {len(stored)} tensors"
     parts, disk = split_into_files(stored, max_file_bytes), Disk()
     with new_folder(disk, target) as folder:
-        yield from write_weight_files(
-            disk, folder, parts, read=lambda name: read_hf_tensor(table[name], shardings, reader)
-        )
+        for name, tensors in zip(file_names(len(parts)), parts):
+            values = (read_hf_tensor(table[tensor.key], shardings, reader) for tensor in tensors)
+            converted = (value.to(STORED_DTYPES[tensor.format]) for tensor, value in zip(tensors, values))
+            buffers = (buffer for value in converted for buffer in buffers_of(value))
+            file = write_shard(disk, folder / name, tensors, buffers)
+            yield f"{name}: {len(tensors)} tensors, {file.size / 1e6:,.1f} MB"
         for name, content in json_files(model, parts, tokenizer_output).items():
             disk.write_file(folder / name, (json.dumps(content, indent=2) + "\n").encode())
         for name, data in tokenizer_output.files.items():
@@ -77,17 +80,6 @@ def export(
     if tokenizer_output.warning:
         yield f"note: {tokenizer_output.warning}"
     yield f"written to {target}: AutoModelForCausalLM.from_pretrained({str(target)!r})"
-
-
-def write_weight_files(
-    disk: Disk, folder: Path, parts: Sequence[Sequence[StoredTensor]], *, read: Callable[[str], Tensor]
-) -> Iterator[str]:
-    """Writes a file for each of `parts`; yields a line for each. `read` returns the tensor of a name."""
-    for name, tensors in zip(file_names(len(parts)), parts):
-        converted = (read(tensor.key).to(STORED_DTYPES[tensor.format]) for tensor in tensors)
-        buffers = (buffer for value in converted for buffer in buffers_of(value))
-        file = write_shard(disk, folder / name, tensors, buffers)
-        yield f"{name}: {len(tensors)} tensors, {file.size / 1e6:,.1f} MB"
 
 
 def read_hf_tensor(tensor: HfTensor, shardings: Mapping[str, ParamSharding], reader: CheckpointReader) -> Tensor:
@@ -133,17 +125,12 @@ def json_files(
         | {"torch_dtype": dtype},
         GENERATION: dict(tokenizer.generation),
     }
-    return files | index_file(parts)
-
-
-def index_file(parts: Sequence[Sequence[StoredTensor]]) -> dict[str, dict[str, Any]]:
-    """The index of weights in several files: which holds which tensor; nothing for a single one."""
-    if len(parts) == 1:
-        return {}
-    size = sum(tensor.num_bytes for part in parts for tensor in part)
-    names = zip(file_names(len(parts)), parts)
-    weight_map = {tensor.key: name for name, part in names for tensor in part}
-    return {WEIGHTS_INDEX: {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}}
+    if len(parts) > 1:
+        size = sum(tensor.num_bytes for part in parts for tensor in part)
+        names = zip(file_names(len(parts)), parts)
+        weight_map = {tensor.key: name for name, part in names for tensor in part}
+        files[WEIGHTS_INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    return files
 
 
 def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | None) -> TokenizerFiles:

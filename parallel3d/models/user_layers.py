@@ -9,7 +9,6 @@ in fp32, and each rank keeps its share. So a part begins alike on every layout.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -78,7 +77,9 @@ class UserPart(nn.Module):
         super().__init__()
         self.function, self.context = function, context
         self.is_token_table = not name.startswith("layers.")
-        made = _made(make, function, context=context, seed=key_of("module", seed, name).first)
+        with _seeded, torch.random.fork_rng(devices=[]), torch.device(_building_device(context)), user_code(function):
+            torch.manual_seed(key_of("module", seed, name).first)
+            made = make()
         self.call, self._shardings = PartCall(context), shardings
         self.part = replace_dropouts(as_module(made, name), partial(self._keyed_dropout, name))
         for path, sharding in shardings.items():
@@ -286,19 +287,6 @@ def _check_shape(function: str, what: str, found: Any, shape: tuple[int, ...]) -
         raise UserError(f"model.module {function}: {what} returned {text}, not a tensor {shape}")
 
 
-def _made(make: Callable[[], nn.Module], function: str, *, context: LayerContext, seed: int) -> Any:
-    """Calls the user's code: on the CPU, or without values where only shapes are asked for.
-
-    Code that computes with values while it makes the module fails without them, and then has them: of one part at a
-    time. What fails on the CPU, too, raises UserError.
-    """
-    if torch.device(context.device).type == "meta":
-        with contextlib.suppress(UserError):
-            return _made_on("meta", make, function, seed)
-    return _made_on("cpu", make, function, seed)
-
-
-def _made_on(device: str, make: Callable[[], nn.Module], function: str, seed: int) -> Any:
-    with _seeded, torch.random.fork_rng(devices=[]), torch.device(device), user_code(function):
-        torch.manual_seed(seed)
-        return make()
+def _building_device(context: LayerContext) -> str:
+    """Where the user's code makes the module: on the CPU, unless only its shapes are asked for."""
+    return "meta" if torch.device(context.device).type == "meta" else "cpu"

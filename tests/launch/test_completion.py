@@ -39,7 +39,7 @@ def test_every_command_has_a_parser_and_a_module():
         (["train", "precision.pol"], ["precision.policy="]),
         (["train", "--config", "quickstart", "precision.sums="], ["precision.sums=float", "precision.sums=exact"]),
         (["train", "data.tokenizer.ki"], ["data.tokenizer.kind="]),
-        (["convert", ""], ["to-hf", "to-safetensors", "from-hf", "model", "config"]),
+        (["convert", ""], ["to-hf", "from-hf", "model", "config"]),
         (["convert", "to-hf", "a", "b", "--dtype", "b"], ["bf16"]),
         (["configs", "sch"], ["schema"]),
         (["report", "ru"], []),

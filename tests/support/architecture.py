@@ -77,7 +77,6 @@ FLOORS: dict[str, int] = {
     "parallel3d.inprocess": 11,
     "parallel3d.inprocess.live_bytes": 6,  # needs torch alone
     "parallel3d.models.hf_export": 11,
-    "parallel3d.models.plain_export": 11,
     "parallel3d.models.hf_import": 11,
     "parallel3d.models.initial_weights": 11,
     "parallel3d.__version__": 11,  # only commands name it

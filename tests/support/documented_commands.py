@@ -103,7 +103,6 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
                 "runs/NAME/mean",
             ),
             ran("python launch/average.py runs/A/checkpoints/best runs/B/checkpoints/latest --out mean", "mean"),
-            ran("parallel3d convert to-safetensors runs/quickstart FOLDER", "written to FOLDER", FOLDER="plain"),
             ran(
                 "python launch/convert.py to-hf runs/quickstart FOLDER [--dtype bf16] [--max-file-gb 5] "
                 "[--tokenizer PATH]",

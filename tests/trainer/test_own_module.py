@@ -18,7 +18,6 @@ from parallel3d.errors import ConfigError, UserError
 from parallel3d.inprocess.harness import run_in_threads
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.layers.placement import LayerContext
-from parallel3d.models.make import shardings_of
 from parallel3d.models.user_calls import KeyedDropout, PartCall, document_arguments
 from parallel3d.parallel.tensor_parallel import solo_region
 from parallel3d.precision.policy import policy_of
@@ -222,24 +221,6 @@ def test_an_error_names_the_users_line(tmp_path, forward, parts, words):
     (tmp_path / "wrong.py").write_text(WRONG.format(forward=forward, parts=parts))
     with pytest.raises(UserError, match=words):
         train_in_threads(model=dict(module=f"{tmp_path / 'wrong.py'}:build"), steps=1)
-
-
-COMPUTES = "torch.nn.Linear(32, 32 if torch.linspace(0, 1, 5).sum().item() == 2.5 else 64)"
-
-
-def test_shapes_are_known_where_a_constructor_computes_with_values(tmp_path):
-    """On torch's meta device, where nothing has values, such code fails. An error of its own still names its line."""
-    code = WRONG.format(forward="self.linear(x)", parts=PARTS)
-    (tmp_path / "computes.py").write_text(code.replace("torch.nn.Linear(32, 32)", COMPUTES))
-    (tmp_path / "plain.py").write_text(code)
-    (tmp_path / "fails.py").write_text(code.replace("torch.nn.Linear(32, 32)", "torch.ones(3).item()"))
-    computes, plain, fails = (
-        make_config(model=dict(module=f"{tmp_path / f'{name}.py'}:build")).model
-        for name in ("computes", "plain", "fails")
-    )
-    assert shardings_of(computes) == shardings_of(plain)
-    with pytest.raises(UserError, match=r"fails.py, line 7, in __init__"):
-        shardings_of(fails)
 
 
 def test_what_cannot_apply_is_refused(tmp_path):
