@@ -65,7 +65,8 @@ def make_decoder(
 def shardings_of(config: ModelConfig) -> tuple[ParamSharding, ...]:
     """All parameters of the whole model in definition order, a tied one once; nothing is allocated.
 
-    Learned positions need max_position_embeddings resolved.
+    A user's own block whose code computes with values is built with them, one at a time. Learned positions need
+    max_position_embeddings resolved.
     """
     context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=policy_of(PrecisionConfig()), device="meta")
     model = make_decoder(config, range(config.num_hidden_layers), num_positions=1, context=context)
