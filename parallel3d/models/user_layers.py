@@ -75,7 +75,7 @@ class UserPart(nn.Module):
         function: str,
     ):
         super().__init__()
-        self.function, self.context = function, context
+        self.name, self.function, self.context = name, function, context
         self.is_token_table = not name.startswith("layers.")
         with user_code(function):
             made = _build_module(make, key_of("module", seed, name).first, _building_devices(context))
@@ -110,6 +110,14 @@ class UserPart(nn.Module):
     def accepts(self) -> set[str]:
         """The names of the arguments of the user's forward."""
         return set(signature(type(self.part).forward).parameters)
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """The buffers that the part's state_dict holds, by global name."""
+        parameters = {path for path, _ in self.part.named_parameters(remove_duplicate=False)}
+        held = self.part.state_dict().items()
+        return {
+            f"{self.name}.{path}": value for path, value in held if path not in parameters and torch.is_tensor(value)
+        }
 
     def recompute(self, paths: tuple[str, ...], name: str) -> None:
         """Has the modules at these paths computed again in the backward pass."""
