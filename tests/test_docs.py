@@ -76,7 +76,7 @@ def unknown_fields(text: str) -> Iterator[str]:
     schema = Config.model_json_schema()
     for name in FIELD.findall(PYTHON.sub("", text)):
         section, *fields = name.split(".")
-        if section not in schema["properties"] or fields[-1] in {"py", "md", "json", "png"}:
+        if section not in schema["properties"] or fields[-1] in {"py", "md", "json", "png", "safetensors"}:
             continue
         if not has_field(schema, schema["properties"][section], fields):
             yield name

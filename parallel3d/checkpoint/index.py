@@ -95,6 +95,12 @@ class RunFacts(_Record):
     averaged: tuple[str, ...] = ()
     """For an average: the checkpoints from which it was made."""
 
+    @property
+    def seed(self) -> int:
+        """run.seed, under which a user's own layers were built; 0 for weights of others."""
+        seed: int = self.config.get("run", {}).get("seed", 0)
+        return seed
+
 
 class Index(_Record):
     """Everything about a checkpoint except its numbers."""

@@ -26,7 +26,11 @@ WRITE_BYTES = 8 << 20
 MAX_BEHIND = 4
 """Buffers by which the checksum may lag behind the writes."""
 
-FORMAT_BYTES = {each.stored_name: each.num_bytes for each in NUMBER_FORMATS}
+FORMAT_BYTES = {
+    **{each.stored_name: each.num_bytes for each in NUMBER_FORMATS},
+    **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "C64": 8},  # of buffers, which no checkpoint holds
+}
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,14 @@
-"""Converts between checkpoints and Hugging Face folders, which plain `transformers` opens and writes.
+"""Converts between checkpoints and Hugging Face folders, which plain `transformers` opens and writes; exports the
+weights of any checkpoint.
 
     python launch/convert.py to-hf CHECKPOINT FOLDER [--dtype bf16] [--tokenizer PATH] [--max-file-gb 5]
+    python launch/convert.py to-safetensors CHECKPOINT FOLDER [--dtype bf16] [--max-file-gb 5]
     python launch/convert.py from-hf FOLDER CHECKPOINT [--dtype fp32]
     python launch/convert.py model FOLDER
     python launch/convert.py config FOLDER [TEXT ...] [--tokens N]
 
 `to-hf` takes a checkpoint, or the folder of a run for its newest one, or the address of a remote store for either.
+`to-safetensors` takes the same, of any model, a user's own layers included, and keeps the names of their modules.
 `from-hf` makes a weights-only checkpoint. `model` prints the section "model" for a configuration that starts from the
 folder (run.initialize_from). `config` prints a whole configuration to begin with: the folder's model, weights and
 tokenizer, the texts, whose tokens are counted, and sizes and rates of published runs (parallel3d/config/starter.py).
@@ -21,6 +24,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.fetch import local_checkpoint
@@ -36,6 +40,7 @@ from parallel3d.errors import CheckpointError, UserError
 from parallel3d.models.hf_export import export
 from parallel3d.models.hf_import import import_folder
 from parallel3d.models.initial_weights import find_checkpoint, read_model_config
+from parallel3d.models.plain_export import export_plain
 from parallel3d.parallel.abort import AbortToken
 
 FORMATS: Mapping[str, Format | None] = dict(zip(WEIGHT_FORMATS, (None, "F32", "BF16")))
@@ -60,16 +65,30 @@ def main(arguments: list[str]) -> int:
 
 
 def run_export(options: argparse.Namespace) -> Iterator[str]:
-    source = find_checkpoint(local_checkpoint(options.source, CACHE_DIRECTORY))
-    if source is None:
-        raise CheckpointError(f"{options.source} is neither a checkpoint nor the folder of a run that has one")
     yield from export(
-        source,
+        checkpoint_of(options.source),
         options.target,
         weight_format=FORMATS[options.dtype],
         tokenizer=options.tokenizer,
         max_file_bytes=int(options.max_file_gb * 1e9),
     )
+
+
+def run_plain_export(options: argparse.Namespace) -> Iterator[str]:
+    yield from export_plain(
+        checkpoint_of(options.source),
+        options.target,
+        weight_format=FORMATS[options.dtype],
+        max_file_bytes=int(options.max_file_gb * 1e9),
+    )
+
+
+def checkpoint_of(source: Path | str) -> Path:
+    """The checkpoint's folder; raises CheckpointError where there is none."""
+    found = find_checkpoint(local_checkpoint(source, CACHE_DIRECTORY))
+    if found is None:
+        raise CheckpointError(f"{source} is neither a checkpoint nor the folder of a run that has one")
+    return found
 
 
 def run_import(options: argparse.Namespace) -> Iterator[str]:
@@ -128,6 +147,7 @@ def describe_starter(raw: dict[str, Any], num_read: int) -> Iterator[str]:
 
 RUN: Mapping[str, Callable[[argparse.Namespace], Iterator[str]]] = {
     "to-hf": run_export,
+    "to-safetensors": run_plain_export,
     "from-hf": run_import,
     "model": show_model,
     "config": show_config,

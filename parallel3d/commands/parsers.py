@@ -142,8 +142,10 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Convert between checkpoints and Hugging Face folders."
-    commands = parser.add_subparsers(required=True, dest="command", metavar="to-hf | from-hf | model | config")
+    parser.description = "Convert between checkpoints and Hugging Face folders, or export any model's weights."
+    commands = parser.add_subparsers(
+        required=True, dest="command", metavar="to-hf | to-safetensors | from-hf | model | config"
+    )
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -152,24 +154,24 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
     to_hf = command("to-hf", "Convert a checkpoint to a Hugging Face folder.")
     to_hf.add_argument(
-        "source",
-        type=source,
-        metavar="CHECKPOINT",
-        help="a checkpoint, or a run's folder for its newest; or an address",
-    )
-    to_hf.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
-    to_hf.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="a Hugging Face folder or SentencePiece model, not the run's own"
     )
-    to_hf.add_argument(
-        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size at which files are split (default 5)"
+    plain = command(
+        "to-safetensors",
+        "Export the weights of any checkpoint, your own layers' too, under the names of their modules.",
     )
+    for added in (to_hf, plain):
+        checkpoint = "a checkpoint, or a run's folder for its newest; or an address"
+        added.add_argument("source", type=source, metavar="CHECKPOINT", help=checkpoint)
+        added.add_argument("target", type=Path, metavar="FOLDER", help="the new folder")
+        size = "size at which files are split (default 5)"
+        added.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help=size)
     from_hf = command("from-hf", "Convert a Hugging Face folder to a weights-only checkpoint.")
     from_hf.add_argument(
         "source", type=Path, metavar="FOLDER", help="Llama, Mistral, Qwen2 or GPT-2 in safetensors files"
     )
     from_hf.add_argument("target", type=Path, metavar="CHECKPOINT", help="the new checkpoint")
-    for added in (to_hf, from_hf):
+    for added in (to_hf, plain, from_hf):
         added.add_argument(
             "--dtype", choices=WEIGHT_FORMATS, default="keep", help="format of the weights (keep: as they are)"
         )

@@ -98,7 +98,12 @@ def compute_config(trained: TrainedModel, options: argparse.Namespace, length: i
     if policy == "fp16" and options.dtype == "auto" and options.device == "cpu":
         policy = "fp32"
     return inference_config(
-        model, layout=options.layout, policy=policy, sequence_length=length, num_threads=options.threads
+        model,
+        layout=options.layout,
+        policy=policy,
+        sequence_length=length,
+        seed=trained.index.facts.seed if trained.index is not None else 0,
+        num_threads=options.threads,
     )
 
 

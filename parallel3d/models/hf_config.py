@@ -29,7 +29,7 @@ def hf_model_of(model: ModelConfig) -> HfModel:
     """Hugging Face's model type for a model. Raises ConfigError if no type computes the same function."""
     if model.module is not None:
         rule = "makes layers of your own, which Hugging Face does not know"
-        fix = "Save them by torch: the checkpoint's index.json names every tensor"
+        fix = "`parallel3d convert to-safetensors CHECKPOINT FOLDER` writes the weights under the names of your modules"
         raise ConfigError([Problem(field="model.module", value=model.module, rule=rule, fix=fix)])
     family, values = family_of(model), _values(model)
     fitting = [hf for hf in family.hf_models if hf.qkv_bias in (None, values["qkv_bias"])]

@@ -1,8 +1,4 @@
-"""Converts a checkpoint to a Hugging Face folder, tokenizer included, with one tensor in memory at a time.
-
-A Hugging Face tensor is some rows of one of our parameters, and so is a stored tensor: the former is assembled from the
-overlapping rows of the latter, and transposed if Hugging Face stores it so.
-"""
+"""Converts a checkpoint to a Hugging Face folder, tokenizer included, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,27 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from parallel3d.checkpoint.directory import verify_checkpoint
 from parallel3d.checkpoint.disk import Disk, new_folder, refuse_existing
-from parallel3d.checkpoint.index import WEIGHT, Format
-from parallel3d.checkpoint.read import CheckpointReader, check_shapes
-from parallel3d.checkpoint.shard import StoredTensor, split_into_files, write_shard
-from parallel3d.checkpoint.tensor_chunks import stored_rows
-from parallel3d.checkpoint.write import buffers_of
+from parallel3d.checkpoint.index import Format
+from parallel3d.checkpoint.read import CheckpointReader
+from parallel3d.checkpoint.shard import StoredTensor, split_into_files
 from parallel3d.config.schema import ModelConfig
 from parallel3d.data.hf_tokenizer import hf_byte_tokenizer_files, hf_tokenizer_files
 from parallel3d.data.tokenizer import MODEL_FILE, ByteTokenizer
 from parallel3d.data.tokenizer_files import open_tokenizer
 from parallel3d.errors import DataError, UserError
-from parallel3d.models.hf import HfTensor, hf_tensors
+from parallel3d.models.hf import hf_tensors
 from parallel3d.models.hf_config import CONFIG, hf_config, read_json
-from parallel3d.models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES, WEIGHTS, WEIGHTS_INDEX
+from parallel3d.models.hf_folder import GENERATION, SPECIAL_IDS, TOKENIZER_FILES
 from parallel3d.models.initial_weights import model_config_of
 from parallel3d.models.make import shardings_of
-from parallel3d.parallel.sharding import ParamSharding
+from parallel3d.models.weight_files import ExportedWeights, index_files, write_side_files, write_weight_files
 from parallel3d.precision.dtypes import STORED_DTYPES
 
 
@@ -58,60 +49,17 @@ def export(
     refuse_existing(target)
     index = verify_checkpoint(source)
     model = model_config_of(index, source)
-    reader, shardings = CheckpointReader(source, index), {s.name: s for s in shardings_of(model)}
-    check_shapes(reader, shardings.values())
-    table = {tensor.hf_name: tensor for tensor in hf_tensors(model)}
-    formats = {name: weight_format or saved_format(tensor, shardings, reader) for name, tensor in table.items()}
-    stored = [StoredTensor(key=name, format=formats[name], shape=table[name].shape) for name in table]
-    tokenizer_output = tokenizer_files(reader, model, tokenizer)
+    reader, table = CheckpointReader(source, index), hf_tensors(model)
+    weights = ExportedWeights.of(reader, shardings_of(model), table)
+    stored, tokenizer_output = weights.stored(weight_format), tokenizer_files(reader, model, tokenizer)
     yield f"step {index.step} of {source}, every byte verified: {len(stored)} tensors"
     parts, disk = split_into_files(stored, max_file_bytes), Disk()
     with new_folder(disk, target) as folder:
-        for name, tensors in zip(file_names(len(parts)), parts):
-            values = (read_hf_tensor(table[tensor.key], shardings, reader) for tensor in tensors)
-            converted = (value.to(STORED_DTYPES[tensor.format]) for tensor, value in zip(tensors, values))
-            buffers = (buffer for value in converted for buffer in buffers_of(value))
-            file = write_shard(disk, folder / name, tensors, buffers)
-            yield f"{name}: {len(tensors)} tensors, {file.size / 1e6:,.1f} MB"
-        for name, content in json_files(model, parts, tokenizer_output).items():
-            disk.write_file(folder / name, (json.dumps(content, indent=2) + "\n").encode())
-        for name, data in tokenizer_output.files.items():
-            disk.write_file(folder / name, data)
+        yield from write_weight_files(disk, folder, parts, weights.read)
+        write_side_files(disk, folder, json_files(model, parts, tokenizer_output), tokenizer_output.files)
     if tokenizer_output.warning:
         yield f"note: {tokenizer_output.warning}"
     yield f"written to {target}: AutoModelForCausalLM.from_pretrained({str(target)!r})"
-
-
-def read_hf_tensor(tensor: HfTensor, shardings: Mapping[str, ParamSharding], reader: CheckpointReader) -> Tensor:
-    """A whole Hugging Face tensor, in the checkpoint's format."""
-    reader.close()  # releases what was read for the previous tensor
-    if tensor.name is None:
-        return torch.zeros(tensor.shape)
-    whole: Tensor | None = None
-    for name, rows, first in stored_rows(shardings[tensor.name], tensor.rows):
-        shape = reader.index.tensors[name].shape
-        part = reader.read(WEIGHT, name, (rows.start, *[0] * (len(shape) - 1)), (len(rows), *shape[1:]))
-        if tuple(part.shape) == tensor.shape and not tensor.transposed:
-            return part
-        whole = part.new_empty(tensor.shape) if whole is None else whole
-        (whole.t() if tensor.transposed else whole)[first : first + len(rows)] = part
-    assert whole is not None, f"no part of {tensor.hf_name} is stored"
-    return whole
-
-
-def saved_format(tensor: HfTensor, shardings: Mapping[str, ParamSharding], reader: CheckpointReader) -> Format:
-    """The format of a tensor's weights in the checkpoint."""
-    if tensor.name is None:
-        return "F32"
-    name = next(stored_rows(shardings[tensor.name], tensor.rows))[0]
-    return reader.index.tensors[name].kinds[WEIGHT]
-
-
-def file_names(count: int) -> list[str]:
-    if count == 1:
-        return [WEIGHTS]
-    stem, suffix = WEIGHTS.split(".")
-    return [f"{stem}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
 
 
 def json_files(
@@ -119,18 +67,13 @@ def json_files(
 ) -> dict[str, dict[str, Any]]:
     """The JSON files of the folder by name."""
     dtype = str(STORED_DTYPES[parts[0][0].format]).removeprefix("torch.")
-    files: dict[str, dict[str, Any]] = {
+    files = {
         CONFIG: hf_config(model)
         | {name: tokenizer.generation.get(name) for name in SPECIAL_IDS}
         | {"torch_dtype": dtype},
         GENERATION: dict(tokenizer.generation),
     }
-    if len(parts) > 1:
-        size = sum(tensor.num_bytes for part in parts for tensor in part)
-        names = zip(file_names(len(parts)), parts)
-        weight_map = {tensor.key: name for name, part in names for tensor in part}
-        files[WEIGHTS_INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    return files
+    return files | index_files(parts)
 
 
 def tokenizer_files(reader: CheckpointReader, model: ModelConfig, path: Path | None) -> TokenizerFiles:

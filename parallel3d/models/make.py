@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from parallel3d.backends import choose_backend
 from parallel3d.config.derived import resolved_model
@@ -65,8 +66,21 @@ def make_decoder(
 def shardings_of(config: ModelConfig) -> tuple[ParamSharding, ...]:
     """All parameters of the whole model in definition order, a tied one once; nothing is allocated.
 
-    Learned positions need max_position_embeddings resolved.
+    A user's own block whose code computes with values is built with them, one at a time. Learned positions need
+    max_position_embeddings resolved.
     """
     context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=policy_of(PrecisionConfig()), device="meta")
     model = make_decoder(config, range(config.num_hidden_layers), num_positions=1, context=context)
     return tuple(parameter.sharding for parameter in parameters_of(model))
+
+
+def saved_buffers(config: ModelConfig, layer: int, *, seed: int, device: str) -> dict[str, Tensor]:
+    """The buffers of a user's own block `layer` that its state_dict holds, by global name, as the constructor makes
+    them under run.seed; with the first block those of the embedding, with the last one those of the head.
+
+    On the device "meta" they have no values, and none is computed.
+    """
+    context = LayerContext(tp=TensorParallel(group=SoloGroup()), policy=policy_of(PrecisionConfig()), device=device)
+    stage = make_decoder(config, range(layer, layer + 1), num_positions=1, context=context, seed=seed)
+    assert isinstance(stage, UserStage), "our own layers have none"
+    return stage.saved_buffers()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -75,11 +75,10 @@ class UserPart(nn.Module):
         function: str,
     ):
         super().__init__()
-        self.function, self.context = function, context
+        self.name, self.function, self.context = name, function, context
         self.is_token_table = not name.startswith("layers.")
-        with _seeded, torch.random.fork_rng(devices=[]), torch.device(_building_device(context)), user_code(function):
-            torch.manual_seed(key_of("module", seed, name).first)
-            made = make()
+        with user_code(function):
+            made = _build_module(make, key_of("module", seed, name).first, _building_devices(context))
         self.call, self._shardings = PartCall(context), shardings
         self.part = replace_dropouts(as_module(made, name), partial(self._keyed_dropout, name))
         for path, sharding in shardings.items():
@@ -111,6 +110,14 @@ class UserPart(nn.Module):
     def accepts(self) -> set[str]:
         """The names of the arguments of the user's forward."""
         return set(signature(type(self.part).forward).parameters)
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """The buffers that the part's state_dict holds, by global name."""
+        parameters = {path for path, _ in self.part.named_parameters(remove_duplicate=False)}
+        held = self.part.state_dict().items()
+        return {
+            f"{self.name}.{path}": value for path, value in held if path not in parameters and torch.is_tensor(value)
+        }
 
     def recompute(self, paths: tuple[str, ...], name: str) -> None:
         """Has the modules at these paths computed again in the backward pass."""
@@ -287,6 +294,23 @@ def _check_shape(function: str, what: str, found: Any, shape: tuple[int, ...]) -
         raise UserError(f"model.module {function}: {what} returned {text}, not a tensor {shape}")
 
 
-def _building_device(context: LayerContext) -> str:
-    """Where the user's code makes the module: on the CPU, unless only its shapes are asked for."""
-    return "meta" if torch.device(context.device).type == "meta" else "cpu"
+def _building_devices(context: LayerContext) -> tuple[str, ...]:
+    """Where the user's code makes the module, by preference: on the CPU, unless only its shapes are asked for. Code
+    that computes with values, such as `torch.linspace(0, 1, 4).tolist()`, fails on "meta", and not on the CPU."""
+    return ("meta", "cpu") if torch.device(context.device).type == "meta" else ("cpu",)
+
+
+def _build_module(make: Callable[[], Any], seed: int, devices: tuple[str, ...]) -> Any:
+    """What `make` makes under `seed`, on the first of `devices` on which it does not fail; raises what the last one
+    raises."""
+    *others, last = devices
+    for device in others:
+        with suppress(Exception):
+            return _build_on(device, make, seed)
+    return _build_on(last, make, seed)
+
+
+def _build_on(device: str, make: Callable[[], Any], seed: int) -> Any:
+    with _seeded, torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        return make()

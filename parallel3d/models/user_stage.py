@@ -14,7 +14,7 @@ from parallel3d.layers.cross_entropy import LinearCrossEntropy
 from parallel3d.layers.embedding import VocabParallelEmbedding
 from parallel3d.layers.micro_batch import MicroBatch
 from parallel3d.models.blocks import BlockBuilder
-from parallel3d.models.user_layers import UserBlock, UserEmbedding, UserHead
+from parallel3d.models.user_layers import UserBlock, UserEmbedding, UserHead, UserPart
 from parallel3d.models.user_parts import ModelParts, load_parts
 from parallel3d.recompute import Recompute
 
@@ -65,6 +65,11 @@ class UserStage(nn.Module):
                     f"data.document_mask: {block} takes no `documents`, by whose numbers its attention would keep"
                     " documents apart: add the argument (docs/python.md), or set data.document_mask to false"
                 )
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """The buffers that the state_dict of the user's parts holds, by global name."""
+        parts = (part for part in (self.embedding, *self.layers, self.head) if isinstance(part, UserPart))
+        return {name: buffer for part in parts for name, buffer in part.saved_buffers().items()}
 
     def _recompute_modules(self, parts: ModelParts) -> None:
         if not parts.recomputed:

@@ -39,7 +39,7 @@ def test_every_command_has_a_parser_and_a_module():
         (["train", "precision.pol"], ["precision.policy="]),
         (["train", "--config", "quickstart", "precision.sums="], ["precision.sums=float", "precision.sums=exact"]),
         (["train", "data.tokenizer.ki"], ["data.tokenizer.kind="]),
-        (["convert", ""], ["to-hf", "from-hf", "model", "config"]),
+        (["convert", ""], ["to-hf", "to-safetensors", "from-hf", "model", "config"]),
         (["convert", "to-hf", "a", "b", "--dtype", "b"], ["bf16"]),
         (["configs", "sch"], ["schema"]),
         (["report", "ru"], []),
@@ -82,7 +82,7 @@ def in_bash(line: str, folder: Path) -> list[str]:
     [
         ("parallel3d tune", ["tune-warmup"]),
         ("parallel3d train --config quickstart_m", ["quickstart_muon"]),
-        ("parallel3d convert ", ["to-hf", "from-hf", "model", "config"]),
+        ("parallel3d convert ", ["to-hf", "to-safetensors", "from-hf", "model", "config"]),
         ("parallel3d train precision.policy=bf16_", ["bf16_sr", "bf16_pure"]),  # bash replaces what follows the =
         ("parallel3d report no-such", []),
     ],
@@ -97,7 +97,7 @@ def test_in_bash(line: str, expected: list[str], tmp_path: Path):
     ("line", "expected"),
     [
         ("parallel3d tune", ["tune-warmup"]),
-        ("parallel3d convert ", ["from-hf", "model", "to-hf"]),  # and no files
+        ("parallel3d convert ", ["from-hf", "model", "to-hf", "to-safetensors"]),  # and no files
         ("parallel3d train precision.policy=bf16_", ["precision.policy=bf16_pure", "precision.policy=bf16_sr"]),
         ("parallel3d report no-", ["no-such/"]),
     ],
@@ -129,7 +129,7 @@ bindkey '^X' answer
     [
         ("parallel3d tune", "parallel3d tune-warmup ", ""),
         ("parallel3d train precision.pol", "parallel3d train precision.policy=", ""),  # and no space
-        ("parallel3d convert ", "parallel3d convert ", "from-hf  model    to-hf"),
+        ("parallel3d convert ", "parallel3d convert ", f"{'from-hf':16}{'model':16}{'to-hf':16}to-safetensors"),
         ("parallel3d report no-", "parallel3d report no-such/", ""),
     ],
 )

@@ -79,6 +79,8 @@ FLOORS: dict[str, int] = {
     "parallel3d.models.hf_export": 11,
     "parallel3d.models.hf_import": 11,
     "parallel3d.models.initial_weights": 11,
+    "parallel3d.models.plain_export": 11,
+    "parallel3d.models.weight_files": 11,
     "parallel3d.__version__": 11,  # only commands name it
     "parallel3d.commands": 12,
     "parallel3d.__main__": 13,

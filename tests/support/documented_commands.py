@@ -124,6 +124,7 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
                 typed="python launch/convert.py config FOLDER my_text.txt test.py --tokens 12345",
                 FOLDER="my_llama",
             ),
+            ran("parallel3d convert to-safetensors runs/quickstart OUT", "written to OUT"),
         ),
         "docs/debugging.md": (
             ran(

@@ -357,7 +357,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     facts = RunFacts(state={}, config={"model": model.model_dump()})
     index = write_weights(tmp_path / "ours", tensors, chunks, facts=facts, step=1)
     assert index.num_bytes > 128e6
-    for arguments in (("to-hf", "ours", "hf"), ("from-hf", "hf", "back")):
+    for arguments in (("to-hf", "ours", "hf"), ("from-hf", "hf", "back"), ("to-safetensors", "ours", "plain")):
         command = [sys.executable, "-c", MEASURED, arguments[0], *(str(tmp_path / name) for name in arguments[1:])]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr
