@@ -21,6 +21,7 @@ from parallel3d.monitor.tracker_ids import read_run_id, write_run_id
 from parallel3d.monitor.tracker_processes import TrackerProcesses
 from parallel3d.monitor.trackers import find_tracker
 from tests.monitor.test_tensorboard import read as read_events
+from tests.support.wandb_file import history_of, read_records, record_of
 
 ROOT = Path(__file__).parents[2]
 NOTES = """
@@ -191,10 +192,13 @@ def test_wandb(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the client library wandb is not installed")
     path = tmp_path / "run"
     send(path, "wandb", WANDB_MODE="offline")
-    files = [file for file in (path / "wandb").glob("offline-run-*/*.wandb")]
-    run_id = read_run_id(path, "wandb")
-    assert len(files) == 2 and {file.name for file in files} == {f"run-{run_id}.wandb"}  # both starts are one run
-    assert any(b"train/loss" in file.read_bytes() for file in files)
+    files, run_id = sorted((path / "wandb").glob("offline-run-*/*.wandb")), read_run_id(path, "wandb")
+    for file, losses in zip(files, ({1: 3.0, 2: 2.0}, {1: 3.0, 2: 2.0, 3: 1.0}), strict=True):
+        records = read_records(file)
+        assert record_of(records, "run").run_id == run_id  # both starts are one run
+        rows = history_of(records)
+        assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == losses
+        assert [row["evaluation/loss"] for row in rows if "evaluation/loss" in row] == [3.0]
 
 
 @pytest.mark.slow
