@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from parallel3d.monitor.tracker_ids import read_run_id, write_run_id
 from parallel3d.monitor.tracker_processes import TrackerProcesses
 from parallel3d.monitor.trackers import find_tracker
 from tests.monitor.test_tensorboard import read as read_events
+from tests.support.wandb_file import history_of, read_records, record_of
 
 ROOT = Path(__file__).parents[2]
 NOTES = """
@@ -192,39 +192,13 @@ def test_wandb(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the client library wandb is not installed")
     path = tmp_path / "run"
     send(path, "wandb", WANDB_MODE="offline")
-    files = [file for file in (path / "wandb").glob("offline-run-*/*.wandb")]
-    run_id = read_run_id(path, "wandb")
-    assert len(files) == 2 and {file.name for file in files} == {f"run-{run_id}.wandb"}  # both starts are one run
-    records = [record for file in sorted(files) for record in wandb_records(file)]
-    runs = {(record.run.run_id, record.run.project) for record in records if record.HasField("run")}
-    assert runs == {(run_id, "tests")}
-    config = {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
-    assert config["model"] == {"hidden_size": 4}
-    lines = [
-        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
-    steps = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
-    assert steps == [(1, 3.0), (2, 2.0), (1, 3.0), (2, 2.0), (3, 1.0)]  # by hand, all lines of the folder each time
-    assert [line["evaluation/loss"] for line in lines if "evaluation/loss" in line] == [3.0] * 2
-    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0, 0]
-
-
-def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of an offline run: protobuf messages in LevelDB's log format, after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, parts, block = file.read_bytes(), 7, b"", 32768
-    while at + 7 <= len(data):
-        if block - at % block < 7:  # the end of a block holds no header
-            at += block - at % block
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts, at = parts + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # whole, or its last part
-            yield Record.FromString(parts)
-            parts = b""
+    files, run_id = sorted((path / "wandb").glob("offline-run-*/*.wandb")), read_run_id(path, "wandb")
+    for file, losses in zip(files, ({1: 3.0, 2: 2.0}, {1: 3.0, 2: 2.0, 3: 1.0}), strict=True):
+        records = read_records(file)
+        assert record_of(records, "run").run_id == run_id  # both starts are one run
+        rows = history_of(records)
+        assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == losses
+        assert [row["evaluation/loss"] for row in rows if "evaluation/loss" in row] == [3.0]
 
 
 @pytest.mark.slow
