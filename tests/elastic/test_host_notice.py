@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,18 @@ from parallel3d.elastic.guardian.host_notice import HostNotice
 from parallel3d.elastic.guardian.notice_sources import Notice, build_sources
 from tests.support.metadata_server import MetadataServer, metadata_server
 from tests.support.processes import DEADLINE_S
+
+ROOT = Path(__file__).parents[2]
+LATE = """
+import os, signal, sys
+from parallel3d.elastic.guardian.signals import Signals
+with Signals() as signals:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signals.requests == [signal.SIGUSR1]
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    os.kill(os.getpid(), number)
+sys.exit(7)
+"""
 
 
 @pytest.fixture
@@ -196,3 +210,8 @@ def test_a_host_that_came_back_under_its_name_may_get_another_notice():
     preemptions.add("a", [0], "soon", due_s=130.0)
     assert preemptions.add("a", [6], "once more", due_s=500.0) == [6]
     assert preemptions.take_due(130.0).keys() == {0}
+
+
+def test_a_notice_that_comes_at_the_very_end_leaves_the_exit_code():
+    """A scheduler signals all processes of a host: the first may end the run before the last has its signal."""
+    assert subprocess.run([sys.executable, "-c", LATE], cwd=ROOT).returncode == 7

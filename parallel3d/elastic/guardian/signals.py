@@ -19,7 +19,10 @@ READ_BYTES = 2**16
 
 
 class Signals:
-    """Collects SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD while entered, and wakes a selector through `wakeup`."""
+    """Collects SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGCHLD while entered, and wakes a selector through `wakeup`.
+
+    User signals that would kill the process are ignored afterwards: the exit code of the run must stand.
+    """
 
     def __init__(self) -> None:
         self.stops: list[int] = []
@@ -42,7 +45,8 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            would_kill = number in USER_SIGNALS and handler == signal.SIG_DFL  # a notice that comes at the very end
+            signal.signal(number, signal.SIG_IGN if would_kill else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self.wakeup.close()
         self._writer.close()
