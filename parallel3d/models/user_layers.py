@@ -188,6 +188,8 @@ class UserPart(nn.Module):
                 module._parameters[attribute] = self._values[id(parameter)]
 
     def _shared(self, name: str, value: nn.Parameter, is_partial: bool, uses: Counter[int]) -> ShardedParameter:
+        if not value.dim():
+            raise UserError(f"model.module: {name} is a single number: give it a dimension, as in torch.ones(1)")
         sharding = ParamSharding(
             name=name,
             shape=tuple(value.shape),

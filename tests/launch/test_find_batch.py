@@ -124,26 +124,31 @@ def tried(size, *, fits, stage_peaks):
     )
 
 
+def search_above_one(out, settings, *, spare_mib):
+    """Searches with a limit that a micro-batch of one leaves `spare_mib` below; returns what is printed, the answer and
+    the limit in bytes."""
+    first = find_batch("--limit", "100", "--most", "1", "--out", str(out), *settings)
+    assert first.returncode == 0, first.stdout + first.stderr
+    [run] = json.loads((out / "answer.json").read_text())["runs"]
+    limit = run["peak_bytes"] + (spare_mib << 20)
+    found = find_batch("--limit", str(limit / 2**30), "--out", str(out), *settings)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout, json.loads((out / "answer.json").read_text()), limit
+
+
 @pytest.mark.full
 def test_stages_of_unequal_memory(tmp_path):
     """Layers are shared unevenly: the stage with five of the six limits the search, and the answer trains."""
     settings = [*TINY, "parallel.pp_size=2", "model.num_hidden_layers=6", "parallel.layers_per_stage=[1,5]"]
     settings += ["batch.global_batch_size=8"]
-    out = tmp_path / "search"
-    first = find_batch("--limit", "100", "--most", "1", "--out", str(out), *settings)
-    assert first.returncode == 0, first.stdout + first.stderr
-    [run] = json.loads((out / "answer.json").read_text())["runs"]
-    limit = run["peak_bytes"] + (300 << 20)
-    found = find_batch("--limit", str(limit / 2**30), "--out", str(out), *settings)
-    assert found.returncode == 0, found.stdout + found.stderr
-    answer = json.loads((out / "answer.json").read_text())
+    printed, answer, limit = search_above_one(tmp_path / "search", settings, spare_mib=300)
     largest, runs = answer["largest_micro_batch_size"], {each["micro_batch_size"]: each for each in answer["runs"]}
     assert 2 <= largest < 8 and not runs[largest + 1]["fits"]
     assert runs[largest + 1]["rank"] == 1 and runs[largest + 1]["stage_peaks"][0] < limit
     assert all(
         max(each["stage_peaks"]) == each["peak_bytes"] and min(each["stage_peaks"]) > 0 for each in runs.values()
     )
-    assert "the line of stage 1 fills the limit first" in found.stdout
+    assert "the line of stage 1 fills the limit first" in printed
     overrides = [*settings, *answer["overrides"], "run.num_steps=1", f"run.directory={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "parallel3d", "train", "--config", str(QUICKSTART), *overrides]
     trained = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -153,21 +158,14 @@ def test_stages_of_unequal_memory(tmp_path):
 @pytest.mark.full
 def test_a_limit_of_the_machine(tmp_path):
     """Each size that fits is below the limit, the next one above; the answer starts a run."""
-    out = tmp_path / "search"
-    first = find_batch("--limit", "100", "--most", "1", "--out", str(out), *TINY)
-    assert first.returncode == 0, first.stdout + first.stderr
-    [run] = json.loads((out / "answer.json").read_text())["runs"]
-    limit = run["peak_bytes"] + (250 << 20)
-    found = find_batch("--limit", str(limit / 2**30), "--out", str(out), *TINY)
-    assert found.returncode == 0, found.stdout + found.stderr
-    answer = json.loads((out / "answer.json").read_text())
+    printed, answer, limit = search_above_one(tmp_path / "search", TINY, spare_mib=250)
     runs = {each["micro_batch_size"]: each for each in answer["runs"]}
     largest = answer["largest_micro_batch_size"]
     assert 1 <= largest < 48
     assert runs[largest]["fits"] and not runs[largest + 1]["fits"]
     assert all(each["fits"] == (each["peak_bytes"] <= limit) for each in runs.values())
     assert 48 % answer["batch"]["micro_batch_size"] == 0
-    assert "; planned 0." in found.stdout
+    assert "; planned 0." in printed
     load_config(QUICKSTART, [*TINY, *answer["overrides"]])
 
 

@@ -236,6 +236,17 @@ def test_what_cannot_apply_is_refused(tmp_path):
         train_in_threads(model=plain, data=dict(document_mask=True), steps=1)
 
 
+def test_a_weight_of_a_single_number_is_refused(tmp_path):
+    code = WRONG.format(forward="self.scale * self.linear(x)", parts=PARTS)
+    scale = "self.scale = torch.nn.Parameter(torch.{})"
+    for name, value in (("number", "tensor(1.0)"), ("vector", "ones(1)")):
+        made = code.replace("Linear(32, 32)", f"Linear(32, 32)\n        {scale.format(value)}")
+        (tmp_path / f"{name}.py").write_text(made)
+    train_in_threads(model=dict(module=f"{tmp_path / 'vector.py'}:build"), steps=1)
+    with pytest.raises(UserError, match=r"layers.0.scale is a single number: give it a dimension"):
+        train_in_threads(model=dict(module=f"{tmp_path / 'number.py'}:build"), steps=1)
+
+
 def test_a_dropout_is_declared_where_activations_may_be_divided(tmp_path):
     """With one rank it has all of them."""
     code = WRONG.format(
