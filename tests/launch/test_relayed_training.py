@@ -27,15 +27,17 @@ from tests.support.launch_runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 HOSTS, NUM_STEPS, STRIKE_STEP = "abab", 60, 5
 ROOT = Path(__file__).parents[2]
-NEVER, FOUR, FIVE = "never", 4, 5
+NEVER, HELD, FOUR, FIVE = "never", "step", 4, 5
 
 
-def start_ranks(config_file, run, relay_from):
-    """One stub for each rank, from the variables that a launcher sets; steps take 0.1 s more."""
+def start_ranks(config_file, run, relay_from, held=NEVER):
+    """One stub for each rank, from the variables that a launcher sets; steps take 0.1 s more. With HELD, rank 1 waits
+    after STRIKE_STEP until the file `struck` is there, so that the run can't end before the test has looked at it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     settings = (f"run.num_steps={NUM_STEPS}", "precision.sums=exact", f"elastic.relay_from={relay_from}")
-    script = [sys.executable, "-m", "tests.support.dawdling_training", str(run.parent), NEVER, "0", HOSTS]
+    holding = [str(run.parent), held, str(STRIKE_STEP + 1)]
+    script = [sys.executable, "-m", "tests.support.dawdling_training", *holding, HOSTS]
     command = [*script, "--config", str(config_file), *settings]
     shared = {"WORLD_SIZE": len(HOSTS), "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     stubs = []
@@ -70,7 +72,21 @@ def lost_ranks(run):
 
 
 def relays_of(stubs):
-    return [rank for rank, stub in enumerate(stubs) if "p3d-relay" in map(name_of, children_of(stub.pid))]
+    return [rank for rank, stub in enumerate(stubs) if "p3d-relay" in children_names(stub)]
+
+
+def children_names(stub):
+    return sorted(map(name_of, children_of(stub.pid)))
+
+
+def assert_relays(stubs, run, ranks):
+    """Fails with what the stubs run and have printed, and with the run's events."""
+    if relays_of(stubs) != ranks:
+        running = [(stub.poll(), children_names(stub)) for stub in stubs]
+        for stub in stubs:
+            stub.kill()
+        events = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"event"' in line]
+        pytest.fail(f"relays of {ranks} wanted\n{running}\n{events}\n{[finish(stub) for stub in stubs]}")
 
 
 @pytest.fixture
@@ -79,7 +95,7 @@ def direct(config_file, tmp_path):
     run = tmp_path / "direct"
     stubs = start_ranks(config_file, run, FIVE)
     wait_for_step(run, STRIKE_STEP)
-    assert relays_of(stubs) == []
+    assert_relays(stubs, run, [])
     return losses_after(stubs, run, codes=[0, 0, 0, 0])
 
 
@@ -88,10 +104,11 @@ def direct(config_file, tmp_path):
 )
 def test_relays_and_what_dies_behind_them_change_no_bit(config_file, tmp_path, direct, victim, lost):
     run = tmp_path / "relayed"
-    stubs = start_ranks(config_file, run, FOUR)
+    stubs = start_ranks(config_file, run, FOUR, HELD)
     wait_for_step(run, STRIKE_STEP)
-    assert relays_of(stubs) == [0, 1]
+    assert_relays(stubs, run, [0, 1])
     (worker,) = workers_of(stubs[3].pid)
     os.kill(worker if victim == "worker" else child_of(stubs[1].pid, "relay"), signal.SIGKILL)
+    (tmp_path / "struck").touch()
     assert losses_after(stubs, run, codes=[0, 0, 0, 0]) == direct
     assert lost_ranks(run) == lost
