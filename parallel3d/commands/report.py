@@ -24,6 +24,7 @@ from parallel3d.commands.parsers import parse
 from parallel3d.errors import UserError
 from parallel3d.evaluation.result_figures import ResultHistory, describe_figures
 from parallel3d.evaluation.result_history import read_result_history
+from parallel3d.evaluation.saved_results import starts_of
 from parallel3d.monitor.correlation import Correlation
 from parallel3d.monitor.evaluation_interval import plan_evaluations
 from parallel3d.monitor.history import MetricsLog, ReferenceComparison, analyse, compare_to_reference
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     win = compare_to_reference(history, other) if other else None
     uploads = read_uploads(options.folder)
-    results = read_result_history(options.folder, history.events, on_damage=partial(print, file=sys.stderr))
+    results = read_result_history(options.folder, starts_of(history.events), partial(print, file=sys.stderr))
     if options.json:
         newest = {name: rows[-1] for name, rows in results.items() if rows}
         found = report_as_dict(history, win) | {"evaluations": newest, "uploads": asdict(uploads) if uploads else None}

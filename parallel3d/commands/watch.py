@@ -1,8 +1,9 @@
 """Shows the figures of a run while it goes on: `parallel3d watch RUN_FOLDER [--every S] [--serve [PORT]]`.
 
-On a terminal the figures are drawn in place; elsewhere they are lines, one for each change of membership and one every
-10 s. It only reads: Ctrl-C ends it and leaves the run alone. It ends with the run, with the run's exit code; 1 if all
-processes of the run have disappeared, 2 for invalid input, 130 after Ctrl-C.
+On a terminal the figures are drawn in place; elsewhere they are lines, one for each change of membership, one for each
+new result of an evaluated checkpoint and one every 10 s. It only reads: Ctrl-C ends it and leaves the run alone. It
+ends with the run, with the run's exit code; 1 if all processes of the run have disappeared, 2 for invalid input, 130
+after Ctrl-C.
 `--serve` also serves the run's page to this machine (report_page/page_server.py).
 """
 
@@ -13,17 +14,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from parallel3d.checkpoint.directory import CheckpointDirectory
 from parallel3d.commands.parsers import parse
 from parallel3d.errors import UserError
+from parallel3d.evaluation.result_figures import figures_by_name
+from parallel3d.evaluation.result_history import read_result_history
+from parallel3d.evaluation.saved_results import EVALUATIONS, starts_of
 from parallel3d.monitor.metrics_tail import GrowingFile
 from parallel3d.monitor.run_folder import CONFIG, METRICS, SUMMARY, is_being_written, read_metrics
 from parallel3d.monitor.upload_history import UPLOADS, UploadHistory
+from parallel3d.report_page.page_results import brief_results
 from parallel3d.report_page.page_server import PageServer
 from parallel3d.report_page.terminal_view import MIN_WIDTH, FolderFacts, Screen, describe_in_a_line, draw_lines
 from parallel3d.report_page.watched_run import WatchedRun, WidthChange
@@ -73,6 +78,7 @@ class Watcher:
         self._folder, self._display, self._every_s = folder, display, every_s
         self._clock, self._sleep = clock, sleep
         self._file, self._run = GrowingFile(folder / METRICS), WatchedRun()
+        self._results = NewestResults(folder)
         self._is_waiting = False
 
     def run(self) -> int:
@@ -84,7 +90,8 @@ class Watcher:
                 seen_alive_s = self._clock()
             has_died = not summary and self._run.step > 0 and self._clock() - seen_alive_s > DEAD_AFTER_S
             if self._run.step or summary:
-                self._display.show(self._run, read_facts(self._folder), status=_status(summary, has_died=has_died))
+                facts = read_facts(self._folder, self._results.read(self._run.starts))
+                self._display.show(self._run, facts, status=_status(summary, has_died=has_died))
             elif not self._is_waiting:
                 self._is_waiting = True
                 self._display.say(f"{self._folder}: no step yet, waiting for the first")
@@ -112,6 +119,34 @@ class Watcher:
         for line in lines:
             self._run.add(json.loads(line))
         return bool(lines)
+
+
+class NewestResults:
+    """The newest results of evaluated checkpoints. Their files are read when one of them or the run's starts change."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._known: object = None
+        self._found: tuple[str, ...] = ()
+
+    def read(self, starts: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """A text for each main figure; for a set with a damaged file, what is wrong with it. `starts`: the lines of the
+        run's starts and restarts."""
+        stamp = ([*starts], file_times(self._folder / EVALUATIONS))
+        if stamp != self._known:
+            damages: list[str] = []
+            history = read_result_history(self._folder, starts_of(starts), on_damage=damages.append)
+            self._known, self._found = stamp, (*brief_results(figures_by_name(history)), *damages)
+        return self._found
+
+
+def file_times(folder: Path) -> dict[str, int]:
+    """When each file in the folders of a folder was written (ns); {} without it."""
+    times = {}
+    for path in folder.glob("*/*.json"):
+        with suppress(OSError):  # removed by now
+            times[str(path)] = path.stat().st_mtime_ns
+    return times
 
 
 class ScreenDisplay:
@@ -154,6 +189,7 @@ class LineDisplay:
         self._stream = stream
         self._last_step = 0
         self._shown: list[WidthChange] = []
+        self._results: tuple[str, ...] = ()
 
     def show(self, run: WatchedRun, facts: FolderFacts, *, status: str) -> None:
         for change in run.changes:
@@ -161,6 +197,10 @@ class LineDisplay:
                 cost = "" if change.seconds is None else f" in {change.seconds:.2f} s"
                 self.say(f"step {change.step}: {change.text}{cost}")
                 self._shown.append(change)
+        for text in facts.results:
+            if text not in self._results:
+                self.say(f"evaluated {text}")
+        self._results = facts.results
         if run.step != self._last_step:
             self._last_step = run.step
             self.say(describe_in_a_line(run, facts))
@@ -169,8 +209,8 @@ class LineDisplay:
         print(text, file=self._stream, flush=True)
 
 
-def read_facts(folder: Path) -> FolderFacts:
-    """What config.json, summary.json, the checkpoints and the uploads say."""
+def read_facts(folder: Path, results: tuple[str, ...] = ()) -> FolderFacts:
+    """What config.json, summary.json, the checkpoints and the uploads say, with what their evaluations have found."""
     config = read_object(folder / CONFIG)
     steps, age_s = [], None
     if directory := config.get("checkpoint", {}).get("directory"):
@@ -191,6 +231,7 @@ def read_facts(folder: Path) -> FolderFacts:
         checkpoint_step=steps[-1] if steps else None,
         checkpoint_age_s=age_s,
         uploads=uploads,
+        results=results,
     )
 
 

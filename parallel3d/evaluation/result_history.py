@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import UserError
 from parallel3d.evaluation.result_figures import ResultHistory, main_figures
 from parallel3d.evaluation.results import format_table
-from parallel3d.evaluation.saved_results import ResultFolder, RunStart, result_folders, starts_of
+from parallel3d.evaluation.saved_results import ResultFolder, RunStart, result_folders
 
 
 def history_of(folders: Iterable[ResultFolder], starts: Iterable[RunStart]) -> dict[str, list[dict[str, Any]]]:
@@ -25,11 +25,9 @@ def history_of(folders: Iterable[ResultFolder], starts: Iterable[RunStart]) -> d
 
 
 def read_result_history(
-    run_folder: Path, lines: Iterable[Mapping[str, Any]], on_damage: Callable[[str], None] = lambda text: None
+    run_folder: Path, starts: Sequence[RunStart], on_damage: Callable[[str], None]
 ) -> dict[str, list[dict[str, Any]]]:
-    """`history_of` all sets in a run's folder; `lines` are of its metrics.jsonl. A set with a damaged file is left out,
-    and `on_damage` gets the reason."""
-    starts = starts_of(lines)
+    """`history_of` all sets in a run's folder. One with a damaged file is left out, and `on_damage` gets the reason."""
     found: dict[str, list[dict[str, Any]]] = {}
     for folder in result_folders(run_folder):
         try:

@@ -126,13 +126,17 @@ def _figure_table(runs: Sequence[RunPage]) -> str:
 
 def _results(page: PageData) -> str:
     """What evaluations of checkpoints have found; nothing without any."""
-    if not page.newest_results:
+    damages = [text for run in page.runs for text in run.result_damages]
+    if not page.newest_results and not damages:
         return ""
     is_alone = len(page.runs) == 1
     head = [] if is_alone else ["", *(run.name for run in page.runs)]
     drawn = [_figure(chart, is_alone=is_alone) for chart in page.result_charts]
     has_errors = any(error is not None for c in page.result_charts for each in c.series for error in each.errors)
     parts = ['<section aria-labelledby="h-results"><h2 id="h-results">Evaluations of checkpoints</h2>']
+    parts += [f'<p class="hint">Left out: {escape(text)}</p>' for text in damages]
+    if not page.newest_results:
+        return "".join([*parts, "</section>"])
     if has_errors:
         parts.append('<p class="hint">Vertical bars are standard errors.</p>')
     parts.append(_charts(drawn[:OPEN_RESULT_CHARTS]))

@@ -53,6 +53,8 @@ class RunFiles:
     """Of uploads.jsonl."""
     results: ResultHistory = field(default_factory=dict)
     """What evaluations of its checkpoints have found (evaluation/result_history.py)."""
+    result_damages: Sequence[str] = ()
+    """Why sets of results are left out."""
     plan: Plan | None = None
     """The plan of its pipeline, if it is to be drawn."""
     read_at: float = 0.0
@@ -91,6 +93,8 @@ class RunPage:
     results: tuple[tuple[str, ...], ...]
     """Rows with the cells of RESULT_COLUMNS."""
     num_results: int
+    result_damages: tuple[str, ...]
+    """Why sets of results are left out."""
     environment: dict[str, str]
     config: Json
 
@@ -257,6 +261,7 @@ def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None
         bubbles=tuple(_bubbles(run, history)),
         results=tuple(results[-MAX_RESULTS:]),
         num_results=len(results),
+        result_damages=tuple(run.result_damages),
         environment={name: _flat(value) for name, value in run.environment.items() if name != "command_line"},
         config=run.config,
     )

@@ -12,6 +12,7 @@ from typing import Any
 from parallel3d.config.load import load_config
 from parallel3d.errors import UserError
 from parallel3d.evaluation.result_history import read_result_history
+from parallel3d.evaluation.saved_results import starts_of
 from parallel3d.monitor.run_folder import CONFIG, ENVIRONMENT, METRICS, PAGE, SUMMARY, read_metrics
 from parallel3d.monitor.upload_history import UPLOADS
 from parallel3d.pipeline.planner import Plan
@@ -58,6 +59,7 @@ def read_run(folder: Path) -> RunFiles:
         raise UserError(f"{folder} is not the folder of a run: can't read {METRICS} ({reason})") from None
     if not any("event" not in line and "step" in line for line in lines):
         raise UserError(f"{folder}: {METRICS} holds no step yet")
+    damages: list[str] = []
     try:
         uploads = read_metrics(folder / UPLOADS)
     except (OSError, ValueError):
@@ -69,7 +71,8 @@ def read_run(folder: Path) -> RunFiles:
         environment=_read(folder / ENVIRONMENT),
         summary=_read(folder / SUMMARY),
         uploads=uploads,
-        results=read_result_history(folder, lines),
+        results=read_result_history(folder, starts_of(lines), damages.append),
+        result_damages=damages,
         plan=read_plan(folder / CONFIG),
         read_at=time.time(),
     )

@@ -1,5 +1,5 @@
-"""What evaluations of checkpoints have found, for the page: a chart of each figure, its newest values, all of them.
-Pure.
+"""What evaluations of checkpoints have found, for the page: a chart of each figure, its newest values, all of them;
+for a terminal, the newest in brief. Pure.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ def newest_results(results: Sequence[Results]) -> Iterator[tuple[str, ...]]:
             f"{name.subject}, {spoken(name.figure)}",
             *(f"{format_figure(each.value, each.stderr)} (step {each.step:,})" if each else "" for each in cells),
         )
+
+
+def brief_results(results: Results) -> list[str]:
+    """The newest value of each main figure, for example "step 40, files: a.txt, loss 4.5023 ± 0.0212"."""
+    newest = [(name, results[name][-1]) for name in _chosen([results], main_names)]
+    return [
+        f"step {at.step:,}, {name.subject}, {spoken(name.figure)} {format_figure(at.value, at.stderr)}"
+        for name, at in newest
+    ]
 
 
 def result_rows(results: Results) -> list[tuple[str, ...]]:

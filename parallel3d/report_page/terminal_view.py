@@ -45,6 +45,8 @@ class FolderFacts:
     """The step of the newest checkpoint."""
     checkpoint_age_s: float | None = None
     uploads: UploadHistory | None = None
+    results: tuple[str, ...] = ()
+    """Of evaluated checkpoints: the newest main figures."""
 
 
 def draw_lines(run: WatchedRun, facts: FolderFacts, screen: Screen, *, status: str) -> list[str]:
@@ -113,7 +115,7 @@ def _progress(run: WatchedRun, facts: FolderFacts) -> str:
     return f"step {run.step:,}/{facts.num_steps:,} ({run.step / facts.num_steps:.0%})"
 
 
-_ONLY_ON_A_SCREEN = ("changes", "last loss", "last return")
+_ONLY_ON_A_SCREEN = ("changes", "last loss", "last return", "evaluated")
 
 
 def _rows(run: WatchedRun, facts: FolderFacts) -> Iterator[tuple[str, str]]:
@@ -159,6 +161,8 @@ def _events(run: WatchedRun, facts: FolderFacts) -> Iterator[tuple[str, str]]:
         cost = "" if change.seconds is None else f"{change.seconds:.2f} s, "
         label = "last return" if "joins" in change.text else "last loss"
         yield label, f"step {change.step:,}: {cost}{format_widths(change.widths)}, {change.text}"
+    for text in facts.results:
+        yield "evaluated", text
 
 
 def _other_losses(run: WatchedRun) -> str:

@@ -44,6 +44,8 @@ class WatchedRun:
     num_joined: int = 0
     num_restarts: int = 0
     changes: list[WidthChange] = field(default_factory=list)
+    starts: list[Json] = field(default_factory=list)
+    """Lines of starts and restarts: results of steps that the run has left behind don't count."""
     newest_time: float = 0.0
     """Seconds since the epoch of the newest line with a time."""
     started_at: float = 0.0
@@ -70,6 +72,8 @@ class WatchedRun:
     def add(self, line: Json) -> None:
         """Takes the next line of the file."""
         self.newest_time = float(line.get("time", self.newest_time))
+        if line.get("event") in ("started", "restart"):
+            self.starts.append(line)
         match line:
             case {"event": "started", "time": time}:
                 self.started_at = float(time)

@@ -173,6 +173,15 @@ def test_values_that_are_no_numbers_are_left_out_and_a_damaged_set_hides_no_othe
     assert page.newest_results == (("text: a.txt, loss", "800.0000 (step 20)"),)
     text = render_page(page, now_s=0.0)
     assert "standard errors" not in text and "NaN" not in text
+    assert "Left out: " in text and "damaged/step-00000010.json is not the result of an evaluation" in text
+
+
+def test_a_run_whose_only_set_is_damaged_says_so(tmp_path):
+    run = write_run(tmp_path / "run")
+    publish(run, "damaged", 10, {"b.txt": {"loss": 1.0}})
+    (run / "evaluations" / "damaged" / "step-00000010.json").write_text("{")
+    text = render_page(make_page([read_run(run)]), now_s=0.0)
+    assert "step-00000010.json is not the result" in text and "Newest results" not in text
 
 
 def test_many_checkpoints_and_tasks_fit_into_the_page(tmp_path):

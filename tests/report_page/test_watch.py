@@ -7,16 +7,26 @@ import math
 import os
 import urllib.error
 import urllib.request
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.commands.watch import DEAD_AFTER_S, LineDisplay, ScreenDisplay, Watcher, main, read_facts
+from parallel3d.commands.watch import (
+    DEAD_AFTER_S,
+    LineDisplay,
+    NewestResults,
+    ScreenDisplay,
+    Watcher,
+    main,
+    read_facts,
+)
 from parallel3d.report_page.page_server import PageServer
 from parallel3d.report_page.terminal_view import ASCII_BLOCKS, BLOCKS, FolderFacts, Screen, draw_curve, draw_lines
 from parallel3d.report_page.watched_run import WatchedRun
 from tests.report_page.test_page_data import CHANGE, run_files
+from tests.report_page.test_page_results import NOON, publish
 
 EVALUATION = {"event": "evaluation", "step": 20, "loss": 4.5, "seconds": 1.0, "time": 1010.0}
 RETURN = CHANGE | {"step": 9, "who": [], "joined": [{"rank": 4, "coordinates": "pp1 dp1 tp0"}], "widths": [2, 2]}
@@ -72,7 +82,7 @@ def test_the_newest_figures_are_those_of_the_lines():
 
 
 def test_a_restart_takes_its_steps_back():
-    run = watched([*run_files(10).lines, {"event": "restart", "step": 4}])
+    run = watched([*run_files(10).lines, {"event": "restart", "step": 4, "time": 1.0}])
     assert len(run.losses) == 4
     run.add({"step": 5, "loss": 9.0})
     assert len(run.losses) == 5 and run.losses[-1] == 9.0 and run.num_restarts == 1
@@ -167,6 +177,33 @@ def test_checkpoints_and_uploads_are_found(tmp_path):
     assert facts.checkpoint_step == 20 and facts.checkpoint_age_s >= 0 and facts.uploads.newest_step == 10
     lines = draw_lines(watched(run_files().lines), facts, Screen(width=80, height=40), status="")
     assert "checkpoint  step 20, 0:00 ago" in lines and "upload      step 10" in lines
+
+
+def test_results_of_checkpoints_are_shown_as_they_come(tmp_path):
+    lines, damaged = run_files().lines, tmp_path / "evaluations" / "wiki" / "step-00000030.json"
+    restart = {"event": "restart", "step": 15, "lost_steps": 5, "time": NOON.timestamp() + 60}
+    more = [*lines, restart, *lines[16:]]
+    write(tmp_path, lines)
+    figures = {"loss": 2.0, "loss_stderr": 0.5, "perplexity": 7.4}
+    actions = [partial(publish, tmp_path, "wiki", step, {"a.txt": figures | {"loss": 40 / step}}) for step in (10, 20)]
+    actions += [
+        lambda: write(tmp_path, more),
+        lambda: damaged.write_text("{"),
+        lambda: write(tmp_path, more, summary={"exit_code": 0}),
+    ]
+    time = FakeTime(*actions)
+    assert watcher(tmp_path, time, stream := io.StringIO()).run() == 0
+    said = [line for line in stream.getvalue().splitlines() if line.startswith("evaluated")]
+    assert said[:-1] == [
+        "evaluated step 10, wiki: a.txt, loss 4.0000 ± 0.5000",
+        "evaluated step 20, wiki: a.txt, loss 2.0000 ± 0.5000",
+        "evaluated step 10, wiki: a.txt, loss 4.0000 ± 0.5000",  # the run has left step 20 behind
+    ]
+    assert "wiki/step-00000030.json is not the result of an evaluation" in said[-1]
+    damaged.unlink()
+    facts = read_facts(tmp_path, NewestResults(tmp_path).read([]))
+    shown = draw_lines(watched(lines), facts, Screen(width=80, height=40), status="")
+    assert "evaluated   step 20, wiki: a.txt, loss 2.0000 ± 0.5000" in shown
 
 
 def test_mistakes_of_watchers_are_named(tmp_path, capsys):
