@@ -23,25 +23,18 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from parallel3d.checkpoint.fetch import local_checkpoint
 from parallel3d.checkpoint.index import Format
+from parallel3d.commands.folder_config import describe_folder_config, make_folder_config
 from parallel3d.commands.parsers import WEIGHT_FORMATS, parse
-from parallel3d.config.derived import num_parameters
-from parallel3d.config.load import CACHE_DIRECTORY, resolve
-from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.starter import starter_config
-from parallel3d.data.run_data import open_run_corpus
-from parallel3d.data.tokenizer_files import holds_tokenizer
+from parallel3d.config.load import CACHE_DIRECTORY
 from parallel3d.errors import CheckpointError, UserError
 from parallel3d.models.hf_export import export
 from parallel3d.models.hf_import import import_folder
 from parallel3d.models.initial_weights import find_checkpoint, read_model_config
 from parallel3d.models.plain_export import export_plain
-from parallel3d.parallel.abort import AbortToken
 
 FORMATS: Mapping[str, Format | None] = dict(zip(WEIGHT_FORMATS, (None, "F32", "BF16")))
 EXIT_INTERRUPTED = 130
@@ -109,40 +102,11 @@ def show_config(options: argparse.Namespace) -> Iterator[str]:
     """A configuration to begin with, as JSON. What was chosen, and of how much text, is said on stderr."""
     if options.tokens is not None and options.tokens < 1:
         raise UserError(f"--tokens {options.tokens:g}: must be at least 1")
-    folder = local_checkpoint(options.source, CACHE_DIRECTORY)
-    found = find_checkpoint(folder) or folder
-    build = partial(
-        starter_config,
-        read_model_config(found),
-        sources=options.texts,
-        weights=str(options.source) if any(found.glob("*.safetensors")) else None,
-        tokenizer=str(found) if holds_tokenizer(found) else None,
-    )
     num_tokens = None if options.tokens is None else int(options.tokens)
-    num_read = count_tokens(build()) if options.texts else 0
-    raw = build(num_tokens=num_tokens or num_read or None)
-    for line in describe_starter(raw, num_read):
+    raw, num_read = make_folder_config(options.source, options.texts, num_tokens)
+    for line in describe_folder_config(raw, num_read):
         print(line, file=sys.stderr)
     yield json.dumps(raw, indent=2)
-
-
-def count_tokens(raw: dict[str, Any]) -> int:
-    """Tokens of one pass over the texts; the corpus stays in the cache, where training finds it."""
-    config = resolve(Config.model_validate(raw), config_path="starter")
-    return open_run_corpus(config, AbortToken(), partial(print, file=sys.stderr)).num_train_tokens
-
-
-def describe_starter(raw: dict[str, Any], num_read: int) -> Iterator[str]:
-    """Says what the configuration trains, from what, for how long."""
-    run, batch = raw["run"], raw["batch"]
-    step = batch["global_batch_size"] * batch["sequence_length"]
-    passes = f" ({run['num_tokens'] / num_read:.3g} x the text)" if num_read else ""
-    yield (
-        f"{num_parameters(ModelConfig.model_validate(raw['model'])):,} parameters, "
-        f"{'from these weights' if 'initialize_from' in run else 'from random weights'}; "
-        f"{run['num_tokens']:,} tokens{passes}; {-(-run['num_tokens'] // step):,} steps of {step:,}, "
-        f"learning rate {raw['optimizer']['learning_rate']:g}: a beginning to change"
-    )
 
 
 RUN: Mapping[str, Callable[[argparse.Namespace], Iterator[str]]] = {

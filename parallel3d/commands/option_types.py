@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -20,6 +23,30 @@ def count(text: str) -> int:
 def source(text: str) -> Path | str:
     """A folder, or an address of a remote store."""
     return text if "://" in text else Path(text)
+
+
+def file_of(config: str, overrides: Sequence[str]) -> str:
+    """The path of a configuration: `config`, or a file that is made for it where it is a Hugging Face folder. Exits
+    where that fails."""
+    if not is_hugging_face(Path(config)):
+        return config
+    from parallel3d.commands.folder_config import write_folder_config  # imports torch, which completion does without
+    from parallel3d.errors import UserError
+
+    try:
+        return str(write_folder_config(Path(config), overrides))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether it is a folder with a model's Hugging Face configuration."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and "model_type" in fields
 
 
 def seconds(text: str) -> float:

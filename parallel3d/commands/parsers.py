@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parallel3d.commands.model_parsers import add_evaluate, add_generate
-from parallel3d.commands.option_types import add_json, count, seconds, source
+from parallel3d.commands.option_types import add_json, count, file_of, seconds, source
 from parallel3d.commands.study_parsers import add_study as add_kinds_of_studies
 from parallel3d.config.layout_parts import LAYOUT_PARTS
 from parallel3d.config.shipped import find_config
@@ -37,6 +37,8 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         options = parser.parse_args(arguments) if own else parser.parse_intermixed_args(arguments)
     if wrong := [override for override in getattr(options, "overrides", []) if "=" not in override]:
         parser.error(f"unknown argument: {' '.join(wrong)} (an override reads section.field=value)")
+    if getattr(options, "config", None) is not None:
+        options.config = file_of(options.config, getattr(options, "overrides", []))
     return options
 
 
@@ -57,7 +59,7 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         required=required,
         type=lambda name: str(find_config(name)),
         metavar="FILE",
-        help="the run's JSON file, or a name that `parallel3d configs` lists",
+        help="the run's JSON file, a name that `parallel3d configs` lists, or a Hugging Face folder to train from",
     )
     complete_by(config, "configs")
     complete_by(add_overrides(parser), "fields")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.commands.convert import main
+from parallel3d.commands.parsers import parse
 from parallel3d.config import derived
 from parallel3d.config.load import load_config, resolve
 from parallel3d.config.schema import ModelConfig
@@ -86,6 +87,28 @@ def test_without_a_text_and_a_tokenizer(folder: Path, capsys: pytest.CaptureFixt
     raw = json.loads(out)
     assert code == 0 and raw["data"] == {"sources": []} and "x the text" not in err
     assert raw["run"]["num_tokens"] == 20 * derived.num_parameters(ModelConfig.model_validate(raw["model"]))
+
+
+def test_a_folder_in_place_of_a_file(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    (folder / "my_text.txt").write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(3000)))
+    code, out, _ = convert(capsys, "my_llama", "my_text.txt")
+    options = parse("plan", ["--config", "my_llama", "parallel.tp_size=2", 'data.sources=["my_text.txt"]'])
+    said = capsys.readouterr().err
+    assert json.loads(Path(options.config).read_text()) == json.loads(out) and Path(options.config).stem == "my_llama"
+    assert "my_llama: 147,776 parameters, from random weights" in said
+    assert "parallel3d convert config my_llama my_text.txt > my_llama.json" in said
+    raw = json.loads(Path(parse("plan", ["--config", "my_llama"]).config).read_text())
+    assert raw["data"]["sources"] == [] and raw["run"]["num_tokens"] > json.loads(out)["run"]["num_tokens"]
+    capsys.readouterr()
+    for variables, override, wrong in (
+        ({}, 'data.sources=["missing.txt"]', "missing.txt"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "run.seed=1", "a launcher"),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            parse("train", ["--config", "my_llama", override])
+        assert ended.value.code == 2 and wrong in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,21 @@ def test_a_run_begins_where_another_ended(trained, tmp_path):
     assert code == 0 and "is not read: the run resumes from its checkpoint" in out, out + err
 
 
+@pytest.mark.full
+def test_a_folder_in_place_of_a_file_trains_from_its_weights(trained, tmp_path, text, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    fields = ["parallel.tp_size=2", "parallel.pp_size=2", "batch.sequence_length=64", "batch.global_batch_size=8"]
+    run = tmp_path / "runs" / "hf"
+    code, out, err = finish(start("--config", trained / "hf", f'data.sources=["{text}"]', "run.num_steps=2", *fields))
+    assert code == 0, out + err
+    assert "from these weights" in err and "(1 x the text)" in err and f"convert config {trained / 'hf'} {text}" in err
+    before = [line["loss"] for line in metrics(trained / "run")]
+    assert metrics(run)[0]["loss"] < before[0] - 0.7 * (before[0] - before[-1])
+    config = json.loads((run / "config.json").read_text())
+    assert config["run"]["initialize_from"] == str(trained / "hf") and config["data"]["sources"] == [str(text)]
+
+
 def copy(source, target):
     target.mkdir()
     for path in source.iterdir():
