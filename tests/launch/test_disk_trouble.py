@@ -60,7 +60,8 @@ class Notices:
     def wait_for(self, *words, timeout=60):
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+            written = self._metrics.read_text() if self._metrics.exists() else ""
+            lines = written.rpartition("\n")[0].splitlines()  # the last line may be half there
             for number, line in enumerate(lines[self._seen :], start=self._seen + 1):
                 text = json.loads(line).get("text", "")
                 if all(word in text for word in words):

@@ -28,7 +28,7 @@ def complete(store):
 
 
 def events(run):
-    return [json.loads(line) for line in (run / "uploads.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "uploads.jsonl").read_text().rpartition("\n")[0].splitlines()]
 
 
 def wait_until(holds, what, timeout=100):

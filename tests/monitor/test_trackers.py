@@ -71,7 +71,7 @@ def end_run(folder: RunFolder) -> None:
 
 
 def notes(path: Path) -> list[Any]:
-    return [json.loads(line) for line in (path / "notes.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (path / "notes.jsonl").read_text().rpartition("\n")[0].splitlines()]
 
 
 def follow(path: Path, tracker: str, *, end_wait_s: float = 100.0) -> TrackerProcesses:
