@@ -47,10 +47,14 @@ def write_folder_config(folder: Path, overrides: Sequence[str]) -> Path:
     raw, num_read = make_folder_config(folder, texts, num_tokens=None, overrides=overrides)
     text = json.dumps(raw, indent=2) + "\n"
     path = Path(CACHE_DIRECTORY).expanduser() / "configs" / hashlib.sha256(text.encode()).hexdigest()[:16] / made
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    except OSError as error:
+        reason = f"can't write {path} ({error.strerror})"
+        raise UserError(f"--config {folder}: {reason}; make a file of your own: {command} > {made}") from None
     lines = [*describe_folder_config(raw, num_read), f"to change it, make a file of it: {command} > {made}"]
     print("\n".join(f"{folder}: {line}" for line in lines), file=sys.stderr)
     return path

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from parallel3d.config.json_file import is_hugging_face
 
 
 def add_json(parser: argparse.ArgumentParser, instead_of: str) -> None:
@@ -38,15 +39,6 @@ def file_of(config: str, overrides: Sequence[str]) -> str:
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Whether it is a folder with a model's Hugging Face configuration."""
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(fields, dict) and "model_type" in fields
 
 
 def seconds(text: str) -> float:

@@ -49,14 +49,26 @@ def _similar_name(path: Path) -> str:
 def _file_of_folder(folder: Path) -> str:
     """What to give in place of a run's folder or Hugging Face's; empty for other folders."""
     file = folder / "config.json"
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    if (fields := _fields_of(file)) is None:
         return ""
-    if isinstance(fields, dict) and "model_type" in fields:
+    if "model_type" in fields:
         made = f"{folder.name or 'my_run'}.json"
         return f"It is a Hugging Face folder: parallel3d convert config {folder} > {made} makes a configuration for it"
     return f"Did you mean {file}?"
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether it is a folder with a model's Hugging Face configuration."""
+    return "model_type" in (_fields_of(folder / "config.json") or ())
+
+
+def _fields_of(file: Path) -> dict[str, Any] | None:
+    """The fields of a JSON object; None where a file holds none."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
