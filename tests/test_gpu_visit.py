@@ -35,6 +35,44 @@ def test_a_part_that_takes_too_long_is_ended_and_does_not_count_as_done(tmp_path
     assert gpu.finished_parts(tmp_path / gpu.VISIT) == set()
 
 
+KILLED_IN_MID_TEST = """
+import os, signal
+import pytest
+def test_good(): pass
+def test_bad(): assert 1 + 1 == 3, "so it is"
+@pytest.fixture
+def broken(): raise OSError("no such thing")
+def test_setup(broken): pass
+def test_skipped(): pytest.skip()
+def test_killed(): os.kill(os.getpid(), signal.SIGKILL)
+"""
+RUN_TESTS = """
+import sys
+from pathlib import Path
+import torch
+from benchmarks.device.device_checks import run_pytest
+from benchmarks.device.part_process import Part
+part = Part(name="checks", device=torch.device("cpu"), folder=Path(sys.argv[1]), is_smoke=True)
+run_pytest(part, [sys.argv[2]])
+"""
+
+
+def test_checks_that_are_killed_in_mid_test_leave_what_they_found(tmp_path, monkeypatch):
+    (tmp_path / "test_killed.py").write_text(KILLED_IN_MID_TEST)
+    command = [sys.executable, "-c", RUN_TESTS, str(tmp_path), str(tmp_path / "test_killed.py")]
+    monkeypatch.setattr(gpu, "part_command", lambda name, options: command)
+    assert gpu.run_part("checks", SimpleNamespace(out=tmp_path), 300) == "failed with -9"
+    lines = gpu.read_lines(tmp_path / gpu.VISIT)
+    found = {line["test"].partition("::")[2]: (line["outcome"], line["why"]) for line in lines if "test" in line}
+    assert {name: outcome for name, (outcome, _) in found.items()} == {
+        "test_good": "passed",
+        "test_bad": "failed",
+        "test_setup": "error",
+    }
+    assert "so it is" in found["test_bad"][1] and "no such thing" in found["test_setup"][1]
+    assert [line["began"] for line in lines if "began" in line][-1].endswith("test_killed")
+
+
 def test_parts_are_skipped_when_finished_or_without_time(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(gpu, "run_part", lambda name, options, limit_s: ran.append((name, limit_s)) or "done")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import pytest
 
 from benchmarks.device.part_process import Part
 
 ROOT = Path(__file__).resolve().parents[2]
-NONE_SELECTED = 5
-"""pytest's exit code."""
+TEXT_CHARACTERS = 1500
 
 
 def run_tests(part: Part) -> None:
@@ -31,21 +28,33 @@ def run_kernel_tests(part: Part) -> None:
 SMALLEST_KERNEL_TEST = "tests/kernels/test_triton_random.py"
 
 
+class LinePlugin:
+    """A plugin of pytest: a line when a test begins, so that one that hangs is named, and one with how it ended."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self.counts: Counter[str] = Counter()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._part.write(began=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return  # of the three phases only the test itself counts, unless another one fails or skips it
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        self.counts[outcome] += 1
+        if outcome != "skipped":
+            seconds = round(report.duration, 2)
+            self._part.write(test=report.nodeid, outcome=outcome, seconds=seconds, why=why(report))
+
+
 def run_pytest(part: Part, arguments: Sequence[str]) -> None:
-    """Writes a line for each test that was not skipped; raises RuntimeError if one fails."""
-    with TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-        done = subprocess.run(command, cwd=ROOT)
-        counts: Counter[str] = Counter()
-        for case in ElementTree.parse(report).getroot().iter("testcase"):
-            outcome = outcome_of(case)
-            counts[outcome] += 1
-            if outcome != "skipped":
-                part.write(test=case.get("name"), outcome=outcome, seconds=float(case.get("time", 0)), why=why(case))
-    part.write(counts=counts)
-    if done.returncode not in (0, NONE_SELECTED):
-        raise RuntimeError(f"pytest ended with {done.returncode}: {counts}")
+    """Runs the tests in this process, and writes a line for each as it begins and ends; RuntimeError if one fails."""
+    lines = LinePlugin(part)
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[lines])
+    part.write(counts=lines.counts)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise RuntimeError(f"pytest ended with {int(code)}: {dict(lines.counts)}")
 
 
 def gpu_test_files() -> list[Path]:
@@ -55,11 +64,6 @@ def gpu_test_files() -> list[Path]:
     return sorted(found, key=lambda path: ("launch" in path.parts, path))
 
 
-def outcome_of(case: ElementTree.Element) -> str:
-    return next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-
-
-def why(case: ElementTree.Element) -> str:
-    """The first line of a failure's message."""
-    messages = [child.get("message", "") for child in case if child.tag in ("failure", "error")]
-    return messages[0].splitlines()[0] if messages and messages[0] else ""
+def why(report: pytest.TestReport) -> str:
+    """The end of a failure's text: the values that were compared, the error and where it was raised."""
+    return report.longreprtext.strip()[-TEXT_CHARACTERS:] if report.failed else ""
