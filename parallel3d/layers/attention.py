@@ -162,6 +162,10 @@ def attend(
     if window is None or window >= q.shape[2]:
         mixed = attend_in_blocks(q, k, v, kernels=kernels) if form == "blocks" else _attention(q, k, v)
         return mixed.transpose(1, 2)
+    if _has_varlen_kernel(q):
+        batch, _, seq, _ = q.shape
+        tokens = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+        return _attend_varlen((seq,) * batch, *tokens, window).unflatten(0, (batch, seq))
     # splits once and concatenates once: the gradient of each slice would have the size of the whole tensor
     blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
     parts = [_attention(*blocks[0])]
@@ -206,10 +210,14 @@ def attend_per_document(
     Splits once and concatenates once, as the window does.
     """
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-    if is_accelerator(q.device) and q.dtype.itemsize == 2 and cap is None:
+    if cap is None and _has_varlen_kernel(q):
         return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
     queries, keys, values = (each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v))
     return torch.cat([attend(*part, window, cap) for part in zip(queries, keys, values)], dim=1)
+
+
+def _has_varlen_kernel(q: Tensor) -> bool:
+    return is_accelerator(q.device) and q.dtype.itemsize == 2
 
 
 @lru_cache(maxsize=4)

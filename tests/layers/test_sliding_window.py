@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from parallel3d.inprocess.live_bytes import LiveBytes
 from parallel3d.layers import attention
@@ -14,7 +15,7 @@ BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 13, 4, 2, 8
 
 def plain(q, k, v, window):
     """Softmax over scores with a dense mask: query i sees keys i - window + 1 to i."""
-    k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=2) for each in (k, v))
+    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for each in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5
     distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
     scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))
@@ -45,6 +46,25 @@ def test_values_and_gradients_are_those_of_a_banded_mask(window):
     (expected * weights).sum().backward()
     for mine, yours in zip(ours, theirs):
         torch.testing.assert_close(mine.grad, yours.grad, rtol=0, atol=1e-13)
+
+
+def flash_by_definition(q, k, v, begins, begins_k, longest, longest_k, *, window_size):
+    """What torch says that `varlen_attn` does, which has no kernel for CPUs: a window is keys before and after."""
+    assert torch.equal(begins, begins_k) and longest == longest_k == int(begins.diff().max())
+    before, after = window_size
+    assert before >= 0 and after == 0 and k.shape == v.shape == q.shape
+    parts = (each.unsqueeze(0).split(begins.diff().tolist(), dim=1) for each in (q, k, v))
+    return torch.cat([plain(*part, before + 1)[0] for part in zip(*parts)])
+
+
+@pytest.mark.parametrize("window", [1, 5, 12])
+def test_a_device_takes_each_sequence_as_a_document(window, monkeypatch):
+    """No mask is made there. Only the kernel is a stand-in: `-m gpu` has it (test_on_a_device.py)."""
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
+    monkeypatch.setattr(attention, "_band_mask", None)
+    monkeypatch.setattr(varlen, "varlen_attn", flash_by_definition)
+    q, k, v = draw()
+    torch.testing.assert_close(attend(q, k, v, window), plain(q, k, v, window), rtol=0, atol=1e-13)
 
 
 @pytest.mark.usefixtures("_form")
