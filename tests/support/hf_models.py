@@ -78,6 +78,7 @@ MODELS = {
     "mistral": ModelConfig(**SIZES, architecture="mistral", num_key_value_heads=2),
     "mistral-window": ModelConfig(**SIZES, architecture="mistral", num_key_value_heads=2, sliding_window=5),
     "llama-tied": ModelConfig(**SIZES, tie_word_embeddings=True),
+    "smollm2": ModelConfig(**SIZES, tie_word_embeddings=True, num_key_value_heads=2),
     "gpt2-tied": ModelConfig(**SIZES, architecture="gpt2", tie_word_embeddings=True),
     "gpt2-gelu-no-qkv-bias": ModelConfig(**SIZES, architecture="gpt2", activation_function="gelu", qkv_bias=False),
 }

@@ -44,6 +44,7 @@ SEQ = 16
 MODELS = {
     "llama": dict(num_key_value_heads=2),
     "llama-tied": dict(tie_word_embeddings=True, rope_theta=500.0),
+    "smollm2": dict(tie_word_embeddings=True, num_key_value_heads=2),
     "qwen2": dict(qkv_bias=True, rms_norm_eps=1e-6),
     **FAMILY_SHAPES,
     "mistral": dict(architecture="mistral", num_key_value_heads=2, sliding_window=5),
