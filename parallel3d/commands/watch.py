@@ -231,6 +231,7 @@ def read_facts(folder: Path, results: tuple[str, ...] = ()) -> FolderFacts:
         checkpoint_step=steps[-1] if steps else None,
         checkpoint_age_s=age_s,
         uploads=uploads,
+        dollars_per_hour=config.get("monitor", {}).get("dollars_per_hour"),
         results=results,
     )
 

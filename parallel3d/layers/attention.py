@@ -164,8 +164,8 @@ def attend(
         return mixed.transpose(1, 2)
     if _has_varlen_kernel(q):
         batch, _, seq, _ = q.shape
-        tokens = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
-        return _attend_varlen((seq,) * batch, *tokens, window).unflatten(0, (batch, seq))
+        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+        return _attend_varlen((seq,) * batch, q, k, v, window).unflatten(0, (batch, seq))
     # splits once and concatenates once: the gradient of each slice would have the size of the whole tensor
     blocks = list(zip(*(each.split(window, dim=2) for each in (q, k, v))))
     parts = [_attention(*blocks[0])]

@@ -144,7 +144,8 @@ SOURCES: dict[str, _Source] = {
 
 
 def make_page(runs: Sequence[RunFiles], *, dollars_per_hour: float | None = None) -> PageData:
-    """The page of these runs; the price is that of all devices of a run together."""
+    """The page of these runs. The price is that of all devices of a run together; None: what each run's own
+    configuration says."""
     histories = [MetricsLog.of(run.lines) for run in runs]
     marks = tuple((row.step, row.what) for row in _changes(histories[0])) if len(runs) == 1 else ()
     names, results = [run.name for run in runs], [figures_by_name(run.results) for run in runs]
@@ -246,6 +247,8 @@ def _width_chart(number: int, name: str, history: MetricsLog) -> Chart:
 def _run_page(run: RunFiles, history: MetricsLog, dollars_per_hour: float | None) -> RunPage:
     notices, checkpoints = messages_of(run.lines), checkpoints_of(run.lines, run.uploads)
     results = result_rows(figures_by_name(run.results))
+    if dollars_per_hour is None:
+        dollars_per_hour = run.config.get("monitor", {}).get("dollars_per_hour")
     return RunPage(
         name=run.name,
         status=_status(run, history),

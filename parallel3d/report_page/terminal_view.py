@@ -45,6 +45,7 @@ class FolderFacts:
     """The step of the newest checkpoint."""
     checkpoint_age_s: float | None = None
     uploads: UploadHistory | None = None
+    dollars_per_hour: float | None = None
     results: tuple[str, ...] = ()
     """Of evaluated checkpoints: the newest main figures."""
 
@@ -115,7 +116,7 @@ def _progress(run: WatchedRun, facts: FolderFacts) -> str:
     return f"step {run.step:,}/{facts.num_steps:,} ({run.step / facts.num_steps:.0%})"
 
 
-_ONLY_ON_A_SCREEN = ("changes", "last loss", "last return", "evaluated")
+_ONLY_ON_A_SCREEN = ("loss ratio", "spikes", "seq. length", "changes", "last loss", "last return", "evaluated")
 
 
 def _rows(run: WatchedRun, facts: FolderFacts) -> Iterator[tuple[str, str]]:
@@ -123,6 +124,10 @@ def _rows(run: WatchedRun, facts: FolderFacts) -> Iterator[tuple[str, str]]:
     line = run.newest
     if (loss := line.get("loss")) is not None:
         yield "loss", f"{float(loss):.4f}{_other_losses(run)}"
+    if (ratio := line.get("loss_ratio")) is not None:
+        yield "loss ratio", f"{float(ratio):.4f} (to the lowest loss before)"
+    if run.spikes:
+        yield "spikes", f"{len(run.spikes):,} of the gradient norm, the last one at step {run.spikes[-1]:,}"
     if (rate := line.get("lr")) is not None:
         yield "lr", format_number(float(rate))
     if (speed := line.get("mean_tokens_per_s", line.get("tokens_per_s"))) is not None:
@@ -140,6 +145,10 @@ def _rows(run: WatchedRun, facts: FolderFacts) -> Iterator[tuple[str, str]]:
         yield "width", format_widths(widths)
     if (tokens := line.get("tokens")) is not None:
         yield "tokens", f"{int(tokens):,}{_all_tokens(run, facts, int(tokens))}"
+    if (length := line.get("sequence_length")) is not None:
+        yield "seq. length", f"{int(length):,}"
+    if facts.dollars_per_hour is not None:
+        yield "cost", f"${run.hours * facts.dollars_per_hour:,.2f}"
     if facts.num_steps and run.step_s and run.step < facts.num_steps:
         yield "ETA", format_duration((facts.num_steps - run.step) * run.step_s)
     yield from _events(run, facts)

@@ -40,6 +40,8 @@ class WatchedRun:
     evaluation: tuple[int, float] | None = None
     """Step and loss of the newest evaluation."""
     best_evaluation: tuple[int, float] | None = None
+    spikes: list[int] = field(default_factory=list)
+    """Steps in which a spike of the gradient norm began."""
     num_lost: int = 0
     num_joined: int = 0
     num_restarts: int = 0
@@ -68,6 +70,11 @@ class WatchedRun:
     def step_s(self) -> float | None:
         """Mean seconds of the newest steps."""
         return sum(self.step_times_s) / len(self.step_times_s) if self.step_times_s else None
+
+    @property
+    def hours(self) -> float:
+        """From the start to the newest line."""
+        return max(0.0, self.newest_time - self.started_at) / 3600 if self.started_at else 0.0
 
     def add(self, line: Json) -> None:
         """Takes the next line of the file."""
@@ -98,6 +105,9 @@ class WatchedRun:
         self.losses.extend([math.nan] * (index - len(self.losses)))
         self.losses.append(math.nan if loss is None else float(loss))
         self.newest = line
+        self.spikes = [begin for begin in self.spikes if begin < step] if self.spikes else []
+        if line.get("grad_spike") == 1:
+            self.spikes.append(step)
         if seconds := line.get("step_s"):
             self.step_times_s = [*self.step_times_s, float(seconds)][-STEP_TIMES:]
 

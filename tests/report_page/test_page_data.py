@@ -56,6 +56,9 @@ def test_the_figures_are_those_of_the_files():
     assert (figures["dollars of evaluations"], figures["dollars without evaluations"]) == ("0.01", "0.99")
     assert figures["dollars for 4 million tokens (HLAT's CPT)"] == "1,000"
     assert figures["dollars for a trillion tokens"] == "2.5e+08"
+    own = run_files(events=[*events, ended], summary=summary, config={"monitor": {"dollars_per_hour": 72.0}})
+    assert make_page([own]).runs[0].figures["dollars so far"] == "2.00"
+    assert make_page([own], dollars_per_hour=36.0).runs[0].figures == figures
     assert page.runs[0].status == "finished, 40 steps" and page.runs[0].changes[0].widths == "2/2 to 2/1"
     charts = {chart.name: chart for chart in page.charts}
     assert [*charts] == ["loss", "loss_ratio", "grad_norm", "step_s", "widths-0"]

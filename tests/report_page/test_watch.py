@@ -88,6 +88,19 @@ def test_a_restart_takes_its_steps_back():
     assert len(run.losses) == 5 and run.losses[-1] == 9.0 and run.num_restarts == 1
 
 
+def test_stability_length_and_price_are_shown():
+    """A repeated step takes the spike of its first attempt back, and what is repeated costs, too."""
+    lines = [{"step": 5, "grad_spike": 1}, {"step": 6, "grad_spike": 2}, {"step": 7}, {"step": 8, "grad_spike": 1}]
+    run = watched([{"event": "started", "step": 0, "time": 1000.0}, *lines])
+    assert run.spikes == [5, 8]
+    restart = {"event": "restart", "step": 6, "time": 4000.0}
+    run = watched([run.starts[0], *lines, restart, {"step": 7, "loss": 2.0, "loss_ratio": 1.25, "sequence_length": 96}])
+    facts = FolderFacts(name="a", dollars_per_hour=36.0)
+    shown = draw_lines(run, facts, Screen(width=80, height=50), status="running")
+    assert "loss ratio  1.2500 (to the lowest loss before)" in shown and "seq. length 96" in shown
+    assert "spikes      1 of the gradient norm, the last one at step 5" in shown and "cost        $30.00" in shown
+
+
 @given(st.integers(20, 140), st.integers(1, 60), st.lists(st.floats(), max_size=400), st.booleans())
 def test_every_screen_is_large_enough(width, height, losses, has_blocks):
     run = watched([*run_files(losses=losses or [math.nan]).lines, CHANGE | {"why": "long " * 50}, RETURN])

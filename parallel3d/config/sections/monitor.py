@@ -34,6 +34,8 @@ class MonitorConfig(Section):
     page_every_s: PositiveFloat | None = None
     """Seconds between two pages while the run goes on, each written by a process of the lowest priority that needs
     about a second of one core. Null: at the end alone. Has no effect if page is false."""
+    dollars_per_hour: PositiveFloat | None = None
+    """The price of all devices of the run together: the page and `parallel3d watch` then show what the run has cost."""
     tensorboard: bool = False
     """Also writes the figures of every step for TensorBoard, to tensorboard/ in the run folder. Needs the package
     tensorboardX, which the extra "tensorboard" installs."""
