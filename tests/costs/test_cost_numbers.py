@@ -1,10 +1,16 @@
 """Published costs and fits, recomputed by our own functions: the blog on GPT-2 163M, and HLAT."""
 
+from pathlib import Path
+
 import pytest
 
+from parallel3d.config.derived import flops_per_token
+from parallel3d.config.load import load_config
 from parallel3d.costs.fits import BatchCurve, MemoryLine
 from parallel3d.costs.machines import parse_machines
 from parallel3d.costs.rental import FinishedRun, Rental, cost_of_time, cost_of_tokens, scaling_report
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 # --- memory over the micro-batch, loss over the batch (blog) ----------------------------------------------------------
 
@@ -120,6 +126,17 @@ def test_hlats_cost_of_tokens():
     at_equal_efficiency = cost_of_tokens(trainium, ratio) / cost_of_tokens(a100, 1.0)
     assert at_equal_efficiency == pytest.approx(0.539, abs=5e-4)
     assert at_equal_efficiency / 0.60 == pytest.approx(0.90, abs=0.005)  # of the A100's efficiency, at HLAT's 0.60
+
+
+def test_70b_costs_ten_times_7b():
+    """At the same utilisation, by the operations of a token at 4,096 tokens a sequence. The paper: about ten times."""
+    small, large = (load_config(CONFIGS / f"hlat_{size}.json") for size in ("7b", "70b"))
+    ratio = cost_of_tokens(21.50, 1 / operations(large)) / cost_of_tokens(21.50, 1 / operations(small))
+    assert ratio == pytest.approx(10, rel=0.1)
+
+
+def operations(config):
+    return flops_per_token(config.model, config.batch.sequence_length)
 
 
 def test_a_scaling_report():
