@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -15,15 +16,19 @@ from benchmarks.device.part_process import Part
 from parallel3d.worker.device import describe_device
 
 PACKAGES = ("torch", "triton", "pydantic", "liger-kernel", "torchtitan", "transformers", "pytest", "numpy")
+CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu"
+"""And what holds them down now: clocks_throttle_reasons.active."""
 
 
 def measure_limits(part: Part) -> None:
     """A line for each figure."""
     part.write(versions=versions(), device=describe_device(part.device), threads=torch.get_num_threads())
+    part.write(clocks_idle=clocks(part))
     part.write(addmm_into_fp32=outcome_of(lambda: add_in_fp32(part.device)))
     size = 512 if part.is_smoke else 8192
     a, b = (torch.randn(size, size, device=part.device).bfloat16() for _ in range(2))
     part.write(bf16_product_tflops=2 * size**3 / seconds_of(part, lambda: a @ b) / 1e12, size=size)
+    part.write(clocks_after_products=clocks(part))
     flat = torch.empty((1 if part.is_smoke else 1024) << 20, dtype=torch.uint8, device=part.device)
     other = torch.empty_like(flat)
     part.write(copy_tb_per_s=2 * flat.nbytes / seconds_of(part, lambda: other.copy_(flat)) / 1e12)
@@ -42,6 +47,19 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def clocks(part: Part) -> str:
+    """Clocks (MHz), power (W), temperature and what holds them down, by the driver's tool: visits differ by them."""
+    if part.device.type != "cuda":
+        return "no GPU"
+    fields = f"{CLOCKS},clocks_throttle_reasons.active"
+    command = ["nvidia-smi", f"--id={part.device.index}", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    return done.stdout.strip() or done.stderr.strip()
 
 
 def measure_attention(part: Part, head_size: int) -> dict[str, object]:

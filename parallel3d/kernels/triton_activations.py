@@ -13,33 +13,29 @@ from parallel3d.kernels.triton_math import WIDE, sigmoid, warps_for, wide_dtype
 BLOCK = 1024
 
 
-def silu_times(launch, gate_up):
+def gate_times(launch, gate_up, *, is_gelu):
+    """act(gate) * up: SwiGLU, or GeGLU by the hyperbolic tangent."""
+    return _gated_launch(launch, None, gate_up, is_gelu)[1]
+
+
+def gate_times_grads(launch, grad, gate_up, _kept, *, is_gelu):
+    return _gated_launch(launch, grad.contiguous(), gate_up, is_gelu)
+
+
+def _gated_launch(launch, grad, gate_up, is_gelu):
+    """The gradient of [gate | up], if there is one of the result, and the result."""
     gate_up, (num_rows, both) = gate_up.contiguous(), gate_up.shape
     y = torch.empty((num_rows, both // 2), dtype=gate_up.dtype, device=gate_up.device)
+    result = None if grad is None else torch.empty_like(gate_up)
     launch(
-        _silu_times,
+        _gate_times,
         (num_rows, triton.cdiv(both // 2, BLOCK)),
-        [gate_up, y],
-        reads=[gate_up],
-        writes=[y],
-        WIDTH=both // 2,
-        BLOCK=BLOCK,
-        WIDE=WIDE[wide_dtype(gate_up.dtype)],
-        num_warps=warps_for(BLOCK),
-    )
-    return y
-
-
-def silu_times_grads(launch, grad, gate_up, _kept):
-    grad, gate_up, (num_rows, width) = grad.contiguous(), gate_up.contiguous(), grad.shape
-    result, y = torch.empty_like(gate_up), torch.empty_like(grad)
-    launch(
-        _silu_times_grads,
-        (num_rows, triton.cdiv(width, BLOCK)),
         [grad, gate_up, result, y],
-        reads=[grad, gate_up],
-        writes=[result, y],
-        WIDTH=width,
+        reads=[gate_up] if grad is None else [grad, gate_up],
+        writes=[y] if grad is None else [result, y],
+        HAS_GRAD=grad is not None,
+        IS_GELU=is_gelu,
+        WIDTH=both // 2,
         BLOCK=BLOCK,
         WIDE=WIDE[wide_dtype(gate_up.dtype)],
         num_warps=warps_for(BLOCK),
@@ -106,30 +102,31 @@ def _gelu(
 
 
 @triton.jit
-def _silu_times(gate_up, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _gate_times(
+    grad,
+    gate_up,
+    result,
+    y,
+    HAS_GRAD: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """y = a up with a = gate p, p = sigmoid(gate), or GELU's (see `_gelu`); d gate = g up a' and d up = g a."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     at = row * 2 * WIDTH + column
     gate = tl.load(gate_up + at, mask=mask, other=0.0).to(WIDE)
     up = tl.load(gate_up + at + WIDTH, mask=mask, other=0.0).to(WIDE)
-    result = gate * sigmoid(gate) * up
-    tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _silu_times_grads(grad, gate_up, result, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """d gate = g up s (1 + gate (1 - s)) and d up = g gate s, with s = sigmoid(gate); and y again."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    at = row * 2 * WIDTH + column
-    g = tl.load(grad + row * WIDTH + column, mask=mask, other=0.0).to(WIDE)
-    gate = tl.load(gate_up + at, mask=mask, other=0.0).to(WIDE)
-    up = tl.load(gate_up + at + WIDTH, mask=mask, other=0.0).to(WIDE)
-    s = sigmoid(gate)
-    silu = gate * s
-    gate_grad = g * up * (s + silu * (1.0 - s))
-    tl.store(result + at, gate_grad.to(result.dtype.element_ty), mask=mask)
-    tl.store(result + at + WIDTH, (g * silu).to(result.dtype.element_ty), mask=mask)
-    tl.store(y + row * WIDTH + column, (silu * up).to(y.dtype.element_ty), mask=mask)
+    p = sigmoid(gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)) if IS_GELU else sigmoid(gate)
+    activated = gate * p
+    tl.store(y + row * WIDTH + column, (activated * up).to(y.dtype.element_ty), mask=mask)
+    if HAS_GRAD:
+        slope = p + activated * (1.0 - p)
+        if IS_GELU:
+            slope = p + activated * (1.0 - p) * (1.5957691216057308 + 0.21406444881780076 * gate * gate)
+        g = tl.load(grad + row * WIDTH + column, mask=mask, other=0.0).to(WIDE)
+        tl.store(result + at, (g * up * slope).to(result.dtype.element_ty), mask=mask)
+        tl.store(result + at + WIDTH, (g * activated).to(result.dtype.element_ty), mask=mask)

@@ -34,14 +34,18 @@ def triton_layer_kernels(launch: Launch = launch_triton) -> LayerKernels:
     def bind(function):
         return partial(function, launch)
 
+    def gated(*, is_gelu: bool) -> Activation:
+        return Activation(
+            forward=partial(bind(triton_activations.gate_times), is_gelu=is_gelu),
+            backward=partial(bind(triton_activations.gate_times_grads), is_gelu=is_gelu),
+        )
+
     return LayerKernels(
         rms_norm=NormKernels(forward=bind(triton_norms.rms_norm), backward=bind(triton_norms.rms_norm_grads)),
         layer_norm=NormKernels(forward=bind(triton_norms.layer_norm), backward=bind(triton_norms.layer_norm_grads)),
         rotary=RotaryKernels(forward=bind(triton_rotary.split_and_rotate), backward=bind(triton_rotary.packed_grads)),
-        silu_times=Activation(
-            forward=bind(triton_activations.silu_times), backward=bind(triton_activations.silu_times_grads)
-        ),
-        gelu_times=TORCH_KERNELS.gelu_times,
+        silu_times=gated(is_gelu=False),
+        gelu_times=gated(is_gelu=True),
         gelu={
             form: Activation(
                 forward=partial(bind(triton_activations.gelu), approximate=form),

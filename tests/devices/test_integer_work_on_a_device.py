@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parallel3d.debug.digest import digest
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.dropout import dropout
 from parallel3d.layers.init import initial_value
@@ -45,6 +46,15 @@ def test_stochastic_rounding():
     values, noise = edge_values(), noise_of(bits(key_of("noise"), INDEX), 1)
     ours, theirs = round_to_bf16(values.to(DEVICE), noise.to(DEVICE)).cpu(), round_to_bf16(values, noise)
     assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def test_digests():
+    """By which a transfer, a joiner and the replica check are compared."""
+    values = edge_values()
+    tensors = [values, values.bfloat16()[: N - 2], INDEX[:7], torch.zeros(0)]
+    assert digest(tensor.to(DEVICE) for tensor in tensors) == digest(tensors)
+    tensors[1][-1] += 1
+    assert digest(tensor.to(DEVICE) for tensor in tensors) == digest(tensors)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

@@ -1,5 +1,7 @@
 """The layers' kernels at the widths of real models: no register is spilled, and memory is read in vectors."""
 
+from itertools import product
+
 import pytest
 
 from tests.support.kernel_compiler import KernelCase, compile_kernels
@@ -62,14 +64,14 @@ def sum_cases(width, num_tiles):
 
 
 def activation_cases(width):
-    for kernel, names in (("_silu_times", ["gate_up", "y"]), ("_silu_times_grads", ["grad", "gate_up", "result", "y"])):
-        yield elementwise(ACTIVATIONS, kernel, names, dict(WIDTH=width))
-    for is_exact in (False, True):
-        for has_grad in (False, True):
-            names = [*(["grad", "result"] if has_grad else []), "x", "y"]
-            optional = {} if has_grad else dict(grad=None, result=None)
-            constants = optional | dict(HAS_GRAD=has_grad, IS_EXACT=is_exact)
-            yield elementwise(ACTIVATIONS, "_gelu", names, constants, num_elements="i32")
+    for has_grad, is_one in product((False, True), repeat=2):
+        names = ["grad", "result"] if has_grad else []
+        optional = dict(HAS_GRAD=has_grad) | ({} if has_grad else dict(grad=None, result=None))
+        gated = optional | dict(IS_GELU=is_one, WIDTH=width)
+        yield elementwise(ACTIVATIONS, "_gate_times", [*names, "gate_up", "y"], gated)
+        yield elementwise(
+            ACTIVATIONS, "_gelu", [*names, "x", "y"], optional | dict(IS_EXACT=is_one), num_elements="i32"
+        )
 
 
 def rotary_cases(heads, kv_heads, size):
