@@ -1,12 +1,13 @@
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 PYTEST := $(VENV)/bin/python -m pytest --dist loadfile
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 # quick tests of processes often wait: one worker more than there are cores keeps these busy
 QUICK_WORKERS := $(shell n=$$(( $(CORES) + 1 )); echo $$(( n < 8 ? n : 8 )))
 WORKERS := $(shell echo $$(( $(CORES) < 8 ? $(CORES) : 8 )))
 
-.PHONY: train demo test test-rest test-all lint docs kill-matrix signal-matrix bench
+.PHONY: train demo test test-rest test-clients test-all lint docs kill-matrix signal-matrix bench
 
 train: $(VENV)/.ok
 	$(VENV)/bin/python launch/train.py --config configs/quickstart.json
@@ -19,6 +20,10 @@ test: lint  # every axis once, in five to ten minutes on two cores
 
 test-rest: lint  # what `test` leaves out
 	$(PYTEST) -n $(WORKERS) --tier rest
+
+test-clients: $(CLIENTS)/.ok  # with the real libraries of trackers and lm_eval, which the other tests skip
+	$(CLIENTS)/bin/python -m pytest tests/monitor/test_trackers.py tests/door/test_tracked_runs.py \
+	  tests/evaluation/test_harness_tasks.py
 
 test-all: lint  # everything
 	$(PYTEST) -n $(WORKERS) --tier full
@@ -44,4 +49,12 @@ signal-matrix: $(VENV)/.ok  # some hours on two cores; goes on where it was stop
 $(VENV)/.ok: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+# What $(VENV) has is seen from here and not installed again; what the clients need can't disturb the other tests.
+$(CLIENTS)/.ok: $(VENV)/.ok
+	$(PYTHON) -m venv $(CLIENTS)
+	echo "import site; site.addsitedir('$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt wandb mlflow-skinny trackio lm_eval
 	touch $@

@@ -59,6 +59,7 @@ DOCUMENTED: Mapping[str, tuple[DocumentedCommand, ...]] = MappingProxyType(
             not_run("make test", SUITE),
             not_run("make test-all", SUITE),
             not_run("make docs", "a test builds the same site", "tests/test_site.py"),
+            not_run("make test-clients", SUITE),
             not_run(".ci/run", SUITE),
         ),
         "benchmarks/README.md": (
