@@ -29,7 +29,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="a text to continue; none: standard input")
     parser.add_argument("--prompts", metavar="FILE", help="a prompt a line: text, or JSON with prompt or messages")
-    parser.add_argument("--max-tokens", type=count, default=128, metavar="N", help="of each text (128)")
+    parser.add_argument(
+        "--max-tokens", "--max-new-tokens", type=count, default=128, metavar="N", help="of each text (128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
     parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens (all)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="... that together have this share (1)")

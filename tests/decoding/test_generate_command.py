@@ -62,7 +62,7 @@ def test_a_single_text_appears_as_text(capsys, folder):
 
 def test_files_standard_input_and_samples(capsys, folder, tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\ntwo\n')
-    options = (folder, "--max-tokens", 5, "--temperature", 1)
+    options = (folder, "--max-new-tokens", 5, "--temperature", 1)
     by_file = lines(capsys, *options, "--prompts", tmp_path / "prompts.jsonl")
     assert [line["prompt"] for line in by_file] == ["one", "two"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
