@@ -8,11 +8,11 @@ Kept of a layer between its forward and its backward pass, for hidden size h and
                 and of attention                                6 h + 2 f
     full        the layer's input                               h
 
-torch's selective checkpoint policy keeps attention, since its backward pass belongs to torch. The results of the
-products are kept by `parallel/recompute_context.py`, after their collectives: a policy sees the single operators of a
-product, but not the sum over the ranks that follows, and would keep the summands, which are larger under sequence
-parallelism and are overwritten by the sum. A policy also costs time for every operator that it is asked about, so it
-applies to attention only.
+torch's selective checkpoint policy keeps SDPA's results, since its backward pass belongs to torch. Those of attention
+in blocks (layers/block_attention.py) and of the products are kept by `parallel/recompute_context.py`, products after
+their collectives: a policy sees the single operators of a product, but not the sum over the ranks that follows, and
+would keep the summands, which are larger under sequence parallelism and are overwritten by the sum. A policy also costs
+time for every operator that it is asked about, so it applies to attention only.
 
 In all modes the layer's last product and its sum are not repeated: no backward pass reads their result, unless the
 family norms it (`reads_last`). Dropout needs

@@ -35,7 +35,7 @@ from parallel3d.accelerator import is_accelerator
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
 from parallel3d.kernels.torch_attention import ScoreForm
 from parallel3d.kernels.torch_rotary import HeadLayout, split_heads
-from parallel3d.layers.block_attention import attend_in_blocks, attend_with_form
+from parallel3d.layers.block_attention import RunFn, attend_in_blocks, attend_with_form, call
 from parallel3d.layers.gemm import AttentionForm
 from parallel3d.layers.kv_cache import CachedTokens
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -127,10 +127,10 @@ class CausalSelfAttention(nn.Module):
         return self.output(mixed.to(qkv.dtype).reshape(-1, self.heads.query_size), micro_batch)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, micro_batch: MicroBatch) -> Tensor:
-        documents = micro_batch.documents
+        documents, run = micro_batch.documents, self.qkv.tp.recompute_context.run
         if documents is None:
-            return attend(q, k, v, self.window, self.score_cap, form=self.form, kernels=self.kernels)
-        return attend_per_document(documents, q, k, v, self.window, self.score_cap)
+            return attend(q, k, v, self.window, self.score_cap, form=self.form, kernels=self.kernels, run=run)
+        return attend_per_document(documents, q, k, v, self.window, self.score_cap, run=run)
 
     def _mix_cached(self, q: Tensor, k: Tensor, v: Tensor, cached: CachedTokens) -> Tensor:
         layer = self.qkv.weight.sharding.name
@@ -149,18 +149,19 @@ def attend(
     *,
     form: AttentionForm = "sdpa",
     kernels: AttentionKernels = TORCH_KERNELS.attention,
+    run: RunFn = call,
 ) -> Tensor:
     """Causal attention: q (batch, seq, query heads, size), k and v (.., key-value heads, size) -> as q.
 
     `form` and `kernels`, which blocks use, are for CPUs and attention without a window that hides something. With one,
-    its size decides; with a cap it is always blocks.
+    its size decides; with a cap it is always blocks. `run` has the results of blocks where a layer runs again.
     """
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     is_wide = window is not None and MIN_BLOCK_WINDOW <= window < q.shape[2]
     if cap is not None or (is_wide and q.device.type == "cpu"):
-        return attend_with_form(q, k, v, ScoreForm(window=window, cap=cap)).transpose(1, 2)
+        return attend_with_form(q, k, v, ScoreForm(window=window, cap=cap), run=run).transpose(1, 2)
     if window is None or window >= q.shape[2]:
-        mixed = attend_in_blocks(q, k, v, kernels=kernels) if form == "blocks" else _attention(q, k, v)
+        mixed = attend_in_blocks(q, k, v, kernels=kernels, run=run) if form == "blocks" else _attention(q, k, v)
         return mixed.transpose(1, 2)
     if _has_varlen_kernel(q):
         batch, _, seq, _ = q.shape
@@ -204,6 +205,8 @@ def attend_per_document(
     v: Tensor,
     window: int | None = None,
     cap: float | None = None,
+    *,
+    run: RunFn = call,
 ) -> Tensor:
     """`attend` for each document; their lengths add up to batch * seq: -> (1, batch * seq, query heads, size).
 
@@ -213,7 +216,7 @@ def attend_per_document(
     if cap is None and _has_varlen_kernel(q):
         return _attend_varlen(documents, q, k, v, window).unsqueeze(0)
     queries, keys, values = (each.unsqueeze(0).split(documents, dim=1) for each in (q, k, v))
-    return torch.cat([attend(*part, window, cap) for part in zip(queries, keys, values)], dim=1)
+    return torch.cat([attend(*part, window, cap, run=run) for part in zip(queries, keys, values)], dim=1)
 
 
 def _has_varlen_kernel(q: Tensor) -> bool:

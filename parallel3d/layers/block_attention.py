@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,21 +16,38 @@ from torch.autograd import Function
 from parallel3d.kernels import torch_attention
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, AttentionKernels
 
+RunFn = Callable[[Callable[[], Tensor]], Tensor]
+"""Calls a function, or returns what it returned before: `RecomputeContext.run`."""
 
-def attend_with_form(q: Tensor, k: Tensor, v: Tensor, form: torch_attention.ScoreForm) -> Tensor:
+
+def call(function: Callable[[], Tensor]) -> Tensor:
+    return function()
+
+
+def attend_with_form(q: Tensor, k: Tensor, v: Tensor, form: torch_attention.ScoreForm, *, run: RunFn = call) -> Tensor:
     """`attend_in_blocks` within a window, or of capped scores, or both; by torch's form on all devices."""
     forward = partial(torch_attention.attention, form=form)
     backward = partial(torch_attention.attention_grads, form=form)
-    return attend_in_blocks(q, k, v, kernels=AttentionKernels(forward=forward, backward=backward))
+    return attend_in_blocks(q, k, v, kernels=AttentionKernels(forward=forward, backward=backward), run=run)
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, *, kernels: AttentionKernels = TORCH_KERNELS.attention) -> Tensor:
-    """Causal attention: q (batch, heads, seq, size), k and v (batch, key-value heads, seq, size) -> as q."""
+def attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernels: AttentionKernels = TORCH_KERNELS.attention,
+    run: RunFn = call,
+) -> Tensor:
+    """Causal attention: q (batch, heads, seq, size), k and v (batch, key-value heads, seq, size) -> as q.
+
+    The backward pass needs q, k and v alone, so a layer that runs again may take its result from `run`.
+    """
     batch_size, num_heads, length, size = q.shape
     num_units = batch_size * k.shape[1]  # key-value heads of all sequences; a group of query heads belongs to each
     grouped = q.reshape(num_units, num_heads // k.shape[1], length, size)
     k, v = (each.reshape(num_units, length, size) for each in (k, v))
-    mixed = _BlockAttention.apply(grouped, k, v, kernels)
+    mixed = _BlockAttention.apply(grouped, k, v, kernels, run)
     return mixed.view(q.shape)
 
 
@@ -37,11 +55,11 @@ class _BlockAttention(Function):
     """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: AttentionKernels) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: AttentionKernels, run: RunFn) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.kernels = kernels
-        return kernels.forward(q, k, v)
+        return run(lambda: kernels.forward(q, k, v))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernels.backward(grad.contiguous(), *ctx.saved_tensors), None
+        return *ctx.kernels.backward(grad.contiguous(), *ctx.saved_tensors), None, None

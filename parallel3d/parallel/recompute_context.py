@@ -2,8 +2,8 @@
 
 A layer that is recomputed runs twice. The results of its products can be saved in the first run and returned in the
 second, so that neither the product nor its collectives are repeated. There is one `SavedProducts` per micro-batch and
-layer; the second run consumes it. Attention, whose backward pass is torch's own, runs inside a context that does the
-same for it.
+layer; the second run consumes it. So are those of attention in blocks. SDPA, whose backward pass is torch's own, runs
+inside a context that does the same for it.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ def is_attention_measured(config: Config, device: torch.device) -> bool:
     """Whether a measurement decides: on CPUs, unless bits must not depend on it or SDPA is the only choice."""
     if device.type != "cpu" or config.run.cpu_attention != "auto" or config.precision.sums == "exact":
         return False
-    keeps_results = config.parallel.recompute == "selective"  # of SDPA alone; blocks would be recomputed
-    return not (config.data.document_mask or keeps_results) and policy_of(config.precision).compute != torch.float64
+    return not config.data.document_mask and policy_of(config.precision).compute != torch.float64
 
 
 def attention_shape(config: Config, stage: nn.Module, kernels: KernelForm = "torch") -> AttentionShape | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from parallel3d.kernels import torch_attention
 from parallel3d.kernels.c_loops import has_attention_loop, has_tiles
 from parallel3d.kernels.layer_kernels import TORCH_KERNELS, layer_kernels
+from parallel3d.layers import attention
 from parallel3d.layers.attention import attend, attend_per_document
 from parallel3d.layers.gemm import Gemm
 from parallel3d.layers.init import initial_value
@@ -167,3 +171,33 @@ def test_a_models_gradients_are_those_of_sdpa(recompute):
     for name, expected in found["sdpa"].items():
         assert relative(found["blocks"][name], expected) < 1e-12, name
     assert not all(torch.equal(found["blocks"][name], found["sdpa"][name]) for name in found["sdpa"]), "blocks are used"
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize("changes", [{}, dict(architecture="mistral", sliding_window=3)], ids=["whole", "window"])
+def test_selective_recomputation_keeps_the_results_of_blocks(recompute, times, changes, monkeypatch):
+    """Each layer's attention is computed once for both of its runs, and no bit depends on it."""
+    monkeypatch.setattr(attention, "MIN_BLOCK_WINDOW", 1)
+    calls, compute = [], torch_attention.attention
+
+    def counted(*args, **options):
+        calls.append(args)
+        return compute(*args, **options)
+
+    monkeypatch.setattr(torch_attention, "attention", counted)
+    kernels = replace(TORCH_KERNELS, attention=replace(TORCH_KERNELS.attention, forward=counted))
+    config = model_config(num_key_value_heads=2, **changes)
+    found = []
+    for mode in ("none", recompute):
+        calls.clear()
+        context = LayerContext(
+            tp=solo_region(), policy=POLICIES["fp32"], gemm=Gemm(attention="blocks"), kernels=kernels
+        )
+        stage = make_decoder(config, range(2), num_positions=SEQ, context=context, recompute=mode)
+        for p in parameters_of(stage):
+            p.data.copy_(initial_value(p.sharding, seed=7, tp=solo_region().shard))
+        inputs, targets = tokens(config.vocab_size)
+        stage(inputs, micro_batch(), targets).backward()
+        found.append({p.sharding.name: p.main_grad for p in parameters_of(stage)})
+    assert len(calls) == 2 * times
+    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []

@@ -136,7 +136,7 @@ def test_a_mask_of_an_evaluation_serves_training():
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_windows_are_the_same_bits(recompute, monkeypatch):
-    """In blocks, which selective recomputation computes again; masks add up in another order."""
+    """In blocks; masks add up in another order."""
     config = model_config(architecture="mistral", sliding_window=3, num_key_value_heads=2)
     by_masks, _ = backward_twice(config, solo_region(), False, "fp64", recompute)
     monkeypatch.setattr(attention, "MIN_BLOCK_WINDOW", 1)

@@ -81,7 +81,7 @@ def test_both_forms_are_timed_and_the_budget_ends_it():
         (dict(precision=dict(policy="bf16", sums="exact")), "cpu", False),
         (dict(precision=BF16, run=dict(cpu_attention="blocks")), "cpu", False),
         (dict(precision=BF16, data=dict(document_mask=True)), "cpu", False),
-        (dict(precision=BF16, parallel=dict(recompute="selective")), "cpu", False),
+        (dict(precision=BF16, parallel=dict(recompute="selective")), "cpu", True),
     ],
 )
 def test_when_a_measurement_decides(changes, device, expected):
