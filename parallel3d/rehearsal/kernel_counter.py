@@ -105,7 +105,7 @@ def _flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """With a mask too, which a window needs: half of the mask's scores count, as half of the causal ones do."""
+    """With a mask too, which a window in fp32 needs: half of the mask's scores count, as half of the causal ones do."""
     result: Tensor = _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     return result
 
@@ -115,7 +115,10 @@ def _work_of(name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]
     if name in _PRODUCTS:
         return _product_of(name, args, outputs[0])
     if name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
-        return _attention_of(name, args, outputs)
+        q, k = args[1:3] if name.endswith("backward") else args[0:2]
+        return _attention_of(name, args, outputs, scores=prod(q.shape[:-1]) * k.shape[2] // 2)
+    if name in ("_varlen_attn", "_varlen_attn_backward"):
+        return _attention_of(name, args, outputs, scores=_varlen_scores(args))
     written = _written(func, args, kwargs)
     if name in _READS_PART:
         num_bytes = 2 * _bytes_of(outputs) + _bytes_of(_meta_tensors((args[1:], kwargs)))
@@ -145,11 +148,19 @@ def _product_of(name: str, args: Any, output: Tensor) -> KernelWork:
     )
 
 
-def _attention_of(name: str, args: Any, outputs: list[Tensor]) -> KernelWork:
-    """Causal attention: half of the scores; backward repeats the forward's product and has four more."""
+def _varlen_scores(args: Any) -> int:
+    """Causal scores of sequences that are as long as the longest, within a window of (keys before, 0); -1: any."""
+    tokens, heads, _ = args[0].shape
+    longest = next(each for each in args if type(each) is int)
+    window = min(args[-1][0] + 1 or longest, longest)
+    return int(tokens * heads * window * (1 - window / (2 * longest)))
+
+
+def _attention_of(name: str, args: Any, outputs: list[Tensor], *, scores: int) -> KernelWork:
+    """Causal attention; backward repeats the forward's product and has four more."""
     is_backward = name.endswith("backward")
-    q, k = args[1:3] if is_backward else args[0:2]
-    forward_flops = 4 * prod(q.shape) * k.shape[2] // 2
+    q = args[1] if is_backward else args[0]
+    forward_flops = 4 * q.shape[-1] * scores
     kind: WorkKind = "attention_backward" if is_backward else "attention"
     flops = forward_flops * 5 // 2 if is_backward else forward_flops
     num_bytes = _bytes_of(_meta_tensors(args)) + _bytes_of(outputs)
