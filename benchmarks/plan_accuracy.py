@@ -218,9 +218,7 @@ def measure_device(policy: str, num_processes: int, options: argparse.Namespace)
             for _ in range(options.calibrations):
                 alike = (small_config(policy, layers, count, threads, options) for _ in range(num_processes))
                 times.append(median(run(*alike)))
-            steps[layers, count] = min(
-                times
-            )  # others only slow a run, and differences of these are divided among rates
+            steps[layers, count] = min(times)  # other work only slows a run, and rates come from differences of these
     row = DeviceRow(
         name=f"this-machine-{threads}-of-{options.cores}",
         memory_gib=1e3,
