@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from parallel3d.elastic.coordinator.fences import BROKEN_CHANNEL_S, Fences
 from parallel3d.elastic.coordinator.path_check import ANSWER_S, PROBE_SHARE, QUIET_SHARE, PathCheck
 from parallel3d.elastic.coordinator.run_status import RunStatus
+from parallel3d.elastic.worker import path_probe
 from parallel3d.elastic.worker.path_probe import likely_first, unreachable_ranks
 
 CONTROL_S = 20.0
@@ -163,6 +165,14 @@ def test_probes_of_this_host():
         closed.close()
         assert unreachable_ranks([1, 2, 3, 4], addresses, timeout_s=10) == []
     assert unreachable_ranks([9], {9: ("host.invalid", 1)}, timeout_s=0.1) == [9]
+
+
+def test_answers_that_arrive_while_the_process_gets_no_core_count(monkeypatch):
+    """Three seconds pass between any two looks at the clock: each attempt is over before its answer is read."""
+    clock = itertools.count(step=3.0)
+    monkeypatch.setattr(path_probe, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert unreachable_ranks([1], {1: listener.getsockname()}, timeout_s=10) == []
 
 
 def test_neighbours_first():

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.network_hosts import Weather, network_of, why_not
+from tests.support.network_hosts import network_of, why_not
 from tests.support.network_runs import NetworkRun
+from tests.support.network_switch import Weather
 
 FAIR = Weather()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.network_hosts import Weather
 from tests.support.network_runs import CONTROL_S, NUM_STEPS, Ended, NetworkRun
+from tests.support.network_switch import Weather
 
 pytestmark = pytest.mark.slow
 LOSS_TOLERANCE = 1e-5

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from tests.support.network_hosts import Weather, network_of
+from tests.support.network_hosts import network_of
 from tests.support.network_runs import NetworkRun
+from tests.support.network_switch import Weather
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 SETTINGS = dict(num_steps=100_000, sums="exact")

@@ -16,6 +16,8 @@ from tests.support.network_runs import NetworkRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 NUM_HOSTS, NUM_NOTICES = 6, 3
+PATIENT = dict(control_timeout_s=60.0, heartbeat_timeout={"min_s": 60.0, "max_s": 60.0})
+"""Nothing falls silent here: on a busy machine no host or worker may be taken for lost."""
 
 
 def live(run: NetworkRun) -> int:
@@ -36,7 +38,7 @@ def test_spot_machines_come_and_go(start, tmp_path_factory, text):
     """Three of six hosts, the coordinator's first, have a notice at random steps and are killed once their workers have
     left; two seconds later each comes back and joins by the command."""
     chance = random.Random(1)
-    run = start(NUM_HOSTS, weather=SLOW, notice={"signal": "USR1"}, **SETTINGS)
+    run = start(NUM_HOSTS, weather=SLOW, notice={"signal": "USR1"}, **PATIENT, **SETTINGS)
     run.wait_for_step(3)
     victims = [0, *chance.sample(range(1, NUM_HOSTS), NUM_NOTICES - 1)]
     for victim in victims:
@@ -60,7 +62,7 @@ def test_spot_machines_come_and_go(start, tmp_path_factory, text):
 
 def test_all_hosts_are_taken_away(start):
     """As at a job's time limit: the run has saved, and ends with the code for a requeue."""
-    run = start(3, weather=SLOW, notice={"signal": "USR1", "deadline_s": 120.0}, **SETTINGS)
+    run = start(3, weather=SLOW, notice={"signal": "USR1", "deadline_s": 120.0}, **PATIENT, **SETTINGS)
     run.wait_for_step(5)
     for process in run.processes:
         process.send_signal(signal.SIGUSR1)

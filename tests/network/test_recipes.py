@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tests.support.launch_runs import metrics
-from tests.support.network_hosts import Host, Network, Weather, network_of
+from tests.support.network_hosts import Host, Network, network_of
+from tests.support.network_switch import Weather
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TIMEOUT_S = 200

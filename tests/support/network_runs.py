@@ -111,16 +111,16 @@ class NetworkRun:
         return bool(_training(host)) or (process.poll() is None and not has_begun)
 
     def steps(self) -> list[int]:
-        return [line["step"] for line in self._lines() if "event" not in line]
+        return [line["step"] for line in self._step_lines()]
 
     def losses(self) -> list[float]:
-        return [line["loss"] for line in self._lines() if "event" not in line]
+        return [line["loss"] for line in self._step_lines()]
 
     def changes(self) -> list[dict[str, Any]]:
-        return [line for line in self._lines() if line.get("event") == "membership"]
+        return [json.loads(line) for line in self._metrics().splitlines() if '"event": "membership"' in line]
 
-    def _lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._metrics().splitlines()]
+    def _step_lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._metrics().splitlines() if '"event"' not in line]
 
     def _metrics(self) -> str:
         file = self.directory / "metrics.jsonl"

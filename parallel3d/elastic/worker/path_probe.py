@@ -49,7 +49,10 @@ def unreachable_ranks(peers: Sequence[int], addresses: Mapping[int, Address], *,
 
 
 def _answering(ranks: Collection[int], addresses: Mapping[int, Address], *, timeout_s: float) -> set[int]:
-    """The ranks whose hosts answer one connect each; it always takes the time if one does not."""
+    """The ranks whose hosts answer one connect each; it always takes the time if one does not.
+
+    Answers that have arrived while this process got no core count, although the time is over.
+    """
     answering: set[int] = set()
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
@@ -59,7 +62,9 @@ def _answering(ranks: Collection[int], addresses: Mapping[int, Address], *, time
             with contextlib.suppress(OSError):  # no route at present, or a name that is not known
                 if probe.connect_ex(addresses[rank]) in (*_ANSWERS, errno.EINPROGRESS):
                     selector.register(probe, selectors.EVENT_WRITE, rank)
-        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
+        left_s = timeout_s
+        while selector.get_map() and left_s > 0:
+            left_s = max(0.0, deadline - time.monotonic())
             for key, _ in selector.select(left_s):
                 selector.unregister(key.fileobj)
                 if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:  # type: ignore[union-attr]
