@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +52,16 @@ class ThreadGroup(Group):
             output.copy_(total.view(-1).chunk(self.size)[self.rank].view_as(output))
 
         assert tensor.numel() == output.numel() * self.size, f"{self.name}: {tensor.shape} -> {output.shape}"
+        return self._post("reduce-scatter", tensor, _sum, consume)
+
+    def reduce_parts_async(self, outputs: Mapping[int, Tensor], tensor: Tensor) -> Work:
+        """Not taken by default (`reduces_parts` is False), since most transports have none."""
+
+        def consume(total: Tensor) -> None:
+            parts = total.view(-1).chunk(self.size)
+            for number, output in outputs.items():
+                output.copy_(parts[number].view_as(output))
+
         return self._post("reduce-scatter", tensor, _sum, consume)
 
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:

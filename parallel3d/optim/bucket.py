@@ -5,7 +5,7 @@ The buffers have the largest length that the bucket has with any number of repli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -163,12 +163,13 @@ class Bucket:
         assert self.fixed is not None
         return add_and_clear(self.totals, self.grads, self.fixed)
 
-    def finalize_reduced_grads(self) -> None:
-        """Computes the owned gradients from the result of the reduction."""
-        if self.fixed is not None:
-            write_floats(self.owned.grads, self.owned.sums, self.fixed)
-        else:
-            _scale(self.owned.grads, self._unscale)
+    def finalize_reduced_grads(self, holders: Group) -> None:
+        """Computes gradients from the result of the reduction over `holders`."""
+        for shard in self._reduced_shards(holders):
+            if self.fixed is not None:
+                write_floats(shard.grads, shard.sums, self.fixed)
+            else:
+                _scale(shard.grads, self._unscale)
 
     def gather_matrices(self, tp: Group) -> None:
         """For a matrix-wise rule, gathers gradients and states over the ranks of the replica, so that the update is
@@ -213,16 +214,28 @@ class Bucket:
 
     # --- collectives ----------------------------------------------------------------------------------------------
 
-    def reduce_async(self, holders: Group) -> Work:
-        """Reduces the totals over `holders`, each range to its owner."""
+    def reduce_async(self, holders: Group, numbers: Sequence[int]) -> Work:
+        """Reduces the totals over `holders`, each range to its owner, and to its backup where the group can.
+
+        `numbers` are those of the ranges that this rank holds, its own first.
+        """
         # Ranges of matrices end at parameter borders and differ in length, and collectives need equal parts. So they
         # are padded to the longest, and the result is copied to its place when the work is waited for.
+        shards = self._reduced_shards(holders)
         if not self.plan.key.is_matrix_wise or self._num_ranges == 1:
-            return holders.reduce_scatter_async(self.owned.sums, self.totals)
+            return _reduce(holders, {number: shard.sums for number, shard in zip(numbers, shards)}, self.totals)
         ranges = self._padded_ranges(self.totals)
-        mine, sums = ranges.new_empty(ranges.shape[1]), self.owned.sums
-        work = holders.reduce_scatter_async(mine, ranges.view(-1))
-        return WorkThen(work, lambda: sums.copy_(mine[: len(sums)]))
+        sums = {number: ranges.new_empty(ranges.shape[1]) for number, _ in zip(numbers, shards)}
+
+        def write() -> None:
+            for number, shard in zip(numbers, shards):
+                shard.sums.copy_(sums[number][: len(shard.sums)])
+
+        return WorkThen(_reduce(holders, sums, ranges.view(-1)), write)
+
+    def _reduced_shards(self, holders: Group) -> list[Shard]:
+        """The shards here whose gradients the reduction over `holders` gives; of the others, the owner sends them."""
+        return self.shards if holders.reduces_parts else self.shards[:1]
 
     def gather_async(self, holders: Group) -> Work:
         """Gathers the weights over `holders`, each range from its owner."""
@@ -317,6 +330,13 @@ class Bucket:
         if self.shards and self._num_ranges == 1:  # reduced in place
             self.owned.sums = self.totals
             self.owned.grads = self.totals if self.fixed is None else self.owned.grads
+
+
+def _reduce(holders: Group, outputs: Mapping[int, Tensor], tensor: Tensor) -> Work:
+    if holders.reduces_parts:
+        return holders.reduce_parts_async(outputs, tensor)
+    [own] = outputs.values()
+    return holders.reduce_scatter_async(own, tensor)
 
 
 def _scale(grads: Tensor, factor: float) -> None:

@@ -6,7 +6,8 @@ same range, and applies the same update to a copy of the same reduced gradients,
 
     bucket on each rank   [ range 0 | range 1 | range 2 | range 3 ]
     reduce-scatter                    ^ rank 1 gets the sum of range 1 ...
-    copy                              ^ ... and sends it to rank 2, which holds the backup of range 1
+    copy                              ^ ... and sends it to rank 2, which holds the backup of range 1, unless rank 2
+                                        can reduce it, too (in memory that the ranks share)
     update                            rank 1 and rank 2, each its own copy of the states (and master weights)
     all-gather            every rank gets every range from its owner
 
@@ -157,16 +158,16 @@ class ShardedOptimizer:
         self._phase_hook("reduce_scatter")
         for index, (bucket, work) in enumerate(zip(self.buckets, self._reducing)):
             work.wait()
-            bucket.finalize_reduced_grads()
+            bucket.finalize_reduced_grads(self._holders_of(bucket))
             backup = self.shard_map_of(bucket).backup_of(self.rank)
-            if backup is not None and len(bucket.owned.grads):
+            if backup is not None and not self._holders_of(bucket).reduces_parts and len(bucket.owned.grads):
                 grads = bucket.owned.grads
                 self._links.send(backup, self._header(index, grads), grads, bounded=False)
         self._phase_hook("backup")
         for index, bucket in enumerate(self.buckets):
             shard_map = self.shard_map_of(bucket)
             for shard, number in zip(bucket.shards[1:], shard_map.ranges_of(self.rank)[1:]):
-                if not len(shard.grads):
+                if self._holders_of(bucket).reduces_parts or not len(shard.grads):
                     continue
                 owner = shard_map.holders[number][0]
                 shard.grads.copy_(self._links.receive(owner, self._header(index, shard.grads)), non_blocking=True)
@@ -351,9 +352,10 @@ class ShardedOptimizer:
         if bucket.plan.key.copies > 1:
             bucket.sum_copies(self._groups.tp)
         holders = self._holders_of(bucket)
-        self._reducing.append(
-            bucket.reduce_async(holders) if self._is_sharded else holders.all_reduce_async(bucket.totals)
-        )
+        if self._is_sharded:
+            self._reducing.append(bucket.reduce_async(holders, self.shard_map_of(bucket).ranges_of(self.rank)))
+        else:
+            self._reducing.append(holders.all_reduce_async(bucket.totals))
 
     def _start_gather(self, bucket: Bucket) -> Work:
         """Starts to gather a bucket's weights, each range from its owner."""

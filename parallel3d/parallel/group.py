@@ -9,7 +9,7 @@ special case.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -41,6 +41,9 @@ class Group(ABC):
     waits_for_data = True
     """True if `wait` returns once the data is there; otherwise it only orders the device's later work after it."""
 
+    reduces_parts = False
+    """Whether `reduce_parts_async` is there: every rank can see what all others contribute to any part of a sum."""
+
     def __init__(self, *, name: str, rank: int, ranks: tuple[int, ...]):
         self.name = name
         self.rank = rank
@@ -54,6 +57,11 @@ class Group(ABC):
     @abstractmethod
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
         """Writes this rank's part (n,) of the sum of `tensor` (size * n,) to `output`; overwrites `tensor`."""
+
+    def reduce_parts_async(self, outputs: Mapping[int, Tensor], tensor: Tensor) -> Work:
+        """Like `reduce_scatter_async`, but writes any parts (n,) of the sum, each to the tensor of its number: the same
+        bits on every rank that asks for a part."""
+        raise ProtocolError(f"group {self.name} can't reduce {sorted(outputs)}: a rank gets its own part")
 
     @abstractmethod
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:

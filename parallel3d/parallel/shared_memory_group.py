@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,8 @@ class _Exchange:
 
 class SharedMemoryGroup(Group):
     """Ranks that are processes of one host, with tensors on CPUs."""
+
+    reduces_parts = True
 
     def __init__(
         self,
@@ -81,23 +83,10 @@ class SharedMemoryGroup(Group):
         return tensor
 
     def reduce_scatter_async(self, output: Tensor, tensor: Tensor) -> Work:
-        out, parts = _flat(output), _flat(tensor).view(self.size, -1)
-        step = SLOT_BYTES // out.element_size() // self.size
+        return self._post(self._part_exchange({self.rank: output}, tensor, set(range(self.size)) - {self.rank}))
 
-        def write(chunk: int, slot: Tensor) -> None:
-            some = parts[:, chunk * step : (chunk + 1) * step]
-            places = slot[: some.numel()].view_as(some)
-            for rank in set(range(self.size)) - {self.rank}:
-                places[rank].copy_(some[rank])
-
-        def read(chunk: int, slots: Sequence[Tensor]) -> None:
-            target = out[chunk * step : (chunk + 1) * step]
-            own = slice(self.rank * len(target), (self.rank + 1) * len(target))
-            versions = [slot[own] for slot in slots]
-            versions[self.rank] = parts[self.rank, chunk * step : (chunk + 1) * step]
-            _combine(target, versions, torch.add)
-
-        return self._post(_Exchange(dtype=out.dtype, num_chunks=-(-len(out) // step), write=write, read=read))
+    def reduce_parts_async(self, outputs: Mapping[int, Tensor], tensor: Tensor) -> Work:
+        return self._post(self._part_exchange(outputs, tensor, range(self.size)))
 
     def all_gather_async(self, output: Tensor, tensor: Tensor) -> Work:
         own, whole = _flat(tensor), _flat(output).view(self.size, -1)
@@ -152,6 +141,27 @@ class SharedMemoryGroup(Group):
             _combine(target, [slot[: len(target)] for slot in slots], combine)
 
         return _whole_exchange(flat, step, read)
+
+    def _part_exchange(self, outputs: Mapping[int, Tensor], tensor: Tensor, offered: Collection[int]) -> _Exchange:
+        """Reduces the parts of `outputs`; peers may ask for the parts `offered`."""
+        parts, outs = _flat(tensor).view(self.size, -1), {number: _flat(out) for number, out in outputs.items()}
+        step = SLOT_BYTES // parts.element_size() // self.size
+
+        def write(chunk: int, slot: Tensor) -> None:
+            some = parts[:, chunk * step : (chunk + 1) * step]
+            places = slot[: some.numel()].view_as(some)
+            for number in offered:
+                places[number].copy_(some[number])
+
+        def read(chunk: int, slots: Sequence[Tensor]) -> None:
+            for number, out in outs.items():
+                target = out[chunk * step : (chunk + 1) * step]
+                place = slice(number * len(target), (number + 1) * len(target))
+                versions = [slot[place] for slot in slots]
+                versions[self.rank] = parts[number, chunk * step : (chunk + 1) * step]
+                _combine(target, versions, torch.add)
+
+        return _Exchange(dtype=parts.dtype, num_chunks=-(-parts.shape[1] // step), write=write, read=read)
 
     def _post(self, exchange: _Exchange) -> Work:
         self.token.check()

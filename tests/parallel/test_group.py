@@ -35,6 +35,13 @@ def test_an_absent_group_still_says_where_the_rank_stands():
         nothing()
 
 
+def test_a_group_that_gives_a_rank_its_own_part_says_so():
+    group = SoloGroup(name="dp", rank=7)
+    assert not group.reduces_parts
+    with pytest.raises(ProtocolError, match=r"group dp can't reduce \[0\]"):
+        group.reduce_parts_async({0: torch.zeros(1)}, torch.zeros(1))
+
+
 def test_a_group_of_one_is_its_own_sum():
     group = SoloGroup(name="dp", rank=7)
     assert (group.rank, group.size, group.ranks) == (0, 1, (7,))

@@ -95,10 +95,19 @@ def test_what_the_slots_can_not_hold_moves_in_turns():
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(("sum", "max", "scatter", "gather")), st.sampled_from(DTYPES), st.integers(0, 40), st.booleans()
+        st.sampled_from(("sum", "max", "scatter", "parts", "gather")),
+        st.sampled_from(DTYPES),
+        st.integers(0, 40),
+        st.booleans(),
     ),
     max_size=12,
 )
+
+
+def reduce_parts(group, parts, tensor, num_parts):
+    """Starts to reduce some parts, from the rank's own on, of which other ranks want some, too."""
+    numbers = [(group.rank + shift) % group.size for shift in range(num_parts)]
+    return group.reduce_parts_async({number: parts[number] for number in numbers}, tensor)
 
 
 def run_calls(calls):
@@ -107,13 +116,17 @@ def run_calls(calls):
     def body(group):
         results, works = {}, []
         for index, (kind, dtype, count, at_once) in enumerate(calls):
-            own = (100 * numbers(group.rank + 7 * index, count * (group.size if kind == "scatter" else 1))).to(dtype)
+            num_parts = group.size if kind in ("scatter", "parts") else 1
+            own = (100 * numbers(group.rank + 7 * index, count * num_parts)).to(dtype)
             if kind == "max" and count:
                 results[index] = group.all_reduce_max(own)
                 continue
             if kind == "scatter":
                 results[index] = torch.empty(count, dtype=dtype)
                 work = group.reduce_scatter_async(results[index], own)
+            elif kind == "parts":
+                results[index] = torch.zeros(group.size, count, dtype=dtype)
+                work = reduce_parts(group, results[index], own, index % (group.size + 1))
             elif kind == "gather":
                 results[index] = torch.empty(count * group.size, dtype=dtype)
                 work = group.all_gather_async(results[index], own)
