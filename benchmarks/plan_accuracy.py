@@ -7,8 +7,9 @@ is measured first, once for one process with all cores and once for two with hal
 
     products, attention    timed alone, at the layouts' shapes, on the libraries that a run chooses
     all-reduce             of two processes through shared memory, in two sizes
-    elementwise kernels    what is left of a layer, from runs of 1 and 3 layers on one rank
-    update, idle time      from the same runs with 1 and 4 micro-batches, the fastest of some of each
+    elementwise kernels    what is left of a layer, from runs of 1 and 7 layers on one rank
+    start of a kernel      the part of it that micro-batches of half the size have, too
+    update, idle time      from the same runs with 1 and 8 micro-batches, the fastest of some of each
 
 No layout of the table is among those runs. The rows are left in build/plan_accuracy/device-rows-POLICY.json, for
 `parallel3d plan --devices 2xthis-machine-1-of-2 --device-table FILE`. Nothing else may run.
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +46,10 @@ from parallel3d.rehearsal.roofline import estimate_phase
 from parallel3d.trainer.plans import split_layers
 
 WARMUP_STEPS = 2
-MICRO_BATCHES = 4
+FEW, MANY = 1, 7
+"""Layers of the runs from which a machine's row comes: what a layer takes is a difference of theirs."""
+MICRO_BATCHES = 8
+"""Of those runs, beside runs with one."""
 MODEL = dict(vocab_size=4096, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8)
 BATCH = dict(global_batch_size=8, micro_batch_size=2, sequence_length=256)
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -211,14 +216,14 @@ def measure_device(policy: str, num_processes: int, options: argparse.Namespace)
     """The row for one of `num_processes` equal shares of the cores, all of which are busy."""
     threads = options.cores // num_processes
     kernels = time_kernels(policy, num_processes, threads, options)
+    sizes = (BATCH["micro_batch_size"] // 2, BATCH["micro_batch_size"])
     steps = {}
-    for layers in (1, 3):
-        for count in (1, MICRO_BATCHES):
-            times = []
-            for _ in range(options.calibrations):
-                alike = (small_config(policy, layers, count, threads, options) for _ in range(num_processes))
-                times.append(median(run(*alike)))
-            steps[layers, count] = min(times)  # other work only slows a run, and rates come from differences of these
+    for shape in product(sizes, (FEW, MANY), (1, MICRO_BATCHES)):
+        times = []
+        for _ in range(options.calibrations):
+            alike = (small_config(policy, *shape, threads, options) for _ in range(num_processes))
+            times.append(median(run(*alike)))
+        steps[shape] = min(times)  # other work only slows a run, and rates come from differences of these
     row = DeviceRow(
         name=f"this-machine-{threads}-of-{options.cores}",
         memory_gib=1e3,
@@ -238,48 +243,59 @@ def measure_device(policy: str, num_processes: int, options: argparse.Namespace)
             collective=1.0,
             collective_start_s=kernels.all_reduce[0] / 2 if num_processes > 1 else 0.0,
             kernel_s=0.0,
+            dispatch_s=0.0,
             launch_s=0.0,
             wait_s=0.0,
             step_idle_s=0.0,
         ),
     )
-    return solve(row, small_config(policy, 1, 1, threads, options), steps)
+    small, large = (small_config(policy, size, FEW, 1, threads, options) for size in sizes)
+    return solve(row, small, large, steps)
 
 
-def small_config(policy: str, layers: int, count: int, threads: int, options: argparse.Namespace) -> Config:
-    """One rank with few layers and micro-batches."""
+def small_config(policy: str, size: int, layers: int, count: int, threads: int, options: argparse.Namespace) -> Config:
+    """One rank with `count` micro-batches of `size` sequences."""
     return make_config(
         policy,
         {
             "model.num_hidden_layers": layers,
-            "batch.global_batch_size": count * BATCH["micro_batch_size"],
+            "batch.micro_batch_size": size,
+            "batch.global_batch_size": count * size,
             "run.threads_per_rank": threads,
         },
         options,
     )
 
 
-def solve(row: DeviceRow, config: Config, steps: Mapping[tuple[int, int], float]) -> DeviceRow:
-    """The row with the rates that the runs of one rank imply."""
-    batches = {layers: (steps[layers, MICRO_BATCHES] - steps[layers, 1]) / (MICRO_BATCHES - 1) for layers in (1, 3)}
-    fixed = {layers: max(0.0, steps[layers, 1] - batches[layers]) for layers in (1, 3)}
-    layer_s = (batches[3] - batches[1]) / 2
-    sizes = MicroBatchSizes.of(config, split_layers(config), on_device=False)
-    forward, backward = layer_counts(config, sizes)
-    both = forward + backward
-    free = replace(row, bandwidth=1e18)
-    rest_s = max(0.05 * layer_s, layer_s - estimate_phase(both, free).device_s)
-    bandwidth = both.elementwise_bytes / rest_s
-    [one] = estimate_memory(config, parts_of(config), on_device=False)
-    unit_s = update_seconds(config, one.state, replace(row, bandwidth=1.0)) / one.state.updated_elements
-    more = one.state.updated_elements - head_elements(config)
-    update_s = max(0.0, (fixed[3] - fixed[1]) / (2 * more))
+def solve(row: DeviceRow, small: Config, large: Config, steps: Mapping[tuple[int, int, int], float]) -> DeviceRow:
+    """The row with the rates that the runs of one rank imply: seconds by size, layers and number of micro-batches."""
+    rests, num_bytes, fixed = [], [], {}
+    for config in (small, large):
+        size = config.batch.micro_batch_size
+        assert size is not None
+        ones, all_s = ({layers: steps[size, layers, count] for layers in (FEW, MANY)} for count in (1, MICRO_BATCHES))
+        batches = {layers: (all_s[layers] - ones[layers]) / (MICRO_BATCHES - 1) for layers in (FEW, MANY)}
+        fixed = {layers: max(0.0, ones[layers] - batches[layers]) for layers in (FEW, MANY)}
+        layer_s = (batches[MANY] - batches[FEW]) / (MANY - FEW)
+        forward, backward = layer_counts(config, MicroBatchSizes.of(config, split_layers(config), on_device=False))
+        both = forward + backward
+        rests.append(max(0.05 * layer_s, layer_s - estimate_phase(both, replace(row, bandwidth=1e18)).device_s))
+        num_bytes.append(both.elementwise_bytes)
+    byte_s = max(0.05 * rests[1] / num_bytes[1], (rests[1] - rests[0]) / (num_bytes[1] - num_bytes[0]))
+    byte_s = min(byte_s, rests[1] / num_bytes[1])
+    bandwidth = 1 / byte_s
+    dispatch_s = (rests[1] - byte_s * num_bytes[1]) / both.num_kernels
+    [one] = estimate_memory(large, parts_of(large), on_device=False)
+    unit_s = update_seconds(large, one.state, replace(row, bandwidth=1.0)) / one.state.updated_elements
+    more = one.state.updated_elements - head_elements(large)
+    update_s = max(0.0, (fixed[MANY] - fixed[FEW]) / ((MANY - FEW) * more))
     update_bandwidth = unit_s / update_s if update_s else 1e18
-    idle_s = max(0.0, fixed[1] - update_s * one.state.updated_elements)
-    rates = replace(row.rates, update=update_bandwidth / bandwidth, step_idle_s=idle_s)
+    idle_s = max(0.0, fixed[FEW] - update_s * one.state.updated_elements)
+    rates = replace(row.rates, update=update_bandwidth / bandwidth, step_idle_s=idle_s, dispatch_s=dispatch_s)
     print(
-        f"  {config.precision.policy}: products {row.bf16_tflops * 1e3:.0f} GFLOP/s, attention"
-        f" {rates.attention:.2f} and {rates.attention_backward:.2f} of it, elementwise {bandwidth / 1e9:.1f} GB/s,"
+        f"  {large.precision.policy}: products {row.bf16_tflops * 1e3:.0f} GFLOP/s, attention"
+        f" {rates.attention:.2f} and {rates.attention_backward:.2f} of it, elementwise {bandwidth / 1e9:.1f} GB/s"
+        f" and {dispatch_s * 1e6:.0f} us a kernel,"
         f" update {update_s * 1e9:.2f} ns an element, idle {idle_s * 1e3:.1f} ms,"
         f" links {row.link_bandwidth / 1e9:.1f} GB/s and {rates.collective_start_s * 1e6:.0f} us",
         flush=True,
@@ -300,7 +316,7 @@ def link_bandwidth(kernels: KernelRates) -> float:
 
 def time_kernels(policy: str, num_processes: int, threads: int, options: argparse.Namespace) -> KernelRates:
     """Times products and attention in processes that run at the same time."""
-    config = small_config(policy, 1, MICRO_BATCHES, threads, options)
+    config = small_config(policy, BATCH["micro_batch_size"], FEW, MICRO_BATCHES, threads, options)
     file = Path(config.run.directory).with_suffix(".json")
     store = file.with_suffix(".store")
     command = [sys.executable, "-m", "benchmarks.peers.plan_kernels", str(file), str(store)]

@@ -7,7 +7,8 @@
          of the reduced gradients, one message for each range
     pp   an activation and a gradient a micro-batch and border, beside the next pass. What fills the pipeline waits
 
-A ring sends (n - 1) / n of the tensor. Shares of the bandwidths are guesses, as in `rehearsal/roofline.py`.
+On CPUs nothing hides tp and dp: the cores that exchange are those that compute. A ring sends (n - 1) / n of the tensor.
+Shares of the bandwidths are guesses, as in `rehearsal/roofline.py`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def layer_traffic(config: Config, sizes: MicroBatchSizes, machines: Machines, pa
     # without sharded tokens a sum is an all-reduce, of two passes, and nothing is gathered: as many passes
     forward = 4 * one
     overlapped = 4 * one  # inputs' gathers and sums; those of a plain region are two all-reduces
-    hidden = min(overlapped, sum(passes.layer_products))
+    hidden = 0.0 if machines.device.is_cpu else min(overlapped, sum(passes.layer_products))
     gathered_again = 2 * one if config.parallel.sequence_parallel else 0.0
     again = 3 if config.parallel.sequence_parallel else 2  # all but the sum of the layer's last product
     repeated = again * one if config.parallel.recompute == "full" else 0.0
@@ -114,8 +115,10 @@ def replica_traffic(
     if parallel.zero_stage == 0:
         reduce_s, gather_s, weights = 2 * reduce_s, 0.0, grads
     terms = is_exact or "accumulation" in config.precision.stochastic_rounding
-    reduce_exposed = max(0.0, reduce_s - backward_s) if parallel.overlap_grad_reduce and not terms else reduce_s
-    gather_exposed = max(0.0, gather_s - forward_s) if parallel.overlap_param_gather else gather_s
+    hides = not machines.device.is_cpu
+    hides_reduce = hides and parallel.overlap_grad_reduce and not terms
+    reduce_exposed = max(0.0, reduce_s - backward_s) if hides_reduce else reduce_s
+    gather_exposed = max(0.0, gather_s - forward_s) if hides and parallel.overlap_param_gather else gather_s
     return AxisTraffic(
         num_bytes=int((grads + weights) * (replicas - 1) / replicas + backup),
         total_s=reduce_s + gather_s + backup_s,

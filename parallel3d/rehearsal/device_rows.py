@@ -42,6 +42,8 @@ class ReachedRates:
     """Time of a collective without bytes, for each doubling of its ranks. A guess."""
     kernel_s: float = 4e-6
     """What a kernel takes at least."""
+    dispatch_s: float = 0.0
+    """What the start of a kernel adds to it where nothing hides it: a CPU starts and computes in turn."""
     launch_s: float = 8e-6
     """Host time of a kernel's start, eager: a step that starts more than it can hide takes as long as its starts."""
     wait_s: float = 50e-6

@@ -5,10 +5,10 @@
     elementwise   bytes / (share x bandwidth), the update's share is its own
     collective    bytes / (share x bandwidth of the links)
 
-and none takes less than a device needs between two small kernels. The shares are a row's (`ReachedRates`). Those of
-GPUs were measured on one H200 with a sketch of this program (products 693 of 989 TFLOP/s, elementwise kernels 3.8 of
-4.8 TB/s, cuDNN's attention); those of narrow products, of misaligned ones and of collectives are guesses. No line of
-it was measured on a GPU with this code.
+and none takes less than a device needs between two small kernels; on a CPU each takes its start besides. The shares are
+a row's (`ReachedRates`). Those of GPUs were measured on one H200 with a sketch of this program (products 693 of 989
+TFLOP/s, elementwise kernels 3.8 of 4.8 TB/s, cuDNN's attention); those of narrow products, of misaligned ones and of
+collectives are guesses. No line of it was measured on a GPU with this code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kernel_s(work: KernelWork, device: DeviceRow) -> float:
     else:
         share = rates.attention if work.kind == "attention" else rates.attention_backward
         limit_s = work.flops / (share * peak)
-    return max(rates.kernel_s, limit_s)
+    return max(rates.kernel_s, limit_s) + rates.dispatch_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,18 @@ def test_a_layer_sends_what_its_rehearsal_sends(sharded, recompute):
     assert 0.6 * estimate.traffic["tp"].total_s < estimate.traffic["tp"].exposed_s <= estimate.traffic["tp"].total_s
 
 
+def test_cores_that_exchange_do_not_compute():
+    """What GPUs hide, CPUs wait for: reductions, gathers, and the inputs' sums of a tensor-parallel layer."""
+    config, parts = load("hlat_7b")
+    config = with_layout(config, replace(LayoutChoice.of(config), tp=2, dp=4))
+    devices = machines("8xH100")
+    cores = replace(devices, device=replace(devices.device, is_cpu=True))
+    hidden, waited_for = (estimate_layout(config, parts, each).traffic for each in (devices, cores))
+    for axis in ("tp", "dp"):
+        assert hidden[axis].exposed_s < hidden[axis].total_s
+        assert waited_for[axis].exposed_s == pytest.approx(waited_for[axis].total_s)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
 def test_a_pipeline_idles_as_its_schedule_says(name):
     chunks = SCHEDULES[name].min_chunks

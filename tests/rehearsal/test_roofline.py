@@ -34,6 +34,13 @@ def test_what_limits_a_kernel():
     assert kernel_s(gather, H200) == pytest.approx(1e-3 / 0.75)
 
 
+def test_a_cpu_starts_and_computes_in_turn():
+    cores = replace(H200, rates=replace(H200.rates, dispatch_s=1e-3))
+    small = KernelWork(name="add", kind="elementwise", num_bytes=6)
+    for work in (small, product()):
+        assert kernel_s(work, cores) == pytest.approx(kernel_s(work, H200) + 1e-3)
+
+
 def test_many_small_kernels_take_as_long_as_their_starts():
     small = KernelWork(name="add", kind="elementwise", num_bytes=6)
     phase = estimate_phase(KernelCounts(works=Counter({small: 1000}), num_waits=2), H200)
