@@ -205,8 +205,7 @@ class ShardedOptimizer:
                 self._gathering[index] = self._start_gather(self.buckets[index])
             self._phase_hook("update")
         self._phase_hook("all_gather")
-        if not self._overlap_gather:
-            self.finish_gather()
+        self._wait_for([index for index in self._gathering if not self._overlaps_gather_of(self.buckets[index])])
 
     def update_to(self, version: int, step: UpdateStep | None, *, only: int | None = None) -> None:
         """Applies the update that leads to `version` to every bucket (or one) that has not had it yet."""
@@ -356,6 +355,9 @@ class ShardedOptimizer:
             self._reducing.append(bucket.reduce_async(holders, self.shard_map_of(bucket).ranges_of(self.rank)))
         else:
             self._reducing.append(holders.all_reduce_async(bucket.totals))
+
+    def _overlaps_gather_of(self, bucket: Bucket) -> bool:
+        return self._overlap_gather and self._holders_of(bucket).runs_in_background
 
     def _start_gather(self, bucket: Bucket) -> Work:
         """Starts to gather a bucket's weights, each range from its owner."""

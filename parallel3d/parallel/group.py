@@ -41,6 +41,9 @@ class Group(ABC):
     waits_for_data = True
     """True if `wait` returns once the data is there; otherwise it only orders the device's later work after it."""
 
+    runs_in_background = True
+    """True if a collective goes on between its call and its wait."""
+
     reduces_parts = False
     """Whether `reduce_parts_async` is there: every rank can see what all others contribute to any part of a sum."""
 

@@ -128,8 +128,8 @@ def is_world(name: str) -> bool:
     return name.endswith("/world")
 
 
-def waits_in_one_order(name: str, pp_size: int) -> bool:
+def may_stand_still(name: str) -> bool:
     """Returns True for the name of a group whose collectives may stand still between a call and its wait: no rank waits
-    there for what a peer does after its own wait. Layers that sum over a tensor-parallel group only compute in between;
-    with one stage all ranks wait for all collectives in the same order."""
-    return name.split("/")[1] == "tp" or (name.split("/")[1] == "dp" and pp_size == 1)
+    there for what a peer does after its own wait. Layers that sum over a tensor-parallel group only compute in between.
+    Gradients are waited for when a rank has done all else of an iteration, and weights right after the update."""
+    return name.split("/")[1] in ("tp", "dp")

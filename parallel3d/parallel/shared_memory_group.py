@@ -3,9 +3,10 @@
 A tensor moves in chunks. A call copies as many of them into this rank's slots as are free and returns; `wait` reads the
 peers' slots, sums them in rank order and writes the rest. Nothing happens in between, on no thread. So between a call
 and its wait a rank must not wait for anything that a peer does after *its* wait. Layers that sum over their
-tensor-parallel group only compute there, and in a run with one stage all ranks wait for the same collectives in the
-same order, the optimizer's among them. With several stages, buckets are under way while stages wait for each other:
-these take gloo.
+tensor-parallel group only compute there. A rank waits for reduced gradients once it has received and sent all of an
+iteration, and for gathered weights right after the update, since nothing would be won by waiting later. With several
+stages that would be a deadlock, too: a replica's first forward pass may wait for another stage, which waits for weights
+that the replica has not written yet. So do the ranks of a tied embedding, in two stages: these take gloo.
 
 Every rank reads all versions of what it needs, in the order of the ranks, and adds them with the same operators as
 ranks that are threads: the same bits. It writes to its own tensors only in a call or a wait, so that nothing is busy
@@ -49,6 +50,7 @@ class _Exchange:
 class SharedMemoryGroup(Group):
     """Ranks that are processes of one host, with tensors on CPUs."""
 
+    runs_in_background = False
     reduces_parts = True
 
     def __init__(

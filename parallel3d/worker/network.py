@@ -18,7 +18,7 @@ from parallel3d.parallel.abort import AbortToken
 from parallel3d.parallel.device_links import Pair
 from parallel3d.parallel.gloo_group import GlooGroup
 from parallel3d.parallel.group import Group, SoloGroup
-from parallel3d.parallel.groups import is_world, waits_in_one_order
+from parallel3d.parallel.groups import is_world, may_stand_still
 from parallel3d.parallel.nccl_group import NcclGroup
 from parallel3d.parallel.p2p_sockets import SocketLinks, open_listener
 from parallel3d.parallel.shared_memory import share_memory
@@ -74,7 +74,7 @@ class SocketNetwork(Network):
                 return group
             if self._has_own_device:
                 return NcclGroup(**settings_of(name, ranks), store=ControlStore(control, token), device=self._device)
-            if waits_in_one_order(name, record.grid.pp_size) and self._may_share_memory(ranks, record):
+            if may_stand_still(name) and self._may_share_memory(ranks, record):
                 meeting, timeout = ControlStore(control, token), timedelta(seconds=self._config.run.timeout_s)
                 if memory := share_memory(meeting, name, rank=number, size=len(ranks), timeout=timeout):
                     return SharedMemoryGroup(**settings_of(name, ranks), memory=memory)

@@ -19,7 +19,7 @@ from parallel3d.errors import GenerationEnded
 from parallel3d.inprocess.world import run_threads
 from parallel3d.parallel import shared_memory as module
 from parallel3d.parallel.abort import AbortToken
-from parallel3d.parallel.groups import waits_in_one_order
+from parallel3d.parallel.groups import may_stand_still
 from parallel3d.parallel.shared_memory import NUM_SLOTS, SLOT_BYTES, share_memory
 from parallel3d.parallel.shared_memory_group import SharedMemoryGroup
 from tests.parallel.test_gloo_group import all_collectives, arrive, numbers, run_processes
@@ -341,7 +341,5 @@ def fail_to_open(*args):
 
 
 def test_groups_of_this_kind_are_only_those_whose_collectives_may_stand_still():
-    tp, dp, *others = "generation3/tp/stage0/replica1", "generation3/dp/stage0/tp1", "g/world", "g/embedding/tp0"
-    assert waits_in_one_order(tp, pp_size=2) and not waits_in_one_order(dp, pp_size=2)
-    assert waits_in_one_order(tp, pp_size=1) and waits_in_one_order(dp, pp_size=1)
-    assert not any(waits_in_one_order(name, pp_size=1) for name in others)
+    names = ("g/tp/stage0/replica1", "g/dp/stage0/tp1", "g/world", "g/embedding/tp0")
+    assert [may_stand_still(name) for name in names] == [True, True, False, False]

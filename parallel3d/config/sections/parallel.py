@@ -72,7 +72,8 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = True
     """Reduce a bucket's gradients while the backward pass is still running."""
     overlap_param_gather: bool = True
-    """Gather the updated parameters during the next forward pass. No effect at zero_stage 0."""
+    """Gather the updated parameters during the next forward pass. No effect at zero_stage 0, and where replicas
+    exchange through shared memory (run.exchange), in which nothing moves in the background."""
     bucket_mib: PositiveFloat = 16.0
     """Size of a gradient bucket, in MiB of main gradients."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -63,10 +63,9 @@ class RunConfig(Section):
     reads. auto: nccl where each rank has a GPU of its own, unless there is a document mask. Not yet run on several
     GPUs."""
     exchange: Literal["auto", "gloo"] = "auto"
-    """Transport on CPUs of tensor-parallel sums and gathers and, in a run with one stage, of gradients and weights
-    between replicas. auto: through shared memory where the ranks of a group are processes of one host that has a C
-    compiler, else gloo. The same bits for two ranks; sums of more are added in another order unless precision.sums is
-    exact."""
+    """Transport on CPUs of tensor-parallel sums and gathers, and of gradients and weights between replicas. auto:
+    through shared memory where the ranks of a group are processes of one host that has a C compiler, else gloo. The
+    same bits for two ranks; sums of more are added in another order unless precision.sums is exact."""
     compile: Literal["never", "elementwise"] = "never"
     """elementwise: torch.compile makes one kernel each of RMSNorm, rotary positions and SwiGLU, forward and backward.
     The first step takes some 20 s longer in the first run, and 2 s a process in later ones, which find the kernels in
