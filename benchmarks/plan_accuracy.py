@@ -166,6 +166,7 @@ def make_config(policy: str, changes: Mapping[str, Any], options: argparse.Names
         "optimizer": {"learning_rate": 3e-4},
         "lr_schedule": {"kind": "constant"},
         "monitor": {"charts": False},
+        "checkpoint": {"save_at_end": False},
         "run": {"directory": "", "num_steps": WARMUP_STEPS + options.steps, "evaluate_batches": 1, "device": "cpu"},
     }
     for name, value in changes.items():
