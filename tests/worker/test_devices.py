@@ -174,7 +174,7 @@ def test_taking_a_device_keeps_what_the_user_has_set(monkeypatch):
     [
         ("cpu", "cpu", "ab", 1, ("tree", "gloo", "gloo")),
         ("cpu", "cpu", "aa", 1, ("tree", "memory", "memory")),
-        ("cpu", "cpu", "aa", 2, ("tree", "gloo", "memory")),
+        ("cpu", "cpu", "aa", 2, ("tree", "memory", "memory")),
         ("cuda", "cuda:1", "aa", 1, ("tree", "nccl", "nccl")),
         ("auto", "cuda:1", "aa", 1, ("tree", "nccl", "nccl")),
         ("cuda_shared", "cuda:0", "aa", 1, ("tree", "staged gloo", "staged gloo")),
