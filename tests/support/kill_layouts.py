@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from parallel3d.config.schema import Config
 from parallel3d.parallel.grid import Grid
@@ -31,6 +31,8 @@ class KillLayout:
     precision: dict[str, Any] = field(default_factory=lambda: dict(policy="fp64"))
     warmup: dict[str, Any] = field(default_factory=dict)
     keeps_documents_apart: bool = False
+    exchange: Literal["auto", "gloo"] = "auto"
+    """Of processes: auto is through shared memory."""
     reads_blend: bool = False
     """The weights of its sources change within step 2."""
 
@@ -128,12 +130,14 @@ def _blends() -> Iterator[tuple[str, KillLayout]]:
 def _on_processes() -> Iterator[tuple[str, KillLayout]]:
     """Rows that only the runs on processes have."""
     for name, parallel in [
-        ("dp4", dict(dp_size=4)),  # replicas exchange through shared memory
+        ("dp4", dict(dp_size=4)),
         ("pp2-dp2-tp2-sp", CUBE_SP),
         ("pp2-dp2-interleaved", dict(pp_size=2, dp_size=2, **INTERLEAVED)),
         ("pp2-dp2-zb-h1", dict(pp_size=2, dp_size=2, schedule="zb-h1")),
     ]:
         yield name, KillLayout(group="processes", parallel=parallel)
+    for name, parallel in [("dp4", dict(dp_size=4)), ("pp2-dp2", dict(pp_size=2, dp_size=2))]:
+        yield f"gloo-{name}", KillLayout(group="processes", parallel=parallel, exchange="gloo")
     growing = dict(  # steps of 2, 4, 6 and 8 sequences of 8, 12, 12 and 16 tokens
         sequence_length=dict(kind="linear", start=8, duration=4, multiple=4),
         batch_size=dict(start=2, duration=4, increment=2),

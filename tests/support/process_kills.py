@@ -46,7 +46,7 @@ def kill_config(layout: str, faults: Sequence[FaultConfig] = ()) -> Config:
         warmup=row.warmup,
         precision=dict(policy="fp32"),
         batch=dict(global_batch_size=8, micro_batch_size=1, sequence_length=16),
-        run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0),
+        run=dict(num_steps=NUM_STEPS, evaluate_every=2, evaluate_batches=1, timeout_s=60.0, exchange=row.exchange),
         elastic=dict(faults=[fault.model_dump() for fault in faults], max_rejoins=0),
     )
 
@@ -101,6 +101,8 @@ def special_cells() -> Iterator[KillCell]:
     yield kill_cell("warmup-pp2-dp2-tp2", (5, 3, "backward", "kill"))
     yield kill_cell("dp4", (1, 2, "reduce_scatter", "kill"), (3, 4, "all_gather", "kill"))
     yield kill_cell("dp4", (0, 2, "backward", "stop"))
+    yield kill_cell("gloo-dp4", (1, 2, "backup", "kill"), (3, 4, "all_gather", "kill"))
+    yield kill_cell("gloo-pp2-dp2", (2, 2, "reduce_scatter", "kill"), (1, 4, "update", "kill"))
     yield kill_cell("dp3-tp2", (4, 2, "all_gather", "kill"), (1, 4, "update", "kill"))
     yield kill_cell("tied-stages-3-1-2", (0, 2, "backup", "kill"), (5, 2, "recovery_moves", "kill"))
 
