@@ -134,6 +134,16 @@ def test_no_worker_is_monitored_before_the_timeouts_are_known():
     assert ward.pass_time(0.2)[1].startswith("silent for 2.")
 
 
+def test_coordinators_that_take_over_one_after_another_hide_no_silent_worker():
+    ward = Ward()
+    ward.monitor.begin(PATIENCE)
+    seen: dict[int, str] = {}
+    for _ in range(5):
+        seen |= ward.pass_time(1.0)
+        ward.monitor.begin(PATIENCE)  # as each coordinator begins
+    assert list(seen) == [1]
+
+
 def test_a_guardian_that_was_away_itself_begins_anew():
     ward = Ward()
     ward.monitor.begin(PATIENCE)

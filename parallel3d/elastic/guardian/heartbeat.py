@@ -226,8 +226,11 @@ class HeartbeatMonitor:
         self._slots[pid], self._stopped_checks[pid] = slot, 0
 
     def begin(self, timeouts: HeartbeatTimeouts) -> None:
+        """Sets the timeouts, as every coordinator does. Only the first time forgets earlier silence: else coordinators
+        that are lost one after another would keep a stopped worker from being found."""
+        if self.timeouts is None:
+            self._since_s = self._last_check_s = self._clock()
         self.timeouts = timeouts
-        self._since_s = self._last_check_s = self._clock()
 
     def check(self, pids: Iterable[int]) -> dict[int, str]:
         """Returns the children that must be killed, and why. After a late check, earlier silence does not count."""
