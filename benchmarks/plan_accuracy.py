@@ -271,7 +271,7 @@ def small_config(policy: str, size: int, layers: int, count: int, threads: int, 
 def solve(row: DeviceRow, small: Config, large: Config, steps: Mapping[tuple[int, int, int], float]) -> DeviceRow:
     """The row with the rates that the runs of one rank imply: seconds by size, layers and number of micro-batches."""
     rests, num_bytes, fixed = [], [], {}
-    for config in (small, large):
+    for config in (small, large):  # `fixed` and `both` stay those of the large one
         size = config.batch.micro_batch_size
         assert size is not None
         ones, all_s = ({layers: steps[size, layers, count] for layers in (FEW, MANY)} for count in (1, MICRO_BATCHES))
