@@ -87,7 +87,15 @@ _BLOG: dict[str, Any] = dict(
 
 DEVICE_ROWS = (
     DeviceRow(name="H100-80GB", memory_gib=79.1, bandwidth=3.35e12, price_per_hour=23.92 / 8, **_H100, **_BLOG),
-    DeviceRow(name="H200-141GB", memory_gib=139.8, bandwidth=4.8e12, **_H100),
+    DeviceRow(
+        name="H200-141GB",
+        memory_gib=139.8,
+        bandwidth=4.8e12,
+        price_per_hour=3.99,
+        price_source="on demand, H200 SXM on Hyperstack's public list",
+        price_date="2026-08-26",
+        **_H100,
+    ),
     DeviceRow(
         name="B200-180GB",
         memory_gib=178.3,

@@ -27,6 +27,14 @@ from parallel3d.rehearsal.meta_rank import LayeredRehearsal
 from tests.support.tiny_runs import make_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+UNPRICED = {
+    "name": "OURS",
+    "memory_gib": 80.0,
+    "bandwidth": 3.35e12,
+    "link_bandwidth": 450e9,
+    "bf16_tflops": 989.4,
+    "fp32_tflops": 66.9,
+}
 
 
 @cache
@@ -215,10 +223,15 @@ def run_plan(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_the_command_prints_a_table_and_a_verdict(capsys):
-    code, out, _ = run_plan(capsys, "--devices", "8xH100-80GB:16,8xH200:16", "--tokens", "1e12")
-    assert code == 0 and out.count("verdict: fits") == 2 and "a million tokens" in out
-    assert "no price of H200-141GB is known" in out and "failures: " in out and "width: " in out
+def test_the_command_prints_a_table_and_a_verdict(capsys, tmp_path):
+    table = tmp_path / "rows.json"
+    table.write_text(json.dumps([UNPRICED]))
+    code, out, _ = run_plan(
+        capsys, "--devices", "8xH100-80GB:16,8xH200:16,8xOURS:16", "--tokens", "1e12", "--device-table", str(table)
+    )
+    assert code == 0 and out.count("verdict: fits") == 3 and "a million tokens" in out
+    assert "H200 SXM on Hyperstack's public list, 2026-08-26" in out
+    assert "no price of OURS is known" in out and "failures: " in out and "width: " in out
     code, out, _ = run_plan(capsys, "--devices", "8xH100:1", "--search", "--tokens", "1e9", "--price", "2")
     assert code == 0 and "why the best wins" in out and "$2.00 a device" in out
 
