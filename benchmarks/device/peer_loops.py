@@ -44,7 +44,8 @@ def torchtitan(config: Config, device: torch.device, is_smoke: bool) -> tuple[in
     with torch.device("meta"):
         model = names[1].Transformer(arguments)
     model.to_empty(device=device)
-    model.init_weights(buffer_device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
     large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
     for name, block in list(model.layers.items()):
         kept = Recomputed(block) if large else block
