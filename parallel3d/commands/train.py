@@ -44,6 +44,7 @@ from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import EXIT_PREEMPTED, CheckpointError, ConfigError, Problem, UserError
 from parallel3d.evaluation.evaluation_process import EvaluationProcess
 from parallel3d.evaluation.saved_results import ResultFolder
+from parallel3d.lasting_output import lasting_output
 from parallel3d.models.initial_weights import check_initial_weights, resolve_initial_weights
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.page_writer import PageWriter
@@ -85,11 +86,13 @@ def main(arguments: list[str]) -> int:
             return code
         check_length_function(config)
         elastic, run = config.elastic, partial(train, resolve_initial_weights(config), title=Path(options.config).stem)
-        return HostReturn(
+        host_return = HostReturn(
             find_place=partial(reserve_place, directory, env, secret_words),
             max_rejoins=elastic.max_rejoins if elastic.enabled else 0,
             return_s=elastic.return_s,
-        ).run(run, env)
+        )
+        with lasting_output(directory):
+            return host_return.run(run, env)
     except UserError as error:
         if env is None or env.local_rank == 0:  # once per host
             print(error, file=sys.stderr)

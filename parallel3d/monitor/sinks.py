@@ -155,17 +155,18 @@ class RunReporter:
         tensorboard: bool = False,
         write_page: Callable[[Path], object] | None = None,
         page_every_s: float | None = None,
-        out: TextIO = sys.stdout,
-        err: TextIO = sys.stderr,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
     ):
+        """`out` and `err`: by default this process's standard output and error at this moment."""
         self._folder = folder
         self._title = title
         self._charts = charts
         self._tensorboard = tensorboard
         self._page = PageWriter(folder.path, write_page, every_s=page_every_s) if write_page else None
         self._tensorboard_file: TensorBoardFile | None = None
-        self._out, self._err = out, err
-        self._display: ProgressDisplay = BarDisplay(out) if out.isatty() else PlainDisplay(out)
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._display: ProgressDisplay = (BarDisplay if self._out.isatty() else PlainDisplay)(self._out)
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._total: int | None = None

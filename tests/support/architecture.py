@@ -40,6 +40,7 @@ FLOORS: dict[str, int] = {
     "parallel3d.usable_cores": 0,
     "parallel3d.handshake": 0,
     "parallel3d.keepalive": 0,
+    "parallel3d.lasting_output": 0,
     "parallel3d.compiled_loops": -1,  # random_keys calls them
     "parallel3d.random_keys": 0,
     "parallel3d.accelerator": 0,

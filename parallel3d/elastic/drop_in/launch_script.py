@@ -17,6 +17,7 @@ from parallel3d.elastic.protocol.vacancies import GridTarget
 from parallel3d.elastic.settings import ElasticSettings, LaunchTimeouts
 from parallel3d.elastic.worker.process import WorkerContext
 from parallel3d.errors import UserError
+from parallel3d.lasting_output import lasting_output
 from parallel3d.monitor.environment import describe_environment
 from parallel3d.monitor.run_folder import LOGS, ContinuedRunFolder, RunFolder
 from parallel3d.monitor.sinks import RunReporter
@@ -56,7 +57,9 @@ def init(
         elif env is not None:
             num_workers = env.world_size
         elastic = _settings(num_workers, max_workers, max_rejoins, heartbeat_s, patience_s)
-        sys.exit(_run(env, Path(directory), elastic, seed=seed, patience_s=patience_s, num_workers=num_workers))
+        with lasting_output(Path(directory)):
+            code = _run(env, Path(directory), elastic, seed=seed, patience_s=patience_s, num_workers=num_workers)
+        sys.exit(code)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
