@@ -32,11 +32,13 @@ def test_without_a_reader_lines_are_dropped_and_it_is_said_once():
 def test_a_terminal_that_was_closed():
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w") as stream:
-        lasting = LastingStream(stream)
+        told = []
+        lasting = LastingStream(stream, on_gone=lambda: told.append("gone"))
         assert lasting.isatty()
         print("seen", file=lasting, flush=True)
         os.close(leader)
         print("dropped", file=lasting, flush=True)
+        assert told == ["gone"]
 
 
 def test_on_a_full_disk_lines_are_lost_and_nobody_is_said_to_be_gone():
