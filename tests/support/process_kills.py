@@ -117,10 +117,9 @@ EVERY_KIND = kill_cell(LONG, (5, 1, "forward", "term"), (2, 3, "backward", "kill
 
 
 def outcomes_of(cell: KillCell) -> set[Outcome]:
-    """The allowed outcomes. A drain may be committed with the next step's loss, and a death after a step's entry may be
-    found with one in the next step: then there is a change less."""
+    """The allowed outcomes. A death after a step's entry may be found with one in the next step: a change less."""
     found = possible_outcomes(kill_config(cell.layout), cell.faults)
-    if cell in (DOWN_TO_ONE, EVERY_KIND):
+    if cell == DOWN_TO_ONE:
         found |= {replace(outcome, num_changes=outcome.num_changes - 1) for outcome in found}
     return found
 
@@ -129,12 +128,26 @@ def survives(cell: KillCell) -> bool:
     return any(outcome.goes_on for outcome in outcomes_of(cell))
 
 
+class HooksWithDrains(WorkerHooks):
+    """Hooks under which a rank that asks to leave trains on once the coordinator has asked it to: that takes a quarter
+    of a second, for which drains are gathered, and these runs may be over by then."""
+
+    def __init__(self, config: Config, context: WorkerContext):
+        super().__init__(config, context)
+        self._control = context.control
+
+    def _fail(self, kind: str) -> None:
+        super()._fail(kind)
+        while kind == "term" and not self._control.drain_requested:
+            self._control.token.sleep(0.01)
+
+
 def work_on(config: Config, directory: Path, context: WorkerContext) -> int:
     """Runs one worker: it trains through all faults and saves its weights if it holds coordinates at the end."""
     torch.set_num_threads(1)
     grid = build_grid(config)
     context.control.publish({"kind": "hello", "coordinates": str(grid.coordinates(context.rank))})
-    phase_hook = WorkerHooks(config, context)
+    phase_hook = HooksWithDrains(config, context)
     watches = RankHooks(on_instruction=phase_hook.on_instruction, phase_hook=phase_hook.enter_phase)
     rank = prepare(config, grid, context.rank, hooks=watches)
 
