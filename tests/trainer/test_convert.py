@@ -342,7 +342,8 @@ print(memory("VmHWM") - before, file=sys.stderr)
 @pytest.mark.full
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     """130 MB in tensors of at most 8 MB; pages of files that are mapped count, too. A tensor and the one before it take
-    17 MB, the allocator perhaps as much again; files that stay mapped take 143 MB."""
+    17 MB, the allocator perhaps as much again; files that stay mapped take 143 MB. Under our own names, gate and up are
+    one tensor: with the one before it and the part that is read 42 MB, 45 to 72 with the allocator's."""
     vocab, hidden, inner, layers = 2048, 1024, 2048, 3
     sizes = dict(vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
     model = config_of("llama-tied", {}).model.model_copy(update=sizes)
@@ -358,9 +359,13 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     facts = RunFacts(state={}, config={"model": model.model_dump()})
     index = write_weights(tmp_path / "ours", tensors, chunks, facts=facts, step=1)
     assert index.num_bytes > 128e6
-    for arguments in (("to-hf", "ours", "hf"), ("from-hf", "hf", "back"), ("to-safetensors", "ours", "plain")):
+    for *arguments, most in (
+        ("to-hf", "ours", "hf", 64e6),
+        ("from-hf", "hf", "back", 64e6),
+        ("to-safetensors", "ours", "plain", 100e6),
+    ):
         command = [sys.executable, "-c", MEASURED, arguments[0], *(str(tmp_path / name) for name in arguments[1:])]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr
         growth = int(done.stderr.splitlines()[-1])
-        assert growth < 64e6, f"{arguments[0]} took {growth / 1e6:.0f} MB"
+        assert growth < most, f"{arguments[0]} took {growth / 1e6:.0f} MB"
