@@ -84,6 +84,12 @@ def _with_included(source: Path) -> Iterator[str]:
         yield from _with_included(source.parent / name)
 
 
+def multiplies_bf16() -> bool:
+    """Whether the processor has instructions for products of bf16 numbers; False where Linux doesn't say."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_cpu().split())
+
+
+@cache
 def _cpu() -> str:
     """What "native" means on this machine."""
     try:

@@ -2,10 +2,11 @@
 
 A step here is the compute of one training step of this process: each product of the model forward, for its input's and
 its weight's gradient, as often as a step needs it, at the shapes of one micro-batch, plus attention forward and
-backward. Each kernel is run in every available way (torch.mm, parallel3d's matmul; the head's product also some tokens
-at a time; weight gradients in bf16 by AMX's tiles, straight into fp32; attention as torch's SDPA and as products over
-blocks of queries), and the fastest counts. So no training code on these kernels can be faster. With tp_size 2 the
-shapes are those of a tensor-parallel half. Two processes run the same kernel at the same time.
+backward. Each kernel is run in every available way (torch.mm, parallel3d's matmul, of bf16 factors also after widening
+them to fp32; the head's product also some tokens at a time; weight gradients in bf16 by AMX's tiles, straight into
+fp32; attention as torch's SDPA and as products over blocks of queries), and the fastest counts. So no training code on
+these kernels can be faster. With tp_size 2 the shapes are those of a tensor-parallel half. Two processes run the same
+kernel at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.c_weight_grad import add_weight_grad
 from parallel3d.kernels.layer_kernels import layer_kernels
 from parallel3d.layers.block_attention import attend_in_blocks
-from parallel3d.layers.gemm import matmul
+from parallel3d.layers.gemm import add_matmul, matmul
 
 CUT_TOKENS = 256  # rows of logits that fit a last-level cache
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -105,6 +106,10 @@ def product_kernels(
         ("weight gradient", grad.t(), x),
     ):
         ways: dict[str, Callable[[], object]] = {"torch": partial(torch.mm, a, b), "ours": partial(matmul, a, b)}
+        if dtype is torch.bfloat16:
+            into_fp32 = partial(add_matmul, torch.zeros(num_out, num_in), a, b, "widened", overwrite=True)
+            is_weight_grad = direction == "weight gradient"
+            ways["widened"] = into_fp32 if is_weight_grad else partial(matmul, a, b, "widened")
         if count == 1:  # the head
             ways["ours, cut"] = partial(cut_matmul, a, b, tokens)
         by_tiles = partial(add_weight_grad, torch.zeros(num_out, num_in), grad, x, overwrite=True)

@@ -1,8 +1,8 @@
 """Causal attention by blocks of queries in C, one call each way (`torch_attention.py` defines it).
 
 attention_loops.c needs AVX-512, and for bf16 instructions that multiply such numbers with results in fp32, which
-torch's products on CPUs have not: those of AMX, else those of AVX512 BF16. Other processors, formats and sizes of heads
-take torch's form.
+torch's products on CPUs have not: those of AMX, else those of AVX512 BF16. With neither, bf16 numbers are widened to
+fp32 and the results rounded. Other processors, formats and sizes of heads take torch's form.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _TILES, _TILE_SIZE = 2, 32
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (units, group, seq, size), k and v (units, seq, size) -> as q."""
+    if _is_widened(q):
+        return attention(q.float(), k.float(), v.float()).to(q.dtype)
     if not _fits(q):
         return torch_attention.attention(q, k, v)
     mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -31,6 +33,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def attention_grads(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; sums are in fp32 and rounded once."""
+    if _is_widened(q):
+        q_grad, k_grad, v_grad = attention_grads(grad.float(), q.float(), k.float(), v.float())
+        return q_grad.to(q.dtype), k_grad.to(q.dtype), v_grad.to(q.dtype)
     if not _fits(q):
         return torch_attention.attention_grads(grad, q, k, v)
     factors = [each.contiguous() for each in (grad, q, k, v)]
@@ -54,6 +59,14 @@ def _format_of(q: Tensor) -> int:
     return _TILES if is_narrow(q) and q.shape[-1] % _TILE_SIZE == 0 and has_tiles() else is_narrow(q)
 
 
-def _fits(q: Tensor) -> bool:
+def _is_widened(q: Tensor) -> bool:
+    """Whether bf16 numbers are widened to fp32, since the processor has instructions for these alone."""
+    is_bf16 = q.dtype is torch.bfloat16 and q.device.type == "cpu"
+    return is_bf16 and not has_attention_loop(torch.bfloat16) and _fits(q, torch.float32)
+
+
+def _fits(q: Tensor, dtype: torch.dtype | None = None) -> bool:
     size = q.shape[-1]
-    return q.device.type == "cpu" and size % _LANES == 0 and size <= _MAX_SIZE and has_attention_loop(q.dtype)
+    return (
+        q.device.type == "cpu" and size % _LANES == 0 and size <= _MAX_SIZE and has_attention_loop(dtype or q.dtype)
+    )

@@ -8,7 +8,8 @@ behind fused linear layers; it takes transposed views as they are. So a run time
 gives its layers a `Gemm` with the choices: the same on every rank, or the layout would decide last bits.
 
 Without instructions for fp16 torch's product of such tensors takes 30 to 90 times as long as that of fp32 ones, which
-gives the same but for one rounding.
+gives the same but for one rounding. So it is with bf16, two to five times, on processors without AVX512 BF16 or AMX,
+which most laptops have.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _WIDENING = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 """Formats (total, factors) that a GPU's products add up without rounding in between."""
 
 Role = Literal["forward", "input_grad", "weight_grad"]
-Library = Literal["mkl", "onednn", "tiles"]
+Library = Literal["mkl", "onednn", "tiles", "widened"]
 """mkl: what torch's own product uses, which is MKL on x86. tiles: AMX in a loop of our own, for weight
-gradients in bf16, which adds up in fp32 (kernels/c_weight_grad.py)."""
+gradients in bf16, which adds up in fp32 (kernels/c_weight_grad.py). widened: torch's product of bf16 factors that were
+widened to fp32, rounded once; one that is added to a total in fp32 is not rounded at all."""
 AttentionForm = Literal["sdpa", "blocks"]
 """Attention on CPUs. sdpa: torch's own; blocks: products over blocks of queries (layers/block_attention.py)."""
 
@@ -111,24 +113,25 @@ class Gemm:
 
 def matmul(a: Tensor, b: Tensor, library: Library = "onednn", *, out: Tensor | None = None) -> Tensor:
     """a (m, k) @ b (k, n), each possibly a transposed view, in `out` if it is given; no autograd."""
-    if a.dtype is torch.float16 and a.device.type == "cpu":
-        result = matmul(a.float(), b.float(), library).to(a.dtype)
-    elif _fits_onednn(a, b, library):
+    if a.device.type == "cpu" and (a.dtype is torch.float16 or _is_widened(a, library)):
+        result = matmul(a.float(), b.float(), library)
+        return result.to(a.dtype) if out is None else out.copy_(result)
+    if _fits_onednn(a, b, library):
         result = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    else:
-        return torch.mm(a, b, out=out)
-    return result if out is None else out.copy_(result)
+        return result if out is None else out.copy_(result)
+    return torch.mm(a, b, out=out)
 
 
 def add_matmul(
     total: Tensor, a: Tensor, b: Tensor, library: Library = "onednn", *, wide: bool = False, overwrite: bool = False
 ) -> None:
     """total += a @ b, in total's format, or with `overwrite` total = a @ b whatever was there. On CPUs the product is
-    rounded to the factors' format before, unless it is `wide`; a GPU adds it in fp32 without a temporary.
+    rounded to the factors' format before, unless it is `wide` or of widened factors; a GPU adds it in fp32 without a
+    temporary.
 
     oneDNN copies a transposed first factor; the product is turned round where that makes the copy the smaller one.
     """
-    if wide:
+    if wide or total.dtype is torch.float32 and _is_widened(a, library):
         a, b = a.to(total.dtype), b.to(total.dtype)
     is_onednn, formats = _fits_onednn(a, b, library), (total.dtype, a.dtype)
     if not is_onednn and formats[0] == formats[1]:
@@ -151,6 +154,10 @@ def add_matmul(
         total.copy_(product)
     else:
         add_product(total, product)
+
+
+def _is_widened(a: Tensor, library: Library) -> bool:
+    return library == "widened" and a.dtype is torch.bfloat16 and a.device.type == "cpu"
 
 
 def _fits_onednn(a: Tensor, b: Tensor, library: Library) -> bool:

@@ -2,8 +2,9 @@
 
 Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
 products up to twice as fast as MKL; on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
-oneDNN, and in bf16 a loop of our own is twice as fast as oneDNN (docs/experiments.md). One rank measures and all take
-over its choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`)
+oneDNN, and in bf16 a loop of our own is twice as fast as oneDNN (docs/experiments.md). Without instructions for bf16 no
+timing is needed: products of widened factors are two to five times as fast. One rank measures and all take over its
+choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`)
 and that of all other kernels.
 """
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.checkpoint.directory import read_index
+from parallel3d.compiled_loops import multiplies_bf16
 from parallel3d.config.schema import Config
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.elastic.worker.process import WorkerContext
@@ -80,8 +82,8 @@ class LinearShape:
 
 
 def is_choice_measured(config: Config, device: torch.device) -> bool:
-    """Whether a measurement decides: on CPUs, for products in fp32, and for weight gradients in bf16 if the leader has
-    AMX, where last bits depend on it."""
+    """Whether the leader's machine decides: on CPUs, for products in fp32, and in bf16 for weight gradients if it has
+    AMX, and for all products if it has no instructions for bf16; last bits depend on it."""
     is_timed = policy_of(config.precision).compute in (torch.float32, torch.float16, torch.bfloat16)
     is_free = config.run.cpu_gemm == "auto" and config.precision.sums != "exact"
     return device.type == "cpu" and is_timed and is_free and torch.backends.mkldnn.is_available()
@@ -170,6 +172,12 @@ def choose_libraries(timings: Timings, default: Library = "onednn") -> Gemm:
     return Gemm(default=default, choices=choices)
 
 
+def widened_products(shapes: Iterable[LinearShape]) -> Gemm:
+    """All products of bf16 factors that are widened to fp32."""
+    sizes = {(shape.out_features, shape.in_features) for shape in shapes}
+    return Gemm(choices={ProductKey(role, *size): "widened" for role in get_args(Role) for size in sorted(sizes)})
+
+
 def describe_choices(gemm: Gemm, timings: Timings) -> str:
     """One line for the log."""
     has_tiles_timed = any("tiles" in each for each in timings.values())
@@ -254,7 +262,10 @@ def known_or_measured(
 
 def _measured(shapes: Iterable[LinearShape], attention: AttentionShape | None, dtype: torch.dtype) -> tuple[Gemm, str]:
     gemm, lines = Gemm(), []
-    if shapes:
+    if shapes and dtype is torch.bfloat16 and not multiplies_bf16():
+        gemm = widened_products(shapes)
+        lines.append("bf16 products: of factors widened to fp32, as this processor has no instructions for bf16")
+    elif shapes:
         timings = time_products(shapes, dtype=dtype)
         gemm = choose_libraries(timings)
         lines.append(describe_choices(gemm, timings))
@@ -273,7 +284,7 @@ def _shapes_of_the_run(
     tp = TensorParallel(group=AbsentGroup(name="none", rank=0, ranks=tuple(range(config.parallel.tp_size))))
     stage = make_stage(config, range(config.model.num_hidden_layers), tp, torch.device("meta"), gemm=None)
     num_tokens = config.batch.micro_batch_size * config.batch.sequence_length
-    has_candidates = _timed_dtype(config) is torch.float32 or has_tiles()
+    has_candidates = _timed_dtype(config) is torch.float32 or has_tiles() or not multiplies_bf16()
     return (
         linear_shapes(stage, num_tokens) if is_choice_measured(config, device) and has_candidates else set(),
         attention_shape(config, stage, form) if is_attention_measured(config, device) else None,

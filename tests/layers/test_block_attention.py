@@ -101,7 +101,7 @@ def assert_as_exact_as_sdpa(tensors, factor, kernels):
     assert all(a <= factor * b for a, b in zip(ours, theirs)), (ours, theirs)
 
 
-needs_loops = pytest.mark.skipif(not has_attention_loop(torch.bfloat16), reason="no C compiler, or no AVX512 BF16")
+needs_loops = pytest.mark.skipif(not has_attention_loop(FP32), reason="no C compiler, or no AVX-512")
 
 
 @needs_loops
@@ -114,6 +114,14 @@ def test_loops_in_c_are_as_exact(dtype, factor, length, size, num_heads, num_kv_
     assert_as_exact_as_sdpa(tensors, factor, kernels)
     by_torch = results(*tensors, "blocks")
     assert max(distance(results(*tensors, "blocks", kernels), by_torch)) < (4e-3 if dtype != FP32 else 1e-6)
+
+
+@needs_loops
+def test_without_instructions_for_bf16_loops_in_c_widen_it(monkeypatch):
+    tensors, kernels = inputs(130, 4, 2, torch.bfloat16, size=32), layer_kernels("c").attention
+    wide = results(*(each.float() for each in tensors), "blocks", kernels)
+    monkeypatch.setattr("parallel3d.kernels.c_attention.has_attention_loop", lambda dtype: dtype is FP32)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(results(*tensors, "blocks", kernels), wide))
 
 
 @pytest.mark.skipif(not has_tiles(), reason="no AMX")

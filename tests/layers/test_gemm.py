@@ -114,6 +114,28 @@ def test_fp16_products_are_fp32_products_rounded_once(size):
     assert torch.equal(total, product.float())
 
 
+@pytest.mark.parametrize("is_out_given", [False, True])
+@pytest.mark.parametrize("size", [SMALL, LARGE, ODD])
+def test_products_of_widened_factors_are_rounded_once(size, is_out_given):
+    a, b = factors(size, True, False, dtype=torch.bfloat16)
+    exact, out = a.float() @ b.float(), torch.empty(size[0], size[2], dtype=torch.bfloat16) if is_out_given else None
+    product = matmul(a, b, "widened", out=out)
+    assert product.dtype is torch.bfloat16 and torch.equal(product, exact.bfloat16())
+    assert out is None or product is out
+    total = torch.full((size[0], size[2]), 3.0)
+    add_matmul(total, a, b, "widened")
+    torch.testing.assert_close(total, exact + 3, **TOLERANCE)  # not rounded: bf16's steps are 4e-3 of a number
+    narrow = torch.zeros(size[0], size[2], dtype=torch.bfloat16)
+    add_matmul(narrow, a, b, "widened")
+    assert torch.equal(narrow, exact.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wider_factors_are_not_widened(dtype):
+    a, b = factors(LARGE, True, False, dtype)
+    assert torch.equal(matmul(a, b, "widened"), a @ b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_wide_products_are_not_rounded_before_they_are_added(dtype):
     a, b = factors(LARGE, True, False, dtype=dtype)

@@ -89,12 +89,13 @@ def test_when_a_measurement_decides(changes, device, expected):
 
 
 def test_all_ranks_take_over_the_leaders_choice(tmp_path, monkeypatch):
-    """In bf16 products have no choice but where there is AMX, so attention alone is measured."""
+    """In bf16 products have no choice on most processors for it, so attention alone is measured."""
     config = make_config(
         precision=BF16, data=dict(cache_directory=str(tmp_path)), run=dict(kernels="torch", num_steps=1)
     )
     context = SimpleNamespace(control=Store())
     monkeypatch.setattr(gemm_timing, "has_tiles", lambda: False)
+    monkeypatch.setattr(gemm_timing, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(gemm_timing, "time_attention", lambda shape: {"sdpa": 2.0, "blocks": 1.0})
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
     chosen = [agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=leads) for leads in (True, False)]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
+from parallel3d import compiled_loops
 from parallel3d.checkpoint.directory import CheckpointDirectory, read_index
 from parallel3d.elastic.protocol.restart_policy import StartInstruction
 from parallel3d.errors import ConfigError
 from parallel3d.kernels import choice
 from parallel3d.kernels.c_loops import has_c_loops
 from parallel3d.kernels.choice import choose_kernels
-from parallel3d.layers.gemm import Gemm, ProductKey
+from parallel3d.layers.gemm import Gemm, ProductKey, Role
 from parallel3d.models.make import make_stage
 from parallel3d.worker import attention_timing, gemm_timing
 from parallel3d.worker.gemm_timing import (
@@ -101,6 +103,7 @@ def test_where_there_is_amx_weight_gradients_in_bf16_may_take_tiles(tmp_path, mo
 
     monkeypatch.setattr(gemm_timing, "time_products", give_times)
     monkeypatch.setattr(gemm_timing, "has_tiles", lambda: False)
+    monkeypatch.setattr(gemm_timing, "multiplies_bf16", lambda: True)
     begin = StartInstruction(attempt=0, checkpoint=None, data=None)
     agree_on_gemm(config, store, CPU, begin, make_stage, is_leader=True)
     assert not timed  # on this machine nothing is to be chosen
@@ -108,6 +111,42 @@ def test_where_there_is_amx_weight_gradients_in_bf16_may_take_tiles(tmp_path, mo
     chosen = [agree_on_gemm(config, store, CPU, begin, make_stage, is_leader=leader) for leader in (True, False)]
     assert chosen[0] == chosen[1] and chosen[0].choices == ({WEIGHT: "tiles"} if tiles_s == 1.0 else {})
     assert any(f"bf16 weight gradients: {text}" in record.get("text", "") for record in store.control.records)
+
+
+@pytest.mark.parametrize(
+    "policy, sums, is_widened", [("bf16", "float", True), ("bf16", "exact", False), ("fp32", "float", False)]
+)
+def test_without_instructions_for_bf16_all_its_products_are_widened(tmp_path, monkeypatch, policy, sums, is_widened):
+    """Nothing is timed for it; all ranks take it over, whatever their own processors can do."""
+    precision, run = dict(policy=policy, sums=sums), dict(cpu_attention="sdpa", num_steps=1)
+    config = make_config(precision=precision, run=run, data=dict(cache_directory=str(tmp_path)))
+    context, begin = SimpleNamespace(control=Store()), StartInstruction(attempt=0, checkpoint=None, data=None)
+    chosen = []
+    for is_leader in (True, False):
+        monkeypatch.setattr(gemm_timing, "multiplies_bf16", lambda answer=not is_leader: answer)
+        chosen.append(agree_on_gemm(config, context, CPU, begin, make_stage, is_leader=is_leader))
+    assert chosen[0] == chosen[1]
+    assert ("widened" in chosen[0].choices.values()) == is_widened
+    if is_widened:
+        sizes = {(shape.out_features, shape.in_features) for shape in shapes_of()}
+        assert set(chosen[0].choices) == {ProductKey(role, *size) for role in get_args(Role) for size in sizes}
+        assert set(chosen[0].choices.values()) == {"widened"}
+        assert any("widened to fp32" in record.get("text", "") for record in context.control.records)
+        assert Gemm.from_json(chosen[0].to_json()).choices == chosen[0].choices
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("flags : fpu avx512_bf16 sse", True),
+        ("Features : fp asimd bf16", True),
+        ("flags : avx512f avx512_vnni", False),
+        ("", False),
+    ],
+)
+def test_the_processors_own_list_says_whether_it_multiplies_bf16(monkeypatch, line, expected):
+    monkeypatch.setattr(compiled_loops, "_cpu", lambda: line)
+    assert compiled_loops.multiplies_bf16() == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +204,7 @@ def test_choices_survive_json():
     [
         (dict(policy="fp32"), {}, "cpu", True),
         (dict(policy="fp16"), {}, "cpu", True),
-        (dict(policy="bf16"), {}, "cpu", True),  # if the leader has AMX
+        (dict(policy="bf16"), {}, "cpu", True),  # if the leader has AMX, or nothing for bf16
         (dict(policy="bf16", sums="exact"), {}, "cpu", False),
         (dict(policy="fp64"), {}, "cpu", False),
         (dict(policy="fp32", sums="exact"), {}, "cpu", False),

@@ -78,12 +78,14 @@ class RunConfig(Section):
     attention by blocks, in bf16 and fp32; as exact as torch. auto: triton on a GPU where it is installed; on CPUs c if
     the first rank's machine has a C compiler (all must have one then), recorded and kept as with cpu_gemm; torch
     otherwise, with precision.sums exact and with run.compile elementwise."""
-    cpu_gemm: Literal["auto", "mkl", "onednn"] = "auto"
-    """Library for the fp32 products of a run on CPUs. auto: the first rank times both at the run's shapes when the run
-    starts (up to 0.3 s for a small model), and all ranks use the faster one for each; environment.json and checkpoints
-    record the choices, and a run that resumes keeps them. With precision.sums exact auto means onednn, so that a
-    measurement decides no bit. In bf16, where the first rank has AMX, it times oneDNN against a loop of our own
-    ("tiles") for weight gradients; a host without AMX takes oneDNN in its place."""
+    cpu_gemm: Literal["auto", "mkl", "onednn", "widened"] = "auto"
+    """Library for the products of a run on CPUs: mkl or onednn for those in fp32; widened for those in bf16, whose
+    factors are widened to fp32 then, as is best on processors without instructions for bf16. auto: the first rank times
+    mkl and onednn at the run's shapes when the run starts (up to 0.3 s for a small model), and all ranks use the faster
+    one for each; environment.json and checkpoints record the choices, and a run that resumes keeps them. With
+    precision.sums exact auto means onednn, so that a measurement decides no bit. In bf16, where the first rank has AMX,
+    it times oneDNN against a loop of our own ("tiles") for weight gradients; a host without AMX takes oneDNN in its
+    place. In bf16, where the first rank has no instructions for it, auto means widened."""
     cpu_attention: Literal["auto", "sdpa", "blocks"] = "auto"
     """Attention of a run on CPUs. sdpa: torch's own kernel. blocks: matrix products over blocks of queries, as exact;
     not for documents kept apart, which take sdpa. auto: the faster one at the run's shape, measured, recorded and kept
