@@ -7,8 +7,9 @@ import time
 import torch
 
 from parallel3d.accelerator import accelerator_of
+from parallel3d.compiled_loops import multiplies_bf16
 from parallel3d.config.schema import Config
-from parallel3d.layers.gemm import matmul
+from parallel3d.layers.gemm import Library, matmul
 from parallel3d.monitor.flops import Peak, data_sheet_peak
 from parallel3d.precision.dtypes import FORMAT_OF
 from parallel3d.precision.policy import policy_of
@@ -27,16 +28,18 @@ def find_peak(config: Config, device: torch.device) -> Peak:
 
 
 def measure_peak(device: torch.device, number_format: torch.dtype) -> Peak:
-    """Measures large matrix products with the layers' kernel for MEASURED_S.
+    """Measures large matrix products with the layers' kernel for MEASURED_S; without instructions for bf16 these widen.
 
     Other load on the machine makes the figure too low, which shows as an MFU above 100 % (flops.describe_mfu).
     """
     accelerator = accelerator_of(device)
     size = MATRIX_SIZES.get(device.type, 512)
+    is_widened = number_format is torch.bfloat16 and not multiplies_bf16()
+    library: Library = "widened" if is_widened else "onednn"
     matrix = torch.full((size, size), 0.5, dtype=number_format, device=device)
 
     def multiply() -> None:
-        matmul(matrix, matrix)
+        matmul(matrix, matrix, library)
         if accelerator is not None:
             accelerator.synchronize()  # bounded: its own product
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.monitor import device_peak
 from parallel3d.monitor.device_peak import measure_peak
 from parallel3d.monitor.evaluation_interval import EvaluationInterval, MovingThroughput, plan_evaluations
 from parallel3d.monitor.flops import Peak, data_sheet_peak, describe_mfu, mfu
@@ -90,6 +91,16 @@ def test_mfu_by_hand():
 def test_a_cpus_peak_is_measured(number_format):
     peak = measure_peak(torch.device("cpu"), number_format)
     assert peak.source == "measured" and 1e8 < peak.flops_per_s < 1e15
+
+
+@pytest.mark.parametrize("has_bf16, library", [(True, "onednn"), (False, "widened")])
+def test_a_peak_in_bf16_is_that_of_what_a_run_multiplies_with(monkeypatch, has_bf16, library):
+    """Or MFU would be above 100 % on processors that only emulate bf16."""
+    used = set()
+    monkeypatch.setattr(device_peak, "multiplies_bf16", lambda: has_bf16)
+    monkeypatch.setattr(device_peak, "matmul", lambda a, b, library: used.add(library))
+    measure_peak(torch.device("cpu"), torch.bfloat16)
+    assert used == {library}
 
 
 @pytest.mark.parametrize(
