@@ -8,8 +8,7 @@ behind fused linear layers; it takes transposed views as they are. So a run time
 gives its layers a `Gemm` with the choices: the same on every rank, or the layout would decide last bits.
 
 Without instructions for fp16 torch's product of such tensors takes 30 to 90 times as long as that of fp32 ones, which
-gives the same but for one rounding. So it is with bf16, two to five times, on processors without AVX512 BF16 or AMX,
-which most laptops have.
+gives the same but for one rounding. So it is with bf16, about three times, on processors without AVX512 BF16 or AMX.
 """
 
 from __future__ import annotations

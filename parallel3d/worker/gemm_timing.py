@@ -3,7 +3,7 @@
 Which one is faster depends on the vendor, the shape and the role: on two cores of an AMD EPYC oneDNN computes fp32
 products up to twice as fast as MKL; on an Intel processor with AMX MKL computes weight gradients 1.5 times as fast as
 oneDNN, and in bf16 a loop of our own is twice as fast as oneDNN (docs/experiments.md). Without instructions for bf16 no
-timing is needed: products of widened factors are two to five times as fast. One rank measures and all take over its
+timing is needed: products of widened factors are about three times as fast. One rank measures and all take over its
 choices, because last bits depend on them; with them go the form of attention (`worker/attention_timing.py`)
 and that of all other kernels.
 """
