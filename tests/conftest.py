@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
 
-from tests.support.tiers import axes_of, covering_rows, spread_rows
+from tests.support.tiers import chosen_rows
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=("quick", "rest", "full"),
         default="full",
-        help="quick: every axis once; rest: what quick leaves out; full: everything (the default)",
+        help="quick: every axis once; rest: more of what quick leaves out; full: everything (the default)",
     )
 
 
@@ -36,17 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Selects the tier's tests: marked `full`, or not a chosen row of their parametrization, means not quick."""
+    """Selects the tier's tests: all but those marked `full` and the rows that the tier leaves out of a table."""
     tier = config.getoption("tier")
     if tier == "full":
         return
-    quick = _quick_tests(items)
-    if tier == "quick":
-        chosen = [item for item in items if item in quick]
-    else:
-        chosen = [item for item in items if item not in quick or is_hypothesis_test(getattr(item, "obj", None))]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    chosen = quick = _chosen((item for item in items if not item.get_closest_marker("full")), wider=False)
+    if tier == "rest":
+        again = {item for item in quick if is_hypothesis_test(getattr(item, "obj", None))}
+        chosen = (_chosen(items, wider=True) - quick) | again
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish() -> None:
@@ -55,21 +54,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _quick_tests(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+def _chosen(items: Iterable[pytest.Item], wider: bool) -> set[pytest.Item]:
+    """The rows of each test function that the quick tier runs; wider: those that quick and rest run between them."""
     cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and not item.get_closest_marker("full"):
+        if isinstance(item, pytest.Function):
             cases[str(item.path), item.originalname].append(item)
-    return {item for tests in cases.values() for item in _quick_rows(tests)}
-
-
-def _quick_rows(tests: list[pytest.Function]) -> list[pytest.Function]:
-    """The rows of one test function that the quick tier runs."""
-    if sample := tests[0].get_closest_marker("sample"):
-        return [tests[index] for index in spread_rows(len(tests), sample.args[0])]
-    pairwise, each_value = (tests[0].get_closest_marker(name) for name in ("pairwise", "each_value"))
-    if pairwise is None and each_value is None:
-        return tests
-    paired = frozenset(pairwise.args) or None if pairwise else frozenset()
-    rows = [dict(ChainMap(*(axes_of(*each) for each in test.callspec.params.items()))) for test in tests]
-    return [tests[index] for index in covering_rows(rows, paired)]
+    return {item for tests in cases.values() for item in chosen_rows(tests, wider)}

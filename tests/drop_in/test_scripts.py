@@ -108,6 +108,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(1, rest=2)
 @pytest.mark.parametrize("sums, seed", FAULTS)
 def test_two_deaths_of_four_and_a_return_end_where_no_fault_does(tmp_path: Path, sums: str, seed: int) -> None:
     spec: dict[str, Any] = dict(num_workers=4, epochs=20, sums=sums, seed=seed)
@@ -144,6 +145,7 @@ def test_a_worker_joins_from_another_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("loop", ["steps", "plain"])
 def test_a_script_runs_under_torchrun(tmp_path: Path, loop: str) -> None:
     ended = run_script(tmp_path / "run", torchrun=3, epochs=3, kills={"2": 1}, loop=loop)

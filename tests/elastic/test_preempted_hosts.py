@@ -245,6 +245,7 @@ def test_nobody_comes_back_to_a_host_that_is_taken_away(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=3)
 @pytest.mark.parametrize("phase", ["report", "moves", "confirm", "commit"])
 @pytest.mark.parametrize("noticed", [0, 3])
 def test_a_notice_in_each_phase_of_a_recovery(tmp_path, phase, noticed):

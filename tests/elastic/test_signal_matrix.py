@@ -16,6 +16,7 @@ AT_ONCE = 6
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "process", "host"),
@@ -31,6 +32,7 @@ def test_signals(tmp_path, hosts, process, host):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_signals_under_torchrun(tmp_path, hosts):

@@ -61,6 +61,7 @@ def died_by_fault(run, rank):
     return "injected fault: kill" in (run / "logs" / f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.sample(0, rest=3)
 @pytest.mark.parametrize(
     ("launcher", "phase"),
     [
@@ -86,6 +87,7 @@ def test_a_joiner_that_dies_is_replaced_and_changes_no_bit(config_file, tmp_path
     assert losses == undisturbed(config_file, len(losses))
 
 
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize(
     ("launcher", "source", "phase"),
     [

@@ -25,6 +25,7 @@ def losses(tmp_path_factory, text):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("has_torchrun", [False, True])
 def test_signals_in_evaluations_and_saves(tmp_path, text, losses, has_torchrun):

@@ -49,6 +49,7 @@ def test_one_host_of_three_is_cut_off(start, undisturbed, number):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("has_witness", [False, True])
 def test_two_hosts_are_cut_apart(start, tmp_path, undisturbed, has_witness):
     """The coordinator's host goes on: it holds the witness, or needs none. The other one doesn't begin again later."""
@@ -63,6 +64,7 @@ def test_two_hosts_are_cut_apart(start, tmp_path, undisturbed, has_witness):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize("num_hosts, has_witness, expected", [(2, True, 0), (2, False, 4), (3, False, 0)])
 def test_all_processes_of_the_coordinators_host_are_killed(
     start, tmp_path, undisturbed, num_hosts, has_witness, expected
@@ -93,6 +95,7 @@ DATA_PATHS = {"both directions": {(2, 3), (3, 2)}, "one direction": {(2, 3)}}
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("cut", DATA_PATHS)
 def test_two_hosts_reach_the_coordinator_but_not_each_other(start, undisturbed, cut):
     run = start(3)
@@ -116,6 +119,7 @@ def test_hosts_that_never_reach_each_other_are_named(start):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("direction", [(3, 1), (1, 3)])
 def test_one_direction_to_the_coordinator_is_cut(start, undisturbed, direction):
     run = start(3)
@@ -128,6 +132,7 @@ def test_one_direction_to_the_coordinator_is_cut(start, undisturbed, direction):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("killed, reached", [(1, []), (0, [1])])
 def test_a_cut_during_a_recovery(start, undisturbed, killed, reached):
     """A worker is killed; while a survivor pauses in the recovery, host 3 is cut off from host 2, or from both."""
@@ -202,6 +207,7 @@ def test_thirty_percent_loss_ends_in_a_documented_way(start):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("down_s", [1.0, 1.5 * CONTROL_S])
 def test_a_flapping_link(start, undisturbed, down_s):
     """Short breaks are only slow; a long one costs the host its place, for good."""
@@ -218,6 +224,7 @@ def test_a_flapping_link(start, undisturbed, down_s):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("event, number", [("cut", 3), ("kill", 3), ("cut", 1)])
 def test_under_torchrun_training_goes_on_without_a_host(start, undisturbed, event, number):
     """Host 1 has the rendezvous store, too: the torchruns that can't reach it only wait for minutes."""

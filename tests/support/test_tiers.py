@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations, product
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,3 +60,71 @@ def test_a_parameter_may_list_its_axes():
 
 def test_the_full_tier_draws_all_examples():
     assert examples(300) in (30, 300) and examples(20) in (10, 20)
+
+
+TABLES = """
+import pytest
+from hypothesis import given, strategies as st
+
+def test_always(): pass
+@pytest.mark.full
+def test_long(): pass
+@given(st.integers())
+def test_property(number): pass
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_each(a, b, c): pass
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(3))
+def test_pairs(a, b, c): pass
+@pytest.mark.sample(2, rest=5)
+@pytest.mark.parametrize("seed", range(9))
+def test_seeds(seed): pass
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", range(9))
+def test_all_seeds(seed): pass
+@pytest.mark.full
+@pytest.mark.sample(0, rest=4)
+@pytest.mark.parametrize("seed", range(9))
+def test_long_seeds(seed): pass
+"""
+
+
+@pytest.mark.full
+def test_what_each_tier_runs_of_tables(tmp_path: Path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *  # noqa: F403\n")
+    (tmp_path / "test_tables.py").write_text(TABLES)
+
+    def collected(tier: str) -> dict[str, set[str]]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "--tier", tier, "-p", "no:cacheprovider", "."]
+        root = Path(__file__).parents[2]
+        path = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
+        found = subprocess.run(command, cwd=tmp_path, env=path, text=True, capture_output=True, timeout=600)
+        assert found.returncode == 0, found.stdout + found.stderr
+        rows: dict[str, set[str]] = {}
+        for line in (line for line in found.stdout.splitlines() if "<Function" in line):
+            name = line.split("<Function ")[1].removesuffix(">")
+            rows.setdefault(name.split("[")[0], set()).add(name)
+        return rows
+
+    quick, rest, full = (collected(tier) for tier in ("quick", "rest", "full"))
+    assert {name: len(rows) for name, rows in quick.items()} == {
+        "test_always": 1,
+        "test_property": 1,
+        "test_each": 3,
+        "test_pairs": len(quick["test_pairs"]),
+        "test_seeds": 2,
+        "test_all_seeds": 2,
+    }
+    assert 9 <= len(quick["test_pairs"]) <= 11
+    assert "test_always" not in rest and rest["test_property"] == quick["test_property"]
+    assert len(rest["test_long"]) == 1 and len(rest["test_long_seeds"]) == 4
+    assert 9 <= len(quick["test_each"] | rest["test_each"]) <= 14
+    for name in ("test_pairs", "test_all_seeds"):
+        assert quick[name] | rest[name] == full[name] and not quick[name] & rest[name]
+    assert len(quick["test_seeds"] | rest["test_seeds"]) == 5
+    assert {name: len(rows) for name, rows in full.items()}["test_long_seeds"] == 9

@@ -2,15 +2,19 @@
 
 quick  `make test`: every axis once. Tests marked `full` are left out; a test marked `pairwise`, `each_value` or
        `sample` runs a few of its rows; property tests draw a tenth of their examples
-rest   what quick left out; property tests draw all their examples
+rest   the second half of CI, one degree more than quick and nothing twice: tests marked `full`; all rows of `pairwise`
+       and, of `each_value`, rows that cover each pair of values of all axes; as many of a `sample` as its `rest` says;
+       property tests draw all their examples
 full   everything, each test once: `make test-all`
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
+import pytest
 from hypothesis import settings
 
 Row = Mapping[str, Hashable]
@@ -21,6 +25,20 @@ def examples(num_examples: int) -> int:
     """Examples of a property test in the chosen tier; never fewer than 10."""
     is_quick = settings.default.max_examples < settings.get_profile("full").max_examples
     return max(10, num_examples // 10) if is_quick else num_examples
+
+
+def chosen_rows(tests: Sequence[pytest.Function], wider: bool) -> list[pytest.Function]:
+    """The rows of one test function that the quick tier runs; wider: those that quick and rest run between them."""
+    if sample := tests[0].get_closest_marker("sample"):
+        num_rows = sample.kwargs.get("rest", len(tests)) if wider else sample.args[0]
+        return [tests[index] for index in spread_rows(len(tests), num_rows)]
+    pairwise, each_value = (tests[0].get_closest_marker(name) for name in ("pairwise", "each_value"))
+    if (pairwise is None and each_value is None) or (pairwise and wider):
+        return list(tests)
+    all_axes = wider or (pairwise and not pairwise.args)
+    paired = None if all_axes else frozenset(pairwise.args if pairwise else ())
+    rows = [dict(ChainMap(*(axes_of(*each) for each in test.callspec.params.items()))) for test in tests]
+    return [tests[index] for index in covering_rows(rows, paired)]
 
 
 def covering_rows(rows: Sequence[Row], paired: frozenset[str] | None = None) -> list[int]:
@@ -49,8 +67,8 @@ def spread_rows(num_rows: int, num_wanted: int) -> list[int]:
     """Indices of `num_wanted` rows at equal distances, the first and the last among them."""
     if num_wanted >= num_rows:
         return list(range(num_rows))
-    if num_wanted == 1:
-        return [0]
+    if num_wanted < 2:
+        return [0][:num_wanted]
     return [round(index * (num_rows - 1) / (num_wanted - 1)) for index in range(num_wanted)]
 
 
