@@ -3,9 +3,8 @@ VENV := .venv
 CLIENTS := .venv-clients
 PYTEST := $(VENV)/bin/python -m pytest --dist loadfile
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-# quick tests of processes often wait: one worker more than there are cores keeps these busy
-QUICK_WORKERS := $(shell n=$$(( $(CORES) + 1 )); echo $$(( n < 8 ? n : 8 )))
-WORKERS := $(shell echo $$(( $(CORES) < 8 ? $(CORES) : 8 )))
+# tests of processes often wait: one worker more than there are cores keeps these busy
+WORKERS := $(shell n=$$(( $(CORES) + 1 )); echo $$(( n < 8 ? n : 8 )))
 
 .PHONY: train demo test test-rest test-clients test-all lint docs kill-matrix signal-matrix bench
 
@@ -16,16 +15,16 @@ demo: $(VENV)/.ok
 	$(VENV)/bin/python launch/demo.py
 
 test: lint  # every axis once, in five to ten minutes on two cores
-	$(PYTEST) -n $(QUICK_WORKERS) --tier quick
+	$(PYTEST) -n $(WORKERS) --tier quick
 
-test-rest: lint  # what `test` leaves out
+test-rest: lint  # more rows and the longer tests: the second half of CI
 	$(PYTEST) -n $(WORKERS) --tier rest
 
 test-clients: $(CLIENTS)/.ok  # with the real libraries of trackers and lm_eval, which the other tests skip
 	$(CLIENTS)/bin/python -m pytest tests/monitor/test_trackers.py tests/door/test_tracked_runs.py \
 	  tests/evaluation/test_harness_tasks.py
 
-test-all: lint  # everything
+test-all: lint  # everything: all rows of all tables
 	$(PYTEST) -n $(WORKERS) --tier full
 
 lint: $(VENV)/.ok

@@ -98,6 +98,7 @@ def run(command: list[str], **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.sample(1, rest=4)
 @pytest.mark.parametrize("cell", ["one of each stage", *OTHERS])
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.full)])
 def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str):
@@ -160,6 +161,7 @@ def open_mpi(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("variables", [slurm, open_mpi], ids=["srun", "mpirun"])
 def test_processes_that_another_launcher_has_started(folder: Folder, variables):
     faults = CELLS["the leader in a backward pass"]

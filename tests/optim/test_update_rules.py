@@ -114,7 +114,7 @@ def undisturbed(kind: str, layout: str, policy: str) -> object:
     return run(kill_config(kind, layout, policy))
 
 
-@pytest.mark.sample(4, rest=24)
+@pytest.mark.sample(4, rest=16)
 @pytest.mark.parametrize("phase", ["backward", "reduce_scatter", "backup", "all_reduce", "update", "all_gather"])
 @pytest.mark.parametrize("layout", KILLED)
 @pytest.mark.parametrize("kind", NEW)

@@ -81,6 +81,10 @@ def test_each(a, b, c): pass
 @pytest.mark.parametrize("b", range(3))
 @pytest.mark.parametrize("c", range(3))
 def test_pairs(a, b, c): pass
+@pytest.mark.each_value(rest=6)
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(9))
+def test_some(a, b): pass
 @pytest.mark.sample(2, rest=5)
 @pytest.mark.parametrize("seed", range(9))
 def test_seeds(seed): pass
@@ -117,6 +121,7 @@ def test_what_each_tier_runs_of_tables(tmp_path: Path):
         "test_property": 1,
         "test_each": 3,
         "test_pairs": len(quick["test_pairs"]),
+        "test_some": 9,
         "test_seeds": 2,
         "test_all_seeds": 2,
     }
@@ -126,5 +131,7 @@ def test_what_each_tier_runs_of_tables(tmp_path: Path):
     assert 9 <= len(quick["test_each"] | rest["test_each"]) <= 14
     for name in ("test_pairs", "test_all_seeds"):
         assert quick[name] | rest[name] == full[name] and not quick[name] & rest[name]
+    assert {f"test_some[{b}-{a}]" for b, a in ((0, 0), (8, 2))} <= quick["test_some"] | rest["test_some"]
+    assert len(rest["test_some"]) <= 6
     assert len(quick["test_seeds"] | rest["test_seeds"]) == 5
     assert {name: len(rows) for name, rows in full.items()}["test_long_seeds"] == 9

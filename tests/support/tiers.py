@@ -3,8 +3,8 @@
 quick  `make test`: every axis once. Tests marked `full` are left out; a test marked `pairwise`, `each_value` or
        `sample` runs a few of its rows; property tests draw a tenth of their examples
 rest   the second half of CI, one degree more than quick and nothing twice: tests marked `full`; all rows of `pairwise`
-       and, of `each_value`, rows that cover each pair of values of all axes; as many of a `sample` as its `rest` says;
-       property tests draw all their examples
+       and, of `each_value`, rows that cover each pair of values of all axes; where a mark has a `rest`, as many rows as
+       that says, at equal distances; property tests draw all their examples
 full   everything, each test once: `make test-all`
 """
 
@@ -35,6 +35,9 @@ def chosen_rows(tests: Sequence[pytest.Function], wider: bool) -> list[pytest.Fu
     pairwise, each_value = (tests[0].get_closest_marker(name) for name in ("pairwise", "each_value"))
     if (pairwise is None and each_value is None) or (pairwise and wider):
         return list(tests)
+    num_rest = each_value.kwargs.get("rest") if each_value and wider else None
+    if num_rest is not None:
+        return [tests[index] for index in spread_rows(len(tests), num_rest)]
     all_axes = wider or (pairwise and not pairwise.args)
     paired = None if all_axes else frozenset(pairwise.args if pairwise else ())
     rows = [dict(ChainMap(*(axes_of(*each) for each in test.callspec.params.items()))) for test in tests]

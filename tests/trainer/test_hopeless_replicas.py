@@ -206,7 +206,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[FaultConfig], list[int], list[list[in
 most: a death may come with that of another one."""
 
 
-@pytest.mark.sample(2, rest=6)
+@pytest.mark.sample(2, rest=4)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_run_is_the_undisturbed_one(name: str):
     parallel, faults, joins, left, widths, num_changes = ROWS[name]

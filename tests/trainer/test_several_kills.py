@@ -15,7 +15,7 @@ from tests.support.kill_cells import (
 from tests.support.thread_kills import check_cell
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, rest=16)
 @pytest.mark.parametrize("cell", list(random_cells()), ids=lambda cell: cell.name)
 def test_random_deaths(cell: KillCell):
     check_cell(cell)

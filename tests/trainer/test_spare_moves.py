@@ -145,7 +145,7 @@ TP1_ROWS = {
 }
 
 
-@pytest.mark.sample(5, rest=12)
+@pytest.mark.sample(5, rest=8)
 @pytest.mark.parametrize("name", ROWS)
 def test_moves_and_drains_change_nothing(name: str):
     row = ROWS[name]
@@ -154,7 +154,7 @@ def test_moves_and_drains_change_nothing(name: str):
     assert (done.widths, done.num_changes) == (row.widths, row.num_changes)
 
 
-@pytest.mark.sample(3, rest=7)
+@pytest.mark.sample(3, rest=5)
 @pytest.mark.parametrize("name", TP1_ROWS)
 def test_a_move_without_tensor_parallelism_changes_nothing(name: str):
     row = TP1_ROWS[name]
