@@ -32,7 +32,7 @@ def test_signals(tmp_path, hosts, process, host):
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=1)
+@pytest.mark.sample(0, rest=0)
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_signals_under_torchrun(tmp_path, hosts):

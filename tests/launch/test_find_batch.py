@@ -179,6 +179,7 @@ def test_nothing_fits(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_one_rank_of_two_without_memory(tmp_path, axis):
     """Its error ends the run of both with a code of its own, and the search takes it for a size that does not fit."""

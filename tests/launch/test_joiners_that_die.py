@@ -61,7 +61,7 @@ def died_by_fault(run, rank):
     return "injected fault: kill" in (run / "logs" / f"rank-{rank}.log").read_text()
 
 
-@pytest.mark.sample(0, rest=3)
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.parametrize(
     ("launcher", "phase"),
     [
@@ -87,7 +87,7 @@ def test_a_joiner_that_dies_is_replaced_and_changes_no_bit(config_file, tmp_path
     assert losses == undisturbed(config_file, len(losses))
 
 
-@pytest.mark.sample(0, rest=2)
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize(
     ("launcher", "source", "phase"),
     [
@@ -115,6 +115,7 @@ def test_the_source_of_a_joiners_state_dies(config_file, tmp_path, undisturbed, 
     assert losses == undisturbed(config_file, len(losses))
 
 
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("victim", ["worker", "guardian"])
 def test_one_return_under_torchrun(config_file, tmp_path, undisturbed, victim):
     """elastic.max_rejoins 1: the place is taken once more, by the worker's guardian or by the next one in its place."""

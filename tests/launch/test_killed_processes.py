@@ -105,6 +105,7 @@ def test_a_killed_coordinator_still_leads_to_a_restart_later(config_file, tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("name", ["guardian", "coordinator"])
 def test_under_torchrun_the_run_goes_on(config_file, tmp_path, undisturbed, name):
     run = tmp_path / "run"
