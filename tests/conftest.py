@@ -55,7 +55,7 @@ def pytest_collection_finish() -> None:
 
 
 def _chosen(items: Iterable[pytest.Item], wider: bool) -> set[pytest.Item]:
-    """The rows of each test function that the quick tier runs; wider: those that quick and rest run between them."""
+    """The rows of each test function that the quick tier runs; wider: of which rest runs the others."""
     cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function):

@@ -28,16 +28,15 @@ def examples(num_examples: int) -> int:
 
 
 def chosen_rows(tests: Sequence[pytest.Function], wider: bool) -> list[pytest.Function]:
-    """The rows of one test function that the quick tier runs; wider: those that quick and rest run between them."""
+    """The rows of one test function that the quick tier runs; wider: rows of which rest runs those that quick does not."""
     if sample := tests[0].get_closest_marker("sample"):
         num_rows = sample.kwargs.get("rest", len(tests)) if wider else sample.args[0]
         return [tests[index] for index in spread_rows(len(tests), num_rows)]
     pairwise, each_value = (tests[0].get_closest_marker(name) for name in ("pairwise", "each_value"))
     if (pairwise is None and each_value is None) or (pairwise and wider):
         return list(tests)
-    num_rest = each_value.kwargs.get("rest") if each_value and wider else None
-    if num_rest is not None:
-        return [tests[index] for index in spread_rows(len(tests), num_rest)]
+    if wider and each_value and "rest" in each_value.kwargs:
+        return [tests[index] for index in spread_rows(len(tests), each_value.kwargs["rest"])]
     all_axes = wider or (pairwise and not pairwise.args)
     paired = None if all_axes else frozenset(pairwise.args if pairwise else ())
     rows = [dict(ChainMap(*(axes_of(*each) for each in test.callspec.params.items()))) for test in tests]
