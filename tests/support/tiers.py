@@ -28,7 +28,7 @@ def examples(num_examples: int) -> int:
 
 
 def chosen_rows(tests: Sequence[pytest.Function], wider: bool) -> list[pytest.Function]:
-    """The rows of one test function that the quick tier runs; wider: rows of which rest runs those that quick does not."""
+    """The rows of a test function that quick runs; wider: those of which rest runs what quick does not."""
     if sample := tests[0].get_closest_marker("sample"):
         num_rows = sample.kwargs.get("rest", len(tests)) if wider else sample.args[0]
         return [tests[index] for index in spread_rows(len(tests), num_rows)]
