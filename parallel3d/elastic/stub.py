@@ -3,8 +3,8 @@
 It forks the guardian and the coordinator, waits, passes signals on, and ends with the run's exit code.
 
     guardian killed      its workers died with it: a new guardian reports that, and stays until the run is over
-    coordinator killed   the stub has seen it end, so none serves here: when the guardian asks for it, a failover
-                         coordinator begins at the same listener
+    coordinator killed   the stub has seen it end, so none serves here: when the guardian asks for it, which may be a
+                         moment earlier, a failover coordinator begins at the same listener
     relay killed         (one a host, on large runs under a launcher: guardian/relay.py) the guardians do without
     one of them silent   (stopped, or stuck): the stub kills it before others count it as lost, so that it can't wake
                          up in a run that goes on without it
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from parallel3d.elastic.child_processes import ChildProcess, ParentLink
 from parallel3d.elastic.coordinator.run_status import EXIT_BY_SIGNAL, signal_name
 from parallel3d.elastic.frames import PING_S
+from parallel3d.elastic.guardian.coordinator_link import CANDIDATE_CONNECT_S
 from parallel3d.elastic.guardian.signals import Signals
 from parallel3d.elastic.protocol.membership import Address
 from parallel3d.elastic.settings import LaunchTimeouts
@@ -89,6 +90,8 @@ class Stub:
         """By then the guardian must have ended its start, or have asked for a failover coordinator."""
         self._has_moved = False
         """The coordinator has ended since another host's goes on with the run."""
+        self._early_request: tuple[float, Message] | None = None
+        """A request to take over that came while the coordinator's process was there, and until when it stands."""
         self._exit_code: int | None = None
         self._is_parent_gone = False
         self._refusal = ""
@@ -191,13 +194,18 @@ class Stub:
                 self._is_running, self._guardian_code = False, message["exit_code"]
 
     def _take_over(self, request: Message) -> None:
-        """Starts a failover coordinator, unless one serves; kills one that is silent first."""
+        """Starts a failover coordinator, unless one serves; kills one that is silent first.
+
+        The connections of a process that ends are closed before its parent can collect it: for as long as the guardian
+        waits for an answer, its request stands.
+        """
         if self._coordinator is not None:
             if self._coordinator.silent_turns * PING_S < self._timeouts.control_s / 2:
+                self._early_request = time.monotonic() + CANDIDATE_CONNECT_S, request
                 return
             self._coordinator.kill()
             self._disconnect(self._coordinator)
-        self._deadline_s = float("inf")
+        self._deadline_s, self._early_request = float("inf"), None
         self._fork_coordinator(request)
 
     def _end(self, text: str, exit_code: int) -> None:
@@ -273,7 +281,8 @@ class Stub:
             self._is_running, self._has_workers = True, False
 
     def _on_coordinator_exit(self, code: int) -> None:
-        """Waits for the guardian to ask for another one, if it was killed."""
+        """Starts another one, if it was killed, once the guardian has asked for it."""
+        (until_s, request), self._early_request = self._early_request or (0.0, {}), None
         self._coordinator = None
         if self._has_moved:
             self._has_moved = False
@@ -282,6 +291,8 @@ class Stub:
             if code >= 0:
                 self._exit_code = code or EXIT_COORDINATOR_LOST
             self._deadline_s = time.monotonic() + self._timeouts.failover_s
+            if self._exit_code is None and time.monotonic() < until_s:
+                self._take_over(request)
 
     def _on_relay_exit(self, code: int) -> None:
         """Goes on without: it has ended with its last guardian, or the guardians find the coordinator themselves."""

@@ -1,0 +1,74 @@
+"""A stub whose guardian asks for another coordinator before the stub can know that its own was killed; run as a script.
+
+Its exit code is EXIT_CODE, if the second coordinator is started at that request. Nothing here depends on time: the stub
+is stopped until the request has been sent and the coordinator is a zombie.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from parallel3d.elastic.child_processes import ParentLink
+from parallel3d.elastic.protocol.membership import Address
+from parallel3d.elastic.settings import LaunchTimeouts
+from parallel3d.elastic.stub import ChildPrograms, Message, Stub
+
+EXIT_CODE = 17
+REQUEST = {"op": "take_over", "failover_plan": "as the guardian knows it"}
+
+
+class Programs(ChildPrograms):
+    def __init__(self) -> None:
+        self._from_coordinators, self._to_guardian = os.pipe()
+
+    @property
+    def first_coordinator(self) -> Address:
+        return ("127.0.0.1", 1)
+
+    known_address = first_coordinator
+
+    @property
+    def has_relay(self) -> bool:
+        return False
+
+    def run_coordinator(self, link: ParentLink, failover: Message | None) -> int:
+        if failover is None:
+            link.send({"op": "start", "secret": ""})
+            os.write(self._to_guardian, f"{os.getpid()}\n".encode())
+            signal.pause()  # until the guardian kills it
+        assert failover == REQUEST
+        link.send({"op": "done", "exit_code": EXIT_CODE})
+        os.write(self._to_guardian, b"again\n")
+        return 0
+
+    def run_guardian(self, link: ParentLink) -> int:
+        while not any(message["op"] == "start" for message in link.receive()):
+            pass
+        words = os.fdopen(self._from_coordinators)
+        coordinator, stub = int(words.readline()), os.getppid()
+        os.kill(stub, signal.SIGSTOP)
+        wait_for_state(stub, "T")
+        link.send(REQUEST)
+        os.kill(coordinator, signal.SIGKILL)
+        wait_for_state(coordinator, "Z")
+        os.kill(stub, signal.SIGCONT)
+        assert words.readline() == "again\n"
+        link.send({"op": "ended", "exit_code": EXIT_CODE})
+        signal.pause()  # until the stub ends
+        return 0
+
+    def run_relay(self, link: ParentLink, request: Message) -> int:
+        raise AssertionError("there is no relay")
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    sys.exit(Stub(Programs(), timeouts=LaunchTimeouts(), parent=None).run())
