@@ -119,7 +119,7 @@ def made_once():
         run_counted(configure({}, policy), steps=1)
 
 
-@pytest.mark.each_value(rest=24)
+@pytest.mark.each_value(rest=12)
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_sr"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_peak_is_that_of_a_run_in_threads(layout, policy):

@@ -87,7 +87,7 @@ def their_texts(folder):
     return found
 
 
-@pytest.mark.each_value(rest=20)
+@pytest.mark.each_value(rest=12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_and_their_perplexity_are_transformers(folders, name, layout):

@@ -63,7 +63,7 @@ def test_a_host_has_one_connection(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=2)
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize(("number", "struck"), [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 2)])
 def test_a_lost_relay_costs_its_hosts_workers(tmp_path, number, struck):
     processes = start(tmp_path, num_steps=NUM_STEPS, step_s=0.05, control_s=4.0)

@@ -16,7 +16,7 @@ AT_ONCE = 6
 
 
 @pytest.mark.full
-@pytest.mark.sample(0, rest=4)
+@pytest.mark.sample(0, rest=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "process", "host"),
@@ -43,6 +43,7 @@ def test_signals_under_torchrun(tmp_path, hosts):
 
 
 @pytest.mark.full
+@pytest.mark.sample(0, rest=0)
 @pytest.mark.slow
 def test_signals_to_relays(tmp_path):
     run_cells(relay_cells(False, ["relay"]), tmp_path)

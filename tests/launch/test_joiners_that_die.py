@@ -61,7 +61,7 @@ def died_by_fault(run, rank):
     return "injected fault: kill" in (run / "logs" / f"rank-{rank}.log").read_text()
 
 
-@pytest.mark.sample(0, rest=2)
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize(
     ("launcher", "phase"),
     [

@@ -19,7 +19,9 @@ from tests.support.launch_runs import (
 )
 
 pytestmark = pytest.mark.slow
-UNDISTURBED = ("run.num_steps=60",)
+NUM_STEPS = 90
+"""Many more than pass before the last kill: on a slow machine a test may look late."""
+UNDISTURBED = (f"run.num_steps={NUM_STEPS}",)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
 TOLERANCE = 1e-5
 """fp32 sums in another order after a loss."""
@@ -57,7 +59,7 @@ def test_without_a_launcher_killed_coordinators_change_no_bit(config_file, tmp_p
     assert code == 0 and "Traceback" not in out + err, out + err
     assert "the run goes on with a new coordinator" in out and out.count("final loss") == 1
     assert losses(run) == undisturbed(config_file)
-    assert len(evaluations(run)) == 10
+    assert len(evaluations(run)) == NUM_STEPS // 6
 
 
 @pytest.mark.full
@@ -72,9 +74,9 @@ def test_killed_coordinators_between_evaluations_and_saves(config_file, tmp_path
         wait_for_change(run, number + 1)
     code, out, err = finish(process)
     assert code == 0 and "Traceback" not in out + err, out + err
-    assert losses(run) == undisturbed(config_file) and len(evaluations(run)) == 60
+    assert losses(run) == undisturbed(config_file) and len(evaluations(run)) == NUM_STEPS
     newest = CheckpointDirectory(run / "checkpoints").find_newest_valid()
-    assert newest.index is not None and newest.index.step == 60 and not newest.damaged
+    assert newest.index is not None and newest.index.step == NUM_STEPS and not newest.damaged
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ def run(command: list[str], **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.sample(1, rest=4)
+@pytest.mark.sample(1, rest=3)
 @pytest.mark.parametrize("cell", ["one of each stage", *OTHERS])
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.full)])
 def test_kills_under_the_plain_command(folder: Folder, launcher: str, cell: str):

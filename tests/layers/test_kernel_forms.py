@@ -57,7 +57,7 @@ def test_one_rank(family, policy, recompute):
 
 
 @pytest.mark.full
-@pytest.mark.each_value
+@pytest.mark.each_value(rest=8)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("policy", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)

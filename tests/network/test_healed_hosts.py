@@ -26,6 +26,7 @@ def stop(run: NetworkRun, num_steps: int) -> list[float]:
     return run.losses()
 
 
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize("number", [3, 1])
 def test_a_host_that_was_cut_off_comes_back(start, tmp_path_factory, text, number):
     """A worker's host is evicted; without the coordinator's host another one takes over."""

@@ -133,6 +133,7 @@ def test_slurm_queues_a_job_again_that_was_interrupted(tmp_path: Path, code: int
 
 @pytest.mark.slow
 @pytest.mark.full
+@pytest.mark.sample(0, rest=1)
 @pytest.mark.parametrize(("victim", "is_evicted"), [(3, False), (1, False), (2, True)])
 def test_a_pod_is_replaced(cluster: MakeCluster, victim: int, is_evicted: bool):
     """By the Job, with the same command: it joins the run that goes on, and the run ends whole. The first pod has the

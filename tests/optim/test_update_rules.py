@@ -57,7 +57,7 @@ def trained(kind: str, policy: str, layout: str | None) -> RunResult:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(rest=12)
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16_sr"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", NEW)

@@ -81,6 +81,9 @@ def child_of(stub_pid, name):
     """The process of a stub's guardian or coordinator, once it is there."""
     deadline = time.monotonic() + 60
     while not (found := [pid for pid in children_of(stub_pid) if name_of(pid) == f"p3d-{name}"]):
+        for stub in STARTED:
+            if stub.pid == stub_pid and stub.poll() is not None:
+                pytest.fail(f"no {name}: the run has ended with code {stub.poll()}\n" + "\n".join(stub.communicate()))
         assert time.monotonic() < deadline, f"no {name}"
         time.sleep(0.01)
     return found[0]

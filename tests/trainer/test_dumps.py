@@ -76,7 +76,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(2, rest=5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_dumps_what_one_process_does(name, alone, tmp_path):
     layout, model = LAYOUTS[name]

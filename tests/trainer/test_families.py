@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.each_value(rest=20)
+@pytest.mark.each_value(rest=10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILY_SHAPES)
 def test_a_layout_equals_one_process(name, layout, reference):

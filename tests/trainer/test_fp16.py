@@ -80,7 +80,7 @@ def undisturbed():
     return done
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(2, rest=6)
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("phase", ["forward", "backward", "backup", "all_reduce", "update", "all_gather"])
 def test_a_death_does_not_move_the_scale(undisturbed, phase, step):

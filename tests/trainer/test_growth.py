@@ -89,7 +89,7 @@ ROWS = {
 }
 
 
-@pytest.mark.sample(4, rest=12)
+@pytest.mark.sample(4, rest=6)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_that_grows_is_the_same_run(name: str):
     """Compared with a run that could not grow, whose buckets are padded for fewer replicas."""

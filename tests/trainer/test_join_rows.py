@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[Config, Sequence[int]]] = {
 """Configurations, and the ranks that die in steps 1 and 3."""
 
 
-@pytest.mark.sample(4, rest=12)
+@pytest.mark.sample(4, rest=7)
 @pytest.mark.parametrize("name", ROWS)
 def test_two_die_and_two_come(name: str):
     config, (first, second) = ROWS[name]

@@ -32,7 +32,7 @@ def test_a_joiner_knows_what_its_run_has_seen():
 COORDINATES = [(name, rank) for name in BASE_LAYOUTS for rank in build_grid(config_of(name)).ranks]
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(rest=10)
 @pytest.mark.parametrize(("layout", "rank"), COORDINATES)
 def test_every_place_is_taken_again(layout: str, rank: int):
     check_joins(config_of(layout, num_steps=STEPS), [dies(rank, 2)], [3], num_changes=2)

@@ -20,7 +20,7 @@ def test_a_second_death(cell: KillCell):
     check_cell(cell)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(4, rest=12)
 @pytest.mark.parametrize("cell", list(tied_recovery_cells()), ids=lambda cell: cell.name)
 def test_a_second_death_of_holders_of_a_shared_matrix(cell: KillCell):
     """Owner and backup of a range of the matrix are owner and backup of a range of their stage: the message for the

@@ -60,7 +60,7 @@ def test_it_is_the_llama_that_it_spells(function):
         torch.testing.assert_close(own.weights[name], ours.weights[name], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.each_value(rest=20)
+@pytest.mark.each_value(rest=10)
 @pytest.mark.parametrize(
     "function", ["build", "build_replicated", "build_whole", "build_with_normed_heads", "build_with_dropout"]
 )

@@ -15,7 +15,7 @@ from tests.support.kill_cells import (
 from tests.support.thread_kills import check_cell
 
 
-@pytest.mark.sample(3, rest=16)
+@pytest.mark.sample(3, rest=8)
 @pytest.mark.parametrize("cell", list(random_cells()), ids=lambda cell: cell.name)
 def test_random_deaths(cell: KillCell):
     check_cell(cell)
@@ -41,7 +41,7 @@ def test_four_deaths_in_another_precision(cell: KillCell):
     assert not check_cell(cell).abort_reason
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, rest=5)
 @pytest.mark.parametrize("cell", list(down_to_one_cells()), ids=lambda cell: cell.name)
 def test_down_to_one_replica_of_each_stage(cell: KillCell):
     done = check_cell(cell)

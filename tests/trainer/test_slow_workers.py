@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[FaultConfig], list[int], int]] = {
 """Layouts, faults, the steps of joins, and the changes of membership."""
 
 
-@pytest.mark.sample(4, rest=8)
+@pytest.mark.sample(4, rest=4)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_run_is_the_undisturbed_one(name: str):
     parallel, faults, joins, num_changes = ROWS[name]

@@ -145,7 +145,7 @@ TP1_ROWS = {
 }
 
 
-@pytest.mark.sample(5, rest=8)
+@pytest.mark.sample(5, rest=4)
 @pytest.mark.parametrize("name", ROWS)
 def test_moves_and_drains_change_nothing(name: str):
     row = ROWS[name]
