@@ -105,7 +105,8 @@ class ShotRun:
         return tuple(changes[-1]["widths"]) if changes else (DP_SIZE,) * PP_SIZE
 
     def indispensable(self) -> set[int]:
-        """Workers without which the run might end: all while victims are in the grid, or its stages are not known.
+        """Workers without which the run might end: all while victims are in the grid, or while its stages are not known
+        and not every place is taken.
 
         A lost coordinator may not have written its last change: workers that ended long ago are out of the grid, and
         who has joined stands in its last line.
@@ -119,7 +120,8 @@ class ShotRun:
         is_hurt = bool(self._victims.keys() & (self._grid.keys() | alive))
         is_known = Counter(self._grid.values()) == Counter(dict(enumerate(widths)))
         spared = {rank for rank, stage in self._grid.items() if is_hurt or widths[stage] == 1}
-        return spared if is_known else spared | alive
+        is_whole = not is_hurt and widths == (DP_SIZE,) * PP_SIZE and len(alive) == sum(widths)
+        return spared if is_known or is_whole else spared | alive
 
     def _running_ranks(self) -> set[int]:
         return {process.rank for process in self.processes() if process.role == "rank" and process.rank is not None}
