@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,7 +60,7 @@ def measure(folder: Path, num_kills: int, replicas: int) -> list[float]:
     return seconds
 
 
-def wait_for(run: subprocess.Popen[bytes], condition) -> None:
+def wait_for(run: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONGEST_WAIT_S
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:

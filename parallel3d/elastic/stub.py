@@ -186,6 +186,7 @@ class Stub:
                 self._relay = self._fork("relay", lambda link: self._programs.run_relay(link, message))
             case "located":
                 self._location |= {"address": message["address"], "secret": message["secret"]}
+                self._early_request = None  # it was answered by the coordinator that serves
             case "failover_plan":
                 self._location["failover_plan"] = message["failover_plan"]
             case "take_over":

@@ -4,11 +4,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.early_request import EXIT_CODE
+from parallel3d.errors import EXIT_COORDINATOR_LOST
+from tests.support.early_request import ANSWERED, EXIT_CODE
+
+
+def run_stub(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tests.support.early_request", *arguments]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    return ended.returncode, ended.stderr
 
 
 def test_a_request_that_comes_before_the_killed_coordinator_is_collected_is_kept():
     """Refused, it would come again only a second later."""
-    command = [sys.executable, "-m", "tests.support.early_request"]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stderr) == (EXIT_CODE, "")
+    assert run_stub() == (EXIT_CODE, "")
+
+
+def test_a_request_that_a_coordinator_has_answered_is_not_kept():
+    """Its plan may be an old one when that coordinator is lost: the guardian asks again."""
+    assert run_stub(ANSWERED) == (EXIT_COORDINATOR_LOST, "the run's coordinator is gone\n")

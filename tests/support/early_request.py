@@ -1,7 +1,8 @@
 """A stub whose guardian asks for another coordinator before the stub can know that its own was killed; run as a script.
 
-Its exit code is EXIT_CODE, if the second coordinator is started at that request. Nothing here depends on time: the stub
-is stopped until the request has been sent and the coordinator is a zombie.
+Its exit code is EXIT_CODE, if the second coordinator is started at that request. With the argument `answered` the
+guardian has reached a coordinator between the two, so no other may be started. Nothing here depends on time: the stub
+is stopped until all has been sent and the coordinator is a zombie.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from parallel3d.elastic.settings import LaunchTimeouts
 from parallel3d.elastic.stub import ChildPrograms, Message, Stub
 
 EXIT_CODE = 17
+ANSWERED = "answered"
 REQUEST = {"op": "take_over", "failover_plan": "as the guardian knows it"}
 
 
@@ -53,6 +55,8 @@ class Programs(ChildPrograms):
         os.kill(stub, signal.SIGSTOP)
         wait_for_state(stub, "T")
         link.send(REQUEST)
+        if ANSWERED in sys.argv:
+            link.send({"op": "located", "address": list(self.first_coordinator), "secret": ""})
         os.kill(coordinator, signal.SIGKILL)
         wait_for_state(coordinator, "Z")
         os.kill(stub, signal.SIGCONT)
@@ -71,4 +75,5 @@ def wait_for_state(pid: int, state: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(Stub(Programs(), timeouts=LaunchTimeouts(), parent=None).run())
+    timeouts = LaunchTimeouts(failover_s=1.0 if ANSWERED in sys.argv else 60.0)
+    sys.exit(Stub(Programs(), timeouts=timeouts, parent=None).run())
