@@ -119,6 +119,15 @@ class NetworkRun:
     def changes(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._metrics().splitlines() if '"event": "membership"' in line]
 
+    def num_live(self) -> int:
+        """Workers of the newest membership."""
+        return ([len(self.network.hosts)] + [change["live"] for change in self.changes()])[-1]
+
+    def notices(self) -> list[str]:
+        """What the run has told people, oldest first."""
+        events = (json.loads(line) for line in self._metrics().splitlines() if '"event": "notice"' in line)
+        return [event["text"] for event in events]
+
     def _step_lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._metrics().splitlines() if '"event"' not in line]
 

@@ -8,6 +8,7 @@ each relay once, and each of its guardians can be lost alone.
 from __future__ import annotations
 
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -52,12 +53,22 @@ class ConnectionServer(FrameServer):
         super().__init__(listener, secret=secret, control_s=control_s)
         self.workers: dict[int, Connection] = {}
         """The connected ones, by rank."""
+        self._guardians: dict[tuple[int, ...], Connection] = {}
+        """The newest of each guardian, by the ranks that it began with."""
         self._on_message = on_message
         self._on_lost = on_lost
 
     def add_worker(self, connection: Connection, rank: int) -> None:
         connection.rank = rank
         self.workers[rank] = connection
+
+    def replace_guardian(self, connection: Connection, ranks: tuple[int, ...]) -> None:
+        """Closes an earlier connection of the guardian that began with `ranks`. One that has lost its coordinator
+        connects again; after a cut shorter than this end's patience, its earlier connection still looks alive here."""
+        earlier = self._guardians.get(ranks)
+        self._guardians[ranks] = connection
+        if earlier is not None:
+            self._refuse(earlier, ProtocolError("it has connected again"))
 
     def end_worker(self, rank: int) -> None:
         """Forgets a worker whose guardian has reported its exit: nothing is sent to it any more."""
@@ -95,22 +106,22 @@ class ConnectionServer(FrameServer):
 
     def _send_to_all(self, connections: Iterable[Connection], frame: bytes) -> None:
         """Sends a frame: once to the guardians, and once to the workers, at the other end of a socket."""
-        ranks: dict[SocketConnection, list[int]] = {}
-        numbers: dict[SocketConnection, list[int]] = {}
-        receivers: dict[SocketConnection, list[tuple[int, int]]] = {}
+        ranks: defaultdict[SocketConnection, list[int]] = defaultdict(list)
+        numbers: defaultdict[SocketConnection, list[int]] = defaultdict(list)
+        receivers: defaultdict[SocketConnection, list[tuple[int, int]]] = defaultdict(list)
         for connection in connections:
-            if isinstance(connection, SocketConnection):
-                self.write(connection, frame)
-            elif not connection.is_open:
+            if not connection.is_open:
                 continue
-            elif isinstance(connection, TunnelledConnection):
-                numbers.setdefault(connection.relay, []).append(connection.number)
-            elif isinstance(connection, RelayedConnection):
+            if isinstance(connection, RelayedConnection):
                 guardian = connection.guardian
                 if isinstance(guardian, SocketConnection):
-                    ranks.setdefault(guardian, []).append(connection.relay_rank)
+                    ranks[guardian].append(connection.relay_rank)
                 else:
-                    receivers.setdefault(guardian.relay, []).append((guardian.number, connection.relay_rank))
+                    receivers[guardian.relay].append((guardian.number, connection.relay_rank))
+            elif isinstance(connection, SocketConnection):
+                self.write(connection, frame)
+            elif isinstance(connection, TunnelledConnection):
+                numbers[connection.relay].append(connection.number)
         for relay, their_numbers in numbers.items():
             self.write(relay, encode_to_guardians(their_numbers, frame), frame)
         for guardian, their_ranks in ranks.items():

@@ -212,6 +212,7 @@ class Coordinator:
         if not ranks or (is_worker and len(ranks) > 1) or any(rank not in self._status.workers for rank in ranks):
             raise ProtocolError(f"hello from ranks {ranks}")
         if not is_worker:
+            self._server.replace_guardian(connection, ranks)
             ranks += tuple(rank for rank in header.get("joined", ()) if rank in self._status.workers)
         gone = all(self._status.workers[rank].ended for rank in ranks)  # evicted before it found this coordinator
         if gone and is_worker:
@@ -324,7 +325,7 @@ class Coordinator:
             if self._status.workers[rank].ended:  # guardians repeat their reports to a new coordinator
                 continue
             self._status.record_step(rank, end["step"])
-            is_lost = exit_code < 0 or (exit_code == EXIT_COORDINATOR_LOST and rank in reasons)
+            is_lost = exit_code < 0 or exit_code == EXIT_COORDINATOR_LOST
             is_joining = self._membership is not None and self._membership.is_joining(rank)
             stays_out = is_joining and (exit_code != 0 or self._status.is_needed(rank))
             if (is_lost or stays_out) and not by_guardian and self._elastic_membership:
