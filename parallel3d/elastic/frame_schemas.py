@@ -207,8 +207,9 @@ def _fields_of(role: str, op: str, header: dict[str, Any]) -> Fields:
 
 
 def _check_fields(op: str, values: dict[str, Any], fields: Fields) -> None:
-    optional = {name: check for name, check in OPTIONAL.items() if name in values}
-    for name, is_right in {**optional, **fields}.items():
+    if not OPTIONAL.keys().isdisjoint(values):
+        fields = {**{name: check for name, check in OPTIONAL.items() if name in values}, **fields}
+    for name, is_right in fields.items():
         if name not in values or not is_right(values[name]):
             found = shorten(repr(values[name])) if name in values else "missing"
             raise ProtocolError(f"{shorten(op)!r} with {name} {found}")

@@ -42,7 +42,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from parallel3d.errors import ProtocolError
+from parallel3d.errors import ProtocolError, shorten
 from parallel3d.keepalive import keep_alive
 
 MAX_HEADER_BYTES = 16 * 2**20
@@ -61,6 +61,8 @@ PING_S = 1.0
 stopped and continued, or a whole machine that was, blames no other one."""
 
 _LENGTHS = struct.Struct(">II")
+_read_json = json.JSONDecoder().raw_decode
+"""As json.loads for text without spaces around it, in half the time: a loss among 10,240 workers is 29,000 headers."""
 
 
 def max_silent_pings(control_s: float) -> int:
@@ -152,11 +154,12 @@ def _encode_header(header: dict[str, Any], num_payload_bytes: int) -> bytes:
 
 def _decode_header(encoded: bytearray | memoryview) -> dict[str, Any]:
     try:
-        header = json.loads(str(encoded, "utf-8"))  # of bytes it would guess the encoding
+        text = str(encoded, "utf-8")
+        header, end = _read_json(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not a control frame: {error}") from None
-    if not isinstance(header, dict):
-        raise ProtocolError(f"not a control frame: header {header!r}")
+    if not isinstance(header, dict) or end != len(text):
+        raise ProtocolError(f"not a control frame: header {shorten(text)}")
     return header
 
 

@@ -145,8 +145,11 @@ class Grid:
             else stage
             for p, stage in enumerate(self.stages)
         )
-        spares = {rank for replica in broken for rank in self.tp_ranks(replica)} - gone
-        return Grid(stages), tuple(sorted(spares))
+        left = {rank for replica in broken for rank in self.tp_ranks(replica)}
+        grid = Grid(stages)
+        # The others keep their coordinates: at 10,000 ranks making them again takes longer than all else here.
+        vars(grid)["_coordinates"] = {rank: self._coordinates[rank] for rank in self._coordinates if rank not in left}
+        return grid, tuple(sorted(left - gone))
 
     def with_replica(self, replica: ReplicaId, ranks: tuple[int, ...]) -> Grid:
         """Returns the grid with one more replica."""

@@ -78,7 +78,7 @@ class WorkerTable:
         return fill(
             grid,
             target=self._target,
-            candidates={rank: self._parts[rank] for rank in workers if not grid.holds(rank)},
+            candidates={rank: self._parts[rank] for rank in workers.difference(grid.ranks)},
             hosts=self._hosts,
             holders=self._grid,
         )
