@@ -6,6 +6,8 @@
 Pauses: in one run after the other a worker is killed `--rounds` times, each time after the one before has come back.
 The figures are those of the run's own records. Throughput (with `--steps`): the quickstart trains that many steps
 undisturbed, and again while a worker is killed and returns `--cycles` times; both from the first step to the last.
+Where a machine's speed drifts by more than losses cost, the second line counts: what the steps from each kill on have
+taken beyond as many steps before and after them in the same run.
 
 Beside restarts (with `--restarts`, in place of both): the same workers are killed in the run that heals, and in one
 with `elastic.enabled` false, which every loss restarts from the newest checkpoint (`--every` steps). Seconds are those
@@ -41,6 +43,8 @@ WAIT_S = 120.0
 EVERY_STEPS = 10
 CALM_STEPS = 3
 """Between a join and the next kill."""
+WINDOW_STEPS = 12
+"""Around a kill: so many calm steps before it, so many that it may slow down, and so many after those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,8 @@ class Run:
     def __init__(self, folder: str, overrides: Sequence[str]):
         self.folder = Path(folder, "run")
         self._output = Path(folder, "output.txt")
+        self._lines: list[dict[str, Any]] = []
+        self._num_read = 0
         command = [sys.executable, "launch/train.py", "--config", "configs/quickstart.json"]
         with open(self._output, "w") as output:
             self.process = subprocess.Popen(
@@ -69,9 +75,15 @@ class Run:
             )
 
     def lines(self) -> list[dict[str, Any]]:
+        """All records so far; only new ones are read, since reading takes time from the run."""
         path = self.folder / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(self._num_read)
+                new, _, _ = file.read().rpartition(b"\n")
+            self._num_read += len(new) + bool(new)
+            self._lines += [json.loads(line) for line in new.splitlines()]
+        return self._lines
 
     def num_steps(self) -> int:
         return sum("event" not in line for line in self.lines())
@@ -79,8 +91,10 @@ class Run:
     def changes(self) -> list[dict[str, Any]]:
         return [line for line in self.lines() if line.get("event") == "membership"]
 
-    def await_steps(self, num_steps: int) -> None:
+    def await_steps(self, num_steps: int) -> float:
+        """Returns the time at which the run had made so many steps."""
         self._wait(lambda: self.num_steps() >= num_steps, f"step {num_steps}")
+        return time.monotonic()
 
     def strike(self, rank: int) -> list[int]:
         """Kills a worker, waits until another one has its place, and for some steps; returns those that have joined."""
@@ -144,9 +158,11 @@ def main() -> None:
             joins = measure_pauses(MODELS[name], num_ranks, options.rounds)
             print(pause_row(f"{name}, {num_ranks} ranks", joins), flush=True)
     if options.steps:
-        calm, struck = (measure_speed(options.steps, cycles) for cycles in (0, options.cycles))
+        (calm, _), (struck, cost_s) = (measure_speed(options.steps, cycles) for cycles in (0, options.cycles))
         print(f"{options.steps} steps: {calm:.1f} s undisturbed, {struck:.1f} s with {options.cycles} workers killed")
         print(f"throughput {calm / struck:.3f} of undisturbed")
+        each_s = ", ".join(f"{seconds:.2f}" for seconds in cost_s)
+        print(f"by the steps around each kill, which cost {each_s} s: {1 - sum(cost_s) / struck:.3f}")
 
 
 def measure_pauses(model: Sequence[str], num_ranks: int, num_rounds: int) -> list[dict[str, Any]]:
@@ -240,19 +256,27 @@ def pause_row(name: str, joins: Sequence[dict[str, Any]]) -> str:
     return f"| {name} | {seconds} | {moved_mib:.1f} |"
 
 
-def measure_speed(num_steps: int, num_cycles: int) -> float:
-    """Returns the seconds from the first step of the quickstart to its last one."""
+def measure_speed(num_steps: int, num_cycles: int) -> tuple[float, list[float]]:
+    """Returns the seconds from the first step of the quickstart to its last one, and those that each kill has cost."""
+    cost_s: list[float] = []
     with TemporaryDirectory() as folder:
         run = Run(folder, (f"run.num_steps={num_steps}", "run.evaluate_every=null", "monitor.charts=false"))
         ranks = [0, 1, 2, 3]
         try:
-            run.await_steps(1)
-            begun_s = time.monotonic()
+            begun_s = run.await_steps(1)
             for cycle in range(num_cycles):
-                run.await_steps((cycle + 1) * num_steps // (num_cycles + 1))
-                ranks = [*ranks[1:], *run.strike(ranks[0])]
-            run.await_steps(num_steps)
-            return time.monotonic() - begun_s
+                kill_at = (cycle + 1) * num_steps // (num_cycles + 1)
+                before_s = run.await_steps(kill_at - WINDOW_STEPS)
+                killed_s, num_changes = run.await_steps(kill_at), len(run.changes())
+                run.kill(ranks[0])
+                back_s = run.await_steps(kill_at + WINDOW_STEPS)
+                changes = run.changes()[num_changes:]
+                ranks = [*ranks[1:], *(each["rank"] for change in changes for each in change["joined"])]
+                if len(ranks) < 4:
+                    raise SystemExit(f"nobody came back within {WINDOW_STEPS} steps")
+                calm_s = (killed_s - before_s + run.await_steps(kill_at + 2 * WINDOW_STEPS) - back_s) / 2
+                cost_s.append(back_s - killed_s - calm_s)
+            return run.await_steps(num_steps) - begun_s, cost_s
         finally:
             run.end()
 
