@@ -11,7 +11,7 @@ import pytest
 from parallel3d.elastic.coordinator.failover_coordinator import FailoverCoordinator
 from parallel3d.elastic.coordinator.listener import open_listener
 from parallel3d.elastic.coordinator.witness import Witness
-from parallel3d.elastic.frames import FrameReader, encode_frame
+from parallel3d.elastic.frames import FrameReader, encode_frame, encode_from_workers
 from parallel3d.elastic.protocol.failover import FailoverPlan, GuardianInfo
 from parallel3d.elastic.protocol.membership import GenerationRecord, LogPosition, LostWorker, StateReport
 from parallel3d.elastic.protocol.record_delta import decode_record, encode_record
@@ -161,6 +161,23 @@ def test_a_generation_that_one_worker_knows_to_be_committed_is_committed_for_all
     assert (opened.members, opened.last_reported_step, opened.previous) == ((1, 2, 3), 5, GRID)
     assert world.report.records[0]["text"] == "the run goes on without its coordinator on a, from generation 4"
     assert [frame["op"] for frame in world.receive(guardians[0], "welcome")][0] == "welcome"
+
+
+def test_a_guardian_that_connects_twice_during_the_quorum_check_keeps_its_worker(world):
+    """The first time it gave up waiting, just as it was welcomed."""
+    state = {"newest_generation": 2, "committed_generation": 2, "part": None, "is_ready": True}
+    hello = {"op": "hello", "role": "worker", "ranks": [1], "host": "b", "log": "", "membership_state": state}
+    for _ in range(2):
+        guardian = world.guardian(1)
+        world.receive(guardian, "welcome")
+        guardian.sendall(encode_from_workers([(1, encode_frame(hello))]))
+    for rank in (2, 3):
+        world.guardian(rank)
+    worker, _ = (world.worker(rank, record(4), 4) for rank in (2, 3))
+    (abort_generation,) = world.receive(worker, "abort_generation")
+    assert "lost rank 0: lost in step 6" in abort_generation["reason"] and "rank 1" not in abort_generation["reason"]
+    frames = world.receive(guardian, "to_workers")
+    assert "close_worker" not in [frame["op"] for frame in frames]
 
 
 def test_a_worker_that_did_not_join_is_not_reported_again(world):

@@ -116,6 +116,8 @@ class FailoverCoordinator(Coordinator):
             super()._on_disconnect(connection)
         elif connection.rank is not None:
             self._stall_check.fences.on_connection_lost(connection.rank, connection.lost_because, time.monotonic())
+        else:
+            self._stall_check.fences.on_guardian_lost(connection.guarded_ranks)
 
     def _begin(self) -> None:
         deadline = time.monotonic() + self._timeouts.failover_s

@@ -5,7 +5,7 @@ So none of them wakes up in a generation that is over. A guardian that does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from parallel3d.elastic.coordinator.connections import ConnectionServer
 from parallel3d.elastic.coordinator.run_status import RunStatus
@@ -43,6 +43,10 @@ class Fences:
         why = f"its connection to the coordinator broke{because and f' ({because})'}"
         self.reasons[rank] = why
         self._broken[rank] = now_s + (0.0 if because else BROKEN_CHANNEL_S), why
+
+    def on_guardian_lost(self, ranks: Iterable[int]) -> None:
+        """Notes that these are out of reach: with another connection their guardian may bring them again."""
+        self._connected.difference_update(ranks)
 
     def on_finish(self, rank: int) -> None:
         """Notes that a worker is about to end: it may close its connection."""
