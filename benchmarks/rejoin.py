@@ -44,7 +44,7 @@ EVERY_STEPS = 10
 CALM_STEPS = 3
 """Between a join and the next kill."""
 WINDOW_STEPS = 12
-"""Around a kill: so many calm steps before it, so many that it may slow down, and so many after those."""
+"""Around a kill: calm steps before it, steps that it may slow down, and calm ones after those, of each this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Run:
         return [line for line in self.lines() if line.get("event") == "membership"]
 
     def await_steps(self, num_steps: int) -> float:
-        """Returns the time at which the run had made so many steps."""
+        """Returns the time at which the run had made this number of steps."""
         self._wait(lambda: self.num_steps() >= num_steps, f"step {num_steps}")
         return time.monotonic()
 
@@ -273,7 +273,7 @@ def measure_speed(num_steps: int, num_cycles: int) -> tuple[float, list[float]]:
                 changes = run.changes()[num_changes:]
                 ranks = [*ranks[1:], *(each["rank"] for change in changes for each in change["joined"])]
                 if len(ranks) < 4:
-                    raise SystemExit(f"nobody came back within {WINDOW_STEPS} steps")
+                    raise SystemExit(f"no worker came back within {WINDOW_STEPS} steps")
                 calm_s = (killed_s - before_s + run.await_steps(kill_at + 2 * WINDOW_STEPS) - back_s) / 2
                 cost_s.append(back_s - killed_s - calm_s)
             return run.await_steps(num_steps) - begun_s, cost_s
