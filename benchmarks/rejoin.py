@@ -6,7 +6,7 @@
 Pauses: in one run after the other a worker is killed `--rounds` times, each time after the one before has come back.
 The figures are those of the run's own records. Throughput (with `--steps`): the quickstart trains that many steps
 undisturbed, and again while a worker is killed and returns `--cycles` times; both from the first step to the last.
-Where a machine drifts by more than losses cost, the second line counts: what the steps from each kill to the return have
+If a machine drifts by more than losses cost, the second line counts: what the steps from each kill to the return have
 taken beyond as many steps before and after them in the same run.
 
 Beside restarts (with `--restarts`, in place of both): the same workers are killed in the run that heals, and in one

@@ -329,8 +329,8 @@ class Coordinator:
             is_joining = self._membership is not None and self._membership.is_joining(rank)
             stays_out = is_joining and (exit_code != 0 or self._status.is_needed(rank))
             if (is_lost or stays_out) and not by_guardian and self._elastic_membership:
-                because = end["why"] or ("" if exit_code < 0 else reasons.get(rank, f"ended with exit code {exit_code}"))
-                lost_workers.append(self._status.lost_by_signal(rank, -exit_code, because=because))
+                why = "" if exit_code < 0 else reasons.get(rank, f"ended with exit code {exit_code}")
+                lost_workers.append(self._status.lost_by_signal(rank, -exit_code, because=end["why"] or why))
                 detect_s += [] if end["detect_s"] is None else [end["detect_s"]]
             elif exit_code == 0 and self._elastic_membership and self._status.is_needed(rank):
                 self._status.record_early_exit(rank)
