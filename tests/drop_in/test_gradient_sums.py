@@ -132,6 +132,42 @@ def test_a_loss_does_not_show_within_the_backward_pass() -> None:
         torch.testing.assert_close(parameter.grad, whole, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("bytes_", [1, 10**6])
+def test_a_slot_that_was_thought_to_be_the_last_and_others_after_a_loss(bytes_: int) -> None:
+    """Of four parameters some have gradients of one slot alone, either one's, or of none."""
+    parameters = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(4)]
+    sums, slots = GradientSums(parameters, exact=False, bucket_bytes=bytes_), ((5, (0, 1)), (2, (1, 2)), (1, (0, 1)))
+    wanted = [torch.zeros(3, dtype=torch.float64) for _ in parameters]
+    for _ in range(2):
+        sums.begin_step(8, FIXED)
+        for weight, used in slots:
+            sums.begin_slot(weight, EndedGroup())
+            sum((number + weight) * parameters[number].sum() for number in used).backward()  # type: ignore[union-attr]
+            sums.end_slot()
+            sums.forget_reduction(is_aborted=True)
+        sums.reduce(SoloGroup())
+        sums.publish()
+    for weight, used in slots:
+        for number in used:
+            wanted[number] += weight * (number + weight) / 8
+    for parameter, sum_ in zip(parameters, wanted):
+        torch.testing.assert_close(parameter.grad, sum_, rtol=0, atol=1e-12)
+
+
+def test_the_gradients_of_an_only_slot_are_copied_once() -> None:
+    model = make_model()
+    sums = GradientSums(model.parameters(), exact=False, bucket_bytes=10**6)
+    for _ in range(2):
+        sums.begin_step(12, FIXED)
+        sums.begin_slot(12, SoloGroup())
+        loss_of(model, slice(0, 12)).backward()
+        sums.end_slot()
+        sums.reduce(SoloGroup())
+        sums.publish()
+    (bucket,) = sums._buckets
+    assert "own" not in vars(bucket), "there are no sums beside autograd's gradients and the reduced ones"
+
+
 def test_a_reduction_that_was_aborted_is_made_again_of_the_same_sums() -> None:
     model = make_model()
     sums, group = GradientSums(model.parameters(), exact=False), SoloGroup()

@@ -4,6 +4,7 @@
         -> a copy, all-reduced a bucket at a time while the last slot's backward pass goes on -> .grad: the mean
 
 The all-reduce works on a copy because a loss may leave it half done: the survivors then reduce their own sums again.
+The own sums of a step's only slot are autograd's gradients themselves: they are weighted as they are copied.
 With exact sums (precision/exact_sums.py) the own sums are int64 fixed point, the same bits in any order.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -31,27 +33,63 @@ class SumBucket:
     """Parameters whose gradients are reduced together."""
 
     parameters: list[nn.Parameter]
-    own: Tensor
-    """This worker's sums (n,); with exact sums the scratch buffer of one slot."""
     exact: Tensor | None
     """This worker's sums (n,) int64, with exact sums."""
     reduced: Tensor
     """The mean over all workers (n,), once the reduction is over."""
-    views: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """The part of `own` of each parameter."""
     stale: set[nn.Parameter] = field(default_factory=set)
     """Parameters whose part of `own` is from an earlier step."""
+    single: dict[nn.Parameter, tuple[Tensor, float]] = field(default_factory=dict)
+    """Gradients that are all of this step's so far, and their weights; their parts of `own` are stale."""
     waits_for: set[nn.Parameter] = field(default_factory=set)
     """Parameters that have no gradient of the last slot yet."""
     in_flight: tuple[Work, Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        self.views = dict(zip(self.parameters, _parts(self.own, self.parameters)))
+    @cached_property
+    def own(self) -> Tensor:
+        """This worker's sums (n,), made when there is something to add; with exact sums the scratch of one slot."""
+        return torch.zeros_like(self.reduced)
 
-    def clear_stale(self) -> None:
+    @cached_property
+    def views(self) -> dict[nn.Parameter, Tensor]:
+        """The part of `own` of each parameter."""
+        return dict(zip(self.parameters, _parts(self.own, self.parameters)))
+
+    def begin(self) -> None:
+        """Begins the sums of a step."""
+        self.stale = set(self.parameters)
+        self.single.clear()
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor, weight: float) -> None:
+        """Adds `weight` times a gradient to the own sums."""
+        if (first := self.single.pop(parameter, None)) is not None:
+            self.add(parameter, *first)
+        if parameter in self.stale:
+            _write_product(self.views[parameter], gradient, weight)
+            self.stale.discard(parameter)
+        else:
+            self.views[parameter].add_(gradient, alpha=weight)
+
+    def keep(self, parameter: nn.Parameter, gradient: Tensor, weight: float) -> None:
+        """Adds one that is likely to stay alone, as it is."""
+        if parameter not in self.stale or parameter in self.single or gradient.dtype != self.reduced.dtype:
+            self.add(parameter, gradient, weight)
+        else:
+            self.single[parameter] = gradient, weight
+
+    def write(self, scale: float) -> None:
+        """Writes `scale` times the own sums to `reduced`."""
+        if len(self.single) == len(self.parameters):
+            for parameter, part in zip(self.parameters, _parts(self.reduced, self.parameters)):
+                gradient, weight = self.single[parameter]
+                torch.mul(gradient, scale * weight, out=part)
+            return
+        for parameter in list(self.single):
+            self.add(parameter, *self.single.pop(parameter))
         for parameter in self.stale:
             self.views[parameter].zero_()
         self.stale.clear()
+        torch.mul(self.own, scale, out=self.reduced)
 
 
 class GradientSums:
@@ -85,7 +123,7 @@ class GradientSums:
         self.forget_reduction(is_aborted=False)
         self._num_samples, self._fixed = num_samples, fixed
         for bucket in self._buckets:
-            bucket.stale = set(bucket.parameters)
+            bucket.begin()
             if bucket.exact is not None:
                 bucket.exact.zero_()
                 bucket.own.zero_()
@@ -132,6 +170,7 @@ class GradientSums:
                 write_floats(bucket.reduced, bucket.in_flight[1], self._fixed)
             if self.exact:
                 bucket.reduced.mul_(1.0 / max(1, self._num_samples))
+            bucket.single.clear()
         self.hand_out()
 
     @torch.no_grad()
@@ -168,12 +207,8 @@ class GradientSums:
         gradient, parameter.grad = parameter.grad, None
         bucket = self._bucket_of[parameter]
         if self._weight and gradient is not None:
-            view = bucket.views[parameter]
-            if parameter in bucket.stale:
-                _write_product(view, gradient, self._weight)
-                bucket.stale.discard(parameter)
-            else:
-                view.add_(gradient, alpha=self._weight)
+            add = bucket.keep if self._group else bucket.add  # a worker's last slot may be its only one
+            add(parameter, gradient, self._weight)
         bucket.waits_for.discard(parameter)
         self.on_gradient()
         try:
@@ -183,11 +218,11 @@ class GradientSums:
             self._group = None
 
     def _begin_reduction(self, bucket: SumBucket, group: Group) -> None:
-        bucket.clear_stale()
         if bucket.exact is not None:
             copy = bucket.exact.clone()
         else:
-            copy = torch.mul(bucket.own, 1.0 / max(1, self._num_samples), out=bucket.reduced)
+            bucket.write(1.0 / max(1, self._num_samples))
+            copy = bucket.reduced
         bucket.in_flight = group.all_reduce_async(copy), copy
         self._next += 1
 
@@ -217,9 +252,9 @@ def _split(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[n
 def _make_bucket(parameters: list[nn.Parameter], exact: bool) -> SumBucket:
     first, num_elements = parameters[0], sum(parameter.numel() for parameter in parameters)
     dtype = torch.float32 if first.dtype in HALVES else first.dtype
-    own, reduced = (torch.zeros(num_elements, dtype=dtype, device=first.device) for _ in range(2))
+    reduced = torch.zeros(num_elements, dtype=dtype, device=first.device)
     sums = torch.zeros(num_elements, dtype=torch.int64, device=first.device) if exact else None
-    return SumBucket(parameters=parameters, own=own, exact=sums, reduced=reduced)
+    return SumBucket(parameters=parameters, exact=sums, reduced=reduced)
 
 
 def _parts(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
