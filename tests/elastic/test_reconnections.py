@@ -47,6 +47,16 @@ class World:
         hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": f"host{rank}", "log": ""}
         return ControlChannel(open_connection(self.address, hello), rank=rank, world_size=2)
 
+    def finish(self, last: ControlChannel, staying, other) -> None:
+        """Ends the run with the worker that is left, rank 0: it is right."""
+        last.membership.finish()
+        assert last.membership.next_generation(report_of(last)) is None
+        last.finish(0)
+        send(staying, op="ended", ends=[_end(0, 0)])
+        for connection in (other, staying):
+            connection.close()
+        assert self.serving.join(5).exit_code == 0
+
 
 @pytest.fixture
 def world(elastic_settings):
@@ -81,14 +91,8 @@ def test_a_guardian_that_connects_again_has_lost_its_workers_and_the_others_go_o
     while "over" not in [header["op"] for header in found]:
         found += [header for header, _ in reader.feed(again.recv(10_000))]
     assert {"op": "over", "exit_code": 4} in found
-    first.membership.finish()
-    assert first.membership.next_generation(report_of(first)) is None
-    first.finish(0)
-    send(staying, op="ended", ends=[_end(0, 0)])
-    for connection in (again, staying):
-        connection.close()
+    world.finish(first, staying, again)
     second.finish(0)
-    assert world.serving.join(5).exit_code == 0
 
 
 def test_a_worker_that_has_lost_the_coordinator_costs_itself_alone(world):
@@ -100,14 +104,8 @@ def test_a_worker_that_has_lost_the_coordinator_costs_itself_alone(world):
     assert (pending.record.generation, pending.record.members) == (1, (0,))
     assert "ended with exit code 4" in pending.record.evicted[0].why
     first.membership.confirm(1, digest="d", moved_bytes=0)
-    first.membership.finish()
-    assert first.membership.next_generation(report_of(first)) is None
-    first.finish(0)
-    send(staying, op="ended", ends=[_end(0, 0)])
-    for connection in (leaving, staying):
-        connection.close()
+    world.finish(first, staying, leaving)
     second.finish(0)
-    assert world.serving.join(5).exit_code == 0
 
 
 def _end(rank: int, exit_code: int) -> dict:

@@ -56,7 +56,7 @@ def test_a_cut_of_about_the_runs_patience_costs_at_most_a_host(start, share):
     run.network.cut_host(3)
     time.sleep(share * CONTROL_S)
     run.network.weather = SLOW
-    until_s = time.monotonic() + 3 * CONTROL_S  # whoever gives up does so within this time
+    until_s = time.monotonic() + 3 * CONTROL_S  # an end that gives up does so within this time
     run.wait_until(lambda: time.monotonic() > until_s and run.num_live() == 3, "three workers")
     assert len(run.changes()) in (0, 2), run.notices()
     stop(run, len(run.steps()) + 5)
