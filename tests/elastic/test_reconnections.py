@@ -47,7 +47,7 @@ class World:
         hello = {"op": "hello", "role": "worker", "ranks": [rank], "host": f"host{rank}", "log": ""}
         return ControlChannel(open_connection(self.address, hello), rank=rank, world_size=2)
 
-    def finish(self, last: ControlChannel, staying, other) -> None:
+    def finish(self, last: ControlChannel, gone: ControlChannel, staying, other) -> None:
         """Ends the run with the worker that is left, rank 0: it is right."""
         last.membership.finish()
         assert last.membership.next_generation(report_of(last)) is None
@@ -55,6 +55,7 @@ class World:
         send(staying, op="ended", ends=[_end(0, 0)])
         for connection in (other, staying):
             connection.close()
+        gone.finish(0)
         assert self.serving.join(5).exit_code == 0
 
 
@@ -91,8 +92,7 @@ def test_a_guardian_that_connects_again_has_lost_its_workers_and_the_others_go_o
     while "over" not in [header["op"] for header in found]:
         found += [header for header, _ in reader.feed(again.recv(10_000))]
     assert {"op": "over", "exit_code": 4} in found
-    world.finish(first, staying, again)
-    second.finish(0)
+    world.finish(first, second, staying, again)
 
 
 def test_a_worker_that_has_lost_the_coordinator_costs_itself_alone(world):
@@ -104,8 +104,7 @@ def test_a_worker_that_has_lost_the_coordinator_costs_itself_alone(world):
     assert (pending.record.generation, pending.record.members) == (1, (0,))
     assert "ended with exit code 4" in pending.record.evicted[0].why
     first.membership.confirm(1, digest="d", moved_bytes=0)
-    world.finish(first, staying, leaving)
-    second.finish(0)
+    world.finish(first, second, staying, leaving)
 
 
 def _end(rank: int, exit_code: int) -> dict:
