@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch_runs import STARTED, finish, start
+from tests.support.launch_runs import STARTED, finish, last_words, start
 
 
 @pytest.fixture(autouse=True)
-def no_run_is_left():
-    """A run that a failed test leaves would train on, on the cores of the tests after it."""
+def no_run_is_left(tmp_path):
+    """A run that a failed test leaves would train on, on the cores of the tests after it. It says what it did."""
     yield
     for process in STARTED:
         if process.poll() is None:
-            process.kill()  # all that it has started ends with it
-            process.wait(timeout=60)
+            print(last_words(process, tmp_path))
     STARTED.clear()
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 TRAIN = str(Path(__file__).parents[2] / "launch" / "train.py")
 TORCHRUN_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 """How torchrun says that one of its processes has ended with another code than 0."""
+LAST_CHARACTERS = 6000
+"""Of each text that a failed test leaves."""
 STARTED: list[subprocess.Popen] = []
 """What tests have started; what a failed one leaves is killed at its end (tests/launch/conftest.py)."""
 
@@ -41,6 +44,21 @@ def finish(process, timeout=120):
         out, err = process.communicate()
         pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
     return process.returncode, out, err
+
+
+def last_words(process, folder, stacks_s=3.0):
+    """Kills a run; returns what it has printed and the ends of the logs in `folder`, with the stacks of its workers."""
+    process.send_signal(signal.SIGUSR1)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=stacks_s)
+    process.kill()  # all that it has started ends with it
+    words = "\n".join(process.communicate(timeout=60))
+    logs = sorted(folder.rglob("*.log"))
+    return "\n".join([words[-LAST_CHARACTERS:], *(f"{log.name}:\n{_end(log)}" for log in logs)])
+
+
+def _end(log):
+    return log.read_text(errors="replace")[-LAST_CHARACTERS:]
 
 
 def metrics(run):
